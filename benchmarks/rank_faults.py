@@ -51,10 +51,14 @@ EXCHANGES = (
     "the decision",
     "the choice of a rewind",
     "a step that was run again",
+    "healing from a peer",
     "a checkpoint",
     "guard.save()",
     "guard.restore()",
 )
+OF_A_REWIND = ("the choice of a rewind", "a step that was run again")
+NO_COPY = stepguard.Policy(actions=("retry", "leave_out", "skip", "rewind", "stop"))
+"""Else the damaged rank is healed by the other one, and nothing is rewound."""
 QUICK = (
     ("dies before", "the reading"),
     ("dies inside", "the decision"),
@@ -62,6 +66,9 @@ QUICK = (
     ("raises", "the choice of a rewind"),
     ("disk full", "a checkpoint"),
     ("folder gone", "the decision"),
+    ("raises", "a step that was run again"),
+    ("slow", "healing from a peer"),
+    ("raises", "guard.save()"),
 )
 RUNS_ON = "runs on"
 DISARMED = "disarmed"
@@ -128,9 +135,11 @@ def train(fault: str, exchange: str, rank: int, folder: Path) -> dict[str, Any]:
         run_dir=run_dir,
         terminal="quiet",
         agree_timeout=WAIT,
-        snapshot_every=1,
+        # the bad weights come a step after a snapshot: that step is run again
+        snapshot_every=2,
         checkpoint_every=3,
         probation=1,
+        policy=NO_COPY if exchange in OF_A_REWIND else stepguard.Policy(),
     )
     warnings.simplefilter("ignore")
     guard = stepguard.Guard(model, optimizer, config=config)

@@ -44,7 +44,7 @@ RESULTS = machine.RESULTS / "soak.json"
 FEATURES, HIDDEN, CLASSES, BATCH, LR, CLIP = 16, 32, 8, 32, 1e-3, 1.0
 EVERY = 200
 """Steps between two faults, on average."""
-CHECKPOINT_EVERY, SNAPSHOT_EVERY = 100, 50
+CHECKPOINT_EVERY = 100
 KINDS = ("data", "forward", "backward", "weight", "slot", "buffer", "rate", "transient")
 WHERE = ((0,), (1,), (0, 1))
 POLICY = Policy(max_rewinds=1000, max_heals=1000)
@@ -219,8 +219,6 @@ def guarded(run: Soak, folder: Path) -> dict[str, Any]:
         clip_norm=CLIP,
         policy=POLICY,
         terminal="quiet",
-        # on a busy machine ranks choose different moments by themselves, and share few
-        snapshot_every=SNAPSHOT_EVERY,
         checkpoint_every=2000,
     )
     told: Counter[str] = Counter()

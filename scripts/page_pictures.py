@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,19 @@ from examples.demo import main as demo  # noqa: E402
 
 from browser import opened, started  # noqa: E402
 from cli.journals import run_stepguard, write_run  # noqa: E402
+from house.test_notebook import LOOP, SETUP, WATCH  # noqa: E402
+from house.test_notebook import run as run_notebook  # noqa: E402
 from report.real_runs import restarted, rewound  # noqa: E402
 from report.two_ranks import two_ranks  # noqa: E402
 from serve.served import serving  # noqa: E402
 from stepguard.cli._page import report_page  # noqa: E402
 
 STEPS = "120"
+NOTEBOOK_PAGE = """<!doctype html><meta charset="utf-8"><title>notebook</title><style>
+body { font-family: sans-serif; margin: 16px; }
+.cell { background: #f5f5f5; border: 1px solid #ddd; padding: 8px; white-space: pre-wrap; }
+</style>
+"""
 
 
 def main() -> None:
@@ -32,18 +40,19 @@ def main() -> None:
         runs = Path(place) / "runs"
         _reports(browser, runs)
         _live(browser, runs)
+        _notebook(browser, Path(place))
 
 
 def _reports(browser: Any, runs: Path) -> None:
     demo(["--steps", STEPS, "--run-dir", str(runs / "demo")])
     rewound(runs / "rewound")
     restarted(runs / "restarted")
-    two_ranks(runs / "ranks")
+    ranks = two_ranks(runs.parent / "ranks")
     _picture(browser, _page(runs / "rewound"), "page-rewound.png")
     _picture(browser, _page(runs / "demo"), "page-incident.png", "n", tall=True)
     _picture(browser, _page(runs / "demo"), "page-dark.png", "n", scheme="dark")
     _picture(browser, _page(runs / "restarted"), "page-restarted.png")
-    _picture(browser, _page(runs / "ranks"), "page-ranks.png", "n")
+    _picture(browser, _page(ranks), "page-ranks.png", "n")
     run_stepguard("compare", str(runs / "rewound"), str(runs / "restarted"), "--html")
     _picture(browser, runs / "restarted" / "compare.html", "page-compare.png", tall=True)
 
@@ -58,6 +67,25 @@ def _live(browser: Any, runs: Path) -> None:
         page.wait_for_selector("#runs tr")
         page.screenshot(path=IMAGES / "page-list.png")
         context.close()
+
+
+def _notebook(browser: Any, folder: Path) -> None:
+    """The cells of a notebook that a real kernel has run, and the HTML its objects showed."""
+    cells = [SETUP, WATCH, LOOP, "guard", "guard.incidents[0]"]
+    outputs = run_notebook(folder, *cells)
+    parts = []
+    for number, (source, shown) in enumerate(zip(cells, outputs, strict=True), start=1):
+        parts.append(f"<pre class=cell><b>[{number}]</b> {escape(source.strip())}</pre>")
+        for output in shown:
+            parts.append(output.get("data", {}).get("text/html", ""))
+    page = folder / "notebook.html"
+    page.write_text(NOTEBOOK_PAGE + "\n".join(parts), encoding="utf-8")
+    context = browser.new_context(viewport={"width": 1000, "height": 600})
+    tab = context.new_page()
+    tab.goto(page.as_uri())
+    tab.screenshot(path=IMAGES / "notebook.png", full_page=True)
+    context.close()
+    print("wrote docs/images/notebook.png")
 
 
 def _page(run: Path) -> Path:

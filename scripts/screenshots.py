@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from examples.demo import main as demo
-from scripts import check_picture, picture
+from scripts import check_picture, picture, whatif_picture
 
 from stepguard.report.run_terminal import paint_summary
 from stepguard.report.screen import paper
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     picture.main([])
     check_picture.main()
+    whatif_picture.main()
     REPORT.write_text(report_picture(), encoding="utf-8")
     print(f"wrote {REPORT.name}")
     if not options.terminal:

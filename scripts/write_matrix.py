@@ -7,6 +7,8 @@ python scripts/write_matrix.py --check    exit 1 if the page is not what the tes
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,8 @@ def collected(declared: list[Any]) -> Cells:
     collector = Collector(declared)
     options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--no-header", "-o", "addopts="]
     options += ["--import-mode=importlib", "--rootdir", str(ROOT), str(TESTS)]
-    code = pytest.main(options, plugins=[collector])
+    with redirect_stdout(StringIO()):
+        code = pytest.main(options, plugins=[collector])
     if code != pytest.ExitCode.OK:
         raise SystemExit(f"the tests cannot be collected: pytest ended with {code}")
     if collector.unused:

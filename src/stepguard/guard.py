@@ -29,8 +29,9 @@ from stepguard.engine.drivers.optimizer_kinds import takes_closure
 from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.hung_rank import watch_for_hung_rank
-from stepguard.engine.incident.exceptions import ending, last_uncaught
+from stepguard.engine.incident.exceptions import last_uncaught, tell_end
 from stepguard.engine.incident.rank_comparison import RankComparison
+from stepguard.engine.incident.try_whatif import try_what_helps
 from stepguard.engine.interception import offer
 from stepguard.engine.notebook_view import guard_html, guard_line
 from stepguard.engine.protect import Protection, in_words
@@ -45,11 +46,14 @@ from stepguard.engine.wiring import (
     check_config,
     check_optimizer,
     owners,
+    resumable,
 )
 from stepguard.port import Port
 from stepguard.records import GuardConfig, Incident
+from stepguard.records.whatif import WhatIf
 from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import LossFn, total_loss
+from stepguard.whatif.candidates import OwnFix
 
 __all__ = ["Guard", "StepResult"]
 
@@ -89,12 +93,7 @@ class Guard:
         """What framework integrations ask of this guard."""
         self._saving = Checkpoints(self._context, self._rewinder)
         if loader is not None:
-            self._context.feed = ResumableLoader(
-                loader,
-                self._between,
-                partial(self._context.outputs.note, "loader"),
-                lambda: self._context.step,
-            )
+            self._context.feed = resumable(self._context, loader, self._between)
         self._epochs: EpochSchedule | None = None
         if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
             self._schedule_by_epoch(self._context.feed)
@@ -196,6 +195,17 @@ class Guard:
         self._driver.settle()
         return self._saving.restore(path if path == "last-good" else Path(path))
 
+    def whatif(self, own: OwnFix | None = None) -> WhatIf:
+        """Train the steps before the last incident again, once for each thing that may help.
+
+        Returns the candidates, the best first, and prints the table unless the guard is quiet.
+        `own(model, optimizer)` is a fix of yours to try beside them. The run stays as it is.
+        """
+        if not self._closed:
+            self._driver.settle()
+        with self.port.aside():
+            return try_what_helps(self._context, self._rewinder.snapshots, own)
+
     @property
     def loader(self) -> ResumableLoader:
         """The loader to iterate over: `for batch in guard.loader`. It knows its position."""
@@ -283,7 +293,7 @@ class Guard:
                 with self._protect.part("check of the wiring"):
                     self._wiring.close()
             with self._protect.part("end of the run"):
-                self._end()
+                tell_end(self._context, self._error, armed=self.armed)
         finally:
             self._error = None
             self._context.resources.close()
@@ -330,17 +340,6 @@ class Guard:
         incident = transaction.last_look(bare_step(self._context))
         if incident is not None and not incident.stopped:
             transaction.conclude(incident)  # what is left behind is at least good
-
-    def _end(self) -> None:
-        context = self._context
-        fields = {
-            "attempt": context.attempt,
-            "steps": context.step,
-            "incidents": len(context.incidents),
-            "armed": self.armed,
-        }
-        error = ending(self._error)
-        context.outputs.line("end", {**fields, "error": error} if error else fields)
 
     def _fault(self, fault: Exception) -> None:
         context = self._context
@@ -397,4 +396,4 @@ def _died(guard: weakref.ref[Guard]) -> None:
     if alive is not None and error is not None and not alive._closed:
         alive.ended_by(error)
         with alive._protect.part("end of the run"):
-            alive._end()
+            tell_end(alive._context, alive._error, armed=alive.armed)

@@ -7,6 +7,8 @@ update (`dropped`, `settle`), and whether a state may be saved (`finite`, `troub
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from stepguard._errors import ConfigError
@@ -49,6 +51,15 @@ class Port:
     def dropped(self) -> bool:
         """Was the last update vetoed? A fused one is read later, its schedule taken back then."""
         return isinstance(self.driver, WatchDriver) and self.driver.dropped
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs in here is no step of the loop's: a watched model may be called."""
+        if isinstance(self.driver, WatchDriver):
+            with self.driver.not_listening():
+                yield
+        else:
+            yield
 
     def start_at(self, step: int) -> None:
         """Number the next step `step`, as a resumed run does. Call it before the first step."""

@@ -211,7 +211,9 @@ def late(kind: str, loop: str) -> dict[str, Any]:
             continue
         optimizer.zero_grad()
         model(data(step)).square().mean().backward()
-        if spoil:
+        if spoil and kind == "gradient":
+            next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = torch.nan
+        elif spoil:
             optimizer.param_groups[0]["lr"] = torch.nan
         optimizer.step()
         optimizer.param_groups[0]["lr"] = 0.01

@@ -103,6 +103,24 @@ def rewound(loop: str, wrap: str, out: Path) -> dict[str, Any]:
     }
 
 
+def paced(loop: str, wrap: str, out: Path) -> dict[str, Any]:
+    """Copying takes far longer on one rank than on the other, which keeps snapshots more often."""
+    guard, model, optimizer, hooks = made(loop, wrap == "ddp", snapshot_every="auto", probation=20)
+    cadence = guard._rewinder.snapshots.cadence
+    took = cadence.took
+    slow = dist.get_rank() == BAD_RANK
+    cadence.took = lambda step, seconds: took(step, 100.0 if slow else 1e-9)  # type: ignore[method-assign]
+    harm = 260
+    with guard:
+        train(guard, model, optimizer, loop, range(harm + 6), harm, by_hand=wrap != "ddp")
+        found = [i.decision for i in guard.incidents]
+    del cadence.took
+    for hook in hooks:
+        hook.remove()
+    told = [(d.action, d.rewound_to) for d in found if d is not None]
+    return {"guarded": end(model, optimizer), "told": told, "armed": guard.armed}
+
+
 def resumed(loop: str, wrap: str, out: Path) -> dict[str, Any]:
     """Saved by all, written by one, restored by all."""
     folder = out / f"resumed-{loop}-{wrap}"
@@ -188,7 +206,8 @@ def hopeless(loop: str, wrap: str, out: Path) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function for function in (rewound, resumed, refused, automatic, hopeless)
+    function.__name__: function
+    for function in (rewound, paced, resumed, refused, automatic, hopeless)
 }
 
 

@@ -6,6 +6,7 @@ torchrun --standalone --nproc-per-node 4 shard_checkpoint_worker.py OUT scenario
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -182,6 +183,21 @@ def scheduled(engine: str, out: Path) -> dict[str, Any]:
         return {"done": done, "armed": armed, "again": state(second), "once": state(guard)}
 
 
+def signalled(engine: str, out: Path) -> dict[str, Any]:
+    """One rank is told to end: all save the same step."""
+    folder = out / f"signalled-{engine}"
+    code = None
+    with guarded(engine, folder) as guard:
+        try:
+            train(guard, engine, range(3))
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            train(guard, engine, range(3, 1000))
+        except SystemExit as ended:
+            code = ended.code
+        return {"code": code, "steps": guard.steps, "folder": folder}
+
+
 def poisoned(engine: str, out: Path) -> dict[str, Any]:
     """A NaN in one rank's shard: refused by all, with parameter and rank."""
     with guarded(engine, out / f"poisoned-{engine}") as guard:
@@ -251,6 +267,7 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
         back,
         resumed,
         scheduled,
+        signalled,
         poisoned,
         full_disk,
         damaged,

@@ -19,6 +19,7 @@ BAD_STEP, DAMAGED_AT, SAVED_AT = 5, 3, 4
 PIPELINE, EXPERT = "pipeline (GPipe, 1F1B), `watch` on each stage", "expert parallel"
 CASES = [("gpipe", "watch"), ("1f1b", "watch"), ("expert", "step"), ("expert", "watch")]
 COLUMNS = ("healthy", "nan", "clip", "save", "restore", "rewind")
+SIGNALLED = ["expert-signal-step", "gpipe-signal-watch", "1f1b-signal-watch"]
 Outcomes = dict[str, list[Any]]
 
 
@@ -28,8 +29,7 @@ def _names() -> list[str]:
         names += [f"{kind}-{column}-bare" for column in ("healthy", "nan", "clip")]
     for kind, loop in CASES:
         names += [f"{kind}-{column}-{loop}" for column in COLUMNS]
-    # a stage waits in a receive, outside of every step of its own, for one that has left
-    names.append("expert-signal-step")
+    names += SIGNALLED
     return names
 
 
@@ -113,9 +113,16 @@ def test_every_rank_goes_on_with_its_own_weights(kind: str, loop: str, outcomes:
         assert back["done"] == SAVED_AT and _same(back["state"], then["state"])
 
 
-@cell(EXPERT, "signal")
-def test_sigterm_ends_all_ranks_with_a_whole_checkpoint(outcomes: Outcomes) -> None:
-    for rank in outcomes["expert-signal-step"]:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("expert-signal-step", marks=cell(EXPERT, "signal")),
+        pytest.param("gpipe-signal-watch", marks=cell(PIPELINE, "signal")),
+        pytest.param("1f1b-signal-watch", marks=cell(PIPELINE, "signal")),
+    ],
+)
+def test_sigterm_ends_all_ranks_with_a_whole_checkpoint(name: str, outcomes: Outcomes) -> None:
+    for rank in outcomes[name]:
         assert rank["ended"] == 143 and rank["verified"]
 
 

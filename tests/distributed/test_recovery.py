@@ -23,7 +23,7 @@ PATHS = [str(Path(stepguard.__file__).parents[1]), str(WORKER.parents[1])]
 BOTH = ["-".join(parts) for parts in product(["step", "watch"], ["ddp", "manual"])]
 NAMES = [
     f"{kind}-{how}"
-    for kind in ("rewound", "resumed", "refused", "automatic", "hopeless")
+    for kind in ("rewound", "paced", "resumed", "refused", "automatic", "hopeless")
     for how in BOTH
 ]
 
@@ -72,6 +72,18 @@ def test_ranks_rewind_together_and_end_with_the_same_weights(
     if how.startswith("step"):
         assert first["told"][0][2] == "repeat"
         assert difference(first["guarded"], first["never"]) == ""
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_ranks_with_different_clocks_keep_snapshots_of_the_same_steps(
+    how: str, outcomes: dict[str, list[Any]]
+) -> None:
+    first, second = outcomes[f"paced-{how}"]
+    assert first["armed"] and second["armed"]
+    assert first["told"] == second["told"]
+    # the newest one, on the first rank's grid of 8; the damage came at step 260
+    assert first["told"] == [("rewind", 256)]
+    assert difference(first["guarded"], second["guarded"]) == ""
 
 
 @pytest.mark.parametrize("how", BOTH)

@@ -24,6 +24,7 @@ ENGINES = [*MESHES, "fsdp1"]
 OF_FOUR = [
     *(f"written-{engine}" for engine in ENGINES),
     *(f"resumed-{engine}" for engine in ("fsdp2", "hsdp", "fsdp1")),
+    *(f"signalled-{engine}" for engine in ENGINES),
     *(f"{name}-fsdp2" for name in ("scheduled", "poisoned", "full_disk", "damaged", "nothing")),
 ]
 OF_TWO = [f"resharded-{engine}" for engine in ENGINES]
@@ -93,6 +94,17 @@ def test_resumed_run_of_shards_is_the_one_that_never_stopped(
     for rank in outcomes[f"resumed-{engine}"]:
         assert rank["done"] == STOP_AT
         assert difference(rank["resumed"], rank["never"]) == ""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_signal_to_one_rank_saves_the_same_step_of_all_shards(
+    engine: str, outcomes: dict[str, list[Any]]
+) -> None:
+    ranks = outcomes[f"signalled-{engine}"]
+    assert [rank["code"] for rank in ranks] == [143] * 4
+    (entry,) = Store(ranks[0]["folder"] / "checkpoints").list()
+    assert {rank["steps"] for rank in ranks} == {entry.step}
+    assert stepguard.verify(entry.path).ok
 
 
 def test_checkpoints_on_schedule_are_written_by_all_ranks_in_the_background(

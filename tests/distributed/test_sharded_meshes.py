@@ -25,6 +25,7 @@ HEALTHY = [
     *map("-".join, product(["healthy"], ["step", "watch"], ["hsdp", "both"], ["clip"])),
     "healthy-step-meshes-clip",
 ]
+DAMAGED = ["damage-step-hsdp-weight", "damage-step-both-weight"]
 BAD_STEPS = [2, 3]
 
 
@@ -32,7 +33,7 @@ BAD_STEPS = [2, 3]
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Every scenario, run by one set of processes; what each rank ended with."""
     out = tmp_path_factory.mktemp("meshes")
-    names = [*HEALTHY, *TROUBLED]
+    names = [*HEALTHY, *TROUBLED, *DAMAGED]
     code, log = launch(WORKER, out, names, 150, ranks=len(RANKS))
     assert code == 0, log[-3000:]
     return {
@@ -96,3 +97,18 @@ def test_ranks_of_a_mesh_with_the_bad_input_are_named(
         for incident in rank["guarded"]["incidents"]:
             assert incident["ranks"] == blamed
             assert incident["rank"] == blamed[0]
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_bad_shard_of_a_mesh_is_named_with_its_rank_and_all_recover(
+    name: str, outcomes: dict[str, list[Any]]
+) -> None:
+    # of HSDP another pair of ranks holds a copy; else all go back
+    action = "heal" if "hsdp" in name else "rewind"
+    for rank in outcomes[name]:
+        guarded = rank["guarded"]
+        assert guarded["armed"] and guarded["halted"] is None
+        (incident,) = guarded["incidents"]
+        assert (incident["step"], incident["action"]) == (2, action)
+        assert (incident["rank"], incident["ranks"]) == (1, (1,))
+        assert difference(_parts(guarded), _parts(rank["reference"])) == ""

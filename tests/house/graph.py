@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("verification",),
     ("locate", "preflight"),
-    ("look",),
+    ("look", "whatif"),
     ("engine",),
     ("port",),
     ("guard",),

@@ -101,7 +101,10 @@ def test_api_page_shows_signatures_and_examples_as_code(site: Path) -> None:
     page = (site / "api.html").read_text(encoding="utf-8")
     text = re.sub(r"<[^>]+>", "", page)
     assert "grad_norm" in text
-    assert 'id="stepguard.Guard.step"' in page
+    members = set(re.findall(r'id="stepguard\.(?:Guard|StepResult|Incident)\.(\w+)"', page))
+    assert {"step", "loss", "on_commit", "committed", "findings"} <= members
+    # what the package itself calls
+    assert not members & {"port", "in_use", "replaced", "ended_by", "resolve", "html_rows"}
     example = re.search(r"<code>[^`]*?result[^`]*?loss_fn", page)
     assert example is not None
 

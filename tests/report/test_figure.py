@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from report import real_runs
 from report.literals import NAN, Written, step_line, told, troubled_run
 from stepguard.report.figure import describe, replace_file
+from stepguard.report.story import read_story
 
 
 def test_run_with_trouble_has_two_panels_and_a_mark_for_each_kind() -> None:
@@ -18,6 +20,15 @@ def test_run_with_trouble_has_two_panels_and_a_mark_for_each_kind() -> None:
         "loss-scale calibration (2)",
     ]
     assert shown.spans == [(48, 51)]
+
+
+def test_no_mark_covers_another(tmp_path: Path) -> None:
+    """The step that was rewound from is one whose update was dropped."""
+    shown = describe(read_story(real_runs.rewound(tmp_path / "run")).latest, "")
+    rows = {marks.name.partition(" (")[0]: marks for marks in shown.marks}
+    assert set(rows["rewound"].steps) & set(rows["update dropped"].steps)
+    assert rows["rewound"].row == rows["update dropped"].row + 1
+    assert [marks.row for marks in describe(told(troubled_run()), "").marks] == [0, 0]
 
 
 def test_run_without_a_finite_number_has_an_empty_loss_panel_and_nothing_else() -> None:

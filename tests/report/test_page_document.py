@@ -10,7 +10,6 @@ import pytest
 from cli.journals import write_run
 from report.hostile import ATTACK, hostile_run
 from report.real_runs import restarted
-from report.two_ranks import two_ranks
 from stepguard.journal import Journal
 from stepguard.records import Reading
 from stepguard.report.page_document import Extras, parts, run_name, story_document, version
@@ -82,13 +81,6 @@ def test_card_tells_what_where_why_and_what_was_done(tmp_path: Path) -> None:
     assert card["done"] == "skipped"
     assert card["bad"] == {"loss": 1, "grad_norm": 1}
     assert "stepguard explain SG204" in card["commands"]
-
-
-def test_ranks_have_lanes_with_the_blamed_one(tmp_path: Path) -> None:
-    story = read_story(two_ranks(tmp_path / "run"), steps_of="all")
-    (run,) = story_document(story, "run")["runs"]
-    assert [lane["rank"] for lane in run["ranks"]] == [0, 1]
-    assert [lane["marks"][0]["blamed"] for lane in run["ranks"]] == [False, True]
 
 
 def test_version_changes_with_an_incident_and_not_with_a_row(tmp_path: Path) -> None:

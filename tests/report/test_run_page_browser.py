@@ -189,8 +189,8 @@ def test_each_rank_has_a_lane_and_the_blamed_one_is_marked(browser: Any, tmp_pat
     with opened(browser, _page(run)) as seen:
         marks = seen.lane("ranks")
         assert [(one["rank"], one["step"], one["blamed"]) for one in marks] == [
-            (0, 8, False),
-            (1, 8, True),
+            (0, 5, False),
+            (1, 5, True),
         ]
         assert seen.troubles == []
 

@@ -175,3 +175,16 @@ def test_a_resumed_run_has_its_first_snapshot_after_one_step() -> None:
 
 def test_fixed_cadence_is_kept() -> None:
     assert _run(50, step_time=0.001, copy_time=9.0, every=10) == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("levels", [(3.0, 2.0, 1.0, 0.5, 0.4), (0.1, 0.2, 0.3, 0.4, 0.5)])
+def test_ranks_with_different_losses_keep_the_same_steps(levels: tuple[float, ...]) -> None:
+    ring = Ring(3, None, among_ranks=True, free=lambda: 2**30)
+    ring.too_small(_state())
+    for step, level in zip((8, 16, 24, 32, 40), levels, strict=True):
+        snapshot = _take(ring, step)
+        assert snapshot is not None
+        snapshot.memory["level"] = level
+        snapshot.standing = "good"
+        ring.keep_best()
+    assert _steps(ring) == [24, 32, 40]

@@ -27,6 +27,7 @@ from stepguard.cli.report import report
 from stepguard.cli.run import run
 from stepguard.cli.serve import serve
 from stepguard.cli.verify import verify
+from stepguard.cli.whatif import whatif
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     run,
@@ -38,6 +39,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     look,
     explain,
     replay,
+    whatif,
     verify,
     quarantine,
     doctor,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import get_args
 
 from stepguard.diagnose.case import Case
+from stepguard.diagnose.operand_names import name_operands
 from stepguard.diagnose.remedies import in_their_words
 from stepguard.diagnose.rules import RULES
 from stepguard.diagnose.run_facts import RunFacts
@@ -19,10 +20,13 @@ YIELDS_TO = {rule.code: frozenset(rule.yields_to) for rule in RULES}
 
 def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding, ...]:
     """Findings with evidence, most certain first; empty when no rule can prove anything. Pure."""
+    origin = incident.origin
+    if origin is not None:
+        origin = name_operands(origin)
     case = Case(
         reading=incident.reading,
         verdict=incident.verdict,
-        origin=incident.origin,
+        origin=origin,
         facts=facts if facts is not None else RunFacts(),
     )
     found = [rule.examine(case) for rule in RULES]

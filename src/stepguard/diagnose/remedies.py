@@ -7,12 +7,15 @@ failed.
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from stepguard.diagnose import remedies_of_precision as precision
+from stepguard.diagnose import remedies_of_runs as runs
+from stepguard.diagnose import remedies_of_settings as settings
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.ops import words
-from stepguard.diagnose.rules.sg505 import runaway_parameter
-from stepguard.diagnose.source_line import Expression, culprit_line, find_expression
+from stepguard.diagnose.source_line import Expression, bracketed, culprit_line, find_expression
 from stepguard.diagnose.wording import spell
 from stepguard.records import Finding, Remedy
 from stepguard.records.finding import Safety
@@ -26,7 +29,9 @@ class Fix:
     """Names it has in Python."""
     operator: type[ast.operator] | None = None
     use: str
-    """The replacement; `{x}`, `{y}` are the operands, `{more}` what else was given."""
+    """The replacement; `{x}`, `{y}` are the operands, `{bx}` the first in brackets where it needs
+    them, `{more}` what else was given, `{biased}` the same without a correction.
+    """
     function: str = ""
     """The function of stepguard.numerics it needs; none where empty."""
     why: str
@@ -77,7 +82,7 @@ SOFTMAX = Fix(
 )
 EXP = Fix(
     calls=words("exp"),
-    use="({x}).clamp(max=80.0).exp()",
+    use="{bx}.clamp(max=80.0).exp()",
     why="it is finite in float32 and bfloat16; softmax, logsumexp and softplus need no bound",
     safety="changes-numbers",
 )
@@ -87,10 +92,31 @@ FIXES: dict[str, dict[str, Fix]] = {
     "SG202": {"log": LOG},
     "SG203": {"exp": EXP},
     "SG204": {"softmax": SOFTMAX},
+    "SG205": {
+        "std": Fix(
+            calls=words("std"),
+            use="safe_sqrt({bx}.var({biased}))",
+            function="safe_sqrt",
+            why="of one element it is 0, with gradient 0",
+            safety="changes-numbers",
+        ),
+        "var": Fix(
+            calls=words("var"),
+            use="{bx}.var({biased})",
+            why="of one element it is 0, with gradient 0",
+            safety="changes-numbers",
+        ),
+    },
+    "SG403": {
+        "exp": replace(
+            EXP, why="its gradient is finite; a bound after `exp` comes too late for it"
+        ),
+        "log": replace(LOG, why=f"{LOG.why}; a bound after it comes too late for the gradient"),
+    },
     "SG207": {
         "sqrt": Fix(
             calls=words("sqrt"),
-            use="safe_sqrt(({x}).clamp_min(0))",
+            use="safe_sqrt({bx}.clamp_min(0))",
             function="safe_sqrt",
             why="{x} is negative only by rounding if it is a square or a variance",
             safety="changes-numbers",
@@ -98,7 +124,7 @@ FIXES: dict[str, dict[str, Fix]] = {
         "pow": Fix(
             calls=words("pow"),
             operator=ast.Pow,
-            use="safe_pow(({x}).clamp_min(0), {y})",
+            use="safe_pow({bx}.clamp_min(0), {y})",
             function="safe_pow",
             why="a fractional power needs a base that is not negative",
             operands=2,
@@ -131,7 +157,7 @@ FIXES: dict[str, dict[str, Fix]] = {
         ),
         "Std": Fix(
             calls=words("std"),
-            use="safe_sqrt({x}.var({rest}))",
+            use="safe_sqrt({bx}.var({rest}))",
             function="safe_sqrt",
             why="where {x} is constant the gradient is 0",
         ),
@@ -143,18 +169,28 @@ FIXES: dict[str, dict[str, Fix]] = {
         ),
         "Acosh": Fix(
             calls=words("acosh arccosh"),
-            use="({x}).clamp_min(1 + 1e-6).acosh()",
+            use="{bx}.clamp_min(1 + 1e-6).acosh()",
             why="the slope is infinite where {x} is 1",
             safety="changes-numbers",
         ),
         "Atanh": Fix(
             calls=words("atanh arctanh"),
-            use="({x}).clamp(-1 + 1e-6, 1 - 1e-6).atanh()",
+            use="{bx}.clamp(-1 + 1e-6, 1 - 1e-6).atanh()",
             why="the slope is infinite where {x} is 1 or -1",
             safety="changes-numbers",
         ),
     },
 }
+BUILDERS: dict[str, Callable[[Case], tuple[Remedy, ...]]] = {
+    "SG206": precision.indeterminate,
+    "SG301": precision.overflow_of_half,
+    "SG302": precision.underflow_of_half,
+    "SG402": precision.unselected_branch,
+    "SG403": precision.absorbed_infinity,
+    **runs.BUILDERS,
+    **settings.BUILDERS,
+}
+"""Remedies that are made of more than one expression."""
 SAME = {
     "_softmax": "softmax",
     "_safe_softmax": "softmax",
@@ -169,24 +205,15 @@ FIXES["SG401"]["Norm"] = NORM
 
 
 def in_their_words(finding: Finding, case: Case) -> Finding:
-    """The finding with remedies for this very operation; else those of the page, titles only."""
+    """The finding with remedies for this very incident; else those of the page, titles only."""
     own = _for_operation(finding.code, case) or _for_data(finding.code, case)
+    if not own and finding.code in BUILDERS:
+        own = BUILDERS[finding.code](case)
     if own:
         return replace(finding, remedies=own)
-    own = _for_parameter(finding.code, case)
     # The examples of a page have variables of their own, which would be foreign here.
     titles = tuple(replace(remedy, snippet="") for remedy in finding.remedies)
-    return replace(finding, remedies=own + titles)
-
-
-def _for_parameter(code: str, case: Case) -> tuple[Remedy, ...]:
-    """Name the one parameter that ran away."""
-    found = runaway_parameter(case) if code == "SG505" else None
-    if found is None:
-        return ()
-    name, _ = found
-    title = f"Give `{name}` a learning rate of its own, far lower, or train its logarithm"
-    return (Remedy(title=title, safety="changes-training"),)
+    return replace(finding, remedies=titles)
 
 
 def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
@@ -208,7 +235,14 @@ def _rewritten(fix: Fix, found: Expression) -> Remedy:
     y = found.operands[1] if len(found.operands) > 1 else ""
     rest = (*found.operands[1:], *found.settings)
     more = "".join(f", {part}" for part in rest)
-    use = fix.use.format(x=x, y=y, more=more, rest=", ".join(rest))
+    use = fix.use.format(
+        x=x,
+        y=y,
+        bx=bracketed(x),
+        more=more,
+        rest=", ".join(rest),
+        biased=", ".join((*_dimensions(rest), "correction=0")),
+    )
     why = fix.why.format(x=f"`{x}`", y=f"`{y}`")
     snippet = found.rewritten(use)
     if fix.function:
@@ -216,9 +250,15 @@ def _rewritten(fix: Fix, found: Expression) -> Remedy:
     return Remedy(title=f"`{use}` for `{found.text}`: {why}", snippet=snippet, safety=fix.safety)
 
 
+def _dimensions(given: tuple[str, ...]) -> list[str]:
+    """The arguments of a statistic without what says how it is corrected."""
+    corrections = ("unbiased=", "correction=", "True", "False")
+    return [part for part in given if not part.startswith(corrections)]
+
+
 def _in_general(fix: Fix, case: Case) -> Remedy:
     """The same without their expression, which is not in the line or is there more than once."""
-    use = fix.use.format(x="x", y="y", more="", rest="")
+    use = fix.use.format(x="x", y="y", bx="x", more="", rest="", biased="correction=0")
     name = f"stepguard.numerics.{fix.function}" if fix.function else use
     why = fix.why.format(x="the argument", y="the divisor")
     return Remedy(title=f"Use `{name}` in {case.place}: {why}", safety=fix.safety)

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from stepguard.diagnose.ops import words
 from stepguard.records import Origin
 
 NAMESPACES = frozenset({"torch", "F", "functional", "linalg", "special", "nn", "math", "np"})
 """What stands before a function that takes its tensor as the first argument."""
+LIBRARY = frozenset({"F", "functional", "losses", "distributions"})
+"""What stands before functions of a library that are made of several operations."""
+ONE_OPERATION = words(
+    """
+    relu gelu silu elu selu celu softplus sigmoid tanh leaky_relu softmax log_softmax linear conv1d
+    conv2d conv3d dropout embedding pad one_hot interpolate layer_norm group_norm batch_norm
+    max_pool1d max_pool2d avg_pool1d avg_pool2d mse_loss l1_loss smooth_l1_loss huber_loss
+    cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits logsigmoid
+    """
+)
+"""Functions of such a library with no division, logarithm or root of their own."""
+DISTRIBUTION = words("log_prob entropy rsample kl_divergence cdf icdf")
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
 
@@ -29,16 +42,40 @@ class Expression:
     start: int
     end: int
     """Where it stands in the line, in bytes."""
+    spans: tuple[tuple[int, int], ...]
+    """Where each operand stands, likewise."""
+    by_operator: bool
+    """Written with a sign, as in `a / b`."""
 
     def rewritten(self, replacement: str) -> str:
         """The line with the expression replaced."""
-        line = self.line.encode()
-        return (line[: self.start] + replacement.encode() + line[self.end :]).decode()
+        return _replaced(self.line, (self.start, self.end), replacement)
+
+    def with_operands(self, replacements: Mapping[int, str]) -> str:
+        """The line with these operands replaced, by their position."""
+        line = self.line
+        # From the right, so that the places of the others stay true.
+        for position in sorted(replacements, key=lambda index: self.spans[index], reverse=True):
+            line = _replaced(line, self.spans[position], replacements[position])
+        return line
+
+
+def _replaced(line: str, span: tuple[int, int], text: str) -> str:
+    whole = line.encode()
+    return (whole[: span[0]] + text.encode() + whole[span[1] :]).decode()
+
+
+def bracketed(text: str) -> str:
+    """The expression as it can stand before a point or beside an operator."""
+    tree = ast.parse(text, mode="eval").body
+    single = isinstance(tree, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+    return text if single else f"({text})"
 
 
 def culprit_line(origin: Origin) -> str:
     """The source line of the origin as the user wrote it; empty where it is not known."""
-    wanted = (origin.source or "").rpartition(":")[2]
+    # `file.py:88`, or `cell [3], line 5` in a notebook
+    wanted = re.split(r"\D", origin.source or "")[-1]
     for numbered in origin.context:
         match = _NUMBERED.match(numbered)
         if match and match[1] == wanted:
@@ -49,12 +86,69 @@ def culprit_line(origin: Origin) -> str:
 def find_expression(
     line: str, calls: frozenset[str], operator: type[ast.operator] | None = None
 ) -> Expression | None:
-    """The one call of these names, or use of this operator; None where there is none or several."""
+    """The one call of these names, or use of this operator; None where there is none or several.
+
+    None as well where a function of a library stands in the line that may do the same inside.
+    """
+    tree = _parsed(line)
+    if tree is None or _hides_operations(tree, calls):
+        return None
+    found = list(_candidates(line, tree, calls, operator))
+    if len(found) != 1 or not _whole(found[0]):
+        return None
+    return found[0]
+
+
+def _whole(found: Expression) -> bool:
+    """False where the expression began in the line before, or goes on in the next one."""
+    began_before = found.start == 0 and found.line[0] in "+-"
+    return not began_before and found.end <= len(found.line.encode())
+
+
+def is_number(text: str) -> bool:
+    """`1.5`, `-2` or `1 / 2.4`: written out in figures."""
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError):
+        return False
+    figures = (ast.Expression, ast.Constant, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop)
+    return all(isinstance(node, figures) for node in ast.walk(tree))
+
+
+def replace_number(line: str, value: float, text: str) -> tuple[str, str] | None:
+    """A number as it is written, and the line with another; None where it is not there once."""
     tree = _parsed(line)
     if tree is None:
         return None
-    found = list(_candidates(line, tree, calls, operator))
-    return found[0] if len(found) == 1 else None
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value == value:
+            found.append(node)
+    if len(found) != 1:
+        return None
+    return _text(line, found[0]), _replaced(line, _span(found[0]), text)
+
+
+def _hides_operations(tree: ast.Module, calls: frozenset[str]) -> bool:
+    """Does the line call a function of a library that is made of several operations?"""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name = node.func.attr
+        if name in calls:
+            continue
+        if name in DISTRIBUTION:
+            return True
+        if _last_name(node.func.value) in LIBRARY and name not in ONE_OPERATION:
+            return True
+    return False
+
+
+def _last_name(owner: ast.expr) -> str:
+    """`functional` of `torch.nn.functional`."""
+    if isinstance(owner, ast.Name):
+        return owner.id
+    return str(getattr(owner, "attr", ""))
 
 
 def _parsed(line: str) -> ast.Module | None:
@@ -95,16 +189,26 @@ def _candidates(
 def _expression(
     line: str, node: ast.expr, operands: list[ast.expr], settings: list[str]
 ) -> Expression:
-    start = node.col_offset
-    end = node.end_col_offset or start
+    start, end = _span(node)
     return Expression(
         line=line,
-        text=line.encode()[start:end].decode(),
-        operands=tuple(map(ast.unparse, operands)),
+        text=_text(line, node),
+        operands=tuple(_text(line, operand) for operand in operands),
         settings=tuple(settings),
         start=start,
         end=end,
+        spans=tuple(map(_span, operands)),
+        by_operator=isinstance(node, ast.BinOp),
     )
+
+
+def _span(node: ast.expr) -> tuple[int, int]:
+    return node.col_offset, node.end_col_offset or node.col_offset
+
+
+def _text(line: str, node: ast.expr) -> str:
+    """What the user wrote, brackets around it left out."""
+    return line.encode()[node.col_offset : node.end_col_offset].decode()
 
 
 def _call_operands(node: ast.Call, calls: frozenset[str]) -> list[ast.expr] | None:
@@ -114,8 +218,6 @@ def _call_operands(node: ast.Call, calls: frozenset[str]) -> list[ast.expr] | No
         return list(node.args) if function.id in calls else None
     if not isinstance(function, ast.Attribute) or function.attr not in calls:
         return None
-    owner = function.value
-    last = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
-    if last in NAMESPACES:
+    if _last_name(function.value) in NAMESPACES:
         return list(node.args)
-    return [owner, *node.args]
+    return [function.value, *node.args]

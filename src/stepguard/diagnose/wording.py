@@ -25,7 +25,7 @@ def describe(operand: Operand | None, label: str = "") -> str:
     """`other` (float32, shape (4, 1)) spans 0 to 1.13, 1 of 4 elements is 0; empty for None."""
     if operand is None:
         return ""
-    name = f"`{label or operand.name or 'operand'}`"
+    name = call(operand, label)
     is_python_number = not operand.shape and operand.min is None
     if is_python_number and operand.value is not None:
         return f"{name} is {spell(operand.value)}"
@@ -41,6 +41,13 @@ def describe(operand: Operand | None, label: str = "") -> str:
     if counted:
         return f"{text}, with {counted}"
     return text
+
+
+def call(operand: Operand, label: str = "") -> str:
+    """`duration` in quotes as the user wrote it, or the divisor in words."""
+    name = label or operand.called or "operand"
+    in_words = name.startswith(("the ", "what "))
+    return name if in_words else f"`{name}`"
 
 
 def _range(operand: Operand) -> str:

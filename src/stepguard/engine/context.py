@@ -36,6 +36,7 @@ from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import Step
 from stepguard.tensors.names import optimizer_parameters
 from stepguard.tensors.values import is_finite
+from stepguard.whatif.subject import LeadUp
 
 T = TypeVar("T")
 
@@ -112,6 +113,8 @@ class Context:
     """The step at which it was."""
     outliers: Outliers | None = None
     """Gradients of single tensors, where `GuardConfig.outliers` asks for it."""
+    lead_up: LeadUp | None = None
+    """The last bad step and the steps that led to it."""
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
     worked_scale: float | None = None

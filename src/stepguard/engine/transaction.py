@@ -18,7 +18,6 @@ from stepguard.detect import judge as judge_reading
 from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose as find_causes
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.schedule import scale_rates
 from stepguard.engine.incident import incident_record
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import (
@@ -30,14 +29,16 @@ from stepguard.engine.incident.closer_look import (
 from stepguard.engine.incident.exploded_weights import blamed_on_update, exploded, surfaces_only
 from stepguard.engine.incident.found_alone import FoundAlone
 from stepguard.engine.incident.halting import halt
+from stepguard.engine.incident.lead_up import keep_lead_up
 from stepguard.engine.incident.lost_samples import with_sample_names
 from stepguard.engine.incident.origin_of_ranks import find_together
-from stepguard.engine.incident.outcome import not_applied
+from stepguard.engine.incident.outcome import change_settings, not_applied
 from stepguard.engine.incident.presumed_verdict import presumed_reading, presumed_verdict
 from stepguard.engine.incident.rank_decision import last_resort, tried, with_decision
 from stepguard.engine.incident.rank_reading import agreed_reading
 from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.incident.situation import SituationReader
+from stepguard.engine.incident.whatif_decision import what_helps
 from stepguard.engine.protect import Protection, explain_or_warn
 from stepguard.engine.reader import Pending, Reader
 from stepguard.engine.recover.earlier_weights import loss_function_changed
@@ -162,13 +163,16 @@ class Transaction:
             decision = self.rewinder.heal(decision, incident.step)
         if decision.new_scale is not None:
             self.context.loss_scale = decision.new_scale
-        if decision.lr_factor is not None:
-            optimizer = self.context.optimizer
-            factors = [decision.lr_factor] * len(optimizer.param_groups)
-            scale_rates(optimizer, self.context.scheduler, factors)
-        if decision.action == "stop" and incident.reading.bad_state:
-            with self.protect.part("good weights at the stop"):
-                decision = replace(decision, rewound_to=self.rewinder.leave_good_in_memory())
+        change_settings(self.context, decision)
+        return self._left_good(replace(incident, decision=decision))
+
+    def _left_good(self, incident: Incident) -> Incident:
+        """Where a run stops on damaged weights, leave undamaged ones. Runs when disarmed, too."""
+        decision = incident.decision
+        if decision is None or decision.action != "stop" or not incident.reading.bad_state:
+            return incident
+        with self.protect.part("good weights at the stop"):
+            decision = replace(decision, rewound_to=self.rewinder.leave_good_in_memory())
         return replace(incident, decision=decision)
 
     def record(self, incident: Incident, step: Step) -> Incident:
@@ -205,6 +209,8 @@ class Transaction:
         self.record_open_incident()
         incident = self.open_incident(step, reading, verdict)
         self._unrecorded = (incident, step)
+        with self.protect.part("steps before the incident"):
+            keep_lead_up(self.context, self.rewinder.snapshots, incident, step)
         if self._alone.now and not verdict.finite_anomaly:
             incident = self._alone.left_behind(self.diagnose(incident))
             self.rewinder.left_behind(step, reading.loss)
@@ -235,7 +241,7 @@ class Transaction:
         if self.protect.armed:
             with self.protect.region:
                 applied = self.apply(incident)
-        incident = self.record(applied or not_applied(incident), step)
+        incident = self.record(applied or self._left_good(not_applied(incident)), step)
         if incident.stopped:
             self._halt(incident)
         return incident
@@ -352,6 +358,9 @@ class Transaction:
         )
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)
+        if policy.on_incident == "whatif":
+            look = partial(what_helps, context, self.rewinder.snapshots, incident, decision)
+            return explain_or_warn(decision, self._not_explained, look)
         return decision
 
     def _rewound(self, decision: Decision) -> Decision:

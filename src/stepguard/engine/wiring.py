@@ -7,8 +7,10 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +24,7 @@ from stepguard.engine.drivers.schedule import position
 from stepguard.engine.interception import borrowing
 from stepguard.engine.model_wrapper import data_parallel_wrapper
 from stepguard.records import GuardConfig
+from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import unwrapped
 from stepguard.tensors.names import optimizer_parameter_ids
 
@@ -55,6 +58,12 @@ owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Owner]] = weakref.WeakK
 
 
 # --- at building
+
+
+def resumable(context: Context, loader: Any, between: Callable[[], None]) -> ResumableLoader:
+    """The user's loader in a form that knows its position; `between` is called before a batch."""
+    say = partial(context.outputs.note, "loader")
+    return ResumableLoader(loader, between, say, lambda: context.step)
 
 
 def check_config(config: object) -> GuardConfig:

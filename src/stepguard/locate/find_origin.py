@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from stepguard.diagnose.operand_names import name_operands
 from stepguard.locate import bad_state, impurity, model_replay, samples, update_origin
 from stepguard.locate import batch as batches
 from stepguard.locate.bad_micro_batch import bad_micro_batch, compiled_only, repeats
@@ -46,7 +47,7 @@ def locate(step: Step, reading: Reading, budget: LocateBudget | None = None) -> 
         error = str(failure)[:200]
         remark = f"the replay failed: {error}"
         return bad_state.evidence_origin(step, reading, Evidence(replay_error=error), remark)
-    return replace(origin, remarks=(*origin.remarks, *budget.cut))
+    return name_operands(replace(origin, remarks=(*origin.remarks, *budget.cut)))
 
 
 def finite_step(reading: Reading) -> bool:

@@ -26,6 +26,10 @@ class Decision:
     """Multiplies every group's learning rate, with `lower_lr` and with a rewind that lowers it."""
     new_scale: float | None = None
     """The static loss scale to go on with, where the scale was the cause."""
+    new_eps: float | None = None
+    """The optimizer's epsilon to go on with, with `Policy(on_incident="whatif")`."""
+    new_clip: float | None = None
+    """The norm to clip to from here on, with `Policy(on_incident="whatif")`."""
     rewound_to: int | None = None
     """With `rewind`: the optimizer steps that are left after it."""
     left_out: str = ""

@@ -19,6 +19,10 @@ class Operand:
 
     name: str = ""
     """Argument name in the operator's schema, or a stored tensor's name."""
+    label: str = ""
+    """What to call it: the user's own expression in the source line, or its part (`the divisor`);
+    empty where `name` says it.
+    """
     dtype: str = ""
     """Such as `float32`."""
     shape: tuple[int, ...] = ()
@@ -47,6 +51,11 @@ class Operand:
     @property
     def finite(self) -> bool:
         return not (self.nan or self.posinf or self.neginf)
+
+    @property
+    def called(self) -> str:
+        """The label, or else the name."""
+        return self.label or self.name
 
 
 @documented
@@ -147,7 +156,7 @@ class Origin:
 
 def _in_words(operand: Operand) -> str:
     shape = "x".join(map(str, operand.shape)) or "number"
-    said = f"{operand.name or 'input'}: {operand.dtype} {shape}"
+    said = f"{operand.called or 'input'}: {operand.dtype} {shape}"
     if operand.min is not None and operand.max is not None:
         said += f", {operand.min:.6g} to {operand.max:.6g}"
     counts = (

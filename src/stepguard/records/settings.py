@@ -66,6 +66,11 @@ class Policy:
     """Steps over which `max_lost_share` is counted."""
     bad_start: Literal["stop", "note"] = "stop"
     """When parameters, buffers or optimizer state are non-finite before the first step."""
+    on_incident: Literal["decide", "whatif"] = "decide"
+    """`whatif` trains recent steps again before a bad step is dropped or rewound, and does the
+    cheapest thing that keeps the bad value away: skip, leave out, larger epsilon, harder clipping,
+    lower rate. About 60 steps for each of the first 20 incidents, in one process.
+    """
 
     exceptions: Literal["raise", "skip"] = "raise"
     """An exception in the step, under `guard.step`: recorded and raised again, or recorded and the
@@ -100,6 +105,7 @@ class Policy:
         if str(self.bad_start) == "warn":
             object.__setattr__(self, "bad_start", "note")
         _one_of("Policy.bad_start", self.bad_start, ("stop", "note"))
+        _one_of("Policy.on_incident", self.on_incident, ("decide", "whatif"))
         _one_of("Policy.exceptions", self.exceptions, ("raise", "skip"))
 
 
@@ -115,7 +121,9 @@ class GuardConfig:
     """
 
     clip_norm: float | None = None
-    """Clip the gradients to this 2-norm inside `guard.step`; None leaves them alone."""
+    """Clip the gradients to this 2-norm inside `guard.step`; None leaves them alone. Refused with
+    `watch` and `stepguard run`: such a loop clips before its own update.
+    """
     run_dir: str | PathLike[str] | None = None
     """Where journal, incidents and checkpoints go; None writes nothing."""
     human_log: str | PathLike[str] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ GREY = "#7b8794"
 LOSS_SHARE = 0.68
 """Height of the loss panel; the gradient norm has the rest."""
 MOST_SPANS = 300
+NEAR = 0.012
+"""Of the width of the plot: marks that are nearer than this cover each other."""
 
 Symbol = Literal["triangle", "diamond", "circle", "square", "left", "cross"]
 MARKS: dict[str, tuple[Symbol, str]] = {
@@ -65,6 +68,8 @@ class Marks:
     steps: Sequence[int]
     symbol: Symbol
     colour: str
+    row: int = 0
+    """0 stands at the edge, the next ones above it: no kind of mark covers another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +133,33 @@ def _rate(curves: Curves) -> FigureLine | None:
 
 def _marks(curves: Curves) -> list[Marks]:
     marks = []
+    near = NEAR * (curves.last_step - curves.first_step)
+    rows: list[list[int]] = []
     for name, steps in curves.marks.items():
         symbol, colour = MARKS[name]
-        marks.append(Marks(f"{name} ({len(steps):,})", thin(steps), symbol, colour))
+        shown = thin(steps)
+        row = _free_row(shown, rows, near)
+        marks.append(Marks(f"{name} ({len(steps):,})", shown, symbol, colour, row))
     return marks
+
+
+def _free_row(steps: Sequence[int], rows: list[list[int]], near: float) -> int:
+    """The lowest row in which none of these steps is near another mark; they are entered there."""
+    row = 0
+    while row < len(rows) and _covers(steps, rows[row], near):
+        row += 1
+    if row == len(rows):
+        rows.append([])
+    rows[row] = sorted([*rows[row], *steps])
+    return row
+
+
+def _covers(steps: Sequence[int], taken: Sequence[int], near: float) -> bool:
+    for step in steps:
+        place = bisect_left(taken, step - near)
+        if place < len(taken) and taken[place] <= step + near:
+            return True
+    return False
 
 
 def replace_file(path: Path, content: bytes) -> None:

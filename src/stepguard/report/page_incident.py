@@ -126,7 +126,7 @@ def _where(origin: Origin) -> dict[str, Any]:
 
 
 def _operands(origin: Origin) -> list[dict[str, Any]]:
-    shown = [_operand(operand, operand.name) for operand in origin.inputs]
+    shown = [_operand(operand, operand.called) for operand in origin.inputs]
     if origin.output is not None:
         shown.append(_operand(origin.output, "output"))
     return shown

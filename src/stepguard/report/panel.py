@@ -159,7 +159,7 @@ def _values(origin: Origin, values: list[Operand]) -> Table:
     table.add_column(no_wrap=True, style="dim")
     table.add_column()
     for position, value in enumerate(values):
-        name = value.name or f"input {position}"
+        name = value.called or f"input {position}"
         if value is origin.output:
             name = "output"
         style = "" if value.finite else "yellow"

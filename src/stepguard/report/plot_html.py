@@ -83,10 +83,9 @@ def _add_rate(figure: Any, shown: RunFigure) -> None:
 
 
 def _add_marks(figure: Any, shown: RunFigure) -> None:
-    edge = _upper_edge(shown.panels[0])
     for marks in shown.marks:
         look = {"symbol": SYMBOLS[marks.symbol], "color": marks.colour, "size": 11}
-        at = [edge] * len(marks.steps)
+        at = [_upper_edge(shown.panels[0], marks.row)] * len(marks.steps)
         figure.add_scatter(
             x=marks.steps, y=at, name=marks.name, mode="markers", marker=look, row=1, col=1
         )
@@ -99,10 +98,13 @@ def _add_marks(figure: Any, shown: RunFigure) -> None:
         )
 
 
-def _upper_edge(panel: Panel) -> float:
-    """Just above the highest loss."""
+def _upper_edge(panel: Panel, row: int) -> float:
+    """Just above the highest loss, one row of marks above the other."""
     values = [value for line in panel.lines for value in line.series[1]] or [1.0]
+    highest = max(values)
+    lowest = min(values)
+    share = 0.08 * (row + 1)
     if panel.scale == "log":
-        return max(values) * 1.2
-    height = (max(values) - min(values)) or 1.0
-    return max(values) + 0.08 * height
+        # At least a tenth of a decade, where the loss hardly moves.
+        return float(highest * max(highest / lowest, 1.26) ** share)
+    return float(highest + share * ((highest - lowest) or 1.0))

@@ -29,6 +29,8 @@ MARKERS = {
     "cross": "X",
 }
 FILLED = ("triangle", "left", "cross")
+ROW_HEIGHT = 0.055
+"""Of the upper panel."""
 
 
 def write_png(shown: RunFigure, path: Path) -> None:
@@ -106,12 +108,13 @@ def _draw_rate(axes: Any, shown: RunFigure) -> None:
 def _draw_marks(axes: Any, shown: RunFigure) -> None:
     edge = axes.get_xaxis_transform()
     for marks in shown.marks:
-        heights = [1.025] * len(marks.steps)
+        heights = [1.025 + ROW_HEIGHT * marks.row] * len(marks.steps)
         look = {"marker": MARKERS[marks.symbol], "s": 42, "edgecolors": marks.colour}
         look["facecolors"] = marks.colour if marks.symbol in FILLED else "white"
         axes.scatter(marks.steps, heights, label=marks.name, transform=edge, clip_on=False, **look)
     if shown.marks:
-        corner = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.06), "ncols": 3}
+        above = 1.06 + ROW_HEIGHT * max(marks.row for marks in shown.marks)
+        corner = {"loc": "lower right", "bbox_to_anchor": (1.0, above), "ncols": 3}
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0.0, **corner)
     for row, label in enumerate(shown.labels):
         side = -1 if label.step > shown.middle else 1

@@ -203,13 +203,24 @@ class Agreement:
             return [look()]
         # Before the look, which may take long on one rank: once all are here, all will answer.
         patience = PATIENCE if asked else 1.0
-        self._meeting.all_came(what, self.now(), patience, whatever_failed=whatever_failed)
+        self._meet(what, patience, whatever_failed)
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, _answer(look), group=self._group)
         for rank, (why, _) in zip(self.members, gathered, strict=True):
             if why:
                 raise RankFault(f"rank {rank}: {why}")
         return [facts for _, facts in gathered]
+
+    def _meet(self, what: str, patience: float, whatever_failed: bool) -> None:
+        """Come to the meeting; a rank that cannot calls it off, so that the others do not wait."""
+        times = self._meeting.times(what, self.now())
+        try:
+            self._meeting.all_came(what, self.now(), patience, whatever_failed=whatever_failed)
+        except RankFault:
+            raise
+        except Exception as fault:
+            self._meeting.call_off(what, self.now(), times + 1, str(fault))
+            raise RankFault(f"rank {self.world_rank}: {fault}") from fault
 
     @property
     def follows_first_rank(self) -> bool:
@@ -264,6 +275,14 @@ class Agreement:
         answer: dict[str, Any] = facts
         return answer
 
+    def tell(self, about: str, text: str) -> None:
+        """Leave a word for all ranks, for which nobody waits; the empty text takes it back."""
+        self._meeting.tell(about, text)
+
+    def told(self, about: str) -> str:
+        """What a rank has left about this; empty if nothing."""
+        return self._meeting.told(about)
+
     def give_up(self, why: str) -> None:
         """Let no rank wait in vain: this one has failed in the step at hand."""
         if self.size > 1:
@@ -278,6 +297,10 @@ class Agreement:
         except RankAbsent:
             return False
         return True
+
+    def absent(self, step: int) -> bool:
+        """Has a rank said that it comes to no meeting any more, or to none of this step?"""
+        return self._meeting.absent(step)
 
     def broadcast(self, tensor: Tensor, source: int, group: Any = None) -> None:
         """Overwrite a tensor by that of rank `source`; only after all ranks have met for it."""

@@ -91,6 +91,17 @@ class Meeting:
             raise kind(f"{said} for {what} of step {step}")
         self._tidy_up(store, place)
 
+    def times(self, what: str, step: int) -> int:
+        """How often this rank has come to a meeting of this name in this step."""
+        return self._times[what, step]
+
+    def call_off(self, what: str, step: int, time: int, why: str) -> None:
+        """This rank cannot come to that meeting: those who wait there go at once."""
+        self._times[what, step] = time
+        with contextlib.suppress(Exception):
+            word = f"{self._name}/{what}/{step}/{time}/word"
+            default_store().compare_set(word, "", f"rank {self._own} has failed ({why})")
+
     def _tidy_up(self, store: Any, place: str) -> None:
         """Everybody is here: what was said before has been read."""
         store.delete_key(f"{place}/{self._own}")
@@ -111,6 +122,24 @@ class Meeting:
             store.set(f"{self._name}/left", f"rank {self._own} {why}, so it did not come")
             if for_good:
                 store.set(f"{self._name}/closed", str(self._own))
+
+    def tell(self, about: str, text: str) -> None:
+        """Leave a word for all ranks; nobody waits for it. The empty text takes it back."""
+        with contextlib.suppress(Exception):
+            store = default_store()
+            if text:
+                store.set(f"{self._name}/{about}", text)
+            else:
+                store.delete_key(f"{self._name}/{about}")
+
+    def told(self, about: str) -> str:
+        """What a rank has left, empty if nothing: one question to the store."""
+        with contextlib.suppress(Exception):
+            store = default_store()
+            if store.check([f"{self._name}/{about}"]):
+                text: str = store.get(f"{self._name}/{about}").decode()
+                return text
+        return ""
 
     def no_data_left(self) -> None:
         """This rank only follows the collectives of the others from now on."""
@@ -143,6 +172,12 @@ class Meeting:
         with contextlib.suppress(Exception):
             default_store().set(self._given_up(step), f"rank {self._own} has failed ({why})")
             self._gave_up.append(self._given_up(step))
+
+    def absent(self, step: int) -> bool:
+        """Has a rank left, or failed in this step?"""
+        store = default_store()
+        keys = (f"{self._name}/left", self._given_up(step))
+        return any(store.check([key]) for key in keys)
 
     def _given_up(self, step: int) -> str:
         return f"{self._name}/failed/{step}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, Literal
@@ -50,6 +50,34 @@ def keep_rows(batch: Any, keep: Sequence[int], count: int) -> Any:
     if not _fits(batch, count, root=True):
         raise UncutError(f"not every part has {count} rows")
     return _cut(batch, list(keep), count, root=True)
+
+
+def samples_in(batch: Any) -> int | None:
+    """How many samples a batch has; None where its parts do not agree on a number."""
+    try:
+        return row_count(batch)
+    except Exception:
+        # a container class of the user's may raise anything
+        return None
+
+
+def batch_without(batch: Any, rows: Collection[int]) -> Any | None:
+    """The batch without these samples, in new tensors; the given one stays as it is.
+
+    None where it cannot be cut safely: its parts have no common first dimension (a graph, a packed
+    sequence, a sparse tensor), a class with unknown parts, a row it does not have, or nothing left.
+    """
+    count = samples_in(batch)
+    bad = set(rows)
+    if count is None or not bad or len(bad) == count:
+        return None
+    if min(bad) < 0 or max(bad) >= count:
+        return None
+    try:
+        return keep_rows(batch, [row for row in range(count) if row not in bad], count)
+    except Exception:
+        # a container class of the user's that cannot be copied, or refuses other sizes
+        return None
 
 
 def part_named(batch: Any, key: str) -> Any:

@@ -125,6 +125,13 @@ class Capsule:
             if key in then and then[key] != value
         ]
 
+    def saved_state(self) -> SavedState:
+        """The state before the bad step. Raises CapsuleError where the optimizer's is not in it."""
+        if "groups" not in self.facts["state"]:
+            why = self.facts["state"].get("optimizer_left_out", "it was not written")
+            raise CapsuleError(f"{self.folder} holds no optimizer state: {why}")
+        return self._state()
+
     def _state(self) -> SavedState:
         return SavedState(self.tensors, self.facts["state"])
 
@@ -172,17 +179,20 @@ def write_capsule(
         facts.update(_batches(step, tensors))
     if sum(t.numel() * t.element_size() for t in tensors.values()) > limit_bytes:
         return False
-    _write(folder, facts, tensors)
+    write_facts(folder, "capsule.json", facts, tensors)
     return True
 
 
-def _write(folder: Path, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_facts(
+    folder: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write a new folder of tensors and of what else there is to know, as JSON of this name."""
     facts["complex"] = [name for name, t in tensors.items() if t.is_complex()]
     facts["sparse"] = [name for name, t in tensors.items() if t.layout is not torch.strided]
     stored = {name: _storable(tensor) for name, tensor in tensors.items()}
     with new_folder(folder) as temporary:
         save_file(stored, temporary / "tensors.safetensors")
-        (temporary / "capsule.json").write_text(dumps(facts), encoding="utf-8")
+        (temporary / name).write_text(dumps(facts), encoding="utf-8")
 
 
 def _state_of(roots: Roots, optimizer: Optimizer) -> SavedState:
@@ -235,9 +245,14 @@ def read_capsule(folder: Path) -> Capsule:
     for key in NEEDED:
         if key not in facts:
             raise CapsuleError(f"{folder} is damaged: capsule.json says nothing about {key!r}.")
+    restore_kinds(tensors, facts)
+    return Capsule(folder, facts, tensors)
+
+
+def restore_kinds(tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Make complex and sparse again what `write_facts` has written as plain tensors."""
     _convert(tensors, facts.get("complex"), torch.view_as_complex)
     _convert(tensors, facts.get("sparse"), Tensor.to_sparse)
-    return Capsule(folder, facts, tensors)
 
 
 def _convert(

@@ -38,15 +38,26 @@ class Snapshot:
     """The step its probation counts from: its own, or that of the last incident since."""
     lent: bool = False
     """It is being written to disk and must not be overwritten."""
+    held: bool = False
+    """The last incident is to be tried again from it: dropped by the ring, it stays as it is."""
+    overwritten: bool = False
+    """Its memory was needed and holds another state now."""
 
 
 class Ring:
     """The last few snapshots, oldest first. The newest good one never makes way for a young one."""
 
     def __init__(
-        self, size: int, limit: int | None, *, free: Callable[[], int | None] = free_memory
+        self,
+        size: int,
+        limit: int | None,
+        *,
+        among_ranks: bool = False,
+        free: Callable[[], int | None] = free_memory,
     ) -> None:
+        """`among_ranks`: other processes must keep the snapshots of the same steps."""
         self._size = size
+        self._among_ranks = among_ranks
         self._limit = limit
         self._free = free
         self._serial = 0
@@ -55,11 +66,18 @@ class Ring:
         """How many fit, once the first state has been seen."""
         self.snapshots: list[Snapshot] = []
         self._best: Snapshot | None = None
-        """The good one with the lowest loss: it stays while there is room for three."""
+        """The good one with the lowest loss: it stays while there is room for three.
+
+        Among ranks, whose losses differ, the one of the roundest step, which all of them know.
+        """
 
     def keep_best(self) -> None:
         """Choose the best again after a snapshot has become good, by `level` in its memory."""
-        known = [s for s in self._with_standing("good") if s.memory.get("level") is not None]
+        good = self._with_standing("good")
+        if self._among_ranks:
+            self._best = max(good, key=lambda s: (s.step & -s.step, s.step), default=None)
+            return
+        known = [s for s in good if s.memory.get("level") is not None]
         self._best = min(known, key=lambda s: s.memory["level"], default=None)
 
     def too_small(self, state: SavedState) -> str:
@@ -121,8 +139,18 @@ class Ring:
 
     def _forget(self, snapshot: Snapshot) -> None:
         self.snapshots.remove(snapshot)
-        if not snapshot.lent:
-            self._spare.append(snapshot.state.tensors)
+        if snapshot.lent or (snapshot.held and self._fits_one_more(snapshot.state)):
+            return
+        snapshot.overwritten = True
+        self._spare.append(snapshot.state.tensors)
+
+    def _fits_one_more(self, state: SavedState) -> bool:
+        """Is there memory for a snapshot beside those of the ring?"""
+        size = sum(t.numel() * t.element_size() for t in state.tensors.values())
+        if self._limit is not None:
+            return (len(self.snapshots) + 2) * size <= self._limit
+        free = self._free()
+        return free is None or size <= free * SHARE_OF_FREE
 
     def _give_up_one(self, must: bool) -> bool:
         """Drop the oldest bad one, else the oldest good one but the newest, else a young one."""

@@ -21,7 +21,7 @@ from stepguard import Guard, GuardConfig
 def train(folder: Path) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = GuardConfig(run_dir=folder, terminal="quiet")
     guard = Guard(model, optimizer, config=config)
     for step in range(8):

@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distributed.launch import launch
 from report import real_runs
+from report.two_ranks import two_ranks
 from stepguard.report.story import Run, read_story
-
-WORKER = Path(__file__).with_name("ranks_worker.py")
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +98,7 @@ def test_restart_goes_on_with_its_run(tmp_path: Path) -> None:
 
 
 def test_ranks_tell_one_story(tmp_path: Path) -> None:
-    code, log = launch(WORKER, tmp_path, [], 120)
-    assert code == 0, log[-2000:]
-    story = read_story(tmp_path / "run", steps_of="all")
+    story = read_story(two_ranks(tmp_path), steps_of="all")
     (run,) = story.runs
     assert sorted(run.by_rank) == [0, 1]
     assert run.world == 2

@@ -6,7 +6,7 @@ from stepguard.diagnose.arithmetic import counts_nothing, zero_divisor
 from stepguard.diagnose.case import Case, elements, high, low, reach
 from stepguard.diagnose.ops import NLL, words
 from stepguard.diagnose.rule import Proof, Rule, certain
-from stepguard.diagnose.wording import describe, spell
+from stepguard.diagnose.wording import call, describe, spell
 from stepguard.records import Operand
 
 NLL_BACKWARD = frozenset({"nll_loss_backward", "nll_loss2d_backward"})
@@ -82,7 +82,7 @@ def _nothing_reduced(case: Case) -> Proof | None:
         return None
     for operand in case.inputs:
         if operand.dtype and operand.shape and elements(operand) == 0:
-            what = f"`{operand.name or 'self'}` has shape {operand.shape}"
+            what = f"{call(operand)} has shape {operand.shape}"
             return certain(f"{what}: {case.place} reduced 0 elements")
     if case.evidence.reduced_elements != 0:
         return None

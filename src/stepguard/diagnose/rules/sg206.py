@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepguard.diagnose.case import Case, has_zero
 from stepguard.diagnose.ops import SOFTMAXES, words
 from stepguard.diagnose.rule import Proof, Rule
-from stepguard.diagnose.wording import counts, describe
+from stepguard.diagnose.wording import call, counts, describe
 from stepguard.records import Certainty, Operand
 
 TIMES = words("mul multiply mm bmm addmm baddbmm matmul dot mv addcmul linear convolution einsum")
@@ -66,7 +66,7 @@ def _cancels(infinite: list[Operand]) -> bool:
 def _infinities(operand: Operand) -> str:
     amount = counts(operand, ("posinf", "neginf", "zeros"))
     if amount:
-        return f"`{operand.name or 'operand'}` has {amount}"
+        return f"{call(operand)} has {amount}"
     return describe(operand)
 
 

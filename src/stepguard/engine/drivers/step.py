@@ -273,7 +273,7 @@ class StepDriver:
     ) -> None:
         """Keep what went as it should, to run it again; what a bad step left behind cannot be."""
         if incident is None:
-            self.rewinder.snapshots.keep(step, reading.loss)
+            self.rewinder.snapshots.keep(step, reading.loss, reading.lr)
         elif committed:
             self.rewinder.snapshots.kept.broken(step.index)
 

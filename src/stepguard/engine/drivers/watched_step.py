@@ -56,7 +56,7 @@ class WatchedStep:
         self.observed = ObservedLoss(context, self.reader.announce)
         self.rollback = ScheduleRollback(context)
         self.model_calls = ModelCalls(context.model, protect, self._model_called, self.raised)
-        self.micro_batches = MicroBatches(self._not_listening)
+        self.micro_batches = MicroBatches(self.not_listening)
         self.boundary = StepBoundary(context.roots.values(), self._step_begins)
         self.shared = SharedBackward(self)
         self._listening = True
@@ -142,7 +142,7 @@ class WatchedStep:
     # --- what it is made of ---------------------------------------------------------------------
 
     @contextmanager
-    def _not_listening(self) -> Iterator[None]:
+    def not_listening(self) -> Iterator[None]:
         """What runs in here is the guard's own, not the next step."""
         before = self._listening
         self._listening = False
@@ -192,7 +192,7 @@ class WatchedStep:
         """An exception passes through the model or its backward, and not in a replay."""
         if self._listening:
             self.looks.close()
-            with self.tracing.paused(), self._not_listening():
+            with self.tracing.paused(), self.not_listening():
                 self.exceptions.in_loop(self._step(None), error, attempt)
 
     def forget(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -170,6 +171,20 @@ def out_of_memory(error: BaseException) -> bool:
         return False
     said = str(error).lower()
     return any(words in said for words in NO_MEMORY)
+
+
+def tell_end(context: Context, error: BaseException | None, *, armed: bool) -> None:
+    """Write the last line of an attempt: how far it came, and by what it ended."""
+    fields: dict[str, Any] = {
+        "attempt": context.attempt,
+        "steps": context.step,
+        "incidents": len(context.incidents),
+        "armed": armed,
+    }
+    told = ending(error)
+    if told:
+        fields["error"] = told
+    context.outputs.line("end", fields)
 
 
 def ending(error: BaseException | None) -> str:

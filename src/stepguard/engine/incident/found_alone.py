@@ -1,9 +1,9 @@
 """What one rank finds after its gradients were exchanged, too late for the others to hear of it.
 
 Under DDP whatever a rank knows before its backward pass reaches the others with the gradients. A
-learning rate that turns NaN after it, or an update that makes NaN, may be one rank's alone. That
-rank refuses its own update and says so with the gradients of the next step; then all ranks go back
-to a state they share.
+learning rate or a gradient that turns NaN after it, or an update that makes NaN, may be one rank's
+alone. That rank refuses its own update and says so with the gradients of the next step; then all
+ranks go back to a state they share.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from stepguard.records import Decision, Incident, Reading
 
 WAIT = 1.0
 """Seconds that a rank waits for others to find the same. They wait for it in the next step."""
+WAIT_GRADIENT = 10.0
+"""Bad gradients are almost always everybody's: a rank that is late is not to be taken for gone."""
+WHAT = "what was found after the exchange"
 LATER = "only this rank has seen it, after the gradients were exchanged: the others hear of it next"
 
 
@@ -31,12 +34,20 @@ class FoundAlone:
     def ask(self, reading: Reading) -> None:
         """Meet the ranks that have found something by themselves; not all come: none is waited for.
 
-        Gradients that are not finite have told the others already.
+        Gradients that were bad before the exchange have told the others, who come at once.
         """
         self.now = False
         agreement = self._context.agreement
-        if agreement.mode == "spread" and reading.grads_finite and _found_something(reading):
-            self.now = not agreement.all_here("what was found after the exchange", WAIT)
+        if agreement.mode != "spread" or not _found_something(reading):
+            return
+        if reading.grads_finite:
+            self.now = not agreement.all_here(WHAT, WAIT)
+        elif agreement.follows_first_rank:
+            came = agreement.all_here(WHAT, WAIT_GRADIENT)
+            # One that has disarmed or failed keeps away from this step's update, too. Ranks that
+            # do not even come to what was missed have no guard.
+            gone = bool(self._context.missed) or agreement.absent(reading.step)
+            self.now = not came and not gone
 
     def left_behind(self, incident: Incident) -> Incident:
         """This rank alone does without the update; the others hear of it with the next step."""

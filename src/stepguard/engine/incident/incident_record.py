@@ -15,6 +15,7 @@ from stepguard.records.codec import dumps, to_plain
 from stepguard.state.atomic import write_file
 from stepguard.state.capsule import running_script, write_capsule
 from stepguard.state.step import Step
+from stepguard.state.steps_before import Window, write_window
 from stepguard.tensors.names import parameter_names
 
 GRADIENTS = "gradients.json"
@@ -22,6 +23,11 @@ MOST_AT_FAULT = 8
 """Ranks at fault that each keep a folder of one incident; the others have it in their journals."""
 MOST_CAPSULES = 20
 """Capsules a run keeps; later incidents of a run that fails all the time are recorded without."""
+
+MOST_WINDOWS = 5
+"""Capsules that also keep the steps before the bad one: the first ones of a run tell the most."""
+MOST_OTHERS = 8
+"""Healthy steps beside them, to measure on."""
 
 
 def record(context: Context, incident: Incident, step: Step) -> Incident:
@@ -120,6 +126,24 @@ def _wants_capsule(context: Context, incident: Incident, step: Step) -> bool:
     return _keeps_folder(context, incident)
 
 
+def _keep_window(context: Context, incident: Incident, capsule: Path) -> None:
+    """Put the steps that led to the bad one beside it, as far as they are known and fit."""
+    lead_up = context.lead_up
+    if lead_up is None or lead_up.incident != incident.id or lead_up.snapshot is None:
+        return
+    if context.config.capsule != "full" or len(context.incidents) >= MOST_WINDOWS:
+        return
+    written = sum(file.stat().st_size for file in capsule.iterdir())
+    window = Window(lead_up.snapshot.state, lead_up.steps, lead_up.earlier[-MOST_OTHERS:])
+    try:
+        why = write_window(capsule, window, context.config.capsule_limit - written)
+    except Exception as fault:
+        # the capsule is whole without it
+        why = f"{type(fault).__name__}: {fault}"
+    if why:
+        context.outputs.note("capsule", f"{incident.id} is kept without the steps before it: {why}")
+
+
 def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
     """Write the capsule of a step that can be replayed, and name it in the incident."""
     config = context.config
@@ -149,6 +173,7 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
         limit = f"{config.capsule_limit} bytes (GuardConfig.capsule_limit)"
         context.outputs.note("capsule", f"no capsule: the step is larger than {limit}")
         return incident
+    _keep_window(context, incident, folder)
     named = config.build is not None or bool(running_script())
     capsule = str(folder.relative_to(Path(config.run_dir)))
     return replace(incident, capsule=capsule, replayable=named)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
-from stepguard.records import Incident, Verdict
+from stepguard.engine.context import Context
+from stepguard.engine.drivers.schedule import scale_rates
+from stepguard.records import Decision, Incident, Verdict
 from stepguard.records.decision import Action
 
 
@@ -36,6 +38,20 @@ def _instead_of(action: Action) -> Action:
             return "skip"
         case unknown:
             assert_never(unknown)
+
+
+def change_settings(context: Context, decision: Decision) -> None:
+    """Go on with the rate, epsilon or clipping that was decided on."""
+    groups = context.optimizer.param_groups
+    if decision.lr_factor is not None:
+        factors = [decision.lr_factor] * len(groups)
+        scale_rates(context.optimizer, context.scheduler, factors)
+    if decision.new_eps is not None:
+        for group in groups:
+            if "eps" in group:
+                group["eps"] = decision.new_eps
+    if decision.new_clip is not None:
+        context.config = replace(context.config, clip_norm=decision.new_clip)
 
 
 def let_through(verdict: Verdict, incident: Incident | None) -> bool:

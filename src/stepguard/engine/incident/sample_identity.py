@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.engine.recover.partial_step import samples_in
 from stepguard.records import Origin
 from stepguard.records.bad_samples import Identity
-from stepguard.state.batch_rows import part_named
+from stepguard.state.batch_rows import part_named, samples_in
 from stepguard.state.delivered_batches import Delivered, FoundBatch, first_tensors
 from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stepguard._errors import ConfigError, StateError
+from stepguard._errors import ConfigError, StateError, StoreError
 from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.engine.interception import borrowing
@@ -13,7 +13,7 @@ from stepguard.engine.recover.checkpoint_archive import Archive
 from stepguard.engine.recover.restore import restore_checkpoint
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Incident
-from stepguard.sentinel.rank_agreement import RankAbsent
+from stepguard.sentinel.rank_agreement import RankAbsent, RankFault
 from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
 
@@ -74,6 +74,9 @@ class Checkpoints:
             )
         except RankAbsent as absent:
             self._refuse(f"NOT saved, all ranks have to call guard.save(): {absent}")
+            return None
+        except RankFault as fault:
+            self._refuse(f"NOT saved, the ranks could not agree: {fault}")
             return None
         refused = _first_refusal(told)
         if refused or state is None:
@@ -141,7 +144,10 @@ class Checkpoints:
         """Load a checkpoint and return the optimizer steps done; damaged ones are passed over."""
         archive = self._needed("guard.restore()")
         archive.background.wait()
-        done = restore_checkpoint(self._context, self._rewinder, archive, which)
+        try:
+            done = restore_checkpoint(self._context, self._rewinder, archive, which)
+        except RankFault as fault:
+            raise StoreError(f"not restored, the ranks could not agree: {fault}") from fault
         self._pending = None
         return done
 

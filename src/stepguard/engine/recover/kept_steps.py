@@ -28,6 +28,8 @@ class KeptStep:
     size: int
     tensors: list[Tensor]
     marks: list[int]
+    lr: tuple[float, ...] = ()
+    """The rates it was trained with."""
 
     @property
     def intact(self) -> bool:
@@ -50,7 +52,7 @@ class KeptSteps:
         self._complete_from = 0
         """Every step from here on is kept, but for those that had no effect."""
 
-    def keep(self, step: Step, loss: float | None) -> None:
+    def keep(self, step: Step, loss: float | None, lr: tuple[float, ...] = ()) -> None:
         if not step.repeatable or not self._limit:
             self.broken(step.index)
             return
@@ -59,7 +61,7 @@ class KeptSteps:
             tensors += [tensor for _, tensor in named_tensors(batch)]
         size = RANDOM_NUMBERS * len(step.micro_batches)
         size += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self._kept.append(KeptStep(step, loss, size, tensors, versions(tensors)))
+        self._kept.append(KeptStep(step, loss, size, tensors, versions(tensors), lr))
         self._size += size
         while self._kept and (self._size > self._limit or len(self._kept) > MOST_STEPS):
             self._complete_from = self._drop_oldest() + 1
@@ -82,6 +84,10 @@ class KeptSteps:
             if kept.step.index == step and kept.intact:
                 return kept
         return None
+
+    def intact(self) -> list[KeptStep]:
+        """Every kept step whose batch is still as it was, oldest first."""
+        return [kept for kept in self._kept if kept.intact]
 
     def since(self, step: int) -> list[KeptStep] | None:
         """The steps from this one on; None where some of them are missing or were written to."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from stepguard.locate.batch import sample_count
 from stepguard.records import Incident, Origin
-from stepguard.state.batch_rows import keep_rows, row_count
+from stepguard.state.batch_rows import batch_without, samples_in
 from stepguard.state.replay import rerun
 from stepguard.state.step import Step
 
@@ -96,31 +96,3 @@ def _finite(step: Step, micro: Sequence[int]) -> bool:
         # the user's code cannot take such a batch
         return False
     return again.grads_finite and all(map(math.isfinite, again.losses))
-
-
-def samples_in(batch: Any) -> int | None:
-    """How many samples a batch has; None where its parts do not agree on a number."""
-    try:
-        return row_count(batch)
-    except Exception:
-        # a container class of the user's may raise anything
-        return None
-
-
-def batch_without(batch: Any, rows: Collection[int]) -> Any | None:
-    """The batch without these samples, in new tensors; the given one stays as it is.
-
-    None where it cannot be cut safely: its parts have no common first dimension (a graph, a packed
-    sequence, a sparse tensor), a class with unknown parts, a row it does not have, or nothing left.
-    """
-    count = samples_in(batch)
-    bad = set(rows)
-    if count is None or not bad or len(bad) == count:
-        return None
-    if min(bad) < 0 or max(bad) >= count:
-        return None
-    try:
-        return keep_rows(batch, [row for row in range(count) if row not in bad], count)
-    except Exception:
-        # a container class of the user's that cannot be copied, or refuses other sizes
-        return None

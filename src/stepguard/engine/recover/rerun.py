@@ -10,8 +10,8 @@ from stepguard.engine.recover.kept_steps import KeptStep
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.result import StepResult
 from stepguard.records import Incident
+from stepguard.sentinel.rank_agreement import RankFault
 from stepguard.state.rng import capture_rng, restore_rng
-from stepguard.state.snapshot import Snapshot
 from stepguard.state.step import LossFn, Step
 
 
@@ -69,28 +69,31 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
                 # it failed again, which was an incident of its own with its own decision
                 return None
             # what this rank alone has refused, all of them hear of in the next step
-            if not _same_on_all_ranks(runs, same=missed or kept.same(result.loss)):
-                _undo_inexact(runs, kept, result, start)
+            why = _why_not_on(runs, kept, result, same=missed or kept.same(result.loss))
+            if why:
+                left = f"so the steps since {start.step} are left behind instead"
+                runs.context.outputs.note("rewind", f"{why}, {left}")
+                runs.rewinder.put_back(start)
                 return None
         return _once_more(runs, step)
 
 
-def _same_on_all_ranks(runs: Runs, *, same: bool) -> bool:
-    """A rank that went back once more alone would be waited for by the others."""
+def _why_not_on(runs: Runs, kept: KeptStep, result: StepResult, *, same: bool) -> str:
+    """What keeps the ranks from running the next step again, too; empty if nothing does.
+
+    A rank that went back once more alone would be waited for by the others.
+    """
     agreement = runs.context.agreement
-    told = agreement.together(lambda: {"same": same}, "a step that was run again")
-    return all(facts["same"] for facts in told)
-
-
-def _undo_inexact(runs: Runs, kept: KeptStep, result: StepResult, start: Snapshot) -> None:
-    """Go back once more: the loss function depends on more than its batch."""
-    runs.context.outputs.note(
-        "rewind",
+    try:
+        told = agreement.together(lambda: {"same": same}, "a step that was run again")
+    except RankFault as fault:
+        return f"the ranks could not agree about steps that are run again ({fault})"
+    if all(facts["same"] for facts in told):
+        return ""
+    return (
         f"step {kept.step.index} gave loss {kept.loss} and gives {result.loss} when run again: its "
-        f"loss function depends on more than the batch it is given, so the steps since "
-        f"{start.step} are left behind instead",
+        f"loss function depends on more than the batch it is given"
     )
-    runs.rewinder.put_back(start)
 
 
 def _reorder(runs: Runs, incident: Incident) -> None:

@@ -13,9 +13,10 @@ from stepguard.detect.history import history_facts
 from stepguard.engine.context import Context
 from stepguard.engine.recover.kept_steps import KeptSteps
 from stepguard.engine.recover.probation import Probation
+from stepguard.engine.recover.rank_cadence import cadence_of
 from stepguard.state.attached_state import AttachedState, averager
 from stepguard.state.run_state import RunState, SavedState
-from stepguard.state.snapshot import Cadence, Ring, Snapshot
+from stepguard.state.snapshot import Ring, Snapshot
 from stepguard.state.step import Step
 from stepguard.state.tree_json import tree_to_json
 
@@ -42,10 +43,12 @@ class Snapshots:
             rank=context.agreement.rank,
             ownership=context.ownership,
         )
-        self.ring = Ring(config.snapshots, config.snapshot_memory)
+        self.ring = Ring(
+            config.snapshots, config.snapshot_memory, among_ranks=context.agreement.mode != "alone"
+        )
         self.kept = KeptSteps(config.replay_memory)
         self.probation = Probation(context, self.run_state, self.ring)
-        self.cadence = Cadence(config.snapshot_every, clock)
+        self.cadence = cadence_of(context.agreement, config.snapshot_every, clock)
         self.duties: list[Duty] = []
         """What else is done between two steps."""
         self.off = "" if config.snapshots else "GuardConfig.snapshots is 0"
@@ -168,10 +171,10 @@ class Snapshots:
         self.off = why
         self.ring.clear()
 
-    def keep(self, step: Step, loss: float | None) -> None:
+    def keep(self, step: Step, loss: float | None, lr: tuple[float, ...] = ()) -> None:
         """Keep a healthy step, where a rewind may have to run it again."""
         if self.wanted:
-            self.kept.keep(step, loss)
+            self.kept.keep(step, loss, lr)
 
     def restarted(self) -> None:
         """The state has been replaced, by a rewind or a checkpoint: count from here."""

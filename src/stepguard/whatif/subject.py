@@ -1,0 +1,75 @@
+"""What trials are run on: the bad step, the steps that led to it, and the objects to train."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+from stepguard.records import Incident
+from stepguard.state.run_state import RunState
+from stepguard.state.snapshot import Snapshot
+from stepguard.state.step import Step
+from stepguard.state.steps_before import Window, WindowStep
+
+MOST_AFTER = 8
+MOST_HELD_OUT = 4
+
+
+@dataclass(slots=True)
+class LeadUp:
+    """What a guard keeps of its last bad step, by reference."""
+
+    incident: str
+    """Id of the incident."""
+    step: Step
+    bad: WindowStep
+    timeline: int
+    """Rewinds that the run had made by then."""
+    snapshot: Snapshot | None = None
+    """Where the steps began; None: with the bad step itself."""
+    steps: list[WindowStep] = field(default_factory=list)
+    """Those since the snapshot, without the bad one."""
+    earlier: list[WindowStep] = field(default_factory=list)
+    """Healthy steps from before the snapshot."""
+    failed_before: list[WindowStep] = field(default_factory=list)
+    """Bad steps shortly before this one, oldest first."""
+
+
+@dataclass(slots=True)
+class TrialSubject:
+    """The bad step, the way that led to it, and the objects to train."""
+
+    step: Step
+    bad: WindowStep
+    window: Window
+    run_state: RunState
+    incident: Incident
+
+    @property
+    def limit(self) -> float | None:
+        """For a finite anomaly: a loss above it counts as bad from the bad step on.
+
+        Half-way between the losses before the step and its own.
+        """
+        loss = self.incident.reading.loss
+        if not self.incident.verdict.finite_anomaly or loss is None:
+            return None
+        before = [one.loss for one in self.window.steps if one.loss is not None]
+        usual = statistics.median(before) if before else 0.0
+        return usual + (loss - usual) / 2.0
+
+    @property
+    def after(self) -> list[WindowStep]:
+        """What is trained after the bad step: what really came, else the last steps before it."""
+        later = [one for one in self.window.others if one.index > self.bad.index]
+        chosen = later or self.window.steps or self.window.others
+        if later:
+            return chosen[:MOST_AFTER]
+        return chosen[-MOST_AFTER:]
+
+    @property
+    def held_out(self) -> list[WindowStep]:
+        """Batches that no trial is trained on."""
+        trained = {one.index for one in self.after}
+        free = [one for one in self.window.others if one.index not in trained]
+        return free[-MOST_HELD_OUT:]
