@@ -73,7 +73,7 @@ def draw(seen: Seen, broke: int, path: Path = PICTURE) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 4.2))
     axes.plot(*zip(*seen.largest, strict=True), color=BLUE, marker="o", label="largest value seen")
     axes.axhline(limit, color=INK, linewidth=1.2)
-    axes.text(1, limit * 1.3, f"the end of float16: {limit:.0f}", color=INK)
+    axes.text(1, limit * 0.6, f"the end of float16: {limit:.0f}", color=INK)
     ends = [forecast["earliest"], forecast["latest"]]
     axes.fill([now[0], *ends], [now[1], limit, limit], color=AMBER, alpha=0.25)
     axes.plot(
@@ -85,7 +85,9 @@ def draw(seen: Seen, broke: int, path: Path = PICTURE) -> None:
     )
     axes.axvline(broke, color=RED, linewidth=1.5, label=f"loss is nan at step {broke}")
     axes.set(yscale="log", xlabel="step", xlim=(0, max(broke, ends[1]) * 1.05))
-    axes.set_title(f"{MODULE} of a small transformer under a high learning rate", color=GREY)
+    axes.set_title(
+        f"{MODULE} of a small transformer under a high learning rate", color=GREY, pad=12
+    )
     axes.legend(loc="lower right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
