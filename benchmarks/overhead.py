@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.parts import machine
+from benchmarks.parts.look_cost import LookCost, look_cost
 from benchmarks.parts.timing import Row, compare
 from benchmarks.parts.variants import VARIANTS, Variant
 from benchmarks.parts.workloads import FULL, QUICK, Workload
@@ -107,14 +108,25 @@ def _measure(
                 workload, variants, rounds, WARMUP, lambda p=progress, t=task: p.advance(t)
             )
         console.print(painted(workload, rows))
+        cost = look_cost(workload)
+        console.print(look_words(cost))
         results[workload.name] = {
             "what": workload.what,
             "rounds": rounds[0],
             "own_rounds": rounds[1],
             "machine": machine.facts(),
             "rows": [{**asdict(row), "added_share": row.added_share} for row in rows],
+            "looks": {**asdict(cost), "steps": cost.steps, "amortised": cost.amortised},
         }
     return results
+
+
+def look_words(cost: LookCost) -> str:
+    """The cost of deep looks in one line."""
+    return (
+        f"a deep look takes the time of {cost.steps:.1f} steps; by look_every='auto' a run takes "
+        f"{cost.amortised:.4f} of its time without looks"
+    )
 
 
 def _chosen(names: Sequence[str] | None) -> list[Variant]:

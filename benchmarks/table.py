@@ -93,9 +93,24 @@ def _footnote(workloads: list[dict[str, Any]]) -> str:
         f"measured with forward "
         "and backward taken out. `bare again` is the bare step on both sides: what it shows is "
         "noise. "
+        f"{_looks(workloads)}"
         f"{KEPT if facts.get('memory_kept') else ''}"
         f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}, "
         f"load {_loads(workloads)} on {facts['cpus']} CPUs."
+    )
+
+
+def _looks(workloads: list[dict[str, Any]]) -> str:
+    """What deep looks cost, where that was measured on every model."""
+    costs = [workload.get("looks") for workload in workloads]
+    known = [cost for cost in costs if cost is not None]
+    if len(known) < len(costs):
+        return ""
+    steps = ", ".join(f"{cost['steps']:.1f}" for cost in known)
+    worst = max(cost["amortised"] for cost in known)
+    return (
+        f"A deep look takes the time of {steps} steps; over a run, after the first, at most "
+        f"{worst:.4f} by `look_every='auto'`. "
     )
 
 

@@ -16,15 +16,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from examples.demo import main as demo
 from scripts import check_picture, picture, whatif_picture
+from torch import nn
 
+import stepguard
+from stepguard import GuardConfig
+from stepguard.journal import read_run
+from stepguard.report.looks import paint
 from stepguard.report.run_terminal import paint_summary
 from stepguard.report.screen import paper
 from stepguard.report.story import read_story
 from stepguard.report.summary import summarize
 
 REPORT = picture.ROOT / "docs" / "images" / "report.svg"
+LOOK = picture.ROOT / "docs" / "images" / "look.svg"
+LOOK_TITLE = "Deep looks of a run: room left in each dtype, updates, attention, with their history"
+LOOKED_STEPS = 72
 TITLE = "What happened in a run: counts, incidents with place and cause, what led to what"
 
 
@@ -39,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     whatif_picture.main()
     REPORT.write_text(report_picture(), encoding="utf-8")
     print(f"wrote {REPORT.name}")
+    LOOK.write_text(look_picture(), encoding="utf-8")
+    print(f"wrote {LOOK.name}")
     if not options.terminal:
         from scripts import page_pictures
 
@@ -63,6 +74,35 @@ def report_picture(steps: int = 120) -> str:
         theme=picture.theme(),
         code_format=picture.svg_format(TITLE),
         unique_id="report",
+    )
+
+
+def look_picture() -> str:
+    """`stepguard look` of a small transformer in float16 whose attention runs away, as SVG."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Linear(16, 32), body, nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with tempfile.TemporaryDirectory() as folder:
+        config = GuardConfig(run_dir=Path(folder), look_every=10, terminal="quiet")
+        with stepguard.watch(model, optimizer, config=config):
+            for _ in range(LOOKED_STEPS + 1):
+                batch = torch.randn(16, 12, 16)
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.float16):
+                    logits = model(batch)
+                targets = (batch.sum(-1) > 0).long()
+                nn.functional.cross_entropy(logits.float().transpose(1, 2), targets).backward()
+                optimizer.step()
+        looks = read_run(Path(folder)).looks
+    console = paper(width=picture.WIDTH, colour=True, record=True)
+    paint(looks, console, most=6)
+    return console.export_svg(
+        title="stepguard look runs/a",
+        theme=picture.theme(),
+        code_format=picture.svg_format(LOOK_TITLE),
+        unique_id="look",
     )
 
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,9 @@ class Outcome:
     steps: int
     anomalies: Anomalies = "note"
     """What the guard was told to do about finite anomalies."""
+    look_every: int | Literal["auto"] = "auto"
+    silent: list[str] = field(default_factory=list)
+    """Codes of silent failures that were told, in runs with a folder."""
     interventions: dict[str, int] = field(default_factory=dict)
     """Vetoes, rewinds, halts and the like, by name."""
     extra_calls: int = 0
@@ -116,7 +119,7 @@ def run_guarded(family: Family, seed: int, steps: int, outcome: Outcome) -> Left
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stepguard-harmless-"))
         drivers = {}
         for name, learner in training.learners.items():
-            own = _guards(family.way, learner, folder and f"{folder}/{name}", outcome.anomalies)
+            own = _guards(family.way, learner, folder and f"{folder}/{name}", outcome)
             guards += [stack.enter_context(guard) for guard in own]
             drivers[name] = _stepped(own[0], learner) if family.way == "step" else plain(learner)
         try:
@@ -128,21 +131,28 @@ def run_guarded(family: Family, seed: int, steps: int, outcome: Outcome) -> Left
         if folder is not None:
             outcome.refused_saves = sum(guard.save() is None for guard in guards)
             outcome.notes += notes_in(Path(folder))
+            outcome.silent = silent_codes(Path(folder))
     tally(outcome, guards)
     return left
 
 
 def notes_in(folder: Path) -> int:
     """Lines about finite anomalies in the journals of a run."""
-    lines = [
-        line
-        for journal in folder.rglob("journal.jsonl")
-        for line in journal.read_text("utf-8").splitlines()
-    ]
-    records = [json.loads(line) for line in lines]
-    return sum(
-        record["type"] == "note" and record.get("kind") in ("spike", "drift") for record in records
-    )
+    return sum(record.get("kind") in ("spike", "drift") for record in notes_of(folder))
+
+
+def silent_codes(folder: Path) -> list[str]:
+    """Silent failures in the journals of a run."""
+    return sorted({str(n["code"]) for n in notes_of(folder) if n.get("kind") == "silent"})
+
+
+def notes_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every note in the journals below a folder."""
+    for journal in folder.rglob("journal.jsonl"):
+        for line in journal.read_text("utf-8").splitlines():
+            record = json.loads(line)
+            if record["type"] == "note":
+                yield record
 
 
 def tally(outcome: Outcome, guards: Iterable[Any]) -> None:
@@ -229,10 +239,14 @@ def _advance(learner: Learner) -> None:
 
 
 def _guards(
-    way: str, learner: Learner, run_dir: str | None, anomalies: Anomalies
+    way: str, learner: Learner, run_dir: str | None, outcome: Outcome
 ) -> list[stepguard.Guard]:
     """One an optimizer, with default settings as a new user has them."""
-    settings: dict[str, Any] = {"terminal": "quiet", "anomalies": anomalies}
+    settings: dict[str, Any] = {
+        "terminal": "quiet",
+        "anomalies": outcome.anomalies,
+        "look_every": outcome.look_every,
+    }
     if way == "step":
         settings["clip_norm"] = learner.clip
     make = stepguard.Guard if way == "step" else stepguard.watch

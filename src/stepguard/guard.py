@@ -273,9 +273,7 @@ class Guard:
         self._context.commit_hooks.append(hook)
 
     def close(self) -> None:
-        """Read what is still pending, say how the run ended, and undo every hook. Safe to call
-        twice.
-        """
+        """Read what is pending, say how the run ended, undo every hook. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -292,6 +290,7 @@ class Guard:
             if self.armed:
                 with self._protect.part("check of the wiring"):
                     self._wiring.close()
+                self._driver.step_end.run_ended(self._error)
             with self._protect.part("end of the run"):
                 tell_end(self._context, self._error, armed=self.armed)
         finally:

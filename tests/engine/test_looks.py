@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import stepguard
 from stepguard import ConfigError, Guard, GuardConfig
-from stepguard.engine.looks import FIRST, SAVED, SHARE, LookSchedule
+from stepguard.engine.looks import FIRST, SAVED, SHARE, LookSchedule, is_average, tensors_held
 from stepguard.journal import read_run
 from stepguard.tensors.torch_private import dispatch_mode_stack
 
@@ -33,6 +33,20 @@ def test_automatic_looks_take_a_thousandth_of_the_time() -> None:
     gaps = [after - before for before, after in itertools.pairwise(looked)]
     assert len(looked) > 5 and min(gaps) >= 3990
     assert 0.1 * (len(looked) - 1) <= (SHARE - SAVED) * now
+
+
+def test_look_is_charged_with_what_it_does_not_see_of_itself() -> None:
+    now = 0.0
+    schedule = LookSchedule("auto", clock=lambda: now)
+    looked = []
+    for step in range(20_000):
+        if schedule.due(step):
+            looked.append(step)
+            schedule.took(step, 0.1)
+            now += 0.15
+        now += 0.05
+    assert len(looked) > 3
+    assert 0.15 * (len(looked) - 1) <= SHARE * now
 
 
 def test_looks_become_rarer() -> None:
@@ -177,3 +191,74 @@ def test_object_of_the_user_is_not_asked_for_its_state() -> None:
         return counts.asked
 
     assert asked(1) == asked(None)
+
+
+class Shadow:
+    """An average as scripts write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.means = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_average_is_known_by_its_type_or_its_name() -> None:
+    model = nn.Linear(4, 2)
+    assert is_average("second", torch.optim.swa_utils.AveragedModel(model))
+    assert is_average("model_ema", model)
+    assert is_average("slow", Shadow(model))
+    assert not is_average("reference", model)
+    assert [value.shape for value in tensors_held(Shadow(model))] == [(2, 4), (2,)]
+    assert tensors_held(3) == []
+
+
+def test_batch_of_the_step_after_a_look_is_compared(tmp_path: Path) -> None:
+    def after(batches: list[Tensor], folder: Path) -> list[str]:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = GuardConfig(run_dir=folder, look_every=4, terminal="quiet")
+        with Guard(model, optimizer, config=config) as guard:
+            for batch in batches:
+                guard.step(lambda x: model(x).mean(), batch)
+        return [look.facts.batch_after for look in read_run(folder).looks]
+
+    epoch = [torch.randn(2, 4) for _ in range(4)]
+    kept = epoch[0]
+    assert after([*epoch, *epoch, *epoch], tmp_path / "epochs") == ["unknown", "other", "other"]
+    assert after([kept] * 8, tmp_path / "kept") == ["unknown", "same"]
+    again = [kept.clone() for _ in range(8)]
+    assert after(again, tmp_path / "equal") == ["unknown", "equal"]
+
+
+def train_scaled(folder: Path, every: int | None) -> list[Tensor]:
+    """Half precision, dropout, batch norm and a GradScaler that skips its first steps; bare where
+    nothing is looked at.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=4)
+    guard = None
+    if every is not None:
+        config = GuardConfig(run_dir=folder, look_every=every, terminal="quiet")
+        guard = stepguard.watch(model, optimizer, scaler=scaler, config=config)
+    for _ in range(24):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            output = model(torch.randn(16, 4))
+        scaler.scale(output.float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    if guard is not None:
+        guard.close()
+    momentum = [value for one in optimizer.state.values() for value in one.values()]
+    scale = torch.tensor([scaler.get_scale()])
+    return [*model.state_dict().values(), *momentum, scale, torch.get_rng_state()]
+
+
+def test_looked_at_run_with_a_scaler_is_bit_identical_to_the_bare_one(tmp_path: Path) -> None:
+    bare = train_scaled(tmp_path, None)
+    looked = train_scaled(tmp_path, 2)
+    assert len(bare) == len(looked)
+    assert all(map(torch.equal, bare, looked))
+    record = read_run(tmp_path)
+    assert len(record.looks) > 3
+    assert [note for note in record.notes if note.get("kind") == "silent"] == []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from look.looked import look_at
-from stepguard.look.deep_look import DeepLook, digest_of
+from stepguard.look.deep_look import DeepLook
 from stepguard.records.look import Look, TensorLook
 
 
@@ -75,21 +75,25 @@ def test_dropout_and_norms_in_evaluation_mode_are_named() -> None:
     assert (facts.training, facts.dropout, facts.norms_in_eval) == (False, ("1",), ("2",))
 
 
-def test_digest_is_that_of_the_values() -> None:
-    batch = {"x": torch.arange(4.0), "name": "a"}
-    assert digest_of(batch) == digest_of({"x": torch.arange(4.0), "name": "b"})
-    assert digest_of(batch) != digest_of({"x": torch.arange(1.0, 5.0), "name": "a"})
+def kept_gradients(passes: int, *, zero: bool) -> bool:
+    """What a look says of gradients that are there before the first of several passes."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    look = DeepLook(0, {"": model}, optimizer, set())
+    look.begin()
+    for number in range(passes):
+        loss = model(torch.ones(1, 2)).square().sum()
+        if zero and number == 0:
+            optimizer.zero_grad()
+        torch.autograd.backward(loss)
+    look.before_update()
+    return look.finish(committed=True).facts.kept_gradients
 
 
 def test_gradients_of_the_step_before_are_noticed() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fresh = DeepLook(0, {"": model}, optimizer, set())
-    fresh.before_backward(list(model.parameters()))
-    model(torch.ones(1, 2)).sum().backward()
+    assert kept_gradients(1, zero=False)
+    assert kept_gradients(2, zero=False)
+    assert not kept_gradients(1, zero=True)
     # the second backward pass of an accumulated step
-    fresh.before_backward(list(model.parameters()))
-    assert not fresh.finish(committed=True).facts.kept_gradients
-    stale = DeepLook(1, {"": model}, optimizer, set())
-    stale.before_backward(list(model.parameters()))
-    assert stale.finish(committed=True).facts.kept_gradients
+    assert not kept_gradients(2, zero=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepguard.records import Decision, Finding, Incident, Operand, Origin, Reading, Verdict
+from stepguard.records import Decision, Finding, Incident, Operand, Origin, Reading, Remedy, Verdict
 from stepguard.records.notebook_html import box, code, stacked
 
 HOSTILE = "<script>alert(1)</script>"
@@ -28,7 +28,14 @@ def incident(text: str) -> Incident:
         verdict=Verdict(kind="nonfinite_loss", severity="incident", summary=f"loss is {text}"),
         reading=Reading(step=3),
         origin=origin,
-        findings=(Finding(code="SG201", title=text, evidence=(text,)),),
+        findings=(
+            Finding(
+                code="SG201",
+                title=text,
+                evidence=(text,),
+                remedies=(Remedy(title=text, snippet=f"y = safe_{text}"),),
+            ),
+        ),
         decision=Decision(action="skip", reason=text),
     )
 
@@ -45,7 +52,7 @@ def test_repr_is_one_short_line() -> None:
 def test_html_shows_place_line_cause_and_action() -> None:
     shown = incident("div")._repr_html_()
     words = ("Incident at step 3", "cell [3], line 5", "SG201", "skip", "sample", "2x3, 0 to 1")
-    for word in (*words, "<b>&gt; 5 | div</b>"):
+    for word in (*words, "<b>&gt; 5 | div</b>", "to do", "y = safe_div"):
         assert word in shown, word
 
 

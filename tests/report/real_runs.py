@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import stepguard
 from stepguard import Guard, GuardConfig
 
 Batch = tuple[Tensor, Tensor]
@@ -87,4 +88,17 @@ def restarted(folder: Path) -> Path:
     for number in range(guard.restore(), 40):
         guard.step(loss_fn, batch(number))
     guard.close()
+    return folder
+
+
+def silently_wrong(folder: Path) -> Path:
+    """A healthy-looking run that never zeroes its gradients, looked at three times."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    config = GuardConfig(run_dir=folder, look_every=3, terminal="quiet")
+    with stepguard.watch(model, optimizer, config=config):
+        for _ in range(9):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
     return folder

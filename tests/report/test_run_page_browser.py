@@ -12,7 +12,7 @@ import pytest
 from browser import OpenPage, opened, started
 from cli.journals import run_stepguard, write_run
 from report.hostile import hostile_run
-from report.real_runs import fixed, in_part, restarted, rewound
+from report.real_runs import fixed, in_part, restarted, rewound, silently_wrong
 from report.two_ranks import two_ranks
 from stepguard.cli._page import report_page
 
@@ -241,3 +241,23 @@ def test_two_runs_are_drawn_over_one_axis(browser: Any, rewound_run: Path, tmp_p
         table = page.page.locator("#comparison").inner_text()
         assert "bad steps" in table and "other" in table and "rewound" in table
         assert page.troubles == []
+
+
+def test_looks_are_shown_with_their_history(browser: Any, tmp_path: Path) -> None:
+    page = _page(silently_wrong(tmp_path / "run"))
+    with opened(browser, page, color_scheme="dark") as seen:
+        told = seen.ask("[...document.querySelectorAll('#looks .silent li')].map(i => i.innerText)")
+        assert len(told) == 1 and "SG902" in told[0]
+        curves = seen.ask("document.querySelectorAll('#looks polyline').length")
+        assert curves > 5
+        words = seen.ask("document.querySelector('#looks svg').getAttribute('aria-label')")
+        assert "at step 2" in words and "at step 8" in words
+        seen.page.set_viewport_size({"width": 400, "height": 800})
+        seen.settle()
+        assert seen.ask("document.documentElement.scrollWidth") == 400
+        assert seen.troubles == []
+
+
+def test_run_without_looks_has_no_section_of_them(browser: Any, tmp_path: Path) -> None:
+    with opened(browser, _page(write_run(tmp_path / "run"))) as seen:
+        assert seen.ask("document.getElementById('looks').hidden")

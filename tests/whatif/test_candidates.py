@@ -29,7 +29,7 @@ def offered(
     **known: Any,
 ) -> dict[str, Candidate]:
     optimizer = optimizer or torch.optim.SGD(plain_net().parameters(), lr=0.1)
-    given = {"first": None, "usual_norm": None, **known}
+    given = {"way": (), "usual_norm": None, **known}
     found = candidates(optimizer, incident, bad or bad_step(), **given)
     assert [one.cost for one in found] == sorted(one.cost for one in found)
     return {one.name: one for one in found}
@@ -66,10 +66,12 @@ def test_guilty_micro_batches_are_left_out() -> None:
 
 def test_rate_that_has_jumped_or_is_nan_can_be_kept() -> None:
     first = bad_step(index=4)
-    jumped = offered(incident_of(), bad=bad_step(lr=(0.9,)), first=first)
+    jumped = offered(incident_of(), bad=bad_step(lr=(0.9,)), way=(first,))
     assert jumped["keep lr"].rates_at_most == (0.1,)
-    assert "keep lr" in offered(incident_of(), bad=bad_step(lr=(math.nan,)), first=first)
-    assert "keep lr" not in offered(incident_of(), bad=bad_step(lr=(0.15,)), first=first)
+    assert "keep lr" in offered(incident_of(), bad=bad_step(lr=(math.nan,)), way=(first,))
+    back = offered(incident_of(), way=(first, bad_step(index=5, lr=(7.0,))))
+    assert back["keep lr"].change == "the rate rises to 7 at step 5: keep 0.1"
+    assert "keep lr" not in offered(incident_of(), bad=bad_step(lr=(0.15,)), way=(first,))
 
 
 def test_value_born_in_half_precision_gets_its_module_in_float32() -> None:

@@ -174,16 +174,20 @@ def _cannot_count(case: Case, divisor: Operand) -> bool:
 def _looks_like_count(case: Case, divisor: Operand) -> bool:
     """Nothing excludes a count: do the values, and what is divided, speak for one?"""
     in_loss = case.phase == "loss"
-    counting = elements(divisor) > 1 and high(divisor) >= 1 and low(divisor) == 0
     if base_name(case.evidence.denominator_from) in COUNTED:
         all_zero = reach(divisor) == 0
-        return (in_loss or _nothing_above(case)) and (counting or all_zero)
+        return (in_loss or _nothing_above(case)) and (_counts_rows(divisor) or all_zero)
     if case.op != "div" or not _nothing_above(case):
         return False
     if elements(divisor) == 1:
         # transformers divides the summed cross entropy inside the model, by a count of its own
         return in_loss or base_name(case.evidence.numerator_from) in NLL
-    return counting
+    return _counts_rows(divisor)
+
+
+def _counts_rows(divisor: Operand) -> bool:
+    """Several numbers, of which some are 0 and some are not."""
+    return elements(divisor) > 1 and high(divisor) >= 1 and low(divisor) == 0
 
 
 def _nothing_above(case: Case) -> bool:

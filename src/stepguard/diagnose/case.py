@@ -25,6 +25,8 @@ class Case:
     """Deep looks of the run, oldest first, where a healthy run is examined."""
     recent: tuple[Reading, ...] = ()
     """The newest committed steps, oldest first, where a healthy run is examined."""
+    schedule_stood_for: int = 0
+    """Steps of a run that is over and never stepped the schedule it gave to the guard."""
 
     @property
     def phase(self) -> str:

@@ -40,6 +40,15 @@ def trained(look: Look) -> list[ParameterLook]:
     return [one for one in look.parameters if one.owned and one.gradient is not None]
 
 
+def unchanged(looks: Sequence[Look]) -> set[str]:
+    """Parameters that hold the same numbers at every one of these looks: nobody updates them."""
+    found = {one.name for one in looks[-1].parameters}
+    newest = {one.name: one.weight for one in looks[-1].parameters}
+    for look in looks[:-1]:
+        found &= {one.name for one in look.parameters if newest.get(one.name) == one.weight}
+    return found
+
+
 def rate_is_zero(case: Case) -> bool:
     """No learning rate of the newest step moves anything."""
     return bool(case.reading.lr) and not any(case.reading.lr)

@@ -7,6 +7,7 @@ veto anything. Those on what is still to come (SG95x) are asked in `diagnose/for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rules import RULES
@@ -19,9 +20,11 @@ HEALTHY_SERIES = "SG9"
 """Of a run in which every step is finite: these and forecasts."""
 
 
-def silent_findings(looks: Sequence[Look], recent: Sequence[Reading]) -> tuple[Finding, ...]:
+def silent_findings(
+    looks: Sequence[Look], recent: Sequence[Reading], *, schedule_stood_for: int = 0
+) -> tuple[Finding, ...]:
     """What the run does wrong without a bad value, by code. Pure."""
-    case = healthy_case(looks, recent)
+    case = replace(healthy_case(looks, recent), schedule_stood_for=schedule_stood_for)
     found = []
     for rule in RULES:
         if rule.code.startswith(SERIES):

@@ -11,15 +11,21 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from stepguard.engine.context import Context, guarded
 from stepguard.engine.drivers.optimizer_kinds import needs_closure
 from stepguard.engine.protect import Protection
-from stepguard.look.deep_look import DeepLook, digest_of
-from stepguard.records.look import Look
+from stepguard.look.batches import SeenBatch, digest_of
+from stepguard.look.deep_look import DeepLook
+from stepguard.records.look import Look, NextBatch
 from stepguard.tensors.names import optimizer_parameter_ids
-from stepguard.tensors.torch_private import dispatch_mode_stack, graphs_compiled
+from stepguard.tensors.torch_private import (
+    dispatch_mode_stack,
+    graphs_compiled,
+    tree_flatten,
+)
 
 SHARE = 0.001
 """Share of the run's time that looks may take, after the first one."""
@@ -31,6 +37,8 @@ FIRST = 2
 """Step of the first look: what torch.compile compiles has been compiled by then, and is left alone.
 """
 PART = "deep look"
+AVERAGES = ("ema", "average", "averaging", "swa", "shadow", "polyak")
+"""Words by which people call an average of weights."""
 
 
 class LookSchedule:
@@ -53,6 +61,12 @@ class LookSchedule:
         """The first step that was asked for."""
         self.hurry = False
         """A trend begins to show: spend what was saved for this, and leave no steps in between."""
+        self._asked = 0.0
+        """When the schedule was last asked: that is once a step."""
+        self._usual = 0.0
+        """Time of the newest step without a look."""
+        self._unsettled = False
+        """The last look has cost what it says, and perhaps more."""
 
     def due(self, step: int) -> bool:
         """True if this step is to be looked at."""
@@ -60,6 +74,7 @@ class LookSchedule:
             return False
         if self._began is None:
             self._began = self._clock()
+        self._settle()
         if self._last is None:
             # counted from where this process began: a restored run compiles again
             self._offset = step if self._offset is None else self._offset
@@ -73,6 +88,22 @@ class LookSchedule:
                 return False
         return self._spent + self._cost <= share * (self._clock() - self._began)
 
+    def _settle(self) -> None:
+        """Charge a look with what its step took beyond the usual, which it sees only a part of.
+
+        At most as much again: a validation after the step is not the look's.
+        """
+        now = self._clock()
+        took = now - self._asked
+        self._asked = now
+        if not self._unsettled:
+            self._usual = took
+            return
+        self._unsettled = False
+        unseen = min(max(0.0, took - self._usual - self._cost), self._cost)
+        self._spent += unseen
+        self._cost += unseen
+
     def stop(self) -> None:
         """No further look."""
         self._every = None
@@ -81,6 +112,7 @@ class LookSchedule:
         """A look has been taken."""
         self._last = step
         self._cost = seconds
+        self._unsettled = True
         # the first one is always allowed: what it tells of the setup comes too late otherwise
         if self._cost and self._spent == 0.0:
             self._spent = 1e-9
@@ -101,6 +133,11 @@ class Looks:
         self._left_behind: DeepLook | None = None
         """A look that an optimizer inside the backward pass has ended: no more are taken."""
         self._batches: Counter[str] = Counter()
+        self._last_batch: SeenBatch | None = None
+        """That of the last look."""
+        self._next_batch: SeenBatch | None = None
+        """That of the step after it, until that step is over."""
+        self._batch_after: NextBatch = "unknown"
         context.resources.callback(self.close)
 
     def begin(self) -> None:
@@ -146,15 +183,12 @@ class Looks:
 
     def saw_batch(self, batch: Any) -> None:
         """The data of the step."""
+        if self._next_batch is not None:
+            with self._protect.part(PART), self.paused():
+                self._next_batch.add(batch)
         if self._running is not None:
             with self._protect.part(PART), self.paused():
                 self._running.saw_batch(batch)
-
-    def before_backward(self) -> None:
-        """A backward pass is about to begin."""
-        if self._running is not None:
-            with self._protect.part(PART), self.paused():
-                self._running.before_backward(self._context.parameters)
 
     def gradients_ready(self) -> None:
         """Forward and backward are over: what follows is the guard's own work."""
@@ -171,6 +205,7 @@ class Looks:
 
     def finish(self, *, committed: bool) -> None:
         """The step is over. A bad one is told elsewhere, and nothing is said of it here."""
+        self._compare_batches()
         look = self._running
         if look is None:
             return
@@ -183,12 +218,21 @@ class Looks:
             self.schedule.took(look.step, taken.seconds)
             if committed and look.fault is None and is_finite(taken):
                 self._tell(taken)
+            self._last_batch = look.batch
+            self._next_batch = SeenBatch()
             return
         # measuring failed, and would fail again at every look
         self.schedule.stop()
 
+    def _compare_batches(self) -> None:
+        """The step after a look is over: was it given the same batch?"""
+        if self._last_batch is not None and self._next_batch is not None:
+            self._batch_after = self._last_batch.compared(self._next_batch)
+        self._last_batch = None
+        self._next_batch = None
+
     def _tell(self, look: Look) -> None:
-        facts = replace(look.facts, averages=self._averages())
+        facts = replace(look.facts, averages=self._averages(), batch_after=self._batch_after)
         if facts.batch:
             facts = replace(facts, repeats=self._batches[facts.batch])
             self._batches[facts.batch] += 1
@@ -202,10 +246,9 @@ class Looks:
         shapes = {parameter.shape for parameter in self._context.parameters}
         found = {}
         for name, thing in self._context.extra.items():
-            # of a module only: `state_dict` of another object is the user's code
-            if not isinstance(thing, nn.Module):
+            if not is_average(name, thing):
                 continue
-            tensors = [value for value in thing.parameters() if value.shape in shapes]
+            tensors = [value for value in tensors_held(thing) if value.shape in shapes]
             if 2 * len(tensors) >= len(shapes):
                 found[name] = digest_of(tensors)
         return found
@@ -234,3 +277,25 @@ class Looks:
 def is_finite(look: Look) -> bool:
     """False where the step was a bad one after all: a fused update is judged later."""
     return all(math.isfinite(one.weight + (one.update or 0.0)) for one in look.parameters)
+
+
+def is_average(name: str, thing: Any) -> bool:
+    """Told by its type or by what it is called: a frozen teacher looks the same, and stays."""
+    if isinstance(thing, AveragedModel):
+        return True
+    called = f"{name} {type(thing).__name__}".lower()
+    return any(word in called for word in AVERAGES)
+
+
+def tensors_held(thing: Any) -> list[Tensor]:
+    """Tensors of a module, or in the attributes of another object: in lists and dicts as well.
+
+    Nothing of the object is called: its `state_dict` is the user's code.
+    """
+    if isinstance(thing, nn.Module):
+        return list(thing.parameters())
+    try:
+        attributes = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return []
+    return [leaf for leaf in tree_flatten(dict(attributes))[0] if isinstance(leaf, Tensor)]

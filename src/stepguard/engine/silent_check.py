@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
+from typing import Any
 
 from stepguard.diagnose.silent import silent_findings
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.schedule import position, wants_a_value
 from stepguard.records import Finding, Reading
 from stepguard.records.look import Look
 
@@ -23,6 +26,8 @@ class SilentCheck:
         self._recent: deque[Reading] = deque(maxlen=EVERY)
         self._told: set[str] = set()
         self._steps = 0
+        self._schedule = _place(context.scheduler)
+        """Where the schedule stood when the guard was made; None where it cannot be told."""
 
     def committed(self, reading: Reading) -> None:
         """A step went through."""
@@ -36,8 +41,14 @@ class SilentCheck:
         self._looks.append(look)
         self._check()
 
-    def _check(self) -> None:
-        for finding in silent_findings(self._looks, self._recent):
+    def run_ended(self) -> None:
+        """The run is over, and by itself: only now is a schedule late that moves once an epoch."""
+        if self._schedule is not None and _place(self._context.scheduler) == self._schedule:
+            self._check(schedule_stood_for=self._steps)
+
+    def _check(self, *, schedule_stood_for: int = 0) -> None:
+        found = silent_findings(self._looks, self._recent, schedule_stood_for=schedule_stood_for)
+        for finding in found:
             if finding.code not in self._told:
                 self._told.add(finding.code)
                 self._tell(finding)
@@ -50,3 +61,11 @@ class SilentCheck:
             code=finding.code,
             certainty=finding.certainty,
         )
+
+
+def _place(scheduler: Any) -> tuple[int, ...] | None:
+    """How far a schedule has come that the loop should step; a plateau's may well never move."""
+    with suppress(Exception):  # an object of the user's own
+        if scheduler is not None and not wants_a_value(scheduler):
+            return position(scheduler)
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -10,21 +9,27 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from stepguard.locate.finite import plain
+from stepguard.look.batches import SeenBatch
 from stepguard.look.observer import ObservedResult, Observer
 from stepguard.look.parameters import Updates
 from stepguard.look.statistics import FIELDS, bits_above_floor, bits_of_headroom, sampled
 from stepguard.records.look import Look, ParameterLook, StepFacts, TensorLook
-from stepguard.tensors.names import named_buffers, named_modules, named_parameters
-from stepguard.tensors.torch_private import tree_flatten
+from stepguard.tensors.names import (
+    named_buffers,
+    named_modules,
+    named_parameters,
+    optimizer_parameter_ids,
+)
 from stepguard.tensors.values import is_lazy
 
 MOST_ROWS = 400
 """Rows of each kind that a record keeps, the worst ones."""
-DIGEST_SAMPLE = 4096
+GRADIENT_SAMPLE = 256
+"""Elements of each gradient that say whether it is 0."""
 
 
 class DeepLook:
@@ -34,16 +39,16 @@ class DeepLook:
         self, step: int, roots: Mapping[str, nn.Module], optimizer: Optimizer, owned: set[int]
     ) -> None:
         self.step = step
-        self.batch = ""
-        """Digest of the batch, where it was seen."""
+        self.batch = SeenBatch()
         self._roots = roots
         self._optimizer = optimizer
         self._owned = owned
         self._observer = Observer(roots)
+        self._observer.backward_begins = self._backward_begins
         self._updates: Updates | None = None
         self._seconds = 0.0
-        self._kept_gradients = False
-        self._backwards = 0
+        self._kept_gradients: list[int | None] = []
+        """For each backward pass: number of gradients found there that are not 0; None: none."""
 
     @property
     def fault(self) -> Exception | None:
@@ -68,15 +73,23 @@ class DeepLook:
 
     def saw_batch(self, batch: Any) -> None:
         """The step's data, or a part of it."""
-        self.batch = digest_of(batch, self.batch)
+        self.batch.add(batch)
 
-    def before_backward(self, parameters: Sequence[Tensor]) -> None:
-        """Are the gradients of the last step still there?"""
-        if self._backwards == 0:
-            kept = [p.grad for p in parameters if p.grad is not None]
-            self._kept_gradients = bool(kept) and bool((sampled(kept[0], DIGEST_SAMPLE) != 0).any())
-        # later passes of an accumulated step add to those before
-        self._backwards += 1
+    def _backward_begins(self) -> None:
+        """Note which gradients are there already."""
+        parts = []
+        updated = optimizer_parameter_ids(self._optimizer)
+        for _, parameter in named_parameters(self._roots):
+            gradient = parameter.grad
+            if id(parameter) not in updated:
+                continue  # another player's: its own loop zeroes it
+            if gradient is not None and gradient.layout is torch.strided and gradient.numel():
+                part = sampled(plain(gradient), GRADIENT_SAMPLE)
+                parts.append((part != 0).any().to(torch.float64).reshape(1))
+        number = None
+        if parts:
+            number = self._observer.numbers.add(torch.cat(parts).sum().reshape(1))
+        self._kept_gradients.append(number)
 
     def gradients_ready(self) -> None:
         """Forward and backward are over."""
@@ -110,13 +123,13 @@ class DeepLook:
             attention=tuple(layers.attention(values)[:MOST_ROWS]),
             norms=tuple(layers.norms(values)[:MOST_ROWS]),
             units=tuple(layers.units(values)[:MOST_ROWS]),
-            facts=self._facts(layers.facts(values)),
+            facts=self._facts(layers.facts(values), values),
             left_out=max(0, len(tensors) - MOST_ROWS) + max(0, len(parameters) - MOST_ROWS),
         )
         self._seconds += time.perf_counter() - began
         return replace(look, seconds=self._seconds + self._observer.seconds)
 
-    def _facts(self, facts: StepFacts) -> StepFacts:
+    def _facts(self, facts: StepFacts, values: list[list[float]]) -> StepFacts:
         dropout = []
         norms = []
         for name, module in named_modules(self._roots):
@@ -128,22 +141,23 @@ class DeepLook:
                 norms.append(name)
         return replace(
             facts,
-            batch=self.batch,
+            batch=self.batch.digest,
             training=next(iter(self._roots.values())).training,
             dropout=tuple(dropout),
             norms_in_eval=tuple(norms),
-            kept_gradients=self._kept_gradients,
+            kept_gradients=self._gradients_were_kept(values),
         )
 
+    def _gradients_were_kept(self, values: list[list[float]]) -> bool:
+        """Every backward pass of the step found gradients.
 
-def digest_of(batch: Any, before: str = "") -> str:
-    """A short digest of a sample of every tensor in the batch."""
-    digest = hashlib.blake2b(before.encode(), digest_size=8)
-    for leaf in tree_flatten(batch)[0]:
-        if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
-            part = sampled(plain(leaf), DIGEST_SAMPLE).cpu().contiguous()
-            digest.update(part.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        The first of an accumulated step finds none; nor does the last one where `zero_grad` stands
+        between a gradient inside the loss and its backward pass.
+        """
+        counts = []
+        for number in self._kept_gradients:
+            counts.append(0.0 if number is None else values[number][0])
+        return bool(counts) and min(counts) > 0.0
 
 
 def tensor_rows(seen: Sequence[ObservedResult], values: list[list[float]]) -> list[TensorLook]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fault: Exception | None = None
         self.paused = False
         """The guard does work of its own, which is not part of the step."""
+        self.backward_begins: Callable[[], None] | None = None
+        """Called at the first operation of every backward pass."""
         self.seconds = 0.0
+        self._in_backward = False
         self._last: dict[int, int] = {}
         """Who wrote the memory at this address last."""
         self._process = os.getpid()
@@ -118,6 +121,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if operator.views or operator.name in TESTS or operator.name in UNINITIALISED:
                 return None
+            self._notice_backward()
             entries = operator.entries(args, kwargs)
             tensors = [entry.value for entry in entries if isinstance(entry.value, Tensor)]
             # before it runs: an operation in place overwrites what it reads
@@ -149,6 +153,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.fault = fault
         finally:
             self.seconds += time.perf_counter() - began + DISPATCH_SECONDS
+
+    def _notice_backward(self) -> None:
+        backward = self._stage() == "backward"
+        if backward and not self._in_backward and self.backward_begins is not None:
+            self.backward_begins()
+        self._in_backward = backward
 
     def _parents(self, operator: Operator, given: list[Tensor]) -> tuple[int, ...]:
         parents = []

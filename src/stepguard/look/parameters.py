@@ -12,7 +12,12 @@ from torch.optim import Optimizer
 from stepguard.locate.finite import plain
 from stepguard.look.statistics import Numbers, root_mean_square, sampled
 from stepguard.records.look import ParameterLook
-from stepguard.tensors.names import parameter_names
+from stepguard.tensors.names import (
+    named_parameters,
+    optimizer_parameter_ids,
+    optimizer_parameters,
+    parameter_names,
+)
 from stepguard.tensors.values import is_lazy
 
 MOMENTS = ("exp_avg_sq", "square_avg", "sum", "v")
@@ -46,10 +51,13 @@ class Updates:
         self._numbers = Numbers()
         self._optimizer = optimizer
         self._epsilons = epsilons(optimizer)
+        self._updated = optimizer_parameter_ids(optimizer)
         self._sampled = []
+        copies = _shapes_outside(roots, optimizer)
         for parameter, name in parameter_names(roots, optimizer):
             if not is_lazy(parameter) and parameter.is_floating_point() and parameter.numel():
-                self._sampled.append(self._sample(name, parameter, id(parameter) in owned))
+                updated = id(parameter) in owned or parameter.shape in copies
+                self._sampled.append(self._sample(name, parameter, updated))
 
     def _sample(self, name: str, parameter: Tensor, owned: bool) -> Sampled:
         before = sampled(plain(parameter)).clone()
@@ -76,6 +84,8 @@ class Updates:
 
     def _after(self, one: Sampled) -> int | None:
         """Numbers of the update; None where the parameter has no gradient or was replaced."""
+        if id(one.parameter) not in self._updated:
+            return None  # its own optimizer has not stepped yet, or has before
         now = sampled(plain(one.parameter))
         if one.gradient is None or now.shape != one.before.shape:
             return None
@@ -119,6 +129,19 @@ def _smallest(dtype: torch.dtype) -> float:
     """Half of the smallest number above 0: what is below rounds to 0."""
     limits = torch.finfo(dtype)
     return limits.smallest_normal * limits.eps / 2.0
+
+
+def _shapes_outside(roots: Mapping[str, nn.Module], optimizer: Optimizer) -> set[torch.Size]:
+    """Shapes of parameters with a gradient that only the optimizer knows.
+
+    They are copies in float32 that the weights are written back from.
+    """
+    inside = {id(parameter) for _, parameter in named_parameters(roots)}
+    shapes = set()
+    for parameter in optimizer_parameters(optimizer):
+        if id(parameter) not in inside and parameter.grad is not None:
+            shapes.add(parameter.shape)
+    return shapes
 
 
 def _record(one: Sampled, before: list[float], after: list[float]) -> ParameterLook:

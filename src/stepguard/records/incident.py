@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from stepguard.records.decision import Decision
 from stepguard.records.field_docs import documented
 from stepguard.records.finding import Finding
-from stepguard.records.notebook_html import Row, box, stacked
+from stepguard.records.notebook_html import Row, box, code, stacked
 from stepguard.records.origin import Origin
 from stepguard.records.place import place_and_phase
 from stepguard.records.reading import Reading
 from stepguard.records.verdict import Verdict
+
+MOST_REMEDIES = 2
+"""Of the first finding, in a notebook."""
 
 
 @documented
@@ -66,6 +69,10 @@ class Incident:
             rows.append(("why", stacked((cause, *finding.evidence))))
         if self.decision is not None:
             rows.append(("done", f"{self.decision.action}: {self.decision.reason}".rstrip(": ")))
+        for finding in self.findings[:1]:
+            for remedy in finding.remedies[:MOST_REMEDIES]:
+                snippet = code(remedy.snippet.splitlines())
+                rows.append(("to do", stacked((remedy.title, snippet))))
         return rows
 
     def _repr_html_(self) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Stage = Literal["stored", "forward", "backward"]
+NextBatch = Literal["unknown", "other", "equal", "same"]
+"""Another batch, equal numbers in new memory, or the very same tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class ParameterLook:
     owned: bool = True
     """An optimizer updates it."""
     update: float | None = None
-    """Root mean square of the change by the update; None where it was not seen."""
+    """Root mean square of the change by the update; None where another optimizer makes it."""
     lost: float | None = None
     """Share of elements with a gradient that the update left exactly as they were."""
     variance_zeros: float | None = None
@@ -123,7 +125,9 @@ class StepFacts:
     batch: str = ""
     """Digest of the batch's tensors."""
     repeats: int = 0
-    """Steps before this one with the same batch, of those that were compared."""
+    """Looks before this one with the same batch."""
+    batch_after: NextBatch = "unknown"
+    """What the step after the look before this one was given, beside that look's batch."""
     training: bool = True
     """The model is in training mode."""
     dropout: tuple[str, ...] = ()

@@ -22,6 +22,7 @@ from stepguard.report.page_facts import (
     unread_words,
 )
 from stepguard.report.page_incident import clipped, incident_card
+from stepguard.report.page_looks import looks_section
 from stepguard.report.story import Left, Run, StepTable, Story
 
 FORMAT = 1
@@ -93,6 +94,7 @@ def run_facts(run: Run, name: str, extras: Extras) -> dict[str, Any]:
         "ranks": rank_lanes(run),
         "chain": chain_of_events(run),
         "concerns": concern_words(run),
+        "looks": looks_section(run),
         "groups": fact_groups(run, extras.difference),
         "unread": unread_words(run),
         "version": version(run),
@@ -102,7 +104,7 @@ def run_facts(run: Run, name: str, extras: Extras) -> dict[str, Any]:
 def version(run: Run) -> str:
     """Changes whenever something else than an ordinary row was written."""
     counted = (len(run.incidents), len(run.notes), len(run.attempts), len(run.branches), run.torn)
-    return "-".join(map(str, (*counted, len(run.steps.series))))
+    return "-".join(map(str, (*counted, len(run.looks), len(run.steps.series))))
 
 
 def states_of(run: Run) -> Any:

@@ -24,6 +24,7 @@ SCRIPTS = (
     "figures.js",
     "cards.js",
     "live.js",
+    "looks.js",
     "main.js",
 )
 """In the order in which they need each other."""

@@ -19,6 +19,7 @@ from stepguard.report.screen import draw, is_tty, put, takes_unicode
 
 MOST_POINTS = 16
 """Losses of a trial that are drawn, the last ones."""
+MUCH = 10.0
 Told = Callable[[int, int, str], None]
 
 
@@ -63,7 +64,7 @@ def _row(outcome: TrialOutcome, *, plain: bool) -> list[Text | str]:
         _fate(outcome),
         _number(outcome.loss),
         _number(outcome.held_out),
-        "-" if outcome.distance is None else f"{outcome.distance:.1%}",
+        _share(outcome.distance),
         phrases.sparkline(outcome.losses[-MOST_POINTS:], plain=plain),
     ]
 
@@ -74,6 +75,12 @@ def _fate(outcome: TrialOutcome) -> Text:
     if outcome.why_not:
         return Text(f"not tried: {outcome.why_not}", style="dim")
     return Text(f"step {outcome.bad_step}: {outcome.bad_value}", style="red")
+
+
+def _share(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.1%}" if value < MUCH else f"{value:.0e} times"
 
 
 def _number(value: float | None) -> str:

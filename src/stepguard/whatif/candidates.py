@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,16 +116,19 @@ def candidates(
     incident: Incident,
     bad: WindowStep,
     *,
-    first: WindowStep | None,
+    way: Sequence[WindowStep],
     usual_norm: float | None,
     own: OwnFix | None = None,
 ) -> list[Candidate]:
-    """What is worth a trial after this incident, the cheapest first; `NOTHING` is not in it."""
+    """What is worth a trial after this incident, the cheapest first; `NOTHING` is not in it.
+
+    `way`: the steps that led to the bad one.
+    """
     finite = [rate for rate in bad.lr if math.isfinite(rate) and rate > 0.0]
     rates = tuple(finite) if len(finite) == len(bad.lr) else ()
     found = [SKIP, lower_rate(0.5, 8, rates), lower_rate(0.1, 11, rates)]
     found += _left_out(incident, bad)
-    found += _of_rates(bad, first)
+    found += _of_rates(way, bad)
     found += _of_settings(optimizer)
     found += _of_decay(optimizer)
     found += _in_float32(incident.origin)
@@ -174,24 +177,26 @@ def _left_out(incident: Incident, bad: WindowStep) -> list[Candidate]:
     ]
 
 
-def _of_rates(bad: WindowStep, first: WindowStep | None) -> list[Candidate]:
-    """Where the rate has jumped on the way to the bad step: the rate it had."""
-    if first is None or not first.lr or len(first.lr) != len(bad.lr):
+def _of_rates(way: Sequence[WindowStep], bad: WindowStep) -> list[Candidate]:
+    """Where a rate has jumped on the way to the bad step, or with it: the rate it had."""
+    if not way or not way[0].lr:
         return []
-    for now, then in zip(bad.lr, first.lr, strict=True):
-        if now <= RATE_JUMP * then:
-            continue
-        # also true where it is NaN now
-        return [
-            Candidate(
-                name="keep lr",
-                label=f"keep the learning rate of step {first.index} ({then:g}, not {now:g})",
-                cost=3,
-                change=f"the rate rises to {now:g} by step {bad.index}: keep {then:g}",
-                codes=("SG504", "SG802"),
-                rates_at_most=first.lr,
-            )
-        ]
+    first = way[0]
+    for one in (*way[1:], bad):
+        for now, then in zip(one.lr, first.lr, strict=False):
+            if now <= RATE_JUMP * then:
+                continue
+            # also where it is NaN now
+            return [
+                Candidate(
+                    name="keep lr",
+                    label=f"keep the learning rate of step {first.index} ({then:.3g})",
+                    cost=3,
+                    change=f"the rate rises to {now:.3g} at step {one.index}: keep {then:.3g}",
+                    codes=("SG504", "SG802"),
+                    rates_at_most=first.lr,
+                )
+            ]
     return []
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from stepguard.records.whatif import TrialOutcome, WhatIf
 from stepguard.state.steps_before import WindowStep
 from stepguard.whatif.candidates import NOTHING, Candidate, OwnFix, candidates
-from stepguard.whatif.ranking import ranked
+from stepguard.whatif.ranking import judged_by, ranked
 from stepguard.whatif.subject import TrialSubject
 from stepguard.whatif.trial import Trials
 from stepguard.whatif.undone import undone
@@ -42,13 +42,14 @@ def compare_candidates(
     with undone(subject.step, subject.run_state):
         trials = Trials(subject, most_steps)
         progress(0, 1, "the steps as they were")
+        healthy = judged_by(*trials.healthy())
         again = trials.lead_up()
         waiting = [NOTHING]
         waiting += candidates(
             subject.step.optimizer,
             subject.incident,
             subject.bad,
-            first=trials.steps[0] if trials.steps else None,
+            way=trials.steps,
             usual_norm=trials.usual_norm or usual_norm,
             own=own,
         )
@@ -69,7 +70,7 @@ def compare_candidates(
         window=len(steps),
         after=len(subject.after),
         held_out=len(subject.held_out),
-        outcomes=tuple(ranked(outcomes, recorded)),
+        outcomes=tuple(ranked(outcomes, recorded, healthy)),
         remarks=tuple(_remarks(subject, steps, again)),
     )
 
@@ -92,4 +93,7 @@ def _remarks(
         remarks.append("nothing could be trained after the bad step: a later failure is not seen")
     elif subject.after[0].index < subject.bad.index:
         remarks.append("after the bad step, batches from before it are trained once more")
+    if subject.failed_before:
+        failed = ", ".join(str(one.index) for one in subject.failed_before)
+        remarks.append(f"among them step {failed}, which failed as well")
     return remarks

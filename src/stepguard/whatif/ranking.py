@@ -15,14 +15,20 @@ NOISE_OF_BATCHES = 0.25
 """So are those that differ by less than this part of what batches of the run differ by."""
 
 
-def ranked(outcomes: Sequence[TrialOutcome], recorded: Sequence[float]) -> list[TrialOutcome]:
-    """Return the best first. `recorded`: losses of the run on the way to the bad step."""
+def ranked(
+    outcomes: Sequence[TrialOutcome], recorded: Sequence[float], healthy: float | None = None
+) -> list[TrialOutcome]:
+    """Return the best first.
+
+    `recorded`: losses of the run on the way to the bad step. `healthy`: the loss of the good state
+    that all trials began with; who ends no higher has lost nothing, however low others end.
+    """
     working = [outcome for outcome in outcomes if outcome.works]
     failing = [outcome for outcome in outcomes if not outcome.works]
     order: list[TrialOutcome] = []
     noise = _noise_of_batches(recorded)
     while working:
-        equal = _equal_to_best(working, noise)
+        equal = _equal_to_best(working, noise, healthy)
         order += sorted(equal, key=lambda outcome: outcome.cost)
         working = [outcome for outcome in working if outcome not in equal]
     return order + sorted(failing, key=_longest_first)
@@ -37,12 +43,16 @@ def no_worse(one: TrialOutcome, other: TrialOutcome) -> bool:
     return mine <= theirs + NOISE_SHARE * abs(theirs)
 
 
-def _equal_to_best(working: Sequence[TrialOutcome], noise: float) -> list[TrialOutcome]:
-    """Those whose loss is that of the best, as far as so few batches can tell."""
+def _equal_to_best(
+    working: Sequence[TrialOutcome], noise: float, healthy: float | None
+) -> list[TrialOutcome]:
+    """Those that lost nothing, or end where the best does, as far as so few batches can tell."""
     losses = [loss for outcome in working if (loss := _loss(outcome)) is not None]
     if not losses:
         return list(working)
     best = min(losses)
+    if healthy is not None and math.isfinite(healthy):
+        best = max(best, healthy)
     limit = best + max(NOISE_SHARE * abs(best), noise)
     return [outcome for outcome in working if _at_most(_loss(outcome), limit)]
 
@@ -52,10 +62,12 @@ def _at_most(loss: float | None, limit: float) -> bool:
 
 
 def _loss(outcome: TrialOutcome) -> float | None:
-    """What it is judged by: batches it was not trained on, where there are any."""
-    if outcome.held_out is not None:
-        return outcome.held_out
-    return outcome.loss
+    return judged_by(outcome.loss, outcome.held_out)
+
+
+def judged_by(loss: float | None, held_out: float | None) -> float | None:
+    """What counts: batches that were not trained on, where there are any."""
+    return loss if held_out is None else held_out
 
 
 def _noise_of_batches(recorded: Sequence[float]) -> float:

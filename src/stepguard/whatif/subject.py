@@ -44,6 +44,8 @@ class TrialSubject:
     window: Window
     run_state: RunState
     incident: Incident
+    failed_before: list[WindowStep] = field(default_factory=list)
+    """Bad steps shortly before, of a cause that no single sample brings: it may come again."""
 
     @property
     def limit(self) -> float | None:
@@ -62,10 +64,11 @@ class TrialSubject:
     def after(self) -> list[WindowStep]:
         """What is trained after the bad step: what really came, else the last steps before it."""
         later = [one for one in self.window.others if one.index > self.bad.index]
-        chosen = later or self.window.steps or self.window.others
-        if later:
-            return chosen[:MOST_AFTER]
-        return chosen[-MOST_AFTER:]
+        room = MOST_AFTER - len(self.failed_before)
+        chosen = later[:room]
+        if not later:
+            chosen = (self.window.steps or self.window.others)[-room:]
+        return [*chosen, *self.failed_before]
 
     @property
     def held_out(self) -> list[WindowStep]:

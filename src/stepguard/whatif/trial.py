@@ -98,6 +98,12 @@ class Trials:
         self._start = copied_state(self._subject.run_state)
         self._steps = self._steps[count:]
 
+    def healthy(self) -> tuple[float | None, float | None]:
+        """Losses of the good state: on batches of the window, and on those held out."""
+        self._fill(self._start)
+        loss = self._evaluated(self._steps[-MOST_EVALUATED:], self._shared)
+        return loss, self._evaluated(self._subject.held_out, self._shared)
+
     def lead_up(self) -> list[float]:
         """Train the way to the bad step as it was, once; return its losses."""
         self._fill(self._start)
@@ -318,16 +324,16 @@ class Trials:
     def _evaluated(self, steps: Sequence[WindowStep], course: Course) -> float | None:
         """Mean loss of these batches on the present weights."""
         losses: list[float] = []
-        with torch.no_grad():
-            for one in steps:
-                loss_fn = course.loss_fn or one.loss_fn or self._subject.step.loss_fn
-                assert loss_fn is not None
-                total = 0.0
-                for number, batch in enumerate(one.micro_batches):
-                    restore_rng(one.rng[number])
-                    total += float(total_loss(loss_fn(batch)))
-                losses.append(total)
-                course.steps += OF_A_STEP
+        for one in steps:
+            loss_fn = course.loss_fn or one.loss_fn or self._subject.step.loss_fn
+            assert loss_fn is not None
+            total = 0.0
+            for number, batch in enumerate(one.micro_batches):
+                restore_rng(one.rng[number])
+                # with gradients on: a loss may differentiate by itself, as gradient penalties do
+                total += float(total_loss(loss_fn(batch)).detach())
+            losses.append(total)
+            course.steps += OF_A_STEP
         return statistics.fmean(losses) if losses else None
 
     def _last_look(self, course: Course) -> None:

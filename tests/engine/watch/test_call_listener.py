@@ -157,6 +157,7 @@ def test_of_two_guards_on_one_model_either_may_close_first(first: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # from torch 2.15 on
 def test_a_watched_model_can_be_scripted_and_traced(watched_model: nn.Module) -> None:
     args = torch.randn(6, 4), torch.ones(6)
     watched_model.eval()

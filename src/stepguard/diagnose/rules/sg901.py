@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import Proof, Rule, certain, likely
 from stepguard.diagnose.seen import last_looks, named, rate_is_zero, trained
-from stepguard.records.look import Look
+from stepguard.records.look import Look, ParameterLook
 
 MOST_LOST = 0.5
 """Share of the elements with a gradient that an update may leave as they were."""
@@ -19,19 +19,21 @@ def recognise(case: Case) -> Proof | None:
     shares = [_lost_share(look) for look in looks]
     if min(shares) < MOST_LOST:
         return None
-    rows = [one for one in trained(looks[-1]) if (one.lost or 0.0) > MOST_LOST]
+    rows = _losing(looks[-1])
     dtypes = sorted({one.dtype for one in rows})
     sentence = (
         f"{shares[-1]:.0%} of all weights with a gradient are exactly as before the update of step "
         f"{looks[-1].step}: {named([one.name for one in rows])} in {named(dtypes)}"
     )
-    return _proof(sentence, dtypes)
-
-
-def _proof(sentence: str, dtypes: list[str]) -> Proof:
     if set(dtypes) <= set(NARROW):
         return certain(sentence, "bfloat16 holds 8 bits: a change below 0.4 % of a weight is lost")
+    if _lost_share(case.looks[0]) < MOST_LOST:
+        return None  # it has moved before: float32 is fine enough, the run has converged
     return likely(sentence)
+
+
+def _losing(look: Look) -> list[ParameterLook]:
+    return [one for one in trained(look) if (one.lost or 0.0) > MOST_LOST]
 
 
 def _lost_share(look: Look) -> float:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import Proof, Rule, likely
-from stepguard.diagnose.seen import in_all, last_looks, named
+from stepguard.diagnose.seen import in_all, last_looks, named, unchanged
 from stepguard.records.look import Look
 
 
 def recognise(case: Case) -> Proof | None:
     looks = last_looks(case)
-    outside = in_all(looks, _without_optimizer)
+    if not looks:
+        return None
+    still = unchanged(looks)
+    # an optimizer without a guard, or one of copies in float32, may update what looks unowned
+    outside = [name for name in in_all(looks, _without_optimizer) if name in still]
     frozen = in_all(looks, _frozen_in_the_optimizer)
     if not outside and not frozen:
         return None
     sentences = []
     if outside:
         sentences.append(
-            f"{named(outside)} get gradients in every step, and no guarded optimizer has them"
+            f"{named(outside)} get gradients in every step and stay as they are: no guarded "
+            "optimizer has them"
         )
     if frozen:
         sentences.append(

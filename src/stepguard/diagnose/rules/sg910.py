@@ -17,13 +17,18 @@ def recognise(case: Case) -> Proof | None:
     if look is None:
         return None
     silent = _switched_off(look)
-    born = [one for one in look.tensors if one.infinities and one.dtype == "float16"]
+    born = [one for one in look.tensors if _absorbed(one)]
     if not silent and not born:
         return None
     sentences = [_birth(one, look.step) for one in born[:2]]
     if silent:
         return certain(*sentences, f"the output of {named(silent)} is 0")
     return likely(*sentences)
+
+
+def _absorbed(row: TensorLook) -> bool:
+    """One of a backward pass is not: a GradScaler has left the update out."""
+    return bool(row.infinities) and row.dtype == "float16" and row.stage == "forward"
 
 
 def _switched_off(look: Look) -> list[str]:

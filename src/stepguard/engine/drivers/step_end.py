@@ -73,6 +73,12 @@ class StepEnd:
         with self._protect.part("journal"):
             write_step(self._context, reading, committed=False)
 
+    def run_ended(self, error: BaseException | None) -> None:
+        """Nothing more will come. A run that an error cut short says little about its loop."""
+        if error is None:
+            with self._protect.part("silent failures"):
+                self._silent.run_ended()
+
 
 def add_to_history(context: Context, step: Step, reading: Reading) -> None:
     """Learn from a healthy step what this run looks like."""

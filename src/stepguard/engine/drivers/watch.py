@@ -99,7 +99,6 @@ class WatchDriver(JudgedStep):
     def before_backward(self, root: Tensor) -> None:
         if not self._listening or not self.protect.armed:
             return
-        self.looks.before_backward()
         with self.protect.region, self.tracing.paused(), self.looks.paused():
             self.reader.start()
             self.observed.before_backward(root)

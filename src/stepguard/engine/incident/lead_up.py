@@ -37,14 +37,20 @@ def keep_lead_up(context: Context, snapshots: Snapshots, incident: Incident, ste
         recent = [*last.failed_before, last.bad]
         since = step.index - SHORTLY
         lead_up.failed_before = [one for one in recent if since <= one.index < step.index]
-    snapshot = _before(snapshots, step.index)
-    if snapshot is not None:
-        snapshot.held = True
-        lead_up.snapshot = snapshot
-        lead_up.steps = as_window(snapshots.kept.since(snapshot.step) or [])
-        earlier = [kept for kept in snapshots.kept.intact() if kept.step.index < snapshot.step]
-        lead_up.earlier = as_window(earlier)
+    _hold_window(snapshots, lead_up)
     context.lead_up = lead_up
+
+
+def _hold_window(snapshots: Snapshots, lead_up: LeadUp) -> None:
+    """The snapshot that trials begin with, and the kept steps since and before it."""
+    snapshot = _before(snapshots, lead_up.step.index)
+    if snapshot is None:
+        return
+    snapshot.held = True
+    lead_up.snapshot = snapshot
+    lead_up.steps = as_window(snapshots.kept.since(snapshot.step) or [])
+    earlier = [kept for kept in snapshots.kept.intact() if kept.step.index < snapshot.step]
+    lead_up.earlier = as_window(earlier)
 
 
 def _before(snapshots: Snapshots, index: int) -> Snapshot | None:
@@ -53,7 +59,9 @@ def _before(snapshots: Snapshots, index: int) -> Snapshot | None:
     for snapshot in snapshots.ring.snapshots:
         if snapshot.step > index or snapshots.kept.since(snapshot.step) is None:
             continue
-        if snapshots.probation.sound(snapshot):
+        # steps from before parameters were added would be trained with them
+        grown = snapshots.run_state.grown_since(snapshot.state)
+        if not grown and snapshots.probation.sound(snapshot):
             usable.append(snapshot)
     good = [snapshot for snapshot in usable if snapshot.standing == "good"]
     if good:

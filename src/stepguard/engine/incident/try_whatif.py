@@ -56,7 +56,15 @@ def _subject(context: Context, snapshots: Snapshots, incident: Incident) -> Tria
         window=window,
         run_state=snapshots.run_state,
         incident=incident,
+        failed_before=lead_up.failed_before if _by_no_sample(incident) else [],
     )
+
+
+def _by_no_sample(incident: Incident) -> bool:
+    """Is neither a sample nor the batch to blame, so that any batch may fail?"""
+    if incident.reading.bad_inputs or incident.origin is None:
+        return False
+    return not incident.origin.samples
 
 
 def _window(context: Context, snapshots: Snapshots, lead_up: LeadUp, incident: Incident) -> Window:

@@ -108,6 +108,7 @@ class Page {
     this.showCard();
     this.buildIncidentList();
     this.buildChain();
+    showLooks(byId("looks"), this.compares ? [] : this.runs);
     this.buildFacts();
     this.buildComparison();
   }

@@ -1,0 +1,1 @@
+"""Mistakes that train wrongly with finite numbers, each beside a healthy twin."""

@@ -1,0 +1,27 @@
+"""The section of looks on a run's page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cli.journals import write_run
+from report.real_runs import silently_wrong
+from stepguard.report.page_looks import looks_section
+from stepguard.report.story import read_story
+
+
+def test_run_without_looks_has_no_section(tmp_path: Path) -> None:
+    assert looks_section(read_story(write_run(tmp_path / "run")).latest) is None
+
+
+def test_looks_and_what_was_told_are_listed(tmp_path: Path) -> None:
+    section = looks_section(read_story(silently_wrong(tmp_path / "run")).latest)
+    assert section is not None
+    assert [(step, code) for step, code, _ in section["findings"]] == [("5", "SG902")]
+    titles = [table["title"] for table in section["tables"]]
+    assert titles[:2] == [
+        "Room left in the dtype, least first",
+        "Updates, the most suspicious first",
+    ]
+    assert [step for step, _ in section["tables"][1]["rows"][0]["history"]] == [2, 5, 8]
+    assert section["remarks"] == ["the step began with the gradients of the one before"]
