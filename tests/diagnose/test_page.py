@@ -67,6 +67,12 @@ CODES = [
     "SG912",
     "SG913",
     "SG914",
+    "SG951",
+    "SG952",
+    "SG953",
+    "SG954",
+    "SG955",
+    "SG956",
 ]
 
 
@@ -126,7 +132,7 @@ def test_unknown_code_names_the_near_ones() -> None:
 
 
 def test_nonsense_names_the_whole_range() -> None:
-    with pytest.raises(UnknownCode, match="SG101 to SG914"):
+    with pytest.raises(UnknownCode, match="SG101 to SG956"):
         explain("why")
 
 

@@ -13,6 +13,7 @@ from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule_text import RuleText, rule_text
 from stepguard.records import Certainty, Finding, Remedy
 from stepguard.records.finding import Safety
+from stepguard.records.forecast import Forecast
 
 SAFETY_ORDER: tuple[str, ...] = get_args(Safety)
 
@@ -26,6 +27,8 @@ class Proof:
     """Empty ones are left out."""
     remedies: tuple[Remedy, ...] = ()
     """Remedies for just this case; they come before the rule's own of the same safety."""
+    forecast: Forecast | None = None
+    """When it comes, where it has not come yet."""
 
 
 def certain(*sentences: str, remedies: tuple[Remedy, ...] = ()) -> Proof:
@@ -41,6 +44,14 @@ def likely(*sentences: str, remedies: tuple[Remedy, ...] = ()) -> Proof:
 def possible(*sentences: str, remedies: tuple[Remedy, ...] = ()) -> Proof:
     """True as well, but rather a circumstance than the cause."""
     return Proof(certainty="possible", sentences=sentences, remedies=remedies)
+
+
+def foretold(forecast: Forecast | None, consequence: str) -> Proof | None:
+    """A trend is clear, and has not reached its limit."""
+    if forecast is None:
+        return None
+    sentence = f"{forecast.sentence}: {consequence}"
+    return Proof(certainty="likely", sentences=(sentence,), forecast=forecast)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +84,10 @@ class Rule:
         proof = self.recognise(case)
         if proof is None:
             return None
+        return self.finding(proof)
+
+    def finding(self, proof: Proof) -> Finding:
+        """What this proof shows, with the words of the page."""
         return Finding(
             code=self.code,
             title=self.text.title,

@@ -1,12 +1,13 @@
 """Silent failures: what trains wrongly with finite numbers, from deep looks and plain readings.
 
 Their rules (SG9xx) are ordinary rules that look at a healthy run instead of a bad step. They never
-veto anything.
+veto anything. Those on what is still to come (SG95x) are asked in `diagnose/forecast.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rules import RULES
@@ -14,21 +15,16 @@ from stepguard.records import Finding, Reading
 from stepguard.records.look import Look
 from stepguard.records.verdict import OK
 
-SERIES = "SG9"
+SERIES = ("SG90", "SG91")
+HEALTHY_SERIES = "SG9"
+"""Of a run in which every step is finite: these and forecasts."""
 
 
 def silent_findings(
     looks: Sequence[Look], recent: Sequence[Reading], *, schedule_stood_for: int = 0
 ) -> tuple[Finding, ...]:
     """What the run does wrong without a bad value, by code. Pure."""
-    newest = recent[-1] if recent else Reading(step=looks[-1].step if looks else 0)
-    case = Case(
-        reading=newest,
-        verdict=OK,
-        looks=tuple(looks),
-        recent=tuple(recent),
-        schedule_stood_for=schedule_stood_for,
-    )
+    case = replace(healthy_case(looks, recent), schedule_stood_for=schedule_stood_for)
     found = []
     for rule in RULES:
         if rule.code.startswith(SERIES):
@@ -36,3 +32,9 @@ def silent_findings(
             if finding is not None:
                 found.append(finding)
     return tuple(found)
+
+
+def healthy_case(looks: Sequence[Look], recent: Sequence[Reading]) -> Case:
+    """A run without a bad step, as the rules see it."""
+    newest = recent[-1] if recent else Reading(step=looks[-1].step if looks else 0)
+    return Case(reading=newest, verdict=OK, looks=tuple(looks), recent=tuple(recent))

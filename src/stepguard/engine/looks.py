@@ -29,6 +29,8 @@ from stepguard.tensors.torch_private import (
 
 SHARE = 0.001
 """Share of the run's time that looks may take, after the first one."""
+SAVED = 0.0005
+"""Part of that share that is saved for the time when a trend begins to show."""
 GROWTH = 0.05
 """A look is at least this share of all steps so far after the last one: ever more rarely."""
 FIRST = 2
@@ -57,6 +59,8 @@ class LookSchedule:
         """The step of the last look."""
         self._offset: int | None = None
         """The first step that was asked for."""
+        self.hurry = False
+        """A trend begins to show: spend what was saved for this, and leave no steps in between."""
         self._asked = 0.0
         """When the schedule was last asked: that is once a step."""
         self._usual = 0.0
@@ -77,9 +81,12 @@ class LookSchedule:
             return step >= self._offset + FIRST
         if self._every != "auto":
             return step - self._last >= self._every
-        if step < self._last + max(1.0, GROWTH * step):
-            return False
-        return self._spent + self._cost <= SHARE * (self._clock() - self._began)
+        share = SHARE
+        if not self.hurry:
+            share -= SAVED
+            if step < self._last + max(1.0, GROWTH * step):
+                return False
+        return self._spent + self._cost <= share * (self._clock() - self._began)
 
     def _settle(self) -> None:
         """Charge a look with what its step took beyond the usual, which it sees only a part of.

@@ -35,6 +35,7 @@ class Sampled:
     gradient: Tensor | None
     numbers: int
     """Size of the weight, size of the gradient, share of zeros in it."""
+    epsilon: float | None
 
 
 class Updates:
@@ -49,6 +50,7 @@ class Updates:
         """`owned`: identities of the parameters that any optimizer of the process updates."""
         self._numbers = Numbers()
         self._optimizer = optimizer
+        self._epsilons = epsilons(optimizer)
         self._updated = optimizer_parameter_ids(optimizer)
         self._sampled = []
         copies = _shapes_outside(roots, optimizer)
@@ -66,7 +68,8 @@ class Updates:
             zeros = (gradient == 0).to(torch.float64).mean().reshape(1)
             numbers += [root_mean_square(gradient), zeros]
         number = self._numbers.add(torch.cat(numbers))
-        return Sampled(name, parameter, owned, before, gradient, number)
+        epsilon = self._epsilons.get(id(parameter))
+        return Sampled(name, parameter, owned, before, gradient, number, epsilon)
 
     def finish(self, *, committed: bool) -> tuple[ParameterLook, ...]:
         """The update is over, or did not happen."""
@@ -107,6 +110,27 @@ class Updates:
         return None
 
 
+def epsilons(optimizer: Optimizer) -> dict[int, float]:
+    """By identity of a parameter: the group's epsilon, 0 where it is nothing in its dtype."""
+    found = {}
+    for group in optimizer.param_groups:
+        epsilon = group.get("eps")
+        if not isinstance(epsilon, float | int):
+            continue
+        for parameter in group["params"]:
+            value = float(epsilon)
+            if parameter.is_floating_point() and value < _smallest(parameter.dtype):
+                value = 0.0
+            found[id(parameter)] = value
+    return found
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """Half of the smallest number above 0: what is below rounds to 0."""
+    limits = torch.finfo(dtype)
+    return limits.smallest_normal * limits.eps / 2.0
+
+
 def _shapes_outside(roots: Mapping[str, nn.Module], optimizer: Optimizer) -> set[torch.Size]:
     """Shapes of parameters with a gradient that only the optimizer knows.
 
@@ -129,6 +153,7 @@ def _record(one: Sampled, before: list[float], after: list[float]) -> ParameterL
         elements=one.parameter.numel(),
         trainable=one.parameter.requires_grad,
         owned=one.owned,
+        epsilon=one.epsilon,
         **known,
         **moved,
     )

@@ -65,6 +65,8 @@ class ParameterLook:
     """Share of elements with a gradient whose second moment is exactly 0 (Adam and its like)."""
     variance: float | None = None
     """Smallest second moment that is not 0."""
+    epsilon: float | None = None
+    """What the optimizer adds to the root of a second moment, in the dtype of the parameter."""
 
     @property
     def ratio(self) -> float | None:

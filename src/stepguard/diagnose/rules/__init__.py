@@ -49,6 +49,12 @@ from stepguard.diagnose.rules import (
     sg912,
     sg913,
     sg914,
+    sg951,
+    sg952,
+    sg953,
+    sg954,
+    sg955,
+    sg956,
 )
 
 RULES: tuple[Rule, ...] = (
@@ -99,4 +105,10 @@ RULES: tuple[Rule, ...] = (
     sg912.RULE,
     sg913.RULE,
     sg914.RULE,
+    sg951.RULE,
+    sg952.RULE,
+    sg953.RULE,
+    sg954.RULE,
+    sg955.RULE,
+    sg956.RULE,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepguard.engine.context import Context
+from stepguard.engine.forecast_check import ForecastCheck
 from stepguard.engine.looks import Looks
 from stepguard.engine.protect import Protection
 from stepguard.engine.recover.rewind import Rewinder
@@ -37,6 +38,8 @@ class StepEnd:
         self.looks = Looks(context, protect)
         self._silent = SilentCheck(context)
         self.looks.heard.append(self._silent.looked)
+        self._forecast = ForecastCheck(context, self.looks.schedule)
+        self.looks.heard.append(self._forecast.looked)
 
     def committed(self, step: Step, reading: Reading | None) -> None:
         """The update went through. `reading` is None where a disarmed guard did not read it."""
@@ -52,6 +55,8 @@ class StepEnd:
                 tell(step)
         with self._protect.part("silent failures"):
             self._silent.committed(reading)
+        with self._protect.part("forecast"):
+            self._forecast.read(reading)
         with self._protect.part("journal"):
             write_step(self._context, reading, committed=True)
         with self._protect.part("snapshots"):
@@ -62,6 +67,9 @@ class StepEnd:
         self.looks.finish(committed=False)
         if reading is None or not self._protect.armed:
             return
+        if reading.overflow:
+            with self._protect.part("forecast"):
+                self._forecast.read(reading)
         with self._protect.part("journal"):
             write_step(self._context, reading, committed=False)
 
