@@ -10,8 +10,10 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from stepguard.engine.drivers.watch import WatchDriver
+from stepguard.engine.watch.clipping import clip_before_update
 from stepguard.engine.wiring import building_for, check_watched
 from stepguard.guard import Guard
 from stepguard.records import GuardConfig
@@ -43,16 +45,28 @@ def watch(
             scheduler.step()
     """
     check_watched(config, optimizer)
-    guard = Guard(
-        model,
-        optimizer,
-        scheduler=scheduler,
-        scaler=scaler,
-        modules=modules,
-        loader=loader,
-        state=state,
-        config=_for_a_loop(config),
-    )
+    clipping: RemovableHandle | None = None
+    if isinstance(config, GuardConfig) and config.clip_norm is not None:
+        # before the guard's own hooks, so that it reads what the update gets
+        clipping = clip_before_update(model, optimizer, scaler, config.clip_norm)
+        config = replace(config, clip_norm=None)
+    try:
+        guard = Guard(
+            model,
+            optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            modules=modules,
+            loader=loader,
+            state=state,
+            config=_for_a_loop(config),
+        )
+    except BaseException:
+        if clipping is not None:
+            clipping.remove()
+        raise
+    if clipping is not None:
+        guard._context.resources.callback(clipping.remove)
     return _watched(guard)
 
 

@@ -19,6 +19,22 @@ def test_a_script_is_guarded_by_the_policy_of_a_file(tmp_path: Path) -> None:
     assert done.returncode == 3 and len(done.stdout.splitlines()) == 3, done.stderr
 
 
+def test_a_script_is_clipped_by_the_norm_of_a_file_as_if_it_clipped_itself(tmp_path: Path) -> None:
+    script = plain_script(steps=6)
+    assert "optimizer.step()" in script
+    clips = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)"
+    line = next(line for line in script.splitlines() if line.strip() == "optimizer.step()")
+    indent = line[: len(line) - len(line.lstrip())]
+    write(tmp_path, script.replace(line, f"{indent}{clips}\n{line}"))
+    bare = python(tmp_path, "train.py")
+    write(tmp_path, script)
+    (tmp_path / "guard.toml").write_text("clip_norm = 0.01\n")
+    done = guarded(tmp_path, "--config", "guard.toml", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == bare.stdout
+    assert done.stdout != python(tmp_path, "train.py").stdout
+
+
 # --- where settings come from
 
 

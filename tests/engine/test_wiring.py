@@ -56,16 +56,10 @@ def told(run_dir: Path) -> list[str]:
 # -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("setting", "way_out"),
-    [({"clip_norm": 1.0}, "clip_grad_norm_"), ({"loss_scale": 8.0}, "GradScaler")],
-)
-def test_what_only_guard_step_does_is_refused_under_watch(
-    setting: dict[str, Any], way_out: str
-) -> None:
+def test_what_only_guard_step_does_is_refused_under_watch() -> None:
     at = scene()
-    with pytest.raises(ConfigError, match=rf"inside guard\.step only.*{way_out}"):
-        stepguard.watch(at.model, at.optimizer, config=quiet(**setting))
+    with pytest.raises(ConfigError, match=r"inside guard\.step only.*GradScaler"):
+        stepguard.watch(at.model, at.optimizer, config=quiet(loss_scale=8.0))
 
 
 def test_checkpoints_without_a_folder_are_refused() -> None:

@@ -92,13 +92,6 @@ def check_watched(config: object, optimizer: Any = None) -> None:
         )
     if not isinstance(config, GuardConfig):
         return
-    if config.clip_norm is not None:
-        raise ConfigError(
-            f"GuardConfig.clip_norm={config.clip_norm!r} clips inside guard.step only, and this "
-            f"loop makes its own "
-            "steps; call torch.nn.utils.clip_grad_norm_(model.parameters(), ...) before "
-            "optimizer.step()."
-        )
     if config.loss_scale is not None:
         raise ConfigError(
             f"GuardConfig.loss_scale={config.loss_scale!r} scales inside guard.step only, and this "

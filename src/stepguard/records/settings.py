@@ -121,8 +121,8 @@ class GuardConfig:
     """
 
     clip_norm: float | None = None
-    """Clip the gradients to this 2-norm inside `guard.step`; None leaves them alone. Refused with
-    `watch` and `stepguard run`: such a loop clips before its own update.
+    """Clip the gradients to this 2-norm before every update; None leaves them alone. Under `watch`
+    and `stepguard run` as if the loop called `clip_grad_norm_` before `optimizer.step()`.
     """
     run_dir: str | PathLike[str] | None = None
     """Where journal, incidents and checkpoints go; None writes nothing."""

@@ -80,7 +80,9 @@ def _fate(outcome: TrialOutcome) -> Text:
 def _share(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "-"
-    return f"{value:.1%}" if value < MUCH else f"{value:.0e} times"
+    if value < MUCH:
+        return f"{value:.1%}"
+    return f"{value:.0f} times" if value < 10_000 else f"{value:.0e} times"
 
 
 def _number(value: float | None) -> str:
