@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cli.journals import write_run
 from report.real_runs import silently_wrong
+from stepguard.journal import Journal
 from stepguard.report.page_looks import looks_section
 from stepguard.report.story import read_story
 
@@ -25,3 +26,15 @@ def test_looks_and_what_was_told_are_listed(tmp_path: Path) -> None:
     ]
     assert [step for step, _ in section["tables"][1]["rows"][0]["history"]] == [2, 5, 8]
     assert section["remarks"] == ["the step began with the gradients of the one before"]
+
+
+def test_forecasts_are_listed_beside_them(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "run")
+    journal.write("run", {"stepguard": "0.1.0", "config": {}})
+    journal.write(
+        "note", {"kind": "forecast", "code": "SG951", "step": 9, "summary": "SG951 the loss scale"}
+    )
+    journal.close()
+    section = looks_section(read_story(tmp_path / "run").latest)
+    assert section is not None
+    assert section["findings"] == [["9", "SG951", "SG951 the loss scale"]]

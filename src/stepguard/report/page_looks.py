@@ -1,10 +1,10 @@
-"""The section of a run's page that shows its deep looks and its silent failures."""
+"""The section of a run's page that shows its deep looks, silent failures and forecasts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from stepguard.diagnose.silent import SERIES
+from stepguard.diagnose import forecast, silent
 from stepguard.report.look_tables import LookRow, LookTable, look_tables
 from stepguard.report.looks import headline, remarks
 from stepguard.report.page_incident import clipped
@@ -34,7 +34,7 @@ def _findings(run: Run) -> list[list[str]]:
     found = []
     for note in run.notes:
         code = str(note.fields.get("code", ""))
-        if code.startswith(SERIES):
+        if code.startswith((*silent.SERIES, forecast.SERIES)):
             words = clipped(str(note.fields.get("summary", "")))
             found.append([str(note.fields.get("step", "")), code, words])
     return found
