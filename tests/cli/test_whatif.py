@@ -83,7 +83,8 @@ def test_run_is_tried_with_its_build_function_and_a_fix_of_ones_own(project: Pat
     assert found["window"] > 0 and found["held_out"] > 0
     works = [one["name"] for one in found["outcomes"] if one["works"]]
     assert set(works) == {"leave out", "skip", "own"}
-    table = invoke("run/incidents/00000030-nonfinite_loss")
+    table = invoke("run/incidents/00000030-nonfinite_loss", "--plot", "whatif.png")
+    assert (project / "whatif.png").read_bytes().startswith(b"\x89PNG")
     assert "Best: leave out sample 3." in table.stdout
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,6 +38,10 @@ def whatif(
             metavar="MODULE:FUNCTION", help="Function that returns (model, optimizer, loss_fn)."
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw the losses of every candidate to this file."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the candidates as strict JSON.")
     ] = False,
@@ -55,6 +60,14 @@ def whatif(
     # What the script prints must not mix with the table or the JSON on stdout.
     with redirect_stdout(sys.stderr), table.progress_bar(sys.stderr) as progress:
         found = try_all(path, build=build, script=script, own=own, progress=progress)
+    if plot is not None:
+        from stepguard.report.whatif_png import write_png
+
+        try:
+            write_png(found, plot)
+        except OSError as error:
+            raise ConfigError(f"{plot} cannot be written: {error.strerror}.") from error
+        typer.echo(f"wrote {plot}", err=True)
     if as_json:
         typer.echo(dumps(to_plain(found)))
     else:
