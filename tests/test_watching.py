@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 
-import pytest
 import torch
 
 import stepguard
 from guard.scenes import plain_net, quiet
-from stepguard import ConfigError
 
 
 def test_watch_takes_the_arguments_of_guard_by_name() -> None:
@@ -19,11 +17,12 @@ def test_watch_takes_the_arguments_of_guard_by_name() -> None:
     assert all(p.kind is not p.VAR_KEYWORD for p in watched.values())
 
 
-def test_the_loop_keeps_its_schedule_and_its_clipping() -> None:
+def test_the_loop_keeps_its_schedule_and_is_clipped_only_where_that_is_asked_for() -> None:
     model = plain_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with stepguard.watch(model, optimizer, scheduler=schedule, config=quiet()) as guard:
         assert guard._context.config.scheduler_every is None
-    with pytest.raises(ConfigError, match=r"clips inside guard\.step only"):
-        stepguard.watch(model, optimizer, config=quiet(clip_norm=1.0))
+        hooks = len(optimizer._optimizer_step_pre_hooks)
+    with stepguard.watch(model, optimizer, config=quiet(clip_norm=1.0)):
+        assert len(optimizer._optimizer_step_pre_hooks) == hooks + 1
