@@ -33,8 +33,8 @@ ROW_HEIGHT = 0.055
 """Of the upper panel."""
 
 
-def write_png(shown: RunFigure, path: Path) -> None:
-    """Write the picture. Raises ConfigError where matplotlib is not installed."""
+def blank_figure(width: float, height: float) -> Any:
+    """A figure of so many inches. Raises ConfigError where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -43,8 +43,14 @@ def write_png(shown: RunFigure, path: Path) -> None:
             "a PNG needs matplotlib, which is not installed: pip install 'stepguard[plot]'."
         ) from error
     # A Figure of its own, not pyplot: the user's backend and open figures stay as they are.
-    figure = Figure(figsize=(11, 6.2), dpi=150, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def write_png(shown: RunFigure, path: Path) -> None:
+    """Write the picture. Raises ConfigError where matplotlib is not installed."""
+    figure = blank_figure(11, 6.2)
     heights = [LOSS_SHARE, 1 - LOSS_SHARE][: len(shown.panels)]
     rows = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
     axes = [row[0] for row in rows]

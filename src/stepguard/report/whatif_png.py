@@ -7,9 +7,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from stepguard._errors import ConfigError
 from stepguard.records.whatif import TrialOutcome, WhatIf
 from stepguard.report.figure import AMBER, BLUE, GREY, GRID, INK, PALE_BLUE, RED, replace_file
+from stepguard.report.plot_png import blank_figure
 
 WORKING = (BLUE, AMBER, PALE_BLUE, INK)
 """Colours of candidates that work, the best first; those that do not are red and dashed."""
@@ -19,15 +19,7 @@ WIDE = 100.0
 
 def write_png(found: WhatIf, path: Path) -> None:
     """Write the picture. Raises ConfigError where matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "a PNG needs matplotlib, which is not installed: pip install 'stepguard[plot]'."
-        ) from error
-    figure = Figure(figsize=(11, 5), dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank_figure(11, 5)
     axes: Any = figure.subplots()
     colours = iter(WORKING)
     for outcome in found.outcomes:
