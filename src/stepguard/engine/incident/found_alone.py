@@ -14,11 +14,13 @@ from dataclasses import replace
 from stepguard.detect.judge import alarming
 from stepguard.engine.context import Context
 from stepguard.records import Decision, Incident, Reading
+from stepguard.sentinel.rank_agreement import RankAbsent
 
 WAIT = 1.0
 """Seconds that a rank waits for others to find the same. They wait for it in the next step."""
 WAIT_GRADIENT = 10.0
 """Bad gradients are almost always everybody's: a rank that is late is not to be taken for gone."""
+MOST_NAMED = 8
 WHAT = "what was found after the exchange"
 LATER = "only this rank has seen it, after the gradients were exchanged: the others hear of it next"
 
@@ -44,10 +46,15 @@ class FoundAlone:
             self.now = not agreement.all_here(WHAT, WAIT)
         elif agreement.follows_first_rank:
             came = agreement.all_here(WHAT, WAIT_GRADIENT)
-            # One that has disarmed or failed keeps away from this step's update, too. Ranks that
-            # do not even come to what was missed have no guard.
-            gone = bool(self._context.missed) or agreement.absent(reading.step)
-            self.now = not came and not gone
+            if not came and self._context.missed:
+                # they were told with the gradients; to wait for them again would hold up the run
+                others = [str(r) for r in agreement.members if r != agreement.world_rank]
+                raise RankAbsent(
+                    f"of rank {', '.join(others[:MOST_NAMED])} one did not come to a step that "
+                    f"rank {agreement.world_rank} has found bad alone: has it a guard?"
+                )
+            # one that has disarmed or failed keeps away from this step's update, too
+            self.now = not came and not agreement.absent(reading.step)
 
     def left_behind(self, incident: Incident) -> Incident:
         """This rank alone does without the update; the others hear of it with the next step."""
