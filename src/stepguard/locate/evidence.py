@@ -251,6 +251,7 @@ def _widened(bad_op: BadOp, wider: torch.dtype) -> Tensor | None:
     try:
         result = made.func(*tree_map(widen, made.args), **tree_map(widen, made.kwargs))
     except (RuntimeError, NotImplementedError, TypeError):
+        # an operator without a kernel of that dtype: then nothing is known of a wider one
         return None
     parts = result if isinstance(result, list | tuple) else [result]
     for part in parts:

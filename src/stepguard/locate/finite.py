@@ -71,6 +71,7 @@ def _flaws_by_extremes(values: Tensor) -> Flaws:
     try:
         low, high = torch.aminmax(values)
     except (RuntimeError, NotImplementedError):
+        # as above; float32 holds every value of theirs
         low, high = torch.aminmax(values.float())
     # Both extremes of a tensor with a NaN are NaN.
     extremes = (low.item(), high.item())

@@ -295,6 +295,7 @@ def _covers_part(tensor: Tensor) -> bool:
     try:
         return tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
+        # sparse and other tensors without one storage: not a view of anything
         return False
 
 

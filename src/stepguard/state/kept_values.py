@@ -156,6 +156,7 @@ class _KeptContainer:
         self._take()
 
     def _take(self) -> None:
+        """Keep what is there now; each kind of value has its own way."""
         raise NotImplementedError
 
     def _same(self) -> bool:

@@ -173,7 +173,10 @@ def test_a_watched_model_can_be_scripted_and_traced(watched_model: nn.Module) ->
 def test_saving_the_output_does_not_warn(watched_model: nn.Module) -> None:
     torch.save(watched_model(torch.randn(6, 4), torch.ones(6)).detach(), io.BytesIO())
     out = watched_model(torch.randn(6, 4), torch.ones(6))
-    torch.save(out, io.BytesIO())
+    file = io.BytesIO()
+    torch.save(out, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), out)
 
 
 def test_a_watched_model_compiles_and_exports(watched_model: nn.Module) -> None:
