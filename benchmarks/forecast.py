@@ -1,12 +1,12 @@
 """Before it breaks: how many failures are foretold, how early, and how often for nothing?
 
-    python -m benchmarks.forecast [--seeds 10] [--only NAME ...] [--quick] [--development]
+    python -m benchmarks.forecast [--seeds 10] [--look-every 5] [--only NAME ...] [--quick]
 
-Trainings that fail by themselves, with no injected value, run under a guard with a deep look every
-five steps until they break; sound trainings of the same families run to their end. A failure is
-foretold if a forecast (SG951 to SG956) came at least one step before it; the lead is counted from
-the first one. Beside it stand two rules that people write by hand. Thresholds were chosen on other
-seeds (`--development`) than those that are reported.
+Trainings that fail by themselves, with no injected value, run under a guard with default settings
+(or with a deep look every so many steps) until they break; sound trainings of the same families run
+to their end. A failure is predicted if a forecast (SG951 to SG956) came at least one step before
+it; the lead is counted from the first one. Beside it stand two rules that people write by hand.
+Thresholds were chosen on other seeds (`--development`) than those that are reported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -33,10 +33,10 @@ QUICK_KINDS = ("activations outgrow float16", "plateau and escape")
 FIRST_SEED = 200
 """Seeds below were used to choose thresholds, and are not reported."""
 FIRST_DEVELOPMENT_SEED = 0
-LOOK_EVERY = 5
 EARLY = 10
 """Steps of lead that leave time to do something."""
 
+LookEvery = int | Literal["auto"]
 Warner = Callable[[Outcome], list[int]]
 """The steps at which a rule warns of this run."""
 
@@ -64,7 +64,7 @@ WARNERS: dict[str, Warner] = {
 
 
 def measure(
-    kinds: Sequence[Kind], seeds: Sequence[int], console: Console, what: str
+    kinds: Sequence[Kind], seeds: Sequence[int], look_every: LookEvery, console: Console
 ) -> list[Outcome]:
     """Every kind with every seed."""
     columns = (
@@ -75,10 +75,10 @@ def measure(
     )
     outcomes = []
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task(what, total=len(kinds) * len(seeds))
+        bar = progress.add_task("runs", total=len(kinds) * len(seeds))
         for kind in kinds:
             for seed in seeds:
-                outcomes.append(train(kind, seed, LOOK_EVERY))
+                outcomes.append(train(kind, seed, look_every))
                 progress.update(bar, advance=1, description=f"{kind.name:40}")
     return outcomes
 
@@ -211,6 +211,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", metavar="NAME", default=None)
     parser.add_argument("--quick", action="store_true", help="two kinds, one seed")
     parser.add_argument("--development", action="store_true", help="the seeds for thresholds")
+    parser.add_argument(
+        "--look-every",
+        type=lambda text: text if text == "auto" else int(text),
+        default="auto",
+        metavar="N",
+        help="steps between two looks; by default as a guard does it",
+    )
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -219,11 +226,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = FIRST_DEVELOPMENT_SEED if options.development else FIRST_SEED
     seeds = range(first, first + (1 if options.quick else options.seeds))
     stderr = Console(stderr=True)
-    failing = measure(chosen(failing_trainings.KINDS, only), seeds, stderr, "failing runs")
-    sound = measure(chosen(sound_trainings.KINDS, only), seeds, stderr, "healthy runs")
-    content = document(failing, sound, len(seeds))
+    failing = measure(chosen(failing_trainings.KINDS, only), seeds, options.look_every, stderr)
+    sound = measure(chosen(sound_trainings.KINDS, only), seeds, options.look_every, stderr)
+    content = document(failing, sound, len(seeds), options.look_every)
     tell(content, Console(width=max(160, Console().width)))
-    whole = only is None and not options.development
+    whole = only is None and not options.development and options.look_every == "auto"
     if options.output is not None or whole:
         machine.keep(content, options.output or RESULTS)
     return 0
@@ -236,7 +243,9 @@ def chosen(kinds: Sequence[Kind], only: Sequence[str] | None) -> list[Kind]:
     return [kind for kind in kinds if any(part in kind.name for part in only)]
 
 
-def document(failing: Sequence[Outcome], sound: Sequence[Outcome], seeds: int) -> dict[str, Any]:
+def document(
+    failing: Sequence[Outcome], sound: Sequence[Outcome], seeds: int, look_every: LookEvery
+) -> dict[str, Any]:
     """What is kept and printed."""
     failing_rows = [failing_row(name, group) for name, group in by_kind(failing).items()]
     sound_rows = [sound_row(name, group) for name, group in by_kind(sound).items()]
@@ -244,7 +253,7 @@ def document(failing: Sequence[Outcome], sound: Sequence[Outcome], seeds: int) -
         "schema": 1,
         "machine": machine.facts(),
         "seeds": seeds,
-        "look_every": LOOK_EVERY,
+        "look_every": look_every,
         "failing": failing_rows,
         "sound": sound_rows,
         "totals": totals(failing_rows, sound_rows),

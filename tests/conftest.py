@@ -5,9 +5,12 @@ Also sorts out the tests that start a process, which `make quick` leaves out.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,10 @@ for _variable in (
 ):
     os.environ.pop(_variable, None)
 os.environ["TERM"] = "xterm"
+# the key that signs capsules belongs to whoever runs the tests, not to the tests
+if "stepguard-tests-" not in os.environ.get("XDG_CONFIG_HOME", ""):
+    os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="stepguard-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
 torch.set_num_threads(1)
 # torch.compile draws a bar, whose thread would outlive the first test that compiles
 tqdm.monitor_interval = 0

@@ -113,8 +113,10 @@ def bare(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
 def watched(workload: Workload, model: nn.Module, optimizer: Optimizer) -> Runner:
     """The bare loop after one line, `stepguard.watch`."""
     guard = stepguard.watch(model, optimizer, config=stepguard.GuardConfig(terminal="quiet"))
-    listener = torch_patches._listeners[-1]
-    torch_patches._stop(listener)
+    reference = torch_patches._listeners[-1]
+    listener = reference()
+    assert listener is not None
+    torch_patches._stop(reference)
     return Runner(
         bare(workload, model, optimizer).step, functools.partial(_listening, listener), guard.close
     )

@@ -25,14 +25,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
-from denoising_diffusion_pytorch.ddm_const_sde import LatentDiffusion
+from denoising_diffusion_pytorch.ddm_const_sde import PARTS, LatentDiffusion
 from denoising_diffusion_pytorch.settings import (
     Settings,
     accelerator_for,
+    changed_since,
     load_config,
     precision_report,
 )
 from denoising_diffusion_pytorch.stages import Stages, build_stages
+from stepguard import GuardConfig
+from stepguard.preflight.tracking import plain
 
 Batch = dict[str, Tensor]
 
@@ -66,15 +69,17 @@ class Trainer:
         )
         self.step = 0
         self.history = History()
-        self.guard = self._guarded() if trainer.guard == "stable" else None
+        self.losses: dict[str, float] = {}
+        """Of the last step, by name, and their sum."""
+        self.rate = float(trainer.lr)
+        """Of the last step."""
+        self._parts: Batch = {}
+        self.guard = self._guarded() if guard_settings(config) else None
 
     def _guarded(self) -> Any:
-        from stepguard import GuardConfig
         from stepguard.integrations.accelerate import guard
 
-        made = guard(
-            self.accelerator, GuardConfig(run_dir=self.folder / "run" if self.folder else None)
-        )
+        made = guard(self.accelerator, guard_settings(self.config))
         made.guards[0].on_commit(self._average)
         return made
 
@@ -87,7 +92,7 @@ class Trainer:
                     loss = self.one_step()
                     shown.update()
                     shown.set_postfix(loss=f"{loss:.3f}")
-                    self._after_step(loss)
+                    self._after_step()
         except KeyboardInterrupt:
             tqdm.write(f"stopped by Ctrl+C; {self.save('interrupted')}")
             raise
@@ -103,21 +108,24 @@ class Trainer:
     def one_step(self) -> float:
         """One optimizer step over `gradient_accumulate_every` batches."""
         trainer = self.config.trainer
-        total = 0.0
+        total = dict.fromkeys(PARTS, 0.0)
+        self.rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.zero_grad()
         for _ in range(trainer.gradient_accumulate_every):
             loss = self._loss(self.next_batch())
+            for name, part in self._parts.items():  # before a replay can overwrite them
+                total[name] += float(part)
             self.accelerator.backward(loss)
-            total += float(loss.detach())
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), trainer.grad_clip)
         self.optimizer.step()
         self.schedule.step()
         if self.guard is None:
             self._average()
         self.step += 1
-        self.history.losses.append(total)
+        self.losses = {**total, "total_loss": sum(total.values())}
+        self.history.losses.append(self.losses["total_loss"])
         self.history.norms.append(float(norm))
-        return total
+        return self.losses["total_loss"]
 
     def _average(self) -> None:
         """Guarded, only after an update that really happened: a poisoned average never heals."""
@@ -125,14 +133,12 @@ class Trainer:
         if self.step >= trainer.ema_update_after_step and self.step % trainer.ema_update_every == 0:
             self.ema.update_parameters(self._bare())
 
-    def _after_step(self, loss: float) -> None:
+    def _after_step(self) -> None:
         trainer = self.config.trainer
         if self.step % trainer.log_freq == 0:
-            rate = self.optimizer.param_groups[0]["lr"]
+            parts = ", ".join(f"{name}: {value:.5f}" for name, value in self.losses.items())
             tqdm.write(
-                f"[Train Step] {self.step}/{trainer.train_num_steps}: loss_simple: {loss:.5f}, "
-                f"loss_vlb: 0.00000, "
-                f"total_loss: {loss:.5f}, lr: {rate:.5f}"
+                f"[Train Step] {self.step}/{trainer.train_num_steps}: {parts}, lr: {self.rate:.2e}"
             )
         milestone = self.step % trainer.save_and_sample_every == 0 and self.folder is not None
         if milestone and self.accelerator.is_main_process:
@@ -151,14 +157,15 @@ class Trainer:
         def compute(given: Batch) -> dict[str, Tensor]:
             with self.accelerator.autocast():
                 losses = {name: value / parts for name, value in self.model(given).items()}
+            self._parts = {name: value.detach() for name, value in losses.items()}
             if self.guard is not None:
                 self.guard.guards[0].follow("weight", self._bare().largest_weight)
             return losses
 
-        loss: Tensor = (
-            compute(batch)["loss_simple"] if self.guard is None else self.guard.loss(compute, batch)
-        )
-        return loss
+        if self.guard is not None:
+            guarded: Tensor = self.guard.loss(compute, batch)
+            return guarded
+        return torch.stack(list(compute(batch).values())).sum()
 
     def _bare(self) -> LatentDiffusion:
         model = self.accelerator.unwrap_model(self.model)
@@ -183,14 +190,15 @@ class Trainer:
             "ema": self.ema.state_dict(),
             "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler else None,
             "random": self.stages.random_state(),
+            "config": plain(self.config),
         }
         temporary = self.folder / f".model-{name}.tmp"
         torch.save(state, temporary)
         temporary.replace(self.folder / f"model-{name}.pt")
         return f"saved model-{name}.pt"
 
-    def load(self, milestone: int) -> None:
-        """Go on from `model-<milestone>.pt`."""
+    def load(self, milestone: int) -> str:
+        """Go on from `model-<milestone>.pt`. Return what is configured otherwise since then."""
         path = (self.folder or Path()) / f"model-{milestone}.pt"
         if not path.is_file():
             raise SystemExit(
@@ -205,9 +213,18 @@ class Trainer:
         if self.accelerator.scaler and state["scaler"]:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.stages.set_random_state(state["random"])
+        self._use_configured_rate()
         self.step = state["step"]
         if self.guard is not None:
             self.guard.guards[0].port.start_at(self.step)
+        return f"{path.name}: step {self.step}; {changed_since(path, self.config)}"
+
+    def _use_configured_rate(self) -> None:
+        """Optimizer and schedule bring the rate back that they were saved with."""
+        schedule, rate = self.schedule.scheduler, self.config.trainer.lr
+        schedule.base_lrs = [rate] * len(schedule.base_lrs)
+        for group, factor in zip(self.optimizer.param_groups, schedule.lr_lambdas, strict=True):
+            group["initial_lr"], group["lr"] = rate, rate * factor(schedule.last_epoch)
 
     def nmse(self) -> float:
         """Normalised error of sampled maps of places never trained on, by the averaged weights."""
@@ -222,8 +239,16 @@ def _decay(steps: int, floor: float) -> Any:
     return lambda i: max(floor, max(0.0, 1.0 - i / steps) ** 0.96)
 
 
+def guard_settings(config: Settings) -> GuardConfig | None:
+    folder = config.trainer.results_folder
+    if config.trainer.guard != "stable":
+        return None
+    return GuardConfig(run_dir=Path(folder) / "run" if folder else None)
+
+
 def build(config: Settings) -> dict[str, Any]:
     """For `stepguard check train_cond_ldm:build --config configs/radio_train_m.yaml`."""
+    guard = guard_settings(config)
     config.trainer["guard"] = "original"  # nothing must be hooked for a look
     trainer = Trainer(config, accelerator_for(config))
     return {
@@ -235,6 +260,7 @@ def build(config: Settings) -> dict[str, Any]:
         "loss_fn": trainer._loss,
         "batch": trainer.next_batch(),
         "config": config,
+        "guard": guard,
     }
 
 
@@ -260,7 +286,9 @@ def start(config: Settings) -> Trainer:
         if trainer.guard is not None and not aligned:
             raise SystemExit(5)  # the exit code of stepguard check
         if config.trainer.enable_resume:
-            trainer.load(config.trainer.resume_milestone)
+            said = trainer.load(config.trainer.resume_milestone)
+            if accelerator.is_main_process:
+                print(said)
         began = time.perf_counter()
         trainer.train(bar=accelerator.is_main_process)
         seconds = time.perf_counter() - began

@@ -55,7 +55,10 @@ def build() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
-    start(settings(arguments))
+    try:
+        start(settings(arguments))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def start(config: Config) -> Trainer:
@@ -65,12 +68,14 @@ def start(config: Config) -> Trainer:
         if config.RESUME:
             rate = config.LEARNING_RATE if config.RESUME_LR == "config" else None
             print(trainer.resume(Path(config.RESUME), rate))
-        last = trainer.train().epochs[-1]
+        epochs = trainer.train().epochs
     finally:
         trainer.close()
-    print(
-        f"{trainer.step} steps, loss {last['train_loss']:.3f}, plate accuracy {last['val_acc']:.3f}"
-    )
+    if epochs:
+        loss, accuracy = epochs[-1]["train_loss"], epochs[-1]["val_acc"]
+        print(f"{trainer.step} steps, loss {loss:.3f}, plate accuracy {accuracy:.3f}")
+    else:
+        print(f"{trainer.step} steps are done, none is left")
     return trainer
 
 

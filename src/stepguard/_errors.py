@@ -126,7 +126,7 @@ class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the de
         or nothing good.
         """
         self.restart = restart
-        """Can a new start help: `helps`, `same-place`, or `no`."""
+        """Can a new start help: `helps`, `same-fault`, or `change-code`."""
 
     @property
     def __traceback__(self) -> TracebackType | None:

@@ -6,10 +6,15 @@ A loop that stays as it is gets its guard from `stepguard.watch` (watching.py).
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +25,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stepguard._errors import ConfigError
+from stepguard._errors import ConfigError, TrainingHalted
 from stepguard.engine.build import build_context
 from stepguard.engine.context import bare_step
 from stepguard.engine.drivers.closure import ClosureDriver
@@ -51,6 +56,7 @@ from stepguard.engine.wiring import (
 from stepguard.port import Port
 from stepguard.records import GuardConfig, Incident
 from stepguard.records.whatif import WhatIf
+from stepguard.state.delivered_batches import observe_loaders, stop_observing
 from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import LossFn, total_loss
 from stepguard.whatif.candidates import OwnFix
@@ -84,6 +90,13 @@ class Guard:
         settings = check_config(config)
         check_optimizer(model, optimizer, modules)
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, settings)
+        try:
+            self._assemble(loader)
+        except BaseException:
+            self._context.resources.close()
+            raise
+
+    def _assemble(self, loader: Any) -> None:
         self._wiring = Wiring(self._context)
         self._protect = Protection(self._fault, partial(self._context.outputs.note, "fault"))
         self._rewinder = Rewinder(self._context)
@@ -92,8 +105,12 @@ class Guard:
         self.port = Port(self._context, self._rewinder, self._driver)
         """What framework integrations ask of this guard."""
         self._saving = Checkpoints(self._context, self._rewinder)
-        if loader is not None:
+        if loader is None:
+            self._context.recent = observe_loaders(partial(attrgetter("step"), self._context))
+            self._context.resources.callback(stop_observing, self._context.recent)
+        else:
             self._context.feed = resumable(self._context, loader, self._between)
+            self._context.recent = self._context.feed.recent
         self._epochs: EpochSchedule | None = None
         if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
             self._schedule_by_epoch(self._context.feed)
@@ -106,6 +123,8 @@ class Guard:
         self._entered = False
         self._framework = building_for.get()
         self._error: BaseException | None = None
+        self._signal = ""
+        """Name of the signal that is ending the process."""
         self._make_known()
         watch_for_hung_rank(self._context)
         if self._saving.has_store and self._context.config.on_signal == "save":
@@ -116,10 +135,19 @@ class Guard:
     def _make_known(self) -> None:
         """To a later guard for the same optimizer, and to the end of the process."""
         owners[self._context.optimizer] = weakref.ref(self)
-        if self._context.outputs.journal is not None:
-            self._context.resources.callback(
-                atexit.unregister, atexit.register(partial(_died, weakref.ref(self)))
-            )
+        if self._context.outputs.journal is None:
+            return
+        at_exit = atexit.register(partial(_exiting, weakref.ref(self), os.getpid()))
+        # the bound method keeps the guard for as long as the optimizer has its hooks, also where
+        # the user has not kept it
+        self._context.resources.callback(self._forget, at_exit)
+        weakref.finalize(self, atexit.unregister, at_exit).atexit = False
+        if parent_process() is not None:
+            # a forked process ends without the functions of atexit; this one checks the pid itself
+            Finalize(None, at_exit, exitpriority=0)
+
+    def _forget(self, at_exit: Callable[[], None]) -> None:
+        atexit.unregister(at_exit)
 
     def step(self, loss_fn: LossFn, *micro_batches: Any) -> StepResult:
         """One optimizer step: zero_grad, forward and backward per micro-batch, read, decide, clip,
@@ -175,7 +203,8 @@ class Guard:
         """Seal the present state now. None: refused, because the state is not good; `last-good`
         stays as it is.
 
-        With several ranks all of them call it, and the first one writes.
+        With several ranks all of them call it, and the first one writes. Where all hold the same
+        weights (DistributedDataParallel) one rank may call it alone; the seal says what is missing.
         """
         self._driver.settle()
         if not self.armed:
@@ -249,6 +278,21 @@ class Guard:
         return self._context.optimizer
 
     @property
+    def scheduler(self) -> Any:
+        """The schedule it was given, None without one."""
+        return self._context.scheduler
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The GradScaler it was given, None without one."""
+        return self._context.scaler
+
+    @property
+    def config(self) -> GuardConfig:
+        """The settings it was made with."""
+        return self._context.config
+
+    @property
     def armed(self) -> bool:
         """False once a fault of the guard's own has disarmed it."""
         return self._protect.armed
@@ -292,10 +336,13 @@ class Guard:
                     self._wiring.close()
                 self._driver.step_end.run_ended(self._error)
             with self._protect.part("end of the run"):
-                tell_end(self._context, self._error, armed=self.armed)
+                self._tell_end()
         finally:
             self._error = None
             self._context.resources.close()
+
+    def _tell_end(self) -> None:
+        tell_end(self._context, self._error, armed=self.armed, by_signal=self._signal)
 
     def _finish(self) -> None:
         if isinstance(self._driver, WatchDriver):
@@ -323,11 +370,12 @@ class Guard:
     def _leave(self, number: int, together: bool) -> None:
         """A signal is about to end the process. `together`: all ranks are at the same step."""
         saved: Path | None = None
+        self._signal = signal.Signals(number).name
         if self.armed:
             with self._protect.region:
                 saved = self._saving.leave(together=together)
         where = f"saved {saved}" if saved else "no new checkpoint; the last good one stays"
-        self._context.outputs.note("signal", f"ending after {signal.Signals(number).name}: {where}")
+        self._context.outputs.note("signal", f"ending after {self._signal}: {where}")
 
     def _last_look(self) -> None:
         """Were the parameters still finite after the last update, which no step will read?"""
@@ -356,7 +404,9 @@ class Guard:
         return f"made by {self._framework}" if self._framework != framework else ""
 
     def replaced(self) -> None:
-        """Another guard was made for the same optimizer: this one ends."""
+        """Another guard was made for the same optimizer: this one ends, unless it has."""
+        if self._closed:
+            return
         self.port.say("wiring", "this guard ends here: another one was made for the same optimizer")
         self.close()
 
@@ -389,10 +439,18 @@ class Guard:
             driver.raised(error)
 
 
-def _died(guard: weakref.ref[Guard]) -> None:
-    """The process ends by an exception, and nobody has closed the guard."""
-    alive, error = guard(), last_uncaught()
-    if alive is not None and error is not None and not alive._closed:
-        alive.ended_by(error)
-        with alive._protect.part("end of the run"):
-            tell_end(alive._context, alive._error, armed=alive.armed)
+def _exiting(reference: weakref.ref[Guard], pid: int) -> None:
+    """The process ends, and nobody has closed the guard: put the end of the run on record."""
+    guard = reference()
+    if guard is None or guard._closed or os.getpid() != pid:
+        return
+    error = last_uncaught()
+    if error is None and guard._context.agreement.size == 1:
+        # the last step is still to be read; a stop has nothing left to stop
+        with suppress(TrainingHalted, SystemExit, KeyboardInterrupt):
+            guard.close()
+        return
+    # other ranks may be gone, and the device with the exception: nothing that could wait for them
+    guard.ended_by(error)
+    with guard._protect.part("end of the run"):
+        guard._tell_end()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,18 +35,22 @@ def journal_path(run_dir: Path, rank: int = 0) -> Path:
 class Journal(Sink):
     """Appends lines, each by one `write` of a whole record: a crash can tear only the last one.
 
-    A line that cannot be written raises OSError and leaves nothing of itself behind.
+    A line that cannot be written raises OSError and leaves nothing of itself behind. A journal that
+    nobody closed writes its `end` itself: when it is collected, because model and optimizer are
+    gone while the process goes on, and when the interpreter exits.
     """
 
     def __init__(self, run_dir: Path, rank: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = journal_path(run_dir, rank)
         self._file = LineFile(self.path)
+        self._end = _End()
+        weakref.finalize(self, _write_end, self._file, self._end)
 
     def write(self, kind: str, fields: Mapping[str, Any], *, durable: bool = False) -> None:
         """Append one record; `durable` waits until it is on disk."""
-        line = dumps({"v": SCHEMA, "type": kind, **fields}) + "\n"
-        self._file.append(line.encode(), durable=durable)
+        self._file.append(_line(kind, fields), durable=durable)
+        self._end.follow(kind, fields)
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         self.write(kind, fields)
@@ -63,7 +71,95 @@ class Journal(Sink):
         self.write("look", {"step": look.step, "look": to_plain(look)})
 
     def close(self) -> None:
+        self._end.open = False
         self._file.close()
+
+
+def _line(kind: str, fields: Mapping[str, Any]) -> bytes:
+    return (dumps({"v": SCHEMA, "type": kind, **fields}) + "\n").encode()
+
+
+@dataclass(slots=True)
+class _End:
+    """What the last line of a journal would say by now."""
+
+    open: bool = False
+    """A run has begun, and its end is not on record."""
+    pid: int = field(default_factory=os.getpid)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def follow(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if kind == "run":
+            self.open = True
+            start = {"attempt": fields.get("attempt", 1), "steps": 0, "incidents": 0}
+            self.fields = {**start, "armed": True}
+        elif not self.open:
+            return
+        elif kind == "step":
+            self.fields["steps"] = fields["step"] + 1
+        elif kind == "incident":
+            self.fields["incidents"] += 1
+        elif kind == "fault":
+            self.fields["armed"] = False
+        elif kind == "end":
+            self.open = False
+
+
+def _write_end(file: LineFile, end: _End) -> None:
+    # a forked child has a copy of the journal, and is not the run
+    if end.open and end.pid == os.getpid():
+        end.open = False
+        with suppress(OSError):
+            file.append(_line("end", end.fields))
+            file.close()
+
+
+# --- which process writes it
+
+
+def this_process() -> dict[str, Any]:
+    """Identify this process for `is_running`: its number, when it began, and where that counts."""
+    pid = os.getpid()
+    return {"pid": pid, "started": _started(pid), "place": _place()}
+
+
+def is_running(process: object) -> bool | None:
+    """Does the process of a `run` line still exist? None where this machine cannot tell."""
+    if not isinstance(process, Mapping) or os.name != "posix" or process.get("place") != _place():
+        return None
+    pid = process.get("pid")
+    started: str | None = process.get("started")
+    if not isinstance(pid, int) or not 0 < pid < 2**31:
+        return None
+    if started:
+        # another process may have got the number since
+        return _started(pid) == started
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it belongs to somebody else
+    return True
+
+
+def _started(pid: int) -> str:
+    """When a process began, in the kernel's count; empty where it has ended, or cannot be read."""
+    try:
+        # the name of the program may have spaces and brackets in it
+        facts = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if facts[0] in "ZX" else facts[19]
+
+
+def _place() -> str:
+    """Where a process number means the same process: machine, boot, namespace of processes."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(parts)
 
 
 def starts_in(run_dir: Path, rank: int = 0) -> int:

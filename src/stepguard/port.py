@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.optim import Optimizer
+
 from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.step import StepDriver
@@ -61,6 +63,10 @@ class Port:
         else:
             yield
 
+    def follow(self, optimizer: Optimizer) -> bool:
+        """Guard this optimizer from now on if it takes the place of the one that was watched."""
+        return isinstance(self.driver, WatchDriver) and self.driver.wiring.follow(optimizer)
+
     def start_at(self, step: int) -> None:
         """Number the next step `step`, as a resumed run does. Call it before the first step."""
         self._context.step = step
@@ -82,8 +88,9 @@ class Port:
 
     @property
     def good(self) -> bool:
-        """Has the run kept what it learned, by its loss? See `trouble` for stored tensors."""
-        return not self._rewinder.probation.ruined
+        """Has the run not diverged, by its loss? See `trouble` for stored tensors."""
+        suspicious = self._context.history.diverged_at is not None
+        return not (suspicious and self._rewinder.probation.divergence())
 
     def say(self, kind: str, summary: str) -> None:
         """Tell one line, such as a save that was refused, to every output."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.amp import GradScaler
@@ -45,6 +45,7 @@ def watch(
             scheduler.step()
     """
     check_watched(config, optimizer)
+    given = config
     clipping: RemovableHandle | None = None
     if isinstance(config, GuardConfig) and config.clip_norm is not None:
         # before the guard's own hooks, so that it reads what the update gets
@@ -65,8 +66,19 @@ def watch(
         if clipping is not None:
             clipping.remove()
         raise
-    if clipping is not None:
-        guard._context.resources.callback(clipping.remove)
+    if clipping is None:
+        return _watched(guard)
+    context = guard._context
+    hooks = [clipping]
+    limit = cast(GuardConfig, given).clip_norm
+    assert limit is not None
+
+    def clip_for(adopted: Optimizer) -> None:
+        hooks.append(clip_before_update(model, adopted, context.scaler, limit))
+        hooks.pop(0).remove()
+
+    context.on_adopt.append(clip_for)
+    context.resources.callback(lambda: hooks[0].remove())
     return _watched(guard)
 
 

@@ -107,7 +107,7 @@ def copied(written: tuple[str, Path], tmp_path: Path) -> tuple[str, Path, Path]:
 def replayed(
     folder: Path, *words: str, given: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return python(folder, "-m", "stepguard", "replay", *words, given=given)
+    return python(folder, "-m", "stepguard", "replay", "--yes", *words, given=given)
 
 
 def recorded(folder: Path, capsule: Path) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def test_build_and_script_can_be_given(copied: tuple[str, Path, Path]) -> None:
     _, folder, capsule = copied
     (folder / "train.py").rename(folder / "moved.py")
     gone = replayed(folder, str(capsule))
-    assert (gone.returncode, gone.stderr.count("\n")) == (2, 1)
+    assert (gone.returncode, gone.stderr.count("\n")) == (2, 2)
     assert "train.py does not exist here" in gone.stderr
     assert replayed(folder, str(capsule), "--script", "moved.py").returncode == 0
     write(

@@ -54,7 +54,7 @@ def test_a_nan_is_placed_to_op_module_line_and_sample_and_the_run_goes_on(tmp_pa
     assert origin.source == f"train.py:{line_of(script)}"
     assert incident.findings[0].code == "SG202"
     assert done.stdout.count("nan") == 1  # the step itself; every later loss is finite
-    assert "8 steps guarded, 1 incidents" in done.stderr
+    assert "8 steps guarded, 1 incident" in done.stderr
 
 
 def test_a_budget_that_is_used_up_ends_with_exit_code_3(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ print(weight.tolist())
     write(tmp_path, HEAD + body)
     done = guarded(tmp_path, "train.py")
     assert done.returncode == 0
-    assert "4 steps guarded, 1 incidents" in done.stderr
+    assert "4 steps guarded, 1 incident" in done.stderr
     assert "nan" not in done.stdout
 
 
@@ -270,7 +270,7 @@ print(model.weight.isfinite().all().item())
     done = guarded(tmp_path, "train.py")
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     assert done.stderr.count("steps guarded") == 1
-    assert "5 steps guarded, 1 incidents" in done.stderr
+    assert "5 steps guarded, 1 incident" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -355,6 +355,6 @@ print(optimizer.param_groups[0]["lr"], scaler.get_scale())
     write(tmp_path, HEAD + NET + body)
     done = guarded(tmp_path, "train.py")
     assert done.returncode == 0, done.stderr
-    assert "5 steps guarded, 1 incidents" in done.stderr
+    assert "5 steps guarded, 1 incident" in done.stderr
     # the vetoed update moved neither: four schedule steps, and the scale of before
     assert done.stdout == "0.0625 8.0\n"

@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from cli.journals import run_stepguard
+from stepguard import Guard, GuardConfig, verify
 from stepguard.cli.app import app
 from verification import saved
 
@@ -115,3 +116,34 @@ def test_output_in_a_pipe_is_plain_and_fits_a_narrow_window(bad: Path) -> None:
     done = CliRunner().invoke(app, ["verify", str(bad)], env={"COLUMNS": "60"})
     assert "\x1b" not in done.stdout
     assert all(len(line) <= 60 for line in done.stdout.splitlines() if str(bad) not in line)
+
+
+def test_diverged_run_is_told_alike_by_seals_verify_doctor_and_live(tmp_path: Path) -> None:
+    """A warm-up without an end: what was learned is lost in the middle of the run."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    run = tmp_path / "run"
+    config = GuardConfig(run_dir=run, checkpoint_every=10, probation=5, terminal="quiet")
+    with Guard(model, optimizer, config=config) as guard:
+        for step in range(120):
+            optimizer.param_groups[0]["lr"] = 0.02 if step < 60 else 30.0
+            x = torch.randn(16, 4)
+            guard.step(lambda x: (model(x) - x.sum(1, keepdim=True)).square().mean(), x)
+    folder = run / "checkpoints"
+    pointer = invoke(folder / "last-good")
+    assert pointer.exit_code == 0 and "last-good -> step-" in pointer.stdout
+    last_good = verify(folder / "last-good")
+    assert last_good.step is not None and last_good.step <= 60
+    diverged = [leaf for leaf in verify(run).leaves if leaf.diverged]
+    assert diverged and min(leaf.step or 0 for leaf in diverged) >= 60
+    # one judgement: nothing in between is left out, and nothing from after it is good
+    done = invoke(diverged[-1].path)
+    assert done.exit_code == 5 and "0 good, 1 diverged" in done.stdout
+    doctor = CliRunner().invoke(app, ["doctor", str(run)])
+    assert f"resume from {last_good.path}" in " ".join(doctor.stdout.split())
+    live = CliRunner().invoke(app, ["live", str(run), "--once"])
+    assert live.exit_code == 1 and "has diverged" in " ".join(live.stdout.split())
+    notes = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    assert sum(note.get("kind") == "diverged" for note in notes) == 1
+    assert not any("refused" in note for note in notes)

@@ -82,18 +82,44 @@ def test_run_is_tried_with_its_build_function_and_a_fix_of_ones_own(project: Pat
     assert found["incident"] == "00000030-nonfinite_loss"
     assert found["window"] > 0 and found["held_out"] > 0
     works = [one["name"] for one in found["outcomes"] if one["works"]]
-    assert set(works) == {"leave out", "skip", "own"}
+    assert set(works) == {"fix", "leave out", "skip", "own"}
+    assert works[0] == "fix"
     table = invoke("run/incidents/00000030-nonfinite_loss", "--plot", "whatif.png")
     assert (project / "whatif.png").read_bytes().startswith(b"\x89PNG")
-    assert "Best: leave out sample 3." in table.stdout
+    assert "Best: the fix for SG201 in your own line." in table.stdout
 
 
 def test_script_of_the_run_is_enough(project: Path) -> None:
     train()
     ran = invoke("run", "--script", "whatif_project.py")
     assert ran.exit_code == 0, ran.output
-    assert "Best: leave out sample 3." in ran.stdout
+    assert "Best: the fix for SG201 in your own line." in ran.stdout
     assert "step 30: loss is inf" in " ".join(ran.stdout.split())
+
+
+STUBBORN = PROJECT.replace("if step == 30:", "if step >= 30:").replace(
+    '/ batch["w"].prod()', '* float("nan" if batch["w"].prod() == 0 else 1)'
+)
+
+
+def test_chain_of_incidents_is_tried_from_its_first(project: Path) -> None:
+    """Skipping is no success where the journal shows that the next step fails."""
+    write(project, STUBBORN, "whatif_project.py")
+    train()
+    ran = invoke("run", "--json")
+    found = json.loads(ran.stdout)
+    assert found["incident"] == "00000030-nonfinite_loss"
+    assert found["window"] > 0
+    skipped = next(one for one in found["outcomes"] if one["name"] == "skip")
+    assert not skipped["works"] and skipped["bad_step"] == 31
+
+
+def test_failure_of_the_first_steps_is_not_answered_by_skipping(project: Path) -> None:
+    write(project, PROJECT.replace("if step == 30:", "if step == 1:"), "whatif_project.py")
+    train()
+    found = json.loads(invoke("run", "--json").stdout)
+    skipped = next(one for one in found["outcomes"] if one["name"] == "skip")
+    assert not skipped["works"] and "cannot be tried" in skipped["why_not"]
 
 
 def test_what_cannot_be_tried_is_one_line(project: Path) -> None:

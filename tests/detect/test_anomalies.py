@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -39,6 +40,28 @@ def test_loss_that_is_mostly_zero_and_sometimes_not_is_not_a_constant_suspicion(
     losses = [0.0 if i % 3 else 0.5 + 0.1 * (i % 4) for i in range(300)]
     spoken = [step for step, verdict in enumerate(play(losses)) if verdict.kind != "ok"]
     assert [step for step in spoken if step >= 16] == []
+
+
+def test_loss_that_was_zero_for_long_comes_back_without_a_spike() -> None:
+    """A hinge, a solved bandit, a network just copied to its target: 0 is a floor, not a level."""
+    hinge = [max(0.0, 1.0 - 0.05 * i) for i in range(120)]
+    for losses in ([*hinge, 0.3], [*([0.0] * 80), 1.1e-8], [*([1.0] * 20), *([1e-13] * 80), 1e-8]):
+        assert {verdict.kind for verdict in play(losses)} == {"ok"}
+    assert play([*hinge, 40.0])[-1].kind == "spike"
+
+
+def test_heavy_tailed_loss_is_told_a_few_times_and_an_extreme_one_always() -> None:
+    noise = random.Random(0)
+    losses = [1.0 + 0.1 * noise.paretovariate(1.0) for _ in range(500)]
+    spoken = [step for step, verdict in enumerate(play(losses)) if verdict.kind != "ok"]
+    assert len(spoken) <= 15  # the terminal prints the 1st, 2nd, 4th and 8th of them
+    assert play([*losses, 1e6])[-1].kind == "spike"
+
+
+def test_outlier_that_comes_once_a_pass_stays_a_spike_every_time() -> None:
+    losses = [1e9 if step % 25 == 24 else SETTLED[step % 100] for step in range(200)]
+    spoken = [step for step, verdict in enumerate(play(losses)) if verdict.kind == "spike"]
+    assert [step for step in spoken if losses[step] == 1e9] == list(range(24, 200, 25))
 
 
 def test_jump_of_the_loss_is_a_suspicion_with_its_numbers() -> None:
@@ -174,10 +197,13 @@ def test_step_without_targets_is_noted() -> None:
     assert judge(reading(0, 0.0, labels=1), History(), CONFIG).kind == "ok"
 
 
-def test_loss_that_stays_zero_is_noted_once() -> None:
+@pytest.mark.parametrize("every", [1000, 9])
+def test_loss_that_stays_zero_is_noted_once(every: int) -> None:
+    """Also where it comes again and again, as in a solved task."""
     history, noted = History(), []
-    for step in range(20):
-        seen = reading(step, 0.0, grad_norm=0.0)
+    for step in range(60):
+        alive = 0.5 if step % every == every - 1 else 0.0
+        seen = reading(step, alive, grad_norm=alive)
         if judge(seen, history, CONFIG).kind == "zero_loss":
             noted.append(step)
         history.add(seen)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detect.runs import play, played, reading
+from detect.runs import HEALTHY, healthy, play, played, reading
 from stepguard.detect import History
+from stepguard.detect.history import Weights
 
 anything = st.floats() | st.sampled_from([math.nan, math.inf, -math.inf])
 
@@ -92,3 +93,61 @@ def test_step_without_a_loss_counts_as_committed_only() -> None:
     history.add(reading(0, None))
     assert history.committed == 1
     assert list(history.losses) == []
+
+
+# --- what counts as diverged
+
+LEARNT = [3.0 * 0.9**step + 0.1 for step in range(40)]
+ORDINARY = Weights(moved=0.01, update=1e-3, growth=1.1)
+FAR_AWAY = Weights(moved=2.0, update=0.4, growth=8.0)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [12.0, 1e5, 1e20],
+        [12.0, 500.0, 1800.0, 600.0, 800.0],
+        [*LEARNT, *[2.9] * 9],
+        [*LEARNT, *[4e3] * 9],
+    ],
+    ids=["explodes at once", "rises at once", "lost what it learned", "far above its start"],
+)
+def test_high_loss_counts_as_diverged_on_weights_that_have_left_their_place(
+    losses: list[float],
+) -> None:
+    history = played(losses)
+    assert history.divergence(FAR_AWAY)
+    assert not history.divergence(ORDINARY)
+    assert not played(losses[:1]).divergence(FAR_AWAY)
+
+
+def test_run_that_explodes_at_once_began_where_it_was_before() -> None:
+    assert played([12.0, 1e5, 1e20]).began_at == 12.0
+    assert played([0.0, 0.4, 0.2]).began_at == 0.4
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_healthy_losses_are_not_diverged_on_ordinary_weights(kind: str) -> None:
+    for seed in range(5):
+        assert not played(healthy(kind, seed)).divergence(ORDINARY)
+
+
+def test_slow_rise_is_no_divergence_however_the_weights_have_grown() -> None:
+    assert not played([0.02 + 0.01 * step for step in range(600)]).divergence(
+        Weights(moved=0.9, growth=8.0)
+    )
+
+
+def test_exploded_weights_count_only_where_the_loss_shows_no_progress() -> None:
+    exploded = Weights(growth=1e3)
+    assert played([2.0] * 20).divergence(exploded)
+    assert not played([1e12 * 0.9**step for step in range(40)]).divergence(exploded)
+    assert not History().divergence(exploded)
+    assert History().divergence(Weights(growth=1e12))
+
+
+def test_diverged_run_counts_as_back_once_its_level_is() -> None:
+    history = played([*LEARNT, *[2.9] * 9])
+    assert history.diverged_at is not None
+    play([0.2] * 9, history)
+    assert history.diverged_at is None

@@ -27,6 +27,11 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "nonfinite_gradient",
         "incident",
     ),
+    "loss too large for its dtype": (
+        {"loss": INF, "micro_losses": (INF,), "loss_overflow": True},
+        "loss_overflow",
+        "note",
+    ),
     "infinite norm": ({"grad_norm": INF}, "infinite_norm", "incident"),
     "nan norm": ({"grad_norm": NAN}, "infinite_norm", "incident"),
     "bad parameter": ({"bad_state": ("param:w",)}, "nonfinite_parameter", "incident"),

@@ -52,10 +52,10 @@ ZERO = torch.tensor([[0.0, 1.0], [0.0, 2.0]])
 CASES: list[tuple[Callable[[Scale, Tensor], Tensor], str, str]] = [
     (entropy, "SG206", "-(log_p.exp() * log_p.masked_fill(log_p.exp() == 0, 0.0)).sum(-1).mean()"),
     (ratio, "SG206", "torch.exp(new - old.masked_fill(old.isinf(), 0.0)).mean()"),
-    (spread, "SG205", "safe_sqrt(kept.var(1, correction=0)).mean()"),
+    (spread, "SG205", "safe_sqrt(kept.var(1, correction=min(1, kept.shape[1] - 1))).mean()"),
     (root, "SG402", "torch.where(power > 0, torch.sqrt(torch.where(power > 0, energy, 1.0)), 0.0)"),
     (flat, "SG403", "torch.atan(height.new_ones(2) / torch.where(h == 0, 1e-12, h)).mean()"),
-    (capped, "SG403", "score.clamp(max=80.0).exp().clamp(max=100.0).mean()"),
+    (capped, "SG403", "score.clamp(max=10.0).exp().clamp(max=100.0).mean()"),
 ]
 
 

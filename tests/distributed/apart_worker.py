@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stepguard
 from process_group import gloo
-from stepguard import Guard, GuardConfig
+from stepguard import Guard, GuardConfig, StoreError
+from stepguard.checkpoints import read_seal
 from stepguard.engine.protect import GuardDisarmed
 
 FEATURES, STEPS, BAD_STEP, BAD_RANK = 4, 6, 2, 1
@@ -234,10 +235,11 @@ def rank0(what: str, wrap: str) -> dict[str, Any]:
     return running.end()
 
 
-def rank0_save(out: Path) -> dict[str, Any]:
-    """`if rank == 0: guard.save()`, then all ranks save."""
-    model, optimizer = built()
-    config = replace(NOT_ALL_COME, run_dir=out / "run")
+def rank0_save(out: Path, wrap: str) -> dict[str, Any]:
+    """`if rank == 0: guard.save()`, then all ranks save, and rank 0 alone restores."""
+    model, optimizer = built(wrap=wrap)
+    folder = out / f"run-{wrap}"
+    config = replace(NOT_ALL_COME, run_dir=folder)
     running = Loop("step", model, optimizer, config)
     guard = running.guard
     assert guard is not None
@@ -246,7 +248,19 @@ def rank0_save(out: Path) -> dict[str, Any]:
     for step in range(1, STEPS):
         running.step(data(step))
     saved = guard.save()
-    return {**running.end(), "alone": alone, "saved": saved is not None}
+    # made by one rank, loaded by all
+    restored = guard.restore(folder / "checkpoints" / "step-1") if wrap == "ddp" else 0
+    refused = ""
+    try:
+        if dist.get_rank() == 0:
+            guard.restore()
+    except StoreError as why:
+        refused = str(why)
+    dist.barrier()
+    told = (folder / "journal.jsonl").read_text()
+    missing = read_seal(alone).health.missing if alone else ""
+    facts = {"saved": saved is not None, "missing": missing, "restored": restored, "journal": told}
+    return {**running.end(), "alone": alone, "refused": refused, **facts}
 
 
 def rank0_reads() -> dict[str, Any]:

@@ -24,7 +24,7 @@ LATE = ["late-update-step", "late-update-watch", "late-rate-watch", "late-fused_
 LATE += ["late-gradient-watch"]
 RANK0 = ["-".join(("rank0", *p)) for p in product(["closed", "guard"], WRAPS)]
 UNEVEN = ["joined-step", "joined-watch", "local_sgd-step", "local_sgd-watch"]
-SINGLE = ["rank0_save", "rank0_reads", "joined_checkpoint"]
+SINGLE = ["rank0_save-ddp", "rank0_save-manual", "rank0_reads", "joined_checkpoint"]
 SUBGROUPS = ["subgroup-step", "subgroup-watch"]
 # Without DDP a guard that only rank 0 builds must not shift those after it: first.
 NAMES = ["rank0-guard-manual", *HEALTHY, *TROUBLE, *LAST_ONE, *LAST_ALL, *BORN, *LATE]
@@ -128,11 +128,26 @@ def test_bad_step_of_a_rank_that_runs_on_its_own_is_vetoed(name: str, outcomes: 
     assert hurt["armed"] and hurt["told"] == []
 
 
-def test_save_on_one_rank_is_refused_and_shifts_nothing(outcomes: Outcomes) -> None:
-    for rank in outcomes["rank0_save"]:
+def test_one_rank_saves_what_all_hold_and_says_what_is_missing(outcomes: Outcomes) -> None:
+    first, other = outcomes["rank0_save-ddp"]
+    assert first["alone"].name == "step-1"
+    assert first["missing"] == "random numbers, buffers of rank 1"
+    for rank in (first, other):
+        assert rank["saved"] and rank["armed"]
+        assert rank["restored"] == 1
+    assert _same(first, other)
+
+
+def test_save_on_one_rank_is_refused_where_weights_may_differ(outcomes: Outcomes) -> None:
+    for rank in outcomes["rank0_save-manual"]:
         assert rank["alone"] is None
-        assert rank["saved"]
-        assert rank["armed"]
+        assert rank["saved"] and rank["armed"]
+        assert "all ranks have to call guard.save(), for nothing keeps" in rank["journal"]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_restore_on_one_rank_is_refused(wrap: str, outcomes: Outcomes) -> None:
+    assert "rank 1 did not come" in outcomes[f"rank0_save-{wrap}"][0]["refused"]
 
 
 def test_checkpoint_that_not_all_ranks_come_to_is_left_out(outcomes: Outcomes) -> None:

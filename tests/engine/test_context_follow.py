@@ -18,6 +18,8 @@ import stepguard
 from guard.scenes import NAN, Scene, batches, plain_net, plain_step, poisoned, quiet
 from stepguard import ConfigError, Guard
 from stepguard.journal import read_run
+from stepguard.report import screen
+from stepguard.report.panel import paint_incident
 from stepguard.report.run_terminal import render_terminal
 from stepguard.report.stages import judge_stages, parse_stage
 from stepguard.report.story import read_story
@@ -146,3 +148,30 @@ def test_the_schedule_is_named_in_the_report(tmp_path: Path) -> None:
     ) as guard:
         guard.step(made.loss_fn, DATA[0])
     assert "OneCycleLR at 0" in render_terminal(summarize(read_story(tmp_path).latest))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("entry", ["step", "watch", "watch, schedule not given"])
+def test_an_incident_has_rate_and_position_of_its_own_step(entry: str, fused: bool) -> None:
+    """Not those of the next one, which the schedule may have set when the incident is told."""
+    made = scene(fused=fused)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(made.optimizer, 0.1, total_steps=20)
+    start = Guard if entry == "step" else stepguard.watch
+    given = {} if "not given" in entry else {"scheduler": schedule}
+    rates = []
+    with start(made.model, made.optimizer, config=quiet(), **given) as guard:
+        for number, batch in enumerate(DATA[:8]):
+            rates.append(schedule.get_last_lr()[0])
+            batch = poisoned(batch, NAN) if number == 5 else batch
+            if entry == "step":
+                guard.step(made.loss_fn, batch)
+            else:
+                plain_step(made, (batch,))
+                schedule.step()
+    (incident,) = guard.incidents
+    assert incident.step == 5 and incident.reading.lr == pytest.approx((rates[5],))
+    moved = fused and "not given" in entry
+    assert incident.reading.schedule == ("OneCycleLR" if moved else "OneCycleLR at 5 of 20")
+    console = screen.paper(width=200, colour=False)
+    paint_incident(console, incident)
+    assert f"({incident.reading.schedule})" in console.file.getvalue()  # type: ignore[attr-defined]

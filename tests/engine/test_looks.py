@@ -9,57 +9,80 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import stepguard
 from stepguard import ConfigError, Guard, GuardConfig
-from stepguard.engine.looks import FIRST, SAVED, SHARE, LookSchedule, is_average, tensors_held
+from stepguard.cli.app import app
+from stepguard.engine.looks import (
+    EARLY_SECONDS,
+    EARLY_SHARE,
+    FIRST,
+    LEAST_SECONDS,
+    SHARE,
+    LookSchedule,
+    is_average,
+    tensors_held,
+)
 from stepguard.journal import read_run
 from stepguard.tensors.torch_private import dispatch_mode_stack
 
 STEPS = 8
 
 
-def test_automatic_looks_take_a_thousandth_of_the_time() -> None:
+def looked_at(steps: int, *, look: float, step: float, unseen: float = 0.0) -> list[int]:
+    """Steps that are looked at by default, where a look and a step take so many seconds."""
     now = 0.0
     schedule = LookSchedule("auto", clock=lambda: now)
     looked = []
-    for step in range(20_000):
-        if schedule.due(step):
-            looked.append(step)
-            schedule.took(step, 0.1)
-            now += 0.1
-        now += 0.05
+    for number in range(steps):
+        if schedule.due(number):
+            looked.append(number)
+            schedule.took(number, look)
+            now += look + unseen
+        now += step
+    return looked
+
+
+def test_fast_steps_are_looked_at_from_the_start() -> None:
+    """A run of a few seconds is over before a thousandth of its time is worth a look."""
+    looked = looked_at(3200, look=0.008, step=0.001)
+    assert looked[:6] == [2, 4, 8, 13, 18, 23]
+    assert 0.008 * len(looked) <= EARLY_SHARE * LEAST_SECONDS
+
+
+def test_automatic_looks_take_a_hundredth_early_and_a_thousandth_later() -> None:
+    looked = looked_at(200_000, look=0.1, step=0.05)
     assert looked[0] == FIRST
-    gaps = [after - before for before, after in itertools.pairwise(looked)]
-    assert len(looked) > 5 and min(gaps) >= 3990
-    assert 0.1 * (len(looked) - 1) <= (SHARE - SAVED) * now
+    seconds = 0.05 * 200_000
+    early = [step for step in looked if 0.05 * step <= EARLY_SECONDS]
+    assert 0.1 * (len(early) - 1) <= EARLY_SHARE * EARLY_SECONDS
+    assert 0.1 * (len(looked) - 1) <= EARLY_SHARE * EARLY_SECONDS + SHARE * seconds
+    gaps = [after - before for before, after in itertools.pairwise(looked[len(early) :])]
+    assert min(gaps) >= 1000
 
 
 def test_look_is_charged_with_what_it_does_not_see_of_itself() -> None:
-    now = 0.0
-    schedule = LookSchedule("auto", clock=lambda: now)
-    looked = []
-    for step in range(20_000):
-        if schedule.due(step):
-            looked.append(step)
-            schedule.took(step, 0.1)
-            now += 0.15
-        now += 0.05
-    assert len(looked) > 3
-    assert 0.15 * (len(looked) - 1) <= SHARE * now
+    looked = looked_at(200_000, look=0.1, unseen=0.05, step=0.05)
+    assert 3 < len(looked) < len(looked_at(200_000, look=0.1, step=0.05))
 
 
 def test_looks_become_rarer() -> None:
+    looked = looked_at(20_000, look=0.0, step=1.0)
+    assert looked[-1] - looked[-2] >= 900
+
+
+def test_trend_that_shows_is_followed_every_few_steps() -> None:
     now = 0.0
     schedule = LookSchedule("auto", clock=lambda: now)
+    schedule.hurry = True
     looked = []
-    for step in range(1000):
-        if schedule.due(step):
-            looked.append(step)
-            schedule.took(step, 0.0)
-        now += 1.0
-    assert 20 < len(looked) < 150
-    assert looked[-1] - looked[-2] >= 40
+    for number in range(40):
+        if schedule.due(number):
+            looked.append(number)
+            schedule.took(number, 0.01)
+        now += 0.001
+    assert looked[:4] == [2, 6, 10, 14]
 
 
 def test_every_so_many_steps_or_never() -> None:
@@ -262,3 +285,92 @@ def test_looked_at_run_with_a_scaler_is_bit_identical_to_the_bare_one(tmp_path: 
     record = read_run(tmp_path)
     assert len(record.looks) > 3
     assert [note for note in record.notes if note.get("kind") == "silent"] == []
+
+
+def test_loop_between_two_micro_batches_is_not_looked_at(tmp_path: Path) -> None:
+    """The mode of a look is off while the user's own accumulation loop fetches the next batch."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+    active = []
+    with stepguard.watch(model, optimizer, config=config):
+        for _ in range(FIRST + 2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                active.append(len(dispatch_mode_stack()))
+                model(torch.randn(3, 4)).mean().backward()
+            optimizer.step()
+    looks = read_run(tmp_path).looks
+    assert not any(active) and looks
+    assert {row.stage for row in looks[-1].tensors} == {"stored", "forward", "backward"}
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1, 12), (1, 1, 12, 12), (12, 12), (8, 4, 12, 12)])
+def test_fused_attention_with_any_mask_is_looked_at(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(batch: Tensor) -> Tensor:
+        heads = model(batch).view(8, 12, 4, 2).transpose(1, 2)
+        mask = torch.ones(shape, dtype=torch.bool)
+        mask[..., 9:] = False
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+        return attended.square().mean()
+
+    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+    with Guard(model, optimizer, config=config) as guard:
+        for _ in range(FIRST + 1):
+            guard.step(loss, torch.randn(8, 12, 8))
+    record = read_run(tmp_path)
+    assert record.looks[-1].attention
+    assert not [note for note in record.notes if note.get("kind") == "look"]
+
+
+def test_look_inside_a_transform_of_functorch_is_taken(tmp_path: Path) -> None:
+    from torch.func import functional_call, grad, vmap
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        found: Tensor = functional_call(model, parameters, (x[None],))
+        return found.square().sum()
+
+    with stepguard.watch(model, optimizer, config=config) as guard:
+        for _ in range(FIRST + 2):
+            named = dict(model.named_parameters())
+            each = vmap(grad(loss), (None, 0))(named, torch.randn(5, 4))
+            for name, parameter in named.items():
+                parameter.grad = each[name].mean(0)
+            optimizer.step()
+        assert guard.armed
+    assert read_run(tmp_path).looks
+
+
+def test_look_that_fails_is_told_once_and_costs_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise IndexError("index 1 is out of bounds")
+
+    monkeypatch.setattr("stepguard.look.layers.LayerFacts.after", broken)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Guard(model, optimizer, config=GuardConfig(run_dir=tmp_path, look_every=1)) as guard:
+        for _ in range(FIRST + 3):
+            guard.step(lambda x: model(x).mean(), torch.ones(2, 4))
+    said = capsys.readouterr().err
+    assert said.count("the deep look at step") == 1 and "IndexError" in said
+    assert len(read_run(tmp_path).looks) == 3
+
+
+def test_reason_for_no_looks_is_kept(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+    with Guard(model, optimizer, config=config) as guard:
+        for _ in range(FIRST + 2):
+            guard.step(lambda x: model(x).square().mean(), torch.ones(2, 4))
+    shown = CliRunner().invoke(app, ["look", str(tmp_path)])
+    assert shown.exit_code == 2 and "the optimizer calls a closure" in shown.output

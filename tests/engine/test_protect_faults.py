@@ -271,8 +271,11 @@ def test_crash_while_explaining_costs_the_explanation_and_not_the_protection(
     assert record.notes[-1]["armed"] is True
 
 
+# snapshots take the size of the weights by the same function
+@pytest.mark.filterwarnings("ignore::stepguard.engine.protect.PartFailed")
 def test_loss_is_none_once_disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    _failing(monkeypatch, WEAK_SPOTS["norm"], 1)
+    # the first call takes the size of the weights before the first step
+    _failing(monkeypatch, WEAK_SPOTS["norm"], 2)
     with pytest.warns(GuardDisarmed):
         results = LOOPS["step"](_scene("plain"), STEPS[:3])
     assert results[0].loss is not None and results[1].loss is None and results[2].loss is None

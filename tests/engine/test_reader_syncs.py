@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepguard
-from guard.scenes import CLASSES, FEATURES, Scene, batches, plain_net, plain_step, quiet
+from guard.scenes import (
+    CLASSES,
+    FEATURES,
+    Scene,
+    batches,
+    plain_net,
+    plain_step,
+    poisoned,
+    quiet,
+)
 from stepguard import Guard, GuardConfig
 from stepguard.engine.protect import GuardDisarmed
 from stepguard.sentinel.packet import Packet
@@ -210,3 +219,27 @@ def test_plain_step_cannot_run_where_nothing_can_be_read() -> None:
             ):
                 guard.step(scene.loss_fn, batch)
             assert not guard.armed  # it had to read, could not, and stepped aside
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_bad_loss_is_judged_after_its_backward_and_before_the_update(entry: str) -> None:
+    """One wait for the whole step: loss and gradients are judged together, not the loss first."""
+    backwards = []
+
+    def counted(scene: Scene, batch: Any) -> Tensor:
+        loss = nn.functional.cross_entropy(scene.model(batch[0]), batch[1])
+        loss.register_hook(lambda grad: backwards.append(1))
+        return loss
+
+    model = plain_net()
+    scene = Scene(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss=counted)
+    weights = [p.detach().clone() for p in model.parameters()]
+    with ENTRIES[entry](scene) as step:
+        step(poisoned(DATA[0]))
+        assert backwards
+        assert all(map(torch.equal, weights, model.parameters()))
+        backwards.clear()
+        fetched = Packet.fetched
+        step(DATA[1])
+        assert (len(backwards), Packet.fetched - fetched) == (1, 1)
+    assert not all(map(torch.equal, weights, model.parameters()))

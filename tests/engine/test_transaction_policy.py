@@ -371,14 +371,14 @@ def test_other_uncaught_exceptions_keep_their_own_exit_code() -> None:
 
 
 def test_skips_are_counted_and_loud(capsys: pytest.CaptureFixture[str]) -> None:
-    stepped(_scene(), [GOOD, BAD, BAD, GOOD, BAD], GuardConfig(locate=False))
+    stepped(_scene(), [GOOD, BAD, BAD, GOOD, BAD, BAD], GuardConfig(locate=False))
     said = capsys.readouterr()
     assert said.out == ""
     lines = [line for line in said.err.splitlines() if "of this kind" in line]
     assert "step 1" in said.err and "skipped" in said.err.lower()
     assert len(lines) == 2
     assert "step 2" in lines[0] and "2nd of this kind, 2 in a row" in lines[0]
-    assert "step 4" in lines[1] and "3rd of this kind, 1 in a row" in lines[1]
+    assert "step 5" in lines[1] and "4th of this kind, 2 in a row" in lines[1]
 
 
 def test_healthy_run_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

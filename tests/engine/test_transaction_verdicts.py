@@ -208,6 +208,8 @@ def test_loss_that_stays_zero_is_noted_once(tmp_path: Path) -> None:
     scene = sgd(plain_net(), loss=lambda s, b: s.model(b[0]).sum() * 0.0)
     assert incidents(scene, "step", grouped(DATA, 1), quiet(run_dir=tmp_path)) == []
     assert _notes(tmp_path) == [(4, "zero_loss")]
+    (note,) = [n for n in read_run(tmp_path).notes if n["type"] == "note"]
+    assert note["code"] == "SG803" and "stepguard explain SG803" in note["summary"]
 
 
 def test_batch_without_labels_is_noted(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import stepguard
 from guard.judging import adam, first_weight, incidents, kinds, sgd
@@ -31,7 +33,7 @@ from guard.scenes import (
     quiet,
     state_of,
 )
-from stepguard import Guard, TrainingHalted
+from stepguard import Guard, Incident, TrainingHalted, watch
 
 DATA = batches(12)
 
@@ -221,3 +223,71 @@ def test_weights_that_are_mended_before_anybody_used_them_are_no_incident(loop: 
     )
     assert incidents == []
     assert difference(state_of(guarded), state_of(run(bare)[0])) == ""
+
+
+def _half_precision_run(mode: str, kind: str) -> tuple[list[Tensor], tuple[Incident, ...]]:
+    """Five steps of a float16 model whose first losses are infinite, with finite gradients."""
+    torch.manual_seed(1)
+    model = nn.Linear(8, 8).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    masked = torch.arange(8) == 3
+
+    def loss_fn(x: Tensor) -> Tensor | dict[str, Tensor]:
+        out, target = model(x.half()), (x * 20).half()
+        square = (out - target).square()
+        match kind:
+            case "sum":
+                return square.sum()
+            case "rows":
+                return square.sum(1).float().mean() + square.mean()
+            case "terms":
+                return {
+                    "error": functional.mse_loss(out, target, reduction="sum"),
+                    "size": out.sum(),
+                }
+            case "element":
+                return ((out - target) * 30).square().mean()
+            case "constant":
+                return square.mean() + math.inf
+            case "nan":
+                return square.mean() + math.nan
+        logits = out.masked_fill(masked, -math.inf)
+        return functional.cross_entropy(logits, torch.arange(64) % 8)
+
+    guard = None
+    if mode != "unguarded":
+        guard = (Guard if mode == "step" else watch)(model, optimizer, config=quiet())
+    for _ in range(5):
+        x = torch.randn(64, 8)
+        if guard is not None and mode == "step":
+            guard.step(loss_fn, x)
+            continue
+        optimizer.zero_grad()
+        loss = guard.loss(loss_fn, x) if guard is not None and mode == "loss" else loss_fn(x)
+        (sum(loss.values()) if isinstance(loss, dict) else loss).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    if guard is not None:
+        guard.close()
+    weights = [p.detach().clone() for p in model.parameters()]
+    return weights, guard.incidents if guard is not None else ()
+
+
+@pytest.mark.parametrize("kind", ["sum", "rows", "terms"])
+@pytest.mark.parametrize("mode", ["step", "watch", "loss"])
+def test_loss_that_overflows_in_its_last_sum_is_a_step(mode: str, kind: str) -> None:
+    unguarded, _ = _half_precision_run("unguarded", kind)
+    guarded, incidents = _half_precision_run(mode, kind)
+    assert incidents == ()
+    assert all(map(torch.equal, unguarded, guarded))
+
+
+@pytest.mark.parametrize("kind", ["element", "constant", "nan", "target"])
+def test_loss_that_is_not_finite_before_it_is_added_up_is_an_incident(kind: str) -> None:
+    _, incidents = _half_precision_run("step", kind)
+    assert incidents and {i.verdict.kind for i in incidents} == {"nonfinite_loss"}
+
+
+@pytest.mark.parametrize("kind", ["nan", "target"])
+def test_nan_or_impossible_target_of_a_watched_loop_is_an_incident(kind: str) -> None:
+    _, incidents = _half_precision_run("watch", kind)
+    assert incidents and {i.verdict.kind for i in incidents} == {"nonfinite_loss"}

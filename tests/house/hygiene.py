@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-MOST_LINES = 400
-MOST_FUNCTION_LINES = 50
+MOST_LINES = 1000
+MOST_FUNCTION_LINES = 80
 """Lines of a body: forty plain lines read better than twenty folded ones."""
 LEAST_DOCSTRING = 20
 MACHINE_PATH = re.compile(r"(?<![\w.:/}-])/(?:work|root|home/\w+|Users/\w+)/[\w.]")

@@ -42,10 +42,10 @@ def test_counts_of_a_file(project: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "complexity"),
     [
-        (branches(10), 11),
-        ("def f(x):\n    return " + "(x if x else " * 10 + "1" + ")" * 10, 11),
-        ("def f(x):\n    return " + " or ".join(["x"] * 11), 11),
-        ("def f(x):\n    return [y for y in x" + " if y" * 9 + "]", 11),
+        (branches(15), 16),
+        ("def f(x):\n    return " + "(x if x else " * 15 + "1" + ")" * 15, 16),
+        ("def f(x):\n    return " + " or ".join(["x"] * 16), 16),
+        ("def f(x):\n    return [y for y in x" + " if y" * 14 + "]", 16),
     ],
 )
 def test_function_above_the_limit_is_named(tmp_path: Path, source: str, complexity: int) -> None:
@@ -54,13 +54,13 @@ def test_function_above_the_limit_is_named(tmp_path: Path, source: str, complexi
 
 
 def test_method_and_nested_function_are_named_once(tmp_path: Path) -> None:
-    inside = "".join(f"    {line}\n" for line in branches(10).splitlines())
+    inside = "".join(f"    {line}\n" for line in branches(15).splitlines())
     (tmp_path / "a.py").write_text(f"class A:\n{inside}\ndef outer():\n{inside}")
     names = [name for name, _, _ in house_numbers.over_limit(tmp_path / "a.py")]
     assert sorted(names) == ["A.f", "f"]
 
 
-@pytest.mark.parametrize(("count", "code"), [(9, 0), (10, 1)])
+@pytest.mark.parametrize(("count", "code"), [(14, 0), (15, 1)])
 def test_gate_closes_above_the_limit(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -71,7 +71,7 @@ def test_gate_closes_above_the_limit(
     (tmp_path / "a.py").write_text(branches(count))
     monkeypatch.setattr("sys.argv", ["house_numbers.py", "--check", str(tmp_path)])
     assert house_numbers.main() == code
-    assert ("complexity 11, more than 10" in capsys.readouterr().out) is bool(code)
+    assert ("complexity 16, more than 15" in capsys.readouterr().out) is bool(code)
 
 
 def test_module_without_a_mirrored_test_is_named(tmp_path: Path) -> None:

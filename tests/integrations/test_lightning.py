@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from guard.scenes import difference
@@ -26,6 +28,7 @@ from integrations.lightning_scenes import (
     QUIET,
     STEPS,
     Batch,
+    Batches,
     Net,
     all_masked,
     bad_tensors,
@@ -36,6 +39,7 @@ from integrations.lightning_scenes import (
     logged,
     plain_loop,
     run,
+    trainer,
     waking,
     with_nan,
 )
@@ -45,6 +49,7 @@ from stepguard.integrations._lightning_saves import AUTOMATIC
 from stepguard.integrations._lightning_step import TrainingStep
 from stepguard.integrations._versions import Framework
 from stepguard.integrations.lightning import GuardCallback
+from stepguard.journal import read_run
 
 pytestmark = OWN_WARNINGS
 Fault = Callable[[list[Batch]], list[Batch]]
@@ -398,3 +403,16 @@ def test_one_callback_guards_one_fit_after_the_other(tmp_path: Path) -> None:
 
 def test_the_callback_can_be_copied_before_the_fit() -> None:
     assert copy.deepcopy(GuardCallback(QUIET)).incidents == ()
+
+
+def test_row_that_nobody_normalised_is_named_by_its_row_in_the_data_set(tmp_path: Path) -> None:
+    samples = [{"x": x, "y": y} for b in batches(30) for x, y in zip(b["x"], b["y"], strict=True)]
+    samples[77]["x"] = 2e4 * samples[77]["x"]
+    data: Any = DataLoader(Batches(samples), batch_size=8, shuffle=True)
+    guarding = GuardCallback(replace(QUIET, run_dir=tmp_path / "run"))
+    torch.manual_seed(1)
+    trainer(tmp_path, guarding, max_epochs=3).fit(Net(noisy=False), data)
+    notes = [
+        str(n["summary"]) for n in read_run(tmp_path / "run").notes if n.get("kind") == "spike"
+    ]
+    assert any("(row 77) reaches" in note and "in batch:x" in note for note in notes)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from integrations.trainers import (
@@ -58,6 +58,37 @@ def test_the_callback_alone_vetoes_reports_and_holds_the_schedule(
     }
     assert "cannot refuse trainer.save_model()" in said["callback-only"]
     assert "is filtered" in said["filtered"] and "nan" in said["filtered"]
+
+
+@pytest.mark.parametrize("logging_steps", [1, 3])
+def test_the_callback_counts_losses_that_are_exactly_zero(
+    tmp_path: Path, logging_steps: int
+) -> None:
+    """Solved examples: their loss is 0 and not a NaN that the Trainer filtered."""
+
+    class Solved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": (self.weight * 0).sum()}
+
+    monitor = GradientMonitoringCallback(quiet(run_dir=tmp_path / "run"))
+    made = trainer(
+        tmp_path,
+        Solved(),
+        numbers(24),
+        extra={"callbacks": [monitor]},
+        logging_steps=logging_steps,
+        optim="adamw_torch",
+    )
+    made.train()
+    assert monitor.reported["zero_loss"] == made.state.global_step
+    assert monitor.reported["loss"] == 0 and not monitor.incidents
+    notes = [line for line in journal_lines(tmp_path / "run") if line.get("kind") == "zero_loss"]
+    assert any(line.get("code") == "SG803" for line in notes)
+    assert any("not a filtered NaN" in line["summary"] for line in notes)
 
 
 def test_gradients_are_gone_when_on_step_end_runs(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_bad_value_of_the_loss_expression_is_named(recorder: Recorder) -> None:
     assert SEEN_LIVE in origin.remarks and origin.reproduced is None
 
 
-def test_what_happens_before_the_model_is_called_is_input(recorder: Recorder) -> None:
+def test_data_that_is_bad_before_the_model_is_called_is_input(recorder: Recorder) -> None:
     model = nn.Linear(3, 1)
     x = noise(4, 3)
     x[2, 0] = float("nan")

@@ -81,16 +81,39 @@ def test_mask_is_intended_and_a_weight_is_not() -> None:
 
 def test_uninitialised_memory_is_blamed_when_it_is_read() -> None:
     tracer = fresh()
-    with tracer:
-        memory = torch.empty(2)
-    # What happens to be in the memory: not written by the traced code.
-    memory.fill_(math.nan)
-    allocated = maker(tracer, memory)
-    assert not allocated.first_bad
-    with tracer:
-        total = memory.sum()
+    # Memory that happens to hold NaN: torch fills it so on demand.
+    torch.use_deterministic_algorithms(True)
+    try:
+        with tracer:
+            memory = torch.empty(2)
+            allocated = maker(tracer, memory)
+            assert not allocated.first_bad
+            total = memory.sum()
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert allocated.first_bad
     assert maker(tracer, total).causes == (allocated,)
+
+
+def test_memory_that_was_written_outside_the_operations_is_not_uninitialised() -> None:
+    tracer = fresh()
+    with tracer:
+        memory = torch.empty(2)
+        memory.numpy()[...] = math.nan
+        total = memory.sum()
+    (wrote,) = maker(tracer, total).causes
+    assert wrote.first_bad and wrote.evidence.opaque == "code"
+
+
+def test_good_memory_that_turned_bad_between_two_operations_is_blamed_there() -> None:
+    tracer = fresh()
+    with tracer:
+        memory = torch.ones(2) * 2
+        memory.numpy()[0] = math.inf
+        total = memory.sum()
+    made = maker(tracer, total)
+    assert not made.first_bad and made.causes[0].first_bad
+    assert made.causes[0].evidence.opaque == "code"
 
 
 def test_number_read_from_a_bad_tensor_leads_back_to_it() -> None:

@@ -156,3 +156,14 @@ def test_softmax_of_a_masked_row_is_0_and_of_others_as_in_torch() -> None:
 
 def test_zero_to_a_negative_power_is_still_infinite() -> None:
     assert numerics.safe_pow(torch.tensor(0.0), -1.0) == torch.inf
+
+
+def test_division_takes_python_numbers() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert torch.equal(numerics.safe_div(x, 2.0), x / 2.0)
+    blank = numerics.safe_div(x, 0.0)
+    assert torch.equal(blank, torch.zeros(2))
+    blank.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.zeros(2))
+    assert float(numerics.safe_div(3, 0, otherwise=5.0)) == 5.0
+    assert float(numerics.safe_div(3, 2)) == 1.5

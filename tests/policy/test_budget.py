@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from stepguard.policy import Budget
 from stepguard.policy.budget import PER
 from stepguard.records import Policy
+from stepguard.report.phrases import count
 
 
 def _spend(*steps: int) -> Budget:
@@ -34,7 +35,7 @@ def test_incidents_in_a_row_are_limited(limit: int) -> None:
     assert _spend(*range(limit)).exceeded(policy) == ""
     assert (
         _spend(*range(limit + 1)).exceeded(policy)
-        == f"{limit + 1} incidents in a row, {limit} are allowed"
+        == f"{count(limit + 1, 'incident')} in a row, {limit} are allowed"
     )
 
 

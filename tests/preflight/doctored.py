@@ -58,14 +58,6 @@ def broken():
 def wrong():
     return 3
 """
-TITLES = [
-    "configuration",
-    "checkpoints",
-    "fresh model",
-    "forward pass",
-    "watched values",
-    "recommendations",
-]
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""The checklist's points about code, judged by the source below the current directory."""
+"""The checklist's points about code, judged by the source of the program that is checked."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,26 +10,43 @@ from torch import nn
 
 from preflight.asking import inside
 from stepguard.preflight import Subject, check
-from stepguard.preflight.project import read_project
+from stepguard.preflight.inspection import CheckContext, Inspection
+from stepguard.preflight.items import checklist
+from stepguard.preflight.project import read_program, read_project
+from stepguard.preflight.run import run_item
 
-ITEMS = ("checklist.loss_checked", "checklist.norms", "checklist.recovery")
+ITEMS = (checklist.loss_checked, checklist.norms, checklist.recovery)
+GUARDED = ("pass", "pass", "pass")
+UNGUARDED = ("warn", "warn", "warn")
 
 
-def statuses(folder: Path, source: str) -> tuple[str, ...]:
-    (folder / "train.py").write_text(source)
-    with inside(folder):
-        result = check(Subject(model=nn.Linear(2, 2)), only=ITEMS)
-    return tuple(result.outcome(item).status for item in ITEMS)
+def statuses(folder: Path, source: str, *, known: bool = True) -> tuple[str, ...]:
+    script = folder / "train.py"
+    script.write_text(source)
+    context = CheckContext(folder, script=script if known else None)
+    run = Inspection(Subject(model=nn.Linear(2, 2)), context)
+    return tuple(run_item(item, run).status for item in ITEMS)
 
 
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("loss.backward()\noptimizer.step()\n", ("warn", "warn", "warn")),
-        ("if torch.isnan(loss):\n    pass\n", ("warn", "warn", "warn")),
+        ("loss.backward()\noptimizer.step()\n", UNGUARDED),
+        ("if torch.isnan(loss):\n    pass\n", UNGUARDED),
         ("if not torch.isfinite(loss):\n    pass\n", ("pass", "warn", "warn")),
+        ("bad = loss.isnan() or loss.isinf()\n", ("pass", "warn", "warn")),
         ("norm = clip_grad_norm_(p, 1.0)\n", ("warn", "pass", "warn")),
-        ("import stepguard\nguard = stepguard.watch(model, optimizer)\n", ("pass", "pass", "pass")),
+        ("import stepguard\nguard = stepguard.watch(model, optimizer)\n", GUARDED),
+        ("from stepguard import Guard\nguard = Guard(model, optimizer)\n", GUARDED),
+        ("from stepguard import Guard as G\nwith G(model, optimizer):\n    pass\n", GUARDED),
+        ("import stepguard as sg\nsg.watch(model, optimizer)\n", GUARDED),
+        ("from stepguard.integrations.transformers import guard\nguard(trainer)\n", GUARDED),
+        ("import stepguard.integrations.lightning as l\nl.GuardCallback()\n", GUARDED),
+        ("from stepguard import *\nwatch(model, optimizer)\n", GUARDED),
+        # A name of somebody else's, and an import that nothing uses.
+        ("from mine import watch\nimport stepguard\nwatch(model)\n", UNGUARDED),
+        ("from stepguard import Guard\nloss.backward()\n", UNGUARDED),
+        ("import stepguard\nx = stepguard.numerics.safe_log(x)\n", UNGUARDED),
     ],
 )
 def test_points_about_code_follow_the_source(
@@ -37,13 +55,96 @@ def test_points_about_code_follow_the_source(
     assert statuses(tmp_path, source) == expected
 
 
+@pytest.mark.parametrize(
+    ("test", "is_of_the_loss"),
+    [
+        ("assert torch.isfinite(batch['image']).all()", False),
+        ("keep = np.isfinite(rows)", False),
+        ("torch.isfinite(loss_scale)", False),
+        ("if not math.isfinite(loss.item()): raise", True),
+        ("value = float(loss)\nif not math.isfinite(value): raise", True),
+        ("total.backward()\nif not torch.isfinite(total): raise", True),
+        ("scaler.scale(objective).backward()\ntorch.isfinite(objective)", True),
+        ("accelerator.backward(out)\ntorch.isfinite(out)", True),
+        ("torch.isfinite(outputs.loss)", True),
+        ("torch.isfinite(parts['loss'])", True),
+        ("def good(x):\n    return torch.isfinite(x).all()\ngood(loss)", True),
+        ("def good(x):\n    return torch.isfinite(x).all()\ngood(batch)", False),
+    ],
+)
+def test_only_a_test_of_the_loss_validates_the_loss(
+    tmp_path: Path, test: str, is_of_the_loss: bool
+) -> None:
+    (tmp_path / "train.py").write_text(test.replace(": raise", ": print(1)"))
+    program = read_program(tmp_path, tmp_path / "train.py")
+    assert ("isfinite" in program.loss_tests) is is_of_the_loss
+
+
+def test_another_script_of_the_folder_proves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text(
+        "import stepguard\nstepguard.watch(model, optimizer)\ntorch.isfinite(loss)\n"
+        "clip_grad_norm_(p, 0.5)\n"
+    )
+    assert statuses(tmp_path, "loss.backward()\n") == UNGUARDED
+    # With a configuration alone nobody can say which program it is for.
+    assert set(statuses(tmp_path, "loss.backward()\n", known=False)) == {"not_checked"}
+
+
+def test_modules_that_the_script_imports_belong_to_it(tmp_path: Path) -> None:
+    package = tmp_path / "project" / "inner"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "loop.py").write_text("from . import guarding\n")
+    (package / "guarding.py").write_text("import stepguard\nstepguard.Guard(model, opt)\n")
+    source = "def main():\n    from project.inner.loop import train\n"
+    assert statuses(tmp_path, source) == GUARDED
+
+
 def test_installed_and_hidden_source_does_not_count(tmp_path: Path) -> None:
     for folder in ("site-packages", ".hidden", "env"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "other.py").write_text("isfinite(loss)")
+        (tmp_path / folder / "other.py").write_text("config.hidden")
     (tmp_path / "env" / "pyvenv.cfg").touch()
     (tmp_path / "broken.py").write_text("def (:")
     (tmp_path / "mine.py").write_text("config.lr\n")
     project = read_project(tmp_path)
-    assert (project.files, project.calls) == (1, {})
+    assert (project.files, "hidden" in project.mentions) == (1, False)
     assert project.mentions["lr"] == "mine.py:1"
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "words"),
+    [
+        (
+            "clip_grad_norm_(model.parameters(), 1.0)",
+            "warn",
+            "the program clips at train.py:1 to 1",
+        ),
+        ("clip_grad_norm_(model.parameters(), max_norm=0.5)", "pass", "train.py:1 to 0.5"),
+        ("LIMIT = 0.3\nclip_grad_norm_(params, LIMIT)", "pass", "train.py:2 to 0.3"),
+        ("clip_grad_norm_(params, args.clip)", "pass", "not written there as a number"),
+        ("loss.backward()", "warn", "the program clips nowhere"),
+    ],
+)
+def test_clipping_of_the_program_counts_and_the_fix_is_what_is_expected(
+    tmp_path: Path, source: str, status: str, words: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    run = Inspection(Subject(model=nn.Linear(2, 2)), CheckContext(tmp_path, script=script))
+    outcome = run_item(checklist.clip, run)
+    assert outcome.status == status and words in outcome.evidence[0]
+    if status == "warn":
+        assert "0.5" in outcome.fix and "1.0" not in outcome.fix
+
+
+def test_a_script_that_checks_itself_is_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("import stepguard\nstepguard.watch(model, opt)\n")
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False
+    )
+    with inside(tmp_path):
+        result = check(Subject(model=nn.Linear(2, 2)), only=["checklist.norms"])
+    assert result.outcome("checklist.norms").status == "pass"

@@ -66,6 +66,38 @@ def test_the_configurations_hold_what_the_report_says(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "training.warmup_share=0.0",
+        "training.dtype=fp32",
+        "training.gradient_accumulation_steps=1",
+        "loss.text_loss_weight=0.5",
+        "loss.latent_loss_weight=1.0",
+        "loss.normalize_latents=True",
+        "optimizer.lr=3e-5",
+        "optimizer.grad_clip_norm=0.3",
+    ],
+)
+def test_each_setting_of_the_report_changes_what_is_trained(folder: Path, change: str) -> None:
+    def trained(*changed: str) -> Any:
+        loop = quiet("training.num_train_steps=20", *changed)
+        batches = loop.batches()
+        for _ in range(2):
+            loop.one_step([next(batches) for _ in range(loop.session.parts)])
+        loop.close()
+        return torch.nn.utils.parameters_to_vector(loop.session.trainer.parameters())
+
+    assert not trained().equal(trained(change))
+
+
+def test_a_warm_up_of_2000_steps_is_2000_steps_long(folder: Path) -> None:
+    session = quiet("training.num_train_steps=30000").session
+
+    assert session.warmup == 2000
+    assert session.rate_factor(999) == pytest.approx(0.5, rel=0.01)
+
+
 def test_clipping_is_1_where_it_is_unset_and_off_at_0(folder: Path) -> None:
     from latentDLM_mmdit.guarded import clip_norm
 

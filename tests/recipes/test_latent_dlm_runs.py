@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,9 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(folder: Path, tmp_
 
     assert resumed.folder == first.folder != whole.folder
     assert len(resumed.history.losses) == 3
+    by_step = build_loop(settings(*given, "training.resume=3"), Ranks())
+    assert by_step.resume("3").startswith("going on after 3 steps")
+    by_step.close()
     assert same(whole.session.trainer, resumed.session.trainer)
 
 
@@ -56,6 +60,27 @@ def test_the_original_resumes_too_and_takes_the_configured_learning_rate(
     assert resumed.folder == first.folder
     assert resumed.step == 6
     assert resumed.session.rate == whole.session.rate
+
+
+def test_the_original_warns_zeroes_and_updates_all_the_same(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from latentDLM_mmdit.ranks import Ranks
+    from latentDLM_mmdit.train_mmdit import build_loop
+
+    loop = build_loop(settings(*places(tmp_path), name="mmdit"), Ranks())
+    batches = loop.batches()
+    loop.one_step([next(batches)])
+    loop.session.pairs.latents.fill_(float("nan"))
+    before = [p.clone() for p in loop.session.trainer.parameters()]
+    done = loop.one_step([next(batches)])
+    loop.close()
+
+    assert "Warning: NaN gradient detected at step 1" in capsys.readouterr().out
+    assert done.committed  # zeroed gradients are still a step: momentum and decay move the weights
+    now = list(loop.session.trainer.parameters())
+    assert not any(bool(torch.isnan(p).any()) for p in now)
+    assert any(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
 def test_a_poisoned_checkpoint_is_not_resumed_from_nor_written(
@@ -121,7 +146,7 @@ def test_logs_of_both_versions_can_be_read_plotted_and_compared(
     assert all("loss" in line for line in lines)
     assert "ERROR: Invalid loss at step " in log
     assert "  text_loss: nan" in log
-    assert rows["losses read before backward"].first == "0"
+    assert rows["losses judged before the update"].first == "0"
     assert rows["bad steps committed"].first != "0"
     assert rows["bad steps committed"].second == "0"
     assert {
@@ -131,10 +156,61 @@ def test_logs_of_both_versions_can_be_read_plotted_and_compared(
         "weight_max",
         "t_max",
         "clip_factor",
-    } <= set(steps[0])
+    } <= set(next(line for line in steps if "loss" in line))  # the first one is an evaluation
     assert any("update_ratio" in line for line in steps)
     assert facts["seed"] == 4
     assert facts["versions"]["torch"] == torch.__version__
+
+
+def test_an_incident_says_the_rate_and_the_place_in_the_schedule_of_its_own_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = quiet("training.num_train_steps=40")  # a warm-up of 4 steps
+    told: list[str] = []
+    monkeypatch.setattr(loop.guard.port, "say", lambda key, text: told.append(text))
+    take, batches = loop.session.loss, loop.batches()
+    loop.session.loss = lambda batch: {
+        name: value * float("nan" if loop.step in (2, 6) else 1.0)
+        for name, value in take(batch).items()
+    }
+    for _ in range(8):
+        loop.one_step([next(batches), next(batches)])
+    loop.close()
+    rate = loop.session.rate_factor
+
+    # the schedule does not move with a step that is skipped: the seventh step has place 5
+    assert told == [
+        f"learning rate {5e-5 * rate(2):.2e}, LambdaLR step 2 of 40, inside the warm-up of 4",
+        f"learning rate {5e-5 * rate(5):.2e}, LambdaLR step 5 of 40, after the warm-up of 4",
+    ]
+
+
+def test_a_run_of_nothing_but_bad_batches_stops_with_the_weights_it_has(folder: Path) -> None:
+    from stepguard import TrainingHalted
+
+    loop = quiet("training.max_skips_in_a_row=2")
+    loop.session.pairs.latents.fill_(float("nan"))
+    before = [p.clone() for p in loop.session.trainer.parameters()]
+    with pytest.raises(TrainingHalted):
+        loop.train(bar=False)
+
+    assert [incident.decision.action for incident in loop.guard.incidents][-1] == "stop"
+    assert not any(one.decision.action == "rewind" for one in loop.guard.incidents)
+    now = loop.session.trainer.parameters()
+    assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+
+
+def test_a_short_run_says_where_its_eval_loss_began(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from latentDLM_mmdit.train_mmdit_stable import start
+
+    start(settings(*places(tmp_path), "optimizer.lr=1e-2", "training.num_train_steps=12"))
+    said = capsys.readouterr().out
+    began, *_, ended = (float(x) for x in re.findall(r"eval at step \d+: eval_loss (\S+),", said))
+
+    assert f"eval_loss was {began:.4f} at the start" in said
+    assert ended < began
 
 
 def test_the_reports_own_commands_work_on_the_files_of_a_run(
@@ -154,7 +230,7 @@ def test_the_reports_own_commands_work_on_the_files_of_a_run(
     bad = ("model.schedule_dtype=model", "training.train_batch_size=64", "training.seed=4")
     loop = start(settings(*places(tmp_path), *bad, "training.gradient_accumulation_steps=1"))
     ckpt = torch.load(loop.folder / "latest" / "checkpoint.pt")
-    monkeypatch.chdir(tmp_path / "logs")
+    monkeypatch.chdir(tmp_path)  # where log_dir is, as the recipe's root is beside train_logs
     losses = []
     with open("training_log.jsonl") as f:  # noqa: PTH123 as the report has it
         for line in f:
@@ -167,7 +243,7 @@ def test_the_reports_own_commands_work_on_the_files_of_a_run(
     assert not any(torch.isnan(p).any() for p in ckpt["model"].values())
     assert losses[5] is None
     assert all(loss is not None for loss in losses[:5])
-    assert (tmp_path / "logs" / "loss_curve.png").stat().st_size > 0
+    assert Path("loss_curve.png").stat().st_size > 0
 
 
 @pytest.mark.usefixtures("interruptible")

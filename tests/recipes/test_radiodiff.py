@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,104 @@ def test_every_key_is_read(
     assert set(unread(trainer.config)) <= {"data.folder", "trainer.resume_milestone"}
     said = capsys.readouterr().out
     assert "Configuration is properly aligned" in said
-    assert "[Train Step] 3/6: loss_simple: " in said
+    assert "\nGPU IDs: none\n" in said or torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+@pytest.mark.parametrize("guard", ["original", "stable"])
+def test_the_log_has_the_losses_of_its_step_by_name(
+    folder: Path, capsys: pytest.CaptureFixture[str], weight: float, guard: str
+) -> None:
+    trainer = started(
+        folder,
+        "trainer.results_folder=null",
+        f"model.vlb_weight={weight}",
+        f"trainer.guard={guard}",
+        "trainer.gradient_accumulate_every=2",
+    )
+    lines = re.findall(
+        r"\[Train Step\] (\d)/6: loss_simple: (\S+), loss_vlb: (\S+), total_loss: (\S+), "
+        r"lr: (\S+)",
+        capsys.readouterr().out,
+    )
+
+    assert [line[0] for line in lines] == ["3", "6"]
+    for step, simple, vlb, total, rate in lines:
+        assert (float(vlb) > 0.0) == (weight > 0.0)
+        assert float(total) == pytest.approx(float(simple) + float(vlb), abs=2e-5)
+        assert float(total) == pytest.approx(trainer.history.losses[int(step) - 1], abs=1e-5)
+        assert float(rate) == pytest.approx(1e-3 * (1 - (int(step) - 1) / 6) ** 0.96, rel=5e-3)
+
+
+def test_the_file_that_the_report_names_and_the_reports_values(folder: Path) -> None:
+    from denoising_diffusion_pytorch.settings import load_config
+
+    own = load_config(folder / "configs" / "radio_train_m.yaml").trainer
+    report = load_config(folder / "configs" / "radio_report.yaml").trainer
+    names = ("lr", "min_lr", "amp", "fp16", "grad_clip", "resume_milestone")
+
+    assert [report[name] for name in names] == [1e-5, 1e-6, True, False, 0.5, 10]
+    assert [own[name] for name in names] == [1e-3, 1e-6, False, False, 0.5, 10]
+
+
+def test_the_reports_block_of_settings_is_read_as_numbers(folder: Path, tmp_path: Path) -> None:
+    from denoising_diffusion_pytorch.settings import load_config
+
+    block = "trainer:\n  lr: 1e-5\n  min_lr: 1e-6\n  amp: True\n  fp16: False\n"
+    (tmp_path / "report.yaml").write_text(f"{block}  resume_milestone: 10\n", encoding="utf-8")
+    found = load_config(tmp_path / "report.yaml").trainer
+
+    assert [found[name] for name in found] == [1e-5, 1e-6, True, False, 10]
+    assert isinstance(found.lr, float)
+
+
+def test_the_checklist_knows_that_the_run_will_be_guarded(folder: Path, tmp_path: Path) -> None:
+    from stepguard.preflight import check
+    from stepguard.preflight.subject import subject_of
+    from train_cond_ldm import build
+
+    made = build(settings(folder, f"trainer.results_folder={tmp_path}"))
+    found = check(subject_of(made, "train_cond_ldm:build"), only=("checklist",))
+
+    for name in ("loss_checked", "norms", "recovery"):
+        outcome = found.outcome(f"checklist.{name}")
+        assert outcome.status == "pass"
+        assert "the returned `guard`" in outcome.evidence[0]
+
+
+def test_a_lower_limit_of_the_weights_acts(folder: Path) -> None:
+    trainer = started(folder, "trainer.results_folder=null", "model.weight_limit=2.5")
+
+    assert float(trainer.model.largest_weight) == 2.5
+
+
+def test_a_run_whose_batches_are_all_bad_stops(folder: Path) -> None:
+    from stepguard import TrainingHalted
+
+    often = ("model.eps=0", "model.timesteps=1", "data.batch_size=16")  # half of the times are 0
+    with pytest.raises(TrainingHalted):
+        started(folder, "trainer.results_folder=null", "trainer.train_num_steps=300", *often)
+
+
+def test_a_resumed_run_says_what_is_configured_otherwise_and_uses_the_configured_rate(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stepguard.preflight import Subject, check
+
+    started(folder, f"trainer.results_folder={tmp_path}")
+    resume = ("trainer.enable_resume=True", "trainer.resume_milestone=1", "trainer.lr=2e-3")
+    resumed = started(folder, f"trainer.results_folder={tmp_path}", *resume)
+
+    assert "model-1.pt: step 3; changed: " in (said := capsys.readouterr().out)
+    assert "trainer.lr: 0.001 -> 0.002" in said
+    assert resumed.rate == pytest.approx(2e-3 * (1 / 6) ** 0.96)
+    # the same before a run, by the command of the library
+    outcome = check(
+        Subject(config=settings(folder, "trainer.lr=2e-3"), checkpoint=tmp_path / "model-1.pt"),
+        only=("config.changed",),
+    ).outcome("config.changed")
+    assert outcome.status == "warn"
+    assert any("trainer.lr: 0.001 -> 0.002" in line for line in outcome.evidence)
 
 
 def test_an_unknown_key_is_refused(folder: Path) -> None:

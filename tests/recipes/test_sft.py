@@ -29,7 +29,6 @@ TINY = (
     "args.warmup_steps=2",
     "args.logging_steps=1",
     "args.save_steps=3",
-    "args.bf16=False",
 )
 HALF = ("model.torch_dtype=float16", "lora.autocast_adapter_dtype=False", "args.optim=adamw_torch")
 
@@ -276,16 +275,37 @@ def test_the_checks_of_the_settings_can_be_run_by_themselves(folder: Path, tmp_p
     assert found.outcome("labels.empty").status == "pass"
 
 
-def test_it_runs_as_it_is_typed(tmp_path: Path) -> None:
-    overrides = (*TINY, f"args.output_dir={tmp_path}", f"model.cache={tmp_path}")
-    ended = run("sft", "homework/sft.py", *overrides)
+@pytest.mark.parametrize("has_bf16", [True, False], ids=["bf16", "no bf16"])
+def test_every_processor_gets_a_precision_that_the_trainer_takes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+) -> None:
+    for sign in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, sign, lambda: has_bf16)
+    trained = made(folder, tmp_path)
+    said, fine = trained.look()
+    trained.train()
 
-    assert ended.returncode in (0, 1), ended.stderr  # so small a model may well be wrong every time
-    assert "=== Current Configuration ===" in ended.stdout
-    assert "ok   gradient norms are finite in 6 of 6 log lines" in ended.stdout
-    assert (tmp_path / "run.json").is_file() and (
-        tmp_path / "adapter" / "adapter_model.safetensors"
-    ).is_file()
+    assert trained.trainer.args.bf16 is has_bf16 or torch.accelerator.is_available()
+    assert fine, said
+    assert all(map(math.isfinite, trained.history.losses)) and len(trained.history.losses) == 6
+
+
+def test_bf16_can_be_asked_for_by_name_on_any_processor(folder: Path, tmp_path: Path) -> None:
+    assert made(folder, tmp_path, "args.bf16=True").trainer.args.bf16
+
+
+def test_a_single_loss_of_zero_fails_the_verdict_although_no_log_line_shows_it(
+    folder: Path,
+) -> None:
+    from homework.verdict import Scores, verdict
+
+    lines = [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": 1.0}]
+    scores = Scores(loss=1.0, accuracy=0.5, answer_rate=1.0)
+
+    assert verdict(lines, [2.0, 2.0, 1.0, 1.0], scores, 0)[1]
+    said, passed = verdict(lines, [4.0, 0.0, 1.0, 1.0], scores, 0)
+    assert not passed
+    assert "FAIL the loss is 0 in 1 of 4 steps" in said
 
 
 def test_the_short_form_of_verify_survives_adams_eps_and_finds_the_cut_answers() -> None:

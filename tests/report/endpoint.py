@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -19,6 +19,10 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Taking)
         self.got: list[dict[str, Any]] = []
         self.status = 200
+        self.redirect = ""
+        self.answer = 0
+        """Bytes that it announces and sends, a block at a time."""
+        self.sent = 0
         self.open = threading.Event()
         self.open.set()
 
@@ -35,8 +39,13 @@ class Taking(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.got.append(json.loads(body))
         self.send_response(self.server.status)
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(self.server.answer))
+        if self.server.redirect:
+            self.send_header("Location", self.server.redirect)
         self.end_headers()
+        with suppress(OSError):  # whoever asked has had enough
+            while self.server.sent < self.server.answer:
+                self.server.sent += self.wfile.write(b"x" * (1 << 16))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""

@@ -107,8 +107,7 @@ def test_a_run_without_steps_can_be_compared(empty: _Run) -> None:
 def test_an_unguarded_loop_that_keeps_its_own_record_has_read_no_loss_before_backward() -> None:
     alone = _Run("a/journal.jsonl", header={"guarded": False}, steps=_steps(5, committed=True))
     guarded = _Run("b/journal.jsonl", steps=_steps(5, committed=False))
-    (row,) = (
-        row for row in compare(alone, guarded).rows if row.aspect == "losses read before backward"
-    )
+    aspect = "losses judged before the update"
+    (row,) = (row for row in compare(alone, guarded).rows if row.aspect == aspect)
 
     assert (row.first, row.second) == ("0", "10")

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from report.literals import told
+from stepguard import Guard, GuardConfig
 from stepguard.journal import RunRecord
 from stepguard.records import Decision, Incident, Reading, Verdict
 from stepguard.report.health import concerns, silence
 from stepguard.report.live_view import judge_run
+from stepguard.report.story import read_story
 
 END = {"type": "end", "armed": True}
 
@@ -246,3 +250,42 @@ def test_run_that_was_started_again_after_a_stop_is_not_stopped() -> None:
     assert verdict(record) == "healthy"
     record.steps = record.steps[:10]
     assert verdict(record) == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("values", "exploded"),
+    [
+        ([0.0] * 10 + [0.5, 3.0, 80.0] * 10, False),
+        ([2.7 + n % 5 for n in range(40)], False),
+        ([float(10 ** (n // 4)) for n in range(40)], False),
+        ([2.7] * 20 + [1e9] + [2.7] * 20, True),
+        ([2.7] * 20 + [-4e8], True),
+    ],
+)
+def test_a_followed_value_that_explodes_is_reported(values: list[float], exploded: bool) -> None:
+    record = journal([1.0] * len(values))
+    for line, value in zip(record.steps, values, strict=True):
+        line["followed"] = {"w(t)": value}
+    text = said(record)
+    assert ("w(t) exploded" in text) is exploded
+    if exploded:
+        assert "at step 20, at most 2.7 before" in text
+
+
+@pytest.mark.parametrize(("grows", "expected"), [(1.0, False), (1.5, True)])
+def test_weights_that_explode_behind_a_norm_are_reported(
+    tmp_path: Path, grows: float, expected: bool
+) -> None:
+    """Their loss stays as it is, because the norm divides their size out again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    settings = GuardConfig(run_dir=tmp_path, look_every=5, terminal="quiet")
+    with Guard(model, optimizer, config=settings) as guard:
+        for _ in range(41):
+            guard.step(lambda x: model(x).square().mean(), torch.randn(8, 4))
+            with torch.no_grad():
+                model[0].weight.mul_(grows)
+    text = "; ".join(concern.text for concern in concerns(read_story(tmp_path).latest))
+    assert ("weights exploded: the root mean square of 0.weight" in text) is expected
+    assert not guard.incidents

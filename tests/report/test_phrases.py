@@ -57,6 +57,11 @@ def test_scalar_operand_is_its_value() -> None:
     )
 
 
+def test_tensor_without_dimensions_has_no_position() -> None:
+    value = Operand(dtype="float32", nan=1, index=(), value=math.nan)
+    assert phrases.operand(value) == "float32; nan; 1 NaN"
+
+
 def test_operand_counts_what_is_wrong() -> None:
     tensor = Operand(
         dtype="float16", shape=(2, 3), nan=1, posinf=2, neginf=3, zeros=1, min=-1.0, max=2.0

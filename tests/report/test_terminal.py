@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ import pytest
 import rich
 from rich.progress import Progress
 
-import stepguard.report.terminal
 from report.literals import BARE, MASKED_ROW, FakeTerminal, masked_row, note
 from stepguard.records import Decision, Policy, Reading, Remedy
 from stepguard.report.terminal import Terminal
@@ -76,16 +76,50 @@ def test_sections_without_data_are_left_out(out: io.StringIO) -> None:
     assert lines[1] == " WHAT    gradient is non-finite (head.weight)"
 
 
-def test_repeats_are_one_counted_line(out: io.StringIO) -> None:
+def test_repeats_are_counted_lines_that_become_fewer(out: io.StringIO) -> None:
     terminal = Terminal(out)
-    for position, step in enumerate((46, 47, 48), start=1):
-        terminal.incident(masked_row(step, in_a_row=position))
-    lines = out.getvalue().splitlines()
-    assert sum(line.startswith("━━") for line in lines) == 1
-    assert lines[-1].startswith(
-        "stepguard: step 48 skipped again (3rd of this kind, 3 in a row): loss is nan (text_loss)"
+    for step in range(100):
+        terminal.incident(masked_row(step, in_a_row=step + 1))
+    panel, lines = out.getvalue().split("\nstepguard: ", 1)
+    assert panel.count(" WHAT ") == 1
+    printed = ["stepguard: " + line for line in lines.split("\nstepguard: ")]
+    assert [int(line.split()[2]) for line in printed] == [1, 3, 7, 15, 31, 63]
+    assert printed[1].startswith(
+        "stepguard: step 3 skipped again (4th of this kind, 4 in a row, next shown is the 8th): "
+        "loss is nan (text_loss)"
     )
-    assert "model.py:88" in lines[-1] and lines[-1].endswith("sample 5; SG204")
+    assert "model.py:88" in printed[1] and printed[1].endswith("sample 5; SG204")
+
+
+def test_incidents_that_could_not_be_located_are_counted_with_those_that_were(
+    out: io.StringIO,
+) -> None:
+    terminal = Terminal(out)
+    for step in range(16):
+        located = masked_row(step, in_a_row=step + 1)
+        blank = replace(located, origin=None, findings=())
+        terminal.incident(located if step % 2 else blank)
+    text = out.getvalue()
+    assert text.count(" WHAT ") == 2  # the first of all, and the first that was located
+    counted = [line for line in text.splitlines() if "of this kind" in line]
+    assert [line.partition("(")[2].split()[0] for line in counted] == ["4th", "8th", "16th"]
+
+
+def test_bad_micro_batch_is_named_once(out: io.StringIO) -> None:
+    terminal = Terminal(out)
+    reading = Reading(step=1, micro_losses=(math.nan, 0.5))
+    first = masked_row(1)
+    assert first.origin is not None
+    summary = "loss is nan in micro-batch 1 of 2"
+    twice = replace(
+        first,
+        reading=reading,
+        origin=replace(first.origin, micro_batch=0),
+        verdict=replace(first.verdict, summary=summary),
+    )
+    terminal.incident(twice)
+    terminal.incident(replace(twice, id="again"))
+    assert out.getvalue().splitlines()[-1].count("micro-batch 1 of 2") == 1
 
 
 def test_other_answer_to_the_same_kind_is_no_again_and_says_why(out: io.StringIO) -> None:
@@ -145,10 +179,8 @@ def test_halt_says_why_and_where_the_weights_are(out: io.StringIO) -> None:
     out.truncate(out.seek(0))
     terminal.halted(stopped, EXIT)
     assert out.getvalue().splitlines() == [
-        "stepguard: Stopping training to prevent corruption at step 52: no rewind: 3 rewinds used",
-        "stepguard: weights are those from before the bad step",
-        "stepguard: next: stepguard report runs/demo",
-        EXIT,
+        "stepguard: Stopping training to prevent corruption at step 52: no rewind: 3 rewinds used; "
+        "weights are those from before the bad step; next: stepguard report runs/demo",
     ]
 
 
@@ -169,18 +201,6 @@ def test_halt_on_damaged_state_does_not_call_the_weights_good(out: io.StringIO) 
 def test_halt_shows_the_panel_where_nobody_showed_it_before(out: io.StringIO) -> None:
     Terminal(out).halted(masked_row(52, "stop"), EXIT)
     assert out.getvalue().count(" WHAT ") == 1
-
-
-def test_exit_line_is_printed_even_where_the_panel_cannot_be_drawn(
-    out: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no panel")
-
-    monkeypatch.setattr(stepguard.report.terminal, "paint_incident", broken)
-    with pytest.raises(RuntimeError, match="no panel"):
-        Terminal(out).halted(masked_row(52, "stop"), EXIT)
-    assert out.getvalue().splitlines()[-1] == EXIT
 
 
 def test_refused_save_is_printed_every_time(out: io.StringIO) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
+from stepguard.engine.drivers.schedule import scheduler_of
 from stepguard.run.discover import (
     LooseParameters,
     parameters_of,
-    scheduler_of,
     share,
     trained_by,
     variable_name,

@@ -60,13 +60,15 @@ def test_bad_tensors_are_named_with_their_kind() -> None:
     assert bad_buffers({"critic": model}) == ["buffer:critic.1.running_var"]
 
 
-def test_bad_slots_are_named_once_also_inside_lists() -> None:
+def test_bad_slots_are_named_by_parameter_once_each_also_inside_lists() -> None:
     first = nn.Parameter(torch.zeros(1))
     second = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([first, second], lr=0.1)
     for parameter in (first, second):
         optimizer.state[parameter] = {"old": [torch.tensor([1.0]), torch.tensor([NAN])], "n": 3}
-    assert bad_slots(optimizer) == ["opt:old"]
+    named = nn.Module()
+    named.first = first
+    assert bad_slots({"": named}, optimizer) == ["opt:first/old", "opt:group0[1]/old"]
     assert len(state_tensors(optimizer)) == 4
 
 

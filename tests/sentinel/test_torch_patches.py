@@ -56,7 +56,8 @@ def recorder() -> Iterator[Recorder]:
 
 def test_originals_are_back_when_the_last_listener_stops() -> None:
     before = (torch.Tensor.backward, clip_grad._get_total_norm, GradScaler.update)
-    stops = [torch_patches.listen(Recorder()) for _ in range(2)]
+    listeners = [Recorder(), Recorder()]
+    stops = [torch_patches.listen(listener) for listener in listeners]
     stops[0]()
     assert torch.Tensor.backward is not before[0]
     stops[1]()

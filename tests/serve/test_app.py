@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from cli.journals import write_run
 from report.hostile import ATTACK
+from stepguard import ConfigError
+from stepguard.cli.app import app
 from stepguard.serve.app import COOKIE, build_app
 
 
@@ -65,6 +69,78 @@ def test_name_of_another_site_is_refused_without_a_token(runs: Path) -> None:
     assert ask(runs, "/", host="127.0.0.1").status_code == 200
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        b"evil.example",
+        b"evil.example:8321",
+        b"evil.example\x7f@localhost",
+        b"localhost@evil.example",
+        b"local_host",
+        b"evil^localhost",
+        b"localhost.evil.example",
+        b"localhost:80:90",
+        b"",
+        b" localhost",
+        b"[::1]evil",
+    ],
+)
+def test_raw_host_header_decides(runs: Path, host: bytes) -> None:
+    """starlette drops characters of a name it cannot parse; a browser sends them."""
+    sent: list[int] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            sent.append(message["status"])
+
+    async def answer(*hosts: bytes) -> None:
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/runs.json",
+            "query_string": b"",
+            "server": ("127.0.0.1", 8321),
+            "headers": [(b"host", one) for one in hosts],
+        }
+        await build_app(runs)(scope, _nothing, send)  # type: ignore[arg-type]
+
+    asyncio.run(answer(host))
+    asyncio.run(answer())
+    asyncio.run(answer(b"localhost", host))
+    assert sent == [403, 403, 403]
+    asyncio.run(answer(b"LOCALHOST:8321"))
+    assert sent[-1] == 200
+
+
+async def _nothing() -> dict[str, str]:
+    return {"type": "http.request"}
+
+
+@pytest.mark.parametrize("token", ["", "  "])
+def test_empty_token_is_an_error_not_an_open_door(runs: Path, token: str) -> None:
+    with pytest.raises(ConfigError, match="the token is empty"):
+        build_app(runs, token)
+    words = ["serve", str(runs), "--host", "127.0.0.1", "--token", token]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and "the token is empty" in done.output
+
+
+def test_stale_cookie_does_not_hide_a_valid_bearer(runs: Path) -> None:
+    stale = f"{COOKIE}=old"
+    answer = ask(runs, "/", token="right", cookie=stale, authorization="Bearer right")
+    assert answer.status_code == 200
+    assert ask(runs, "/?token=right", token="right", cookie=stale).status_code == 200
+
+
+def test_hidden_folders_and_links_open_nothing(runs: Path) -> None:
+    write_run(runs / ".hidden")
+    write_run(runs / "a" / "checkpoints" / "c")
+    (runs / "linked").mkdir()
+    (runs / "linked" / "journal.jsonl").symlink_to(runs.parent / "secret" / "journal.jsonl")
+    for name in (".hidden", "a/checkpoints/c", "linked"):
+        assert ask(runs, f"/runs/{name}").status_code == 404
+
+
 def test_token_is_asked_for_and_then_kept_in_a_cookie(runs: Path) -> None:
     assert ask(runs, "/", token="right", host="box").status_code == 401
     assert ask(runs, "/?token=wrong", token="right", host="box").status_code == 401
@@ -80,6 +156,8 @@ def test_token_is_asked_for_and_then_kept_in_a_cookie(runs: Path) -> None:
 def test_stream_without_a_place_is_refused(runs: Path) -> None:
     assert ask(runs, "/events/a").status_code == 400
     assert ask(runs, "/events/a?number=x&from=-1&version=").status_code == 400
+    digits = "9" * 5000
+    assert ask(runs, f"/events/a?number={digits}&from={digits}&version=").status_code == 400
 
 
 def test_nothing_is_cached_framed_or_guessed(runs: Path) -> None:

@@ -32,7 +32,7 @@ def test_rows_come_once_and_facts_when_something_else_was_written(tmp_path: Path
     following = RunFollower(run, "run")
 
     async def ask(place: PageProgress) -> tuple[PageProgress, dict[str, object]] | None:
-        return await following.since(place)
+        return await following.since(place, "0")
 
     place, message = asyncio.run(ask(PageProgress(1, 0, "")))
     assert (message["from"], message["count"]) == (0, 12)
@@ -52,14 +52,30 @@ def test_rows_come_once_and_facts_when_something_else_was_written(tmp_path: Path
 def test_another_run_in_the_folder_is_told_without_rows(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     following = RunFollower(run, "run")
-    place, _ = asyncio.run(following.since(PageProgress(1, 0, "")))
+    place, _ = asyncio.run(following.since(PageProgress(1, 0, ""), "0"))
     write_run(run)
-    now, message = asyncio.run(following.since(place))
+    now, message = asyncio.run(following.since(place, "0"))
     assert now.number == 2 and message == {}
 
 
 def test_document_says_where_further_rows_come_from(tmp_path: Path) -> None:
     following = RunFollower(write_run(tmp_path / "run"), "run")
     document = asyncio.run(following.document("/events/run"))
-    assert document["live"] == {"events": "/events/run"}
+    assert document["live"] == {"events": "/events/run?journal=0"}
     assert document["runs"][0]["incidents"][0]["step"] == 8
+
+
+def test_page_of_a_journal_that_was_replaced_is_loaded_again(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    following = RunFollower(run, "run")
+    document = asyncio.run(following.document("/events/run"))
+    assert document["runs"][0]["incidents"]
+    lines = ['{"v":1,"type":"run","run":"other"}']
+    lines += [f'{{"v":1,"type":"step","step":{step},"loss":1}}' for step in range(40)]
+    (run / "new").write_text("\n".join(lines) + "\n")
+    (run / "new").replace(run / "journal.jsonl")
+    place, message = asyncio.run(following.since(PageProgress(1, 12, ""), "0"))
+    assert message == {} and place.rows == 40
+    again = asyncio.run(following.document("/events/run"))
+    assert again["runs"][0]["incidents"] == []
+    assert again["live"] == {"events": "/events/run?journal=1"}

@@ -33,7 +33,7 @@ def edit(folder: Path, **facts: Any) -> None:
 
 def refusal(folder: Path, **given: Any) -> str:
     with pytest.raises(CapsuleError) as caught:
-        stepguard.replay(folder, **given)
+        stepguard.replay(folder, confirm=lambda command: True, **given)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

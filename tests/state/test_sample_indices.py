@@ -23,7 +23,9 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from stepguard.state.delivered_batches import observe_loaders, stop_observing
 from stepguard.state.resumable_loader import ResumableLoader
+from stepguard.tensors.torch_private import LoaderIterator
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 SIZE, BATCH = 22, 4
@@ -178,6 +180,45 @@ def test_indices_are_known_after_going_to_a_position(kind: str) -> None:
     gc.collect()
 
 
+OBSERVED = ("shuffle", "generator", "one by one", "own batch sampler", "persistent workers")
+
+
+@pytest.mark.parametrize("kind", OBSERVED)
+def test_loader_that_no_guard_was_given_is_observed_and_stays_as_it_is(kind: str) -> None:
+    _seed()
+    bare = KINDS[kind]()
+    expected = _passes(bare, bare)
+    methods = dict(vars(LoaderIterator))
+    recent = observe_loaders(lambda: 0)
+    _seed()
+    loader = KINDS[kind]()
+    assert _passes(loader, loader) == expected
+    for _ in range(2):
+        for batch in loader:
+            found = recent.find(batch)
+            assert found is not None
+            assert found.indices == tuple(batch.reshape(-1, 4)[:, 0].int().tolist())
+            assert found.delivered.place is None
+    stop_observing(recent)
+    assert dict(vars(LoaderIterator)) == methods
+    del bare, loader
+    gc.collect()
+
+
+def test_iterator_whose_first_batches_nobody_saw_tells_no_wrong_rows() -> None:
+    _seed()
+    loader = KINDS["persistent workers"]()
+    iterator = iter(loader)
+    next(iterator)
+    recent = observe_loaders(lambda: 0)
+    assert all(recent.find(batch) is None for batch in iterator)
+    first = next(iter(loader))
+    assert recent.find(first) is not None
+    stop_observing(recent)
+    del iterator, loader
+    gc.collect()
+
+
 def test_nothing_of_the_guard_stays_in_a_loader_with_persistent_workers() -> None:
     _seed()
     loader = KINDS["persistent workers"]()
@@ -312,8 +353,8 @@ def test_batches_are_remembered_by_the_step_they_were_delivered_for() -> None:
     feed = _feed(DataLoader(Noisy(), BATCH), step=lambda: step[0])
     for number, _ in enumerate(feed):
         step[0] = (number + 1) // 2
-    assert [each.number for each in feed.of_step(1)] == [2, 3]
-    assert feed.of_step(9) == []
+    assert [each.number for each in feed.recent.of_step(1)] == [2, 3]
+    assert feed.recent.of_step(9) == []
 
 
 class Broken:

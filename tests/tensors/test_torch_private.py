@@ -104,6 +104,8 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "GradScaler._get_scale_async": lambda: GradScaler("cpu"),
     "UntypedStorage._cdata": lambda: torch.zeros(1).untyped_storage(),
     "DataLoader._iterator": lambda: dataloader.DataLoader([1]),
+    "DataLoaderIter._in_order": lambda: _sets(_workers().__init__),
+    "DataLoaderIter._dataset": lambda: iter(dataloader.DataLoader([1])),
     "DataLoaderIter._index_sampler": lambda: iter(dataloader.DataLoader([1])),
     "DataLoaderIter._send_idx": lambda: _sets(_workers()._reset),
     "DataLoaderIter._rcvd_idx": lambda: _sets(_workers()._reset),
@@ -170,6 +172,31 @@ def test_sequence_numbers_grow_with_every_node() -> None:
     before = private.next_sequence_number()
     torch.ones(1, requires_grad=True) * 2
     assert private.next_sequence_number() == before + 1
+
+
+def test_custom_functions_are_observed_even_where_apply_was_taken_before() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    seen = []
+
+    def around(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(cls)
+        return apply(*args, **kwargs)
+
+    early = Twice.apply
+    undo = private.observe_functions(around)
+    out = early(torch.ones(1, requires_grad=True))
+    undo()
+    assert out.item() == 2.0 and seen == [Twice]
+    assert out.grad_fn is not None and out.grad_fn._forward_cls is Twice  # type: ignore[attr-defined]
+    assert early(torch.ones(1)).item() == 2.0 and seen == [Twice]
 
 
 def test_tracing_and_transforming_are_told() -> None:

@@ -13,6 +13,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.parts import fuzz
+
 
 def text(value: str) -> bytes:
     """SHORT_BINUNICODE."""
@@ -183,6 +185,109 @@ RUNS_CODE |= {
     "torch's rebuilding": by_rebuilding,
     "changed class": by_changing_a_class,
 }
+
+
+def _listed(*parts: bytes) -> bytes:
+    return PROTOCOL + b"]" + b"".join(parts) + b"a."
+
+
+def evasions(canary: Path) -> dict[str, bytes]:
+    """Files that looked good and from which `torch.load(weights_only=False)` ran a command."""
+    run = by_stack_global(canary)
+    shown = _listed(fuzz.TENSOR)
+    old = fuzz.in_legacy(run)
+    load = fuzz.named("torch.storage", "_load_from_bytes")
+    numbers = b"".join(b"K" + bytes([byte]) for byte in old)
+    system = fuzz.named("os", "system")
+    told = text(command(canary))
+    numpy = "numpy.random._pickle"
+    bare = fuzz.zip_file(fuzz.archive(shown))
+    both = fuzz.archive(shown)
+    wrapper = fuzz.named("torch.utils.data.datapipes.datapipe", "_IterDataPipeSerializationWrapper")
+    deep = _listed(load, fuzz.raw(old), b"\x85R")
+    pickles = {
+        "c: datapipe that unpickles its state": _listed(
+            wrapper, b")\x81", fuzz.raw(run), b"\x89\x86b"
+        ),
+        "c: name that another module exports again": _listed(
+            fuzz.named("torch.utils.data.dataloader", "multiprocessing.popen_fork.os.system"),
+            told,
+            b"\x85R",
+        ),
+        "c: class of a trusted package": _listed(
+            fuzz.named("torch.utils.data.dataloader", "Generic"), b")R"
+        ),
+        "d: bytes of numbers": _listed(
+            load, fuzz.named("builtins", "bytes"), b"](", numbers, b"e\x85R\x85R"
+        ),
+        "d: bytearray that grows": _listed(
+            load, fuzz.named("builtins", "bytearray"), b")R(", numbers, b"e\x85R"
+        ),
+        "d: bytearray of numbers": _listed(
+            load, fuzz.named("builtins", "bytearray"), b"](", numbers, b"e\x85R\x85R"
+        ),
+        "d: pickle in a pickle in a pickle": _listed(
+            load, fuzz.raw(fuzz.in_legacy(deep)), b"\x85R"
+        ),
+        "d: encoded text": _listed(
+            load,
+            fuzz.named("_codecs", "encode"),
+            fuzz.text(old.decode("latin1")),
+            fuzz.text("latin1"),
+            b"\x86R\x85R",
+        ),
+        "f: __generator_ctor": _listed(
+            fuzz.named(numpy, "__generator_ctor"), told, system, b"\x86R"
+        ),
+        "f: __randomstate_ctor": _listed(
+            fuzz.named(numpy, "__randomstate_ctor"), told, system, b"\x86R"
+        ),
+        "f: __bit_generator_ctor": _listed(
+            fuzz.named(numpy, "__bit_generator_ctor"), fuzz.named("mine", "Trainer"), b"\x85R"
+        ),
+        "object of a class of one's own": _listed(fuzz.named("mine", "Trainer"), b")\x81}b"),
+        "items that answer as attributes": _listed(
+            fuzz.named("lightning.fabric.utilities.data", "AttributeDict"),
+            b")\x81",
+            text("__setstate__"),
+            load,
+            b"s",
+            fuzz.raw(old),
+            b"b",
+        ),
+        "argument across the end of a frame": (
+            PROTOCOL + b"\x95" + struct.pack("<Q", 4) + b"]c_codecs\nencode\na."
+        ),
+    }
+    return {
+        "a: two directories": fuzz.two_directories(shown, run),
+        "b: two zip64 records": fuzz.two_zip64_records(shown, run),
+        "e: tar whose first name is a pickle": fuzz.in_tar(
+            b"\x80\x02N.", storages=run, tensors=run, pickle=run
+        ),
+        **{key: fuzz.zip_file(fuzz.archive(pickle)) for key, pickle in pickles.items()},
+        **{f"{key}, old": fuzz.in_legacy(pickle) for key, pickle in pickles.items()},
+        "magic number spelled otherwise": fuzz.in_legacy(run, b"I119547037146038801333356\n."),
+        "second pickle behind a number": b"\x80\x02N." + run,
+        "name in capital letters": fuzz.zip_file([("archive/DATA.PKL", run), *both]),
+        "only a name in capital letters": fuzz.zip_file([("archive/Data.pkl", run), *both[1:]]),
+        "second folder": fuzz.zip_file([*fuzz.archive(run, "a"), *fuzz.archive(shown, "b")]),
+        "archive in front": fuzz.zip_file(fuzz.archive(run)) + bare,
+        "archive behind": bare + fuzz.zip_file(fuzz.archive(run)),
+        "end record with a comment": bare[:-2] + struct.pack("<H", 4) + b"text",
+        "bytes between entries": _with_gap(fuzz.archive(shown)),
+        "safetensors that is a pickle": fuzz.in_safetensors(run),
+    }
+
+
+def _with_gap(entries: list[tuple[str, bytes]]) -> bytes:
+    body, directory = fuzz.zip_entries(entries[:1])
+    more, other = fuzz.zip_entries(entries[1:], len(body) + 100)
+    start = len(body) + 100 + len(more)
+    end = fuzz.zip_end(len(entries), len(directory + other), start)
+    return body + b"\0" * 100 + more + directory + other + end
+
+
 GREEDY: dict[str, bytes] = {
     "bytes of 8 GB": PROTOCOL + b"\x8e" + struct.pack("<Q", 8 << 30) + b".",
     "text of 4 GB": PROTOCOL + b"X" + struct.pack("<I", 0xFFFFFFFF) + b".",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepguard.verification.bounded_file import BUFFER, ZipSource, open_file
+from stepguard.verification.bounded_file import BUFFER, open_file
 from stepguard.verification.damage import Damaged
 
 
@@ -20,46 +20,28 @@ def path(tmp_path: Path) -> Path:
 def test_reads_are_exact_across_the_buffer(path: Path) -> None:
     content = path.read_bytes()
     with open_file(path) as window:
-        taken = b"".join(window.read(size) for size in (1, 5, BUFFER - 3, 1, BUFFER + 7))
-        assert taken == content[: len(taken)] and window.tell() == len(taken)
-        assert window.byte() == content[len(taken)]
-        window.seek(len(content) - 9)
-        assert window.line(100) == b"line" and window.read(4) == b"rest" and window.left == 0
+        reader = window.part(3, window.size - 3).reader()
+        taken = b"".join(reader.read(size) for size in (1, 5, BUFFER - 3, 1, BUFFER + 7))
+        assert taken == content[3 : 3 + len(taken)] and reader.tell() == len(taken)
+        reader.seek(-9, os.SEEK_END)
+        assert reader.readline() == b"line\n" and reader.read(40) == b"rest"
+        assert window.exactly(len(content) - 9, 4) == b"line"
 
 
 def test_more_than_there_is_is_torn_and_not_allocated(path: Path) -> None:
     with open_file(path) as window:
-        for read in (window.read, window.skip):
-            with pytest.raises(Damaged, match="ends at byte") as caught:
-                read(1 << 50)
-            assert caught.value.kind == "torn"
+        with pytest.raises(Damaged, match="ends at byte") as caught:
+            window.exactly(0, 1 << 50)
+        assert caught.value.kind == "torn"
         with pytest.raises(Damaged):
             window.part(10, window.size)
-
-
-def test_line_without_an_end_is_malformed(path: Path) -> None:
-    with open_file(path) as window:
-        window.seek(window.size - 4)
-        with pytest.raises(Damaged, match="no end"):
-            window.line(100)
-
-
-def test_zip_reader_gets_no_more_than_the_limit(path: Path) -> None:
-    with open_file(path) as window:
-        file = ZipSource(window, 1000)
-        assert len(file.read(999)) == 999
-        with pytest.raises(Damaged, match="zip directory") as caught:
-            file.read(5000)
-        assert caught.value.kind == "limit"
-        file.seek(0, os.SEEK_END)
-        assert file.read(50) == b""
 
 
 def test_file_that_shrinks_while_it_is_read_is_torn(path: Path) -> None:
     with open_file(path) as window:
         os.truncate(path, 100)
         with pytest.raises(Damaged, match="shorter"):
-            window.read(1000)
+            window.exactly(0, 1000)
 
 
 @pytest.mark.parametrize("kind", ["folder", "missing"])

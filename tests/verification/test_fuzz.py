@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stepguard
+from verification import hostile
 
 CASES = 1500
 
@@ -39,6 +40,30 @@ def test_code_that_runs_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(AssertionError, match=r"pickle\.find_class"):
         fuzz.run(50, None, seed=1, keep=None)
+
+
+@pytest.mark.slow
+def test_nothing_that_is_good_reaches_for_anything_when_torch_loads_it(tmp_path: Path) -> None:
+    loader = fuzz.Loader()
+    canary = tmp_path / "canary"
+    # the same process sees what the files do that verify refuses
+    reached = {}
+    for trick, content in hostile.evasions(canary).items():
+        (tmp_path / "m.pt").write_bytes(content)
+        reached[trick] = loader.load(tmp_path / "m.pt")["reached"]
+    counts = fuzz.differ(600, seed=2, keep=tmp_path, loader=loader)
+    assert counts["files"] == 600 and counts["loaded"] > 20
+    assert not canary.exists()
+    harmless = {trick for trick in reached if not reached[trick]}
+    assert harmless <= {
+        "archive in front",
+        "archive behind",
+        "second folder",
+        "second pickle behind a number",
+        "end record with a comment",
+        "bytes between entries",
+        "argument across the end of a frame, old",
+    }
 
 
 @settings(max_examples=300)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
+from benchmarks.parts import fuzz
 
 import stepguard
 from stepguard.records.verification import Verification
@@ -38,6 +41,45 @@ def test_pickle_that_would_run_code_is_named_and_does_not_run(
     assert "hostile" in kinds(found), found.problems
     assert not canary.exists()
     assert "nothing was run" in next(p.detail for p in found.errors if p.kind == "hostile")
+
+
+@pytest.mark.parametrize("trick", hostile.evasions(Path("canary")))
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin"])
+def test_file_that_shows_one_content_and_runs_another_is_not_good(
+    tmp_path: Path, trick: str, name: str
+) -> None:
+    canary = tmp_path / "canary"
+    found = verify(tmp_path / name, hostile.evasions(canary)[trick])
+    assert found.corrupt and not canary.exists()
+
+
+def test_archive_that_is_written_by_hand_is_good_without_the_trick(tmp_path: Path) -> None:
+    shown = hostile.PROTOCOL + b"]" + fuzz.TENSOR + b"a."
+    for content in (fuzz.zip_file(fuzz.archive(shown)), fuzz.in_legacy(shown)):
+        found = verify(tmp_path / "model.pt", content)
+        assert found.ok and found.tensors == 1, found.problems
+
+
+def test_script_that_runs_when_it_is_loaded_is_not_good(tmp_path: Path) -> None:
+    """TorchScript can write files, and torch.load runs the `__setstate__` of an archive."""
+    code = b"class Net(Module):\n  def __setstate__(self, state: int) -> NoneType:\n    pass\n"
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    for method, data in ((0, code), (8, packer.compress(code) + packer.flush())):
+        content = bytearray(
+            fuzz.zip_file(
+                [
+                    ("net/code/__torch__.py", data),
+                    ("net/data.pkl", b"\x80\x02c__torch__\nNet\n)\x81}b."),
+                    ("net/constants.pkl", b"\x80\x02)."),
+                ]
+            )
+        )
+        # the method and the size of the first entry of the directory
+        entry = content.find(b"PK\x01\x02")
+        struct.pack_into("<H", content, entry + 10, method)
+        struct.pack_into("<I", content, entry + 24, len(code))
+        found = verify(tmp_path / "net.pt", bytes(content))
+        assert kinds(found) == {"global"} and "__setstate__" in found.errors[0].detail
 
 
 @pytest.mark.parametrize("name", hostile.UNUSUAL_NAMES)

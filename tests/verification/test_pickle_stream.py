@@ -9,7 +9,7 @@ import torch
 
 from stepguard.verification.bounded_file import open_file
 from stepguard.verification.damage import Damaged
-from stepguard.verification.pickle_stream import is_legacy, read_legacy, read_value
+from stepguard.verification.pickle_stream import PickleReader, is_legacy
 from stepguard.verification.pickle_values import Global, TensorRecord
 from verification import hostile, saved
 
@@ -19,7 +19,7 @@ def test_storages_of_the_old_format_are_found_in_the_file(tmp_path: Path) -> Non
     path = saved.save_legacy(tmp_path / "m.pt", {"w": tensor})
     with open_file(path) as source:
         assert is_legacy(source)
-        stream = read_legacy(source)
+        stream = PickleReader(source).legacy()
     (where,) = stream.storages.values()
     assert path.read_bytes()[where.start : where.start + where.size] == tensor.numpy().tobytes()
     record = stream.value["w"]
@@ -30,7 +30,7 @@ def test_old_format_that_was_cut_off_is_torn(tmp_path: Path) -> None:
     path = saved.save_legacy(tmp_path / "m.pt", {"w": torch.ones(6)})
     path.write_bytes(path.read_bytes()[:-1])
     with open_file(path) as source, pytest.raises(Damaged) as caught:
-        read_legacy(source)
+        PickleReader(source).legacy()
     assert caught.value.kind == "torn"
 
 
@@ -38,8 +38,34 @@ def test_names_of_a_pickle_in_a_pickle_are_those_of_the_stream(tmp_path: Path) -
     path = tmp_path / "m.pkl"
     path.write_bytes(hostile.RUNS_CODE["pickle in a storage"](tmp_path / "canary"))
     with open_file(path) as source:
-        globals_seen = read_value(source)[1]
+        reader = PickleReader(source)
+        reader.value()
     outside = Global("torch.storage", "_load_from_bytes")
-    assert outside in globals_seen
-    assert any(called for name, called in globals_seen.items() if name != outside)
+    assert reader.seen.names == {outside: False, Global("posix", "system"): True}
     assert not (tmp_path / "canary").exists()
+
+
+def test_bytes_that_many_tensors_share_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.ones(4)
+    path = saved.save_pickle(tmp_path / "m.pkl", [tensor, tensor[:2], tensor[1:]])
+    again = path.read_bytes().replace(b".", b".")
+    path.write_bytes(again)
+    read: list[int] = []
+    legacy = PickleReader.legacy
+    monkeypatch.setattr(PickleReader, "legacy", lambda self: read.append(1) or legacy(self))
+    with open_file(path) as source:
+        reader = PickleReader(source)
+        reader.value()
+    assert len(read) == len(reader.nested) == len(reader.seen.nested)
+
+
+@pytest.mark.parametrize("form", ["pickle", "legacy"])
+def test_bytes_behind_the_end_are_an_error(tmp_path: Path, form: str) -> None:
+    path = saved.ONE_FILE[form](tmp_path / "m.pt", {"w": torch.ones(2)})
+    path.write_bytes(path.read_bytes() + hostile.by_reduce(tmp_path / "canary"))
+    with open_file(path) as source, pytest.raises(Damaged, match="bytes follow") as caught:
+        reader = PickleReader(source)
+        reader.legacy() if form == "legacy" else reader.value()
+    assert caught.value.kind == "format"

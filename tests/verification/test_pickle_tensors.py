@@ -9,8 +9,9 @@ import pytest
 from stepguard.verification.damage import Damaged, ProblemList
 from stepguard.verification.file_layout import FileLayout
 from stepguard.verification.pickle_contents import PickledTensor
+from stepguard.verification.pickle_machine import PickleReferences
 from stepguard.verification.pickle_stream import ByteRange
-from stepguard.verification.pickle_tensors import add_tensor, refuse_hostile, report_globals
+from stepguard.verification.pickle_tensors import add_tensor, hostile_refused, names_reported
 from stepguard.verification.pickle_values import (
     ArrayRecord,
     Global,
@@ -65,14 +66,18 @@ def test_storage_without_bytes_needs_no_record() -> None:
 
 def test_names_are_reported_by_what_loading_would_do() -> None:
     found = layout()
-    seen = {
-        Global("collections", "OrderedDict"): True,
+    names = {
+        Global("collections", "OrderedDict"): False,
         Global("os", "system"): True,
         Global("mine", "Mode"): True,
         Global("mine", "Settings"): False,
     }
-    report_globals(found, seen)
-    kinds = [(problem.kind, problem.severity) for problem in found.problems.all()]
-    assert kinds == [("hostile", "error"), ("global", "error"), ("global", "warning")]
-    with pytest.raises(Damaged, match=r"os\.system"):
-        refuse_hostile(seen)
+    # also where reading stops before the end
+    with pytest.raises(KeyError), names_reported(found, PickleReferences(names)):
+        raise KeyError
+    problems = found.problems.all()
+    kinds = [(problem.kind, problem.severity) for problem in problems]
+    assert kinds == [("hostile", "error"), ("global", "error"), ("global", "error")]
+    assert "mine.Settings" in problems[-1].detail and "state_dict" in problems[-1].detail
+    with pytest.raises(Damaged, match=r"os\.system"), hostile_refused(PickleReferences(names)):
+        pass

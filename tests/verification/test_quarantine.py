@@ -103,3 +103,40 @@ def test_reasons_are_listed_in_part_and_counted(tmp_path: Path) -> None:
     assert len(move.reasons) == 11
     assert (move.reasons[0], move.reasons[-1]) == ("nan: w: 0 NaN", "and 4 more")
     assert (move.original, move.place) == ("m.pt", "quarantine/m.pt")
+
+
+@pytest.mark.parametrize(
+    ("original", "content"),
+    [
+        ("sitecustomize.py", b"print('taken over')"),
+        (".git/hooks/post-checkout.pt", b"#!/bin/sh"),
+        ("torch/__init__.py", b"print('taken over')"),
+        ("model.pt", b"other bytes than the manifest says"),
+    ],
+)
+def test_forged_manifest_does_not_put_a_file_where_a_program_looks(
+    tmp_path: Path, original: str, content: bytes
+) -> None:
+    place = tmp_path / "quarantine" / original
+    place.parent.mkdir(parents=True)
+    place.write_bytes(content)
+    digest = quarantine._digest(place) if original != "model.pt" else "0" * 32
+    entry = {"original": original, "place": f"quarantine/{original}", "reasons": [], "size": 1}
+    entry["digests"] = {place.name: digest}
+    manifest = tmp_path / "quarantine" / "manifest.json"
+    manifest.write_text(json.dumps({"schema": 1, "moves": [entry]}))
+    back, stays = quarantine.undo(tmp_path)
+    assert not back and [move.original for move, _ in stays] == [original]
+    assert place.exists() and not (tmp_path / original).exists()
+
+
+def test_forged_manifest_cannot_choose_the_goal(run: Path) -> None:
+    place = run / "quarantine" / "harmless.pt"
+    place.parent.mkdir()
+    place.write_bytes((run / "good.pt").read_bytes())
+    entry = {"original": "latest.pt", "place": "quarantine/harmless.pt", "reasons": [], "size": 1}
+    entry["digests"] = {"harmless.pt": quarantine._digest(place)}
+    (run / "quarantine" / "manifest.json").write_text(json.dumps({"schema": 1, "moves": [entry]}))
+    with pytest.raises(StoreError, match="not written by stepguard"):
+        quarantine.undo(run)
+    assert place.exists() and not (run / "latest.pt").exists()

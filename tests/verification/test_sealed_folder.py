@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import stepguard
 from stepguard.checkpoints import Health, Store
+from stepguard.verification.quarantine import is_bad
 from verification import saved
 from verification.special import special_file
 
@@ -109,12 +111,27 @@ def test_pointer_to_nothing_is_an_error(folder: Path) -> None:
     )
 
 
-def test_state_that_was_sealed_in_trouble_is_a_warning(tmp_path: Path) -> None:
+def test_state_that_was_sealed_as_diverged_is_neither_good_nor_corrupt(tmp_path: Path) -> None:
     store = Store(tmp_path / "checkpoints")
-    unwell = Health(loss=9.0, level=1.0, steps_watched=50, incidents=2, good=False)
-    store.save(5, {"model/w": torch.ones(3)}, {}, unwell)
+    healthy = Health(loss=1.0, level=1.0, steps_watched=50, incidents=0, good=True)
+    store.save(3, {"model/w": torch.ones(3)}, {}, healthy)
+    diverged = replace(healthy, good=False, why="the loss is at 9000")
+    store.save(5, {"model/w": torch.ones(3)}, {}, diverged)
     found = stepguard.verify(tmp_path / "checkpoints" / "step-5")
-    assert found.ok and [warning.kind for warning in found.warnings] == ["seal"]
+    assert found.diverged and not found.ok and not found.corrupt
+    assert "the loss is at 9000" in found.errors[0].detail
+    assert not is_bad(found)
+
+
+def test_pointer_is_followed_to_the_checkpoint_that_it_names(tmp_path: Path) -> None:
+    healthy = Health(loss=1.0, level=1.0, steps_watched=50, incidents=0, good=True)
+    path = Store(tmp_path).save(3, {"model/w": torch.ones(3)}, {}, healthy)
+    pointer = tmp_path / "last-good"
+    found = stepguard.verify(pointer)
+    assert found.ok and found.step == 3
+    assert (found.path, found.pointer) == (str(path), str(pointer))
+    pointer.write_text("step-4 0\n")
+    assert stepguard.verify(pointer).corrupt
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "/dev/stdin", "fifo", "socket", "other.json"])

@@ -41,6 +41,8 @@ class GuardedLoop(Loop):
 
     def one_step(self, micro: list[Batch]) -> Done:
         self._parts: dict[str, float] = {}
+        # of this step: the schedule moves on inside guard.step
+        self._rate, self._position = self.session.rate, self.session.schedule.last_epoch
         result = self.guard.step(self._loss, *micro)
         incident = result.incident
         if incident is not None:
@@ -72,13 +74,11 @@ class GuardedLoop(Loop):
         for line in takewhile(lambda text: not text.startswith("  origin"), error_lines(incident)):
             self.say(line)
         session = self.session
-        place = "inside" if incident.step < session.warmup else "after"
-        rates = (
-            f"learning rate {session.rate:.2e}, {type(session.schedule).__name__} step "
-            f"{incident.step} of "
-        )
+        place = "inside" if self._position < session.warmup else "after"
         self.guard.port.say(
-            "lr", f"{rates}{session.total_steps}, {place} the warm-up of {session.warmup}"
+            "lr",
+            f"learning rate {self._rate:.2e}, {type(session.schedule).__name__} step "
+            f"{self._position} of {session.total_steps}, {place} the warm-up of {session.warmup}",
         )
 
     def save(self) -> str:
@@ -130,7 +130,7 @@ def clip_norm(session: Session) -> float | None:
 
 
 def guard_settings(session: Session, folder: Path | None) -> GuardConfig:
-    """Skips are bounded: then the run goes back to a good state, and then it stops."""
+    """Skips are bounded: then the run stops, with the weights it has, which are good."""
     training, logging = session.config.training, session.config.logging
     scale = float(session.config.loss.loss_scale)
     policy = Policy(

@@ -28,6 +28,7 @@ CONDITIONAL = ("training.mode_weights", "training.sequential_schedule", "data.in
 """Settings that only another setting asks for."""
 ROUNDED_AWAY, TOO_LARGE = 1e-7, 1e-2
 """Lengths of an update against the weights that deserve a line; 1e-4 to 1e-3 is usual."""
+LOG = "training_log.jsonl"
 VERSIONS = ("stepguard", "torch", "numpy", "hydra-core")
 
 
@@ -58,6 +59,7 @@ class Loop(ABC):
         self.session, self.folder, self.history = session, folder, History()
         self._metrics: TextIO | None = None
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
+        self._first: dict[str, float] = {}
         if folder is not None and session.ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
             started = len(
@@ -68,6 +70,8 @@ class Loop(ABC):
                 json.dumps(_facts(session), indent=1) + "\n", encoding="utf-8"
             )
             self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+            if session.config.logging.log_dir is not None:
+                _link_log(Path(session.config.logging.log_dir))
 
     @property
     @abstractmethod
@@ -97,6 +101,8 @@ class Loop(ABC):
         """All steps that are left."""
         session = self.session
         batches = self.batches()
+        if self.folder is not None and self.step == 0:
+            self.evaluate()  # what a short run has learned shows only beside where it began
         try:
             with tqdm(
                 total=session.total_steps,
@@ -158,6 +164,7 @@ class Loop(ABC):
             return self._evaluated[1]
         found = self.session.evaluate()
         self._evaluated = (self.step, found)
+        self._first = self._first or (found if self.step == 0 else {})
         self._write({"step": self.step, **found})
         self.say(
             f"eval at step {self.step}: "
@@ -197,6 +204,8 @@ class Loop(ABC):
         if self.session.ranks.first:
             left = [key for key in unread(self.session.config) if not key.startswith(CONDITIONAL)]
             told = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+            if self._first:
+                told += f"; eval_loss was {self._first['eval_loss']:.4f} at the start"
             refused = f"{self.history.refused} of {len(self.history.losses)} steps refused"
             print(
                 f"{self.step} steps in {seconds:.0f} s, {refused}; {told}; see {self.folder}",
@@ -229,6 +238,15 @@ def run(loop: Loop, *, bar: bool = True) -> Loop:
     finally:
         loop.close()
     return loop
+
+
+def _link_log(folder: Path) -> None:
+    """`training_log.jsonl` beside its folder, where the report's plotting lines look for it."""
+    link = folder.parent / LOG
+    if link.is_symlink() or not link.exists():
+        link.unlink(missing_ok=True)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(Path(folder.name) / LOG)
 
 
 def run_folder(config: Any, ranks: Any) -> Path | None:

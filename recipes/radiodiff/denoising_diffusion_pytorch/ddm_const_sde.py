@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from stepguard.numerics import ddm_weights
 
 Treatment = Literal["none", "probe", "seedfix"]
+PARTS = ("loss_simple", "loss_vlb")
+"""The named parts of the loss, as the original logs them."""
 Say = Callable[[str], None]
 
 
@@ -37,6 +39,7 @@ class LatentDiffusion(nn.Module):
         weighting_loss: bool = True,
         use_l1: bool = False,
         weight_limit: float = 100.0,
+        vlb_weight: float = 0.0,
         treatment: Treatment = "none",
         say: Say = print,
     ) -> None:
@@ -44,7 +47,7 @@ class LatentDiffusion(nn.Module):
         self.unet = unet
         self.eps, self.time_grid = eps, time_grid
         self.weighting_loss, self.use_l1, self.weight_limit = weighting_loss, use_l1, weight_limit
-        self.treatment, self._say = treatment, say
+        self.vlb_weight, self.treatment, self._say = vlb_weight, treatment, say
         self.largest_weight = torch.zeros(())
         """Of the last forward pass."""
 
@@ -67,7 +70,8 @@ class LatentDiffusion(nn.Module):
         for name in ("x_start", "noise", "condition"):
             self._probe(name, batch[name])
         k = t[:, None, None, None]
-        data, predicted = self.unet(x_start - x_start * k + k.sqrt() * noise, t, batch["condition"])
+        x = x_start - x_start * k + k.sqrt() * noise
+        data, predicted = self.unet(x, t, batch["condition"])
         self._probe("C_pred", data)
         self._probe("noise_pred", predicted)
         first, second = self._weights(t)
@@ -78,7 +82,11 @@ class LatentDiffusion(nn.Module):
         if self.treatment == "seedfix":
             loss = torch.nan_to_num(loss.clamp(max=1000.0), nan=0.0)
         self._probe("loss_simple", loss)
-        return {"loss_simple": loss.mean()}
+        vlb = loss.new_zeros(())  # not 0 times an error, which may be infinite
+        if self.vlb_weight:
+            rebuilt = x - data * k - k.sqrt() * predicted
+            vlb = self.vlb_weight * self.get_loss(rebuilt, x_start)
+        return dict(zip(PARTS, (loss.mean(), vlb), strict=True))
 
     def get_loss(self, pred: Tensor, target: Tensor, mean: bool = True) -> Tensor:
         """Squared error (plus absolute, halved, with `use_l1`); one a sample unless `mean`."""

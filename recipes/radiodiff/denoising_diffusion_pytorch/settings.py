@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from omegaconf import OmegaConf
 
 from stepguard.preflight import Subject, Tracked, check
+from stepguard.preflight.tracking import plain
 
 Settings = Any
 """Nested settings with attribute access; reads are remembered (`stepguard.preflight.Tracked`)."""
@@ -60,17 +62,20 @@ def precision_report(trainer: Any) -> tuple[str, bool]:
         ),
         only=("precision", "scaler"),
     )
-    failed = found.of("fail")
+    failed, facts = found.of("fail"), dict(found.facts)
+    devices = torch.accelerator.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
     aligned = found.alignment == "aligned" and not failed
     lines = [
         "=== Current Configuration ===",
-        f"AMP enabled: {settings.amp}",
-        f"FP16 enabled: {settings.fp16}",
-        f"Learning rate: {settings.lr:g}",
+        f"AMP enabled: {facts.get('AMP enabled', 'not probed')}",
+        f"FP16 enabled: {facts.get('FP16 enabled', 'not probed')}",
+        f"Learning rate: {facts['learning rate']}",
         "=== Accelerate Configuration ===",
         f"Mixed precision: {accelerator.mixed_precision}",
         f"Distributed type: {accelerator.distributed_type.value}",
         f"Processes: {accelerator.num_processes} on {accelerator.device.type}",
+        f"GPU IDs: {visible if devices else 'none'}",
         "=== Configuration Status ===",
         "Configuration is properly aligned" if aligned else "Configuration is NOT aligned",
         *(f"   {why}" for why in found.alignment_why),
@@ -78,3 +83,10 @@ def precision_report(trainer: Any) -> tuple[str, bool]:
     for outcome in failed:
         lines += [f"   {outcome.id}: {'; '.join(outcome.evidence)}", f"   {outcome.fix}"]
     return "\n".join(lines), aligned
+
+
+def changed_since(checkpoint: Path, config: Settings) -> str:
+    """How this configuration differs from the one that the checkpoint was trained with."""
+    asked = Subject(config=plain(config), checkpoint=checkpoint)
+    outcome = check(asked, only=("config.changed",)).outcome("config.changed")
+    return "; ".join(outcome.evidence)

@@ -41,6 +41,7 @@ class Stages:
             weighting_loss=model.weighting_loss,
             use_l1=model.use_l1,
             weight_limit=model.weight_limit,
+            vlb_weight=model.vlb_weight,
             treatment=config.trainer.treatment,
             say=say,
         )

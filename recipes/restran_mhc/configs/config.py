@@ -32,13 +32,13 @@ class Config:
     RMS_EPS: float = 1e-6
     """The original's is 1e-20."""
     USE_STN: bool = True
-    FRAMES: int = 3
+    FRAMES: int = 2
     HEIGHT: int = 16
     WIDTH: int = 64
     CHANNELS: tuple[int, ...] = (8, 16, 32)
     TRANSFORMER_LAYERS: int = 1
     TRANSFORMER_HEADS: int = 4
-    EPOCHS: int = 3
+    EPOCHS: int = 30
     STEPS_PER_EPOCH: int = 40
     WEIGHT_DECAY: float = 3e-4
     VALIDATION_PLATES: int = 128
@@ -48,6 +48,8 @@ class Config:
     OUTPUT_DIR: str = "results"
     EXPERIMENT: str = "restran_mhc"
     USE_CUDNN_BENCHMARK: bool = False
+    AMP: Literal["off", "fp16"] = "off"
+    """`fp16` is the original on a GPU: float16 autocast under a GradScaler. Slow on a CPU."""
     GUARD: Literal["original", "stable"] = "stable"
     RESUME: str = ""
     """A `_last.pth` to go on from; "" starts anew."""

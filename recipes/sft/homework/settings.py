@@ -51,8 +51,9 @@ def arguments(config: Settings, *, bar: bool) -> TrainingArguments:
         del given["bf16"]
         given.update(half_precision())
     given["save_strategy"] = given["save_strategy"] or "no"  # YAML reads no as False
-    pinned = torch.accelerator.is_available()
-    return TrainingArguments(**given, disable_tqdm=not bar, dataloader_pin_memory=pinned)
+    accelerated = torch.accelerator.is_available()
+    given["use_cpu"] = not accelerated  # transformers refuses bf16 on a CPU without it
+    return TrainingArguments(**given, disable_tqdm=not bar, dataloader_pin_memory=accelerated)
 
 
 def record(config: Settings, folder: Path) -> Path:

@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     began = time.perf_counter()
     run = train_model(load_config(options.cfg, options.overrides))
-    said, passed = verdict(run.history.lines, run.scores(), run.warnings, len(run.history.losses))
+    said, passed = verdict(run.history.lines, run.history.losses, run.scores(), run.warnings)
     print("\n".join([f"=== Verdict after {time.perf_counter() - began:.0f} s ===", *said]))
     return 0 if passed else 1
 

@@ -20,17 +20,22 @@ class Scores:
 
 
 def verdict(
-    lines: Sequence[dict[str, Any]], scores: Scores, warnings: int, steps: int
+    lines: Sequence[dict[str, Any]], true_losses: Sequence[float], scores: Scores, warnings: int
 ) -> tuple[list[str], bool]:
-    """One sentence a test, and whether all of them are passed."""
+    """One sentence a test, and whether all of them are passed.
+
+    A log line is the mean of many steps, in which a single loss of 0 does not show.
+    """
     norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
-    losses = [line["loss"] for line in lines]
+    losses, steps = [line["loss"] for line in lines], len(true_losses)
     finite = sum(map(math.isfinite, norms))
     positive = sum(math.isfinite(loss) and loss > 0.0 for loss in losses)
+    zeros = sum(loss == 0.0 for loss in true_losses)
     falling = len(losses) < 2 or losses[-1] < losses[0]
     tests = [
         (finite == len(norms), f"gradient norms are finite in {finite} of {len(norms)} log lines"),
         (positive == len(losses), f"losses are positive in {positive} of {len(losses)} log lines"),
+        (not zeros, f"the loss is 0 in {zeros} of {steps} steps"),
         (
             falling,
             f"the loss went from {losses[0]:.4g} to {losses[-1]:.4g}"

@@ -46,12 +46,16 @@ class Health:
     steps_watched: Count
     incidents: Count
     good: bool
-    """Finite, past its probation, and its run had not lost what it learned.
+    """Finite, past its probation, and its run had not diverged.
 
     Only such a checkpoint can be the last good one.
     """
+    why: str = ""
+    """Why it is not good, in words."""
     run: str = ""
     """Which run saved it; another run in the same folder does not go back to it by itself."""
+    missing: str = ""
+    """What it lacks, in words, because one rank saved it alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

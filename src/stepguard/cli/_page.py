@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from stepguard._errors import ConfigError
 from stepguard.cli._run_folder import folder_of, open_story
+from stepguard.cli._terminal import echo
 
 if TYPE_CHECKING:
     from stepguard.report.compare import RunComparison
@@ -22,7 +21,7 @@ def write_page(text: str, out: Path) -> None:
     from stepguard.report.figure import replace_file
 
     if str(out) == "-":
-        typer.echo(text)
+        echo(text)
         return
     try:
         replace_file(out, text.encode("utf-8"))
@@ -30,7 +29,7 @@ def write_page(text: str, out: Path) -> None:
         raise ConfigError(
             f"{out} cannot be written: {error.strerror or error}; give another file with --out."
         ) from error
-    typer.echo(f"wrote {out}")
+    echo(f"wrote {out}")
 
 
 def report_page(run: Path, rank: int | None) -> str:

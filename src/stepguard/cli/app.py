@@ -14,10 +14,12 @@ from typer.core import TyperGroup
 
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
+from stepguard.cli._terminal import echo
 from stepguard.cli.check import check
 from stepguard.cli.compare import compare
 from stepguard.cli.doctor import doctor
 from stepguard.cli.explain import explain
+from stepguard.cli.fix import fix
 from stepguard.cli.live import live
 from stepguard.cli.look import look
 from stepguard.cli.plot import plot
@@ -39,6 +41,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     look,
     explain,
     replay,
+    fix,
     whatif,
     verify,
     quarantine,
@@ -55,7 +58,7 @@ class ErrorsInOneLine(TyperGroup):
         try:
             return super().invoke(ctx)
         except StepguardError as error:
-            typer.echo(f"stepguard: error: {error}", err=True)
+            echo(f"stepguard: error: {error}", err=True)
             code = EXIT_HALTED if isinstance(error, TrainingHalted) else EXIT_USAGE
             raise typer.Exit(code) from error
 
@@ -84,7 +87,7 @@ for command in COMMANDS:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"stepguard {__version__}")
+        echo(f"stepguard {__version__}")
         raise typer.Exit
 
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from stepguard._errors import ConfigError, JournalError
+from stepguard.cli._terminal import echo
 
 if TYPE_CHECKING:
     from stepguard.report.bad_samples import Suspect
@@ -31,7 +30,7 @@ def show_bad_samples(run: Path, *, as_json: bool, out: Path | None, unproven: bo
         raise JournalError(f"{error.filename or run} cannot be read: {error.strerror}.") from error
     steps = _steps_seen(run)
     if as_json:
-        typer.echo(dumps(bad_samples.as_json(str(run), entries, unread, steps)))
+        echo(dumps(bad_samples.as_json(str(run), entries, unread, steps)))
     else:
         stream = sys.stdout
         text = bad_samples.render_ledger(str(run), entries, unread, steps, screen.columns(stream))
@@ -53,7 +52,7 @@ def _write(path: Path, found: Sequence[Suspect], *, unproven: bool) -> None:
     left = len(found) - len(lines)
     if left:
         text += f"; {left} more are in bad batches, none of them proven (--unproven lists them too)"
-    typer.echo(text, err=True)
+    echo(text, err=True)
 
 
 def _steps_seen(run: Path) -> int:

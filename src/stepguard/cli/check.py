@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from stepguard._errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError
+from stepguard.cli._terminal import echo
 
 if TYPE_CHECKING:
     from stepguard.preflight.target import Request
@@ -110,6 +111,9 @@ def _checked(
             # What the program prints must not get into the JSON.
             stack.enter_context(redirect_stdout(sys.stderr))
         subject, context = resolve(request)
+        # A guard that the build function returned has hooks, and perhaps a journal.
+        if hasattr(subject.guard, "close"):
+            stack.callback(subject.guard.close)
         progress = stack.enter_context(_bar(sys.stderr))
         return check_subject(
             subject,
@@ -162,7 +166,7 @@ def _show(result: Preflight, *, as_json: bool) -> None:
     from stepguard.report.preflight import render_preflight
 
     if as_json:
-        typer.echo(dumps({**to_plain(result), "ok": result.ok}))
+        echo(dumps({**to_plain(result), "ok": result.ok}))
         return
     out = sys.stdout
     text = render_preflight(

@@ -11,6 +11,7 @@ import typer
 from stepguard._errors import ConfigError
 from stepguard.cli._page import COMPARISON, comparison_page, write_page
 from stepguard.cli._run_folder import RankOption, folder_of, open_run
+from stepguard.cli._terminal import echo
 
 
 def compare(
@@ -50,7 +51,7 @@ def compare(
         write_page(page, out or folder_of(second) / COMPARISON)
         return
     if as_json:
-        typer.echo(render_json(comparison))
+        echo(render_json(comparison))
         return
     stream = sys.stdout
     width = screen.columns(stream)

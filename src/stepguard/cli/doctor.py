@@ -1,4 +1,4 @@
-"""`stepguard doctor DIR`: examine a run that will not train, in six sections."""
+"""`stepguard doctor DIR`: examine a run that will not train."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepguard._errors import EXIT_CORRUPT, EXIT_OK, EXIT_PREFLIGHT, ConfigError
+from stepguard.cli._terminal import echo
 
 if TYPE_CHECKING:
     from stepguard.records.examination import Examination
@@ -18,7 +19,8 @@ EXITS = {"corrupt": EXIT_CORRUPT, "failed": EXIT_PREFLIGHT}
 
 def doctor(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The folder with the run's checkpoints.")
+        Path,
+        typer.Argument(metavar="DIR", help="The run's folder, or that of its checkpoints."),
     ],
     config: Annotated[
         Path | None,
@@ -34,13 +36,13 @@ def doctor(
     ] = None,
     watch: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Names of values to show; by default *alpha*."),
+        typer.Option(metavar="PATTERN", help="Show values of this name, such as '*gate*'."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text.")
     ] = False,
 ) -> None:
-    """Examine a run that will not train: six sections from the configuration to the exact next
+    """Examine a run that will not train: its journal, capsules and checkpoints, and the exact next
     commands.
     """
     from stepguard.cli._checkpoint_results import Bar
@@ -57,15 +59,14 @@ def doctor(
             folder,
             config=config,
             build=build,
-            watch=watch or ["*alpha*"],
+            watch=watch or [],
             plan=bar.plan,
             progress=bar.advance,
         )
-    examined = any(section.status != "not checked" for section in found.sections[:-1])
-    if not examined and not (folder / "journal.jsonl").is_file():
+    if all(section.status == "not checked" for section in found.sections[:-1]):
         raise ConfigError(
-            f"nothing to examine in {folder}: it holds no checkpoint. Give the folder of the run's "
-            "checkpoints, or --config FILE, or --build MODULE:FUNCTION."
+            f"nothing to examine in {folder}: it holds neither a journal nor a checkpoint. Give "
+            "the folder of the run, or --config FILE, or --build MODULE:FUNCTION."
         )
     _show(found, as_json=as_json)
     raise typer.Exit(EXITS.get(found.status, EXIT_OK))
@@ -77,7 +78,7 @@ def _show(found: Examination, *, as_json: bool) -> None:
     from stepguard.report.doctor import render_examination
 
     if as_json:
-        typer.echo(dumps({"status": found.status, **to_plain(found)}))
+        echo(dumps({"status": found.status, **to_plain(found)}))
         return
     out = sys.stdout
     text = render_examination(

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from stepguard._errors import EXIT_USAGE
+from stepguard.cli._terminal import echo
 from stepguard.diagnose.page import UnknownCode, all_rules, index, page, rule_of
 from stepguard.diagnose.rule import Rule
 
@@ -24,12 +25,12 @@ def explain(
     try:
         rules = (rule_of(code),) if code else all_rules()
     except UnknownCode as unknown:
-        typer.echo(str(unknown), err=True)
+        echo(str(unknown), err=True)
         raise typer.Exit(EXIT_USAGE) from None
     if json:
         listed = [as_plain(rule) for rule in rules]
         printed = listed[0] if code else listed
-        typer.echo(json_module.dumps(printed, indent=2, ensure_ascii=False))
+        echo(json_module.dumps(printed, indent=2, ensure_ascii=False))
     else:
         _print(page(rules[0]) if code else index())
 
@@ -54,7 +55,7 @@ def as_plain(rule: Rule) -> dict[str, object]:
 def _print(markdown: str) -> None:
     """Print rendered Markdown on a terminal, plain text in a pipe."""
     if not sys.stdout.isatty():
-        typer.echo(markdown, nl=False)
+        echo(markdown, nl=False)
         return
     from rich.console import Console
     from rich.markdown import Markdown

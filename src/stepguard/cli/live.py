@@ -13,6 +13,7 @@ import typer
 
 from stepguard._errors import EXIT_HALTED, EXIT_OK, EXIT_SCRIPT_FAILED, JournalError
 from stepguard.cli._run_folder import GIVE, RankOption, RunArgument, refuse_other_file
+from stepguard.cli._terminal import echo
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -101,18 +102,17 @@ def follow(
     clock: Callable[[], float] = time.time,
 ) -> Seen:
     """Read, judge, show, wait, until there is a verdict or Ctrl+C."""
-    from rich.console import Console
     from rich.live import Live
 
     from stepguard.report import screen
 
     seen = Seen("waiting")
     shows = screen.is_tty(sys.stdout) and not quiet
-    console = Console(quiet=not shows)
+    console = screen.CleanConsole(quiet=not shows, markup=False, emoji=False)
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live_screen:
         while True:
             follower.read()
-            idle = _idle(follower.main_path, clock)
+            idle = min(_idle(lane.path, clock) for lane in follower.story().latest.lanes)
             seen = _look(follower, stages, wanted, once=once, idle=idle)
             if shows:
                 live_screen.update(_screenful(follower, seen), refresh=True)
@@ -167,8 +167,8 @@ def _print_json(follower: StoryReader, seen: Seen) -> None:
     fields = {
         "verdict": seen.verdict,
         "steps": len(latest.steps),
-        "incidents": len(latest.incidents),
+        "incidents": sum(len(lane.incidents) for lane in latest.lanes),
         "concerns": [to_jsonable(concern) for concern in seen.concerns],
         "stages": [to_jsonable(outcome) for outcome in seen.outcomes],
     }
-    typer.echo(dumps(fields))
+    echo(dumps(fields))

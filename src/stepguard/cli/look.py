@@ -9,6 +9,7 @@ import typer
 
 from stepguard._errors import ConfigError
 from stepguard.cli._run_folder import RankOption, RunArgument, WhichOption, open_run
+from stepguard.cli._terminal import echo
 
 
 def look(
@@ -26,15 +27,13 @@ def look(
     from stepguard.records.codec import dumps, to_plain
     from stepguard.report import looks, screen
 
-    found = open_run(run, rank, which).looks
+    opened = open_run(run, rank, which)
+    found = opened.looks
     if not found:
-        raise ConfigError(
-            f"{run} holds no deep looks: GuardConfig(look_every=None), compiled or sharded models, "
-            "and runs of earlier versions have none."
-        )
+        raise ConfigError(f"{run} holds no deep looks: {looks.why_none(opened)}.")
     if as_json:
         for one in found:
-            typer.echo(dumps(to_plain(one)))
+            echo(dumps(to_plain(one)))
         return
     most = None if everything else looks.MOST_LISTED
     out = sys.stdout

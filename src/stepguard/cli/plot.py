@@ -10,6 +10,7 @@ import typer
 
 from stepguard._errors import ConfigError
 from stepguard.cli._run_folder import RankOption, RunArgument, WhichOption, folder_of, open_run
+from stepguard.cli._terminal import echo
 
 if TYPE_CHECKING:
     from stepguard.report.figure import RunFigure
@@ -58,7 +59,7 @@ def plot(
         _write(shown, chosen, path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
-    typer.echo(f"wrote {path}")
+    echo(f"wrote {path}")
 
 
 def _write(shown: RunFigure, kind: PlotFormat, path: Path) -> None:

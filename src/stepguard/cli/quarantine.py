@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepguard._errors import EXIT_CORRUPT, EXIT_OK, EXIT_USAGE, ConfigError
+from stepguard.cli._terminal import echo
 from stepguard.cli.bad_samples import show_bad_samples
 
 if TYPE_CHECKING:
@@ -118,19 +119,19 @@ def _print_text(
     folder: Path, checked: int, moves: Sequence[Move], unread: Sequence[str], word: str
 ) -> None:
     for move in moves:
-        typer.echo(f"{word}: {folder / move.original} -> {folder / move.place}")
+        echo(f"{word}: {folder / move.original} -> {folder / move.place}")
         for reason in move.reasons[:MOST_REASONS]:
-            typer.echo(f"    {reason}")
+            echo(f"    {reason}")
         more = len(move.reasons) - MOST_REASONS
         if more > 0:
-            typer.echo(f"    and {more} more")
+            echo(f"    and {more} more")
 
     for path in unread:
-        typer.echo(f"left alone, could not be judged: {path} (stepguard verify {path} says why)")
+        echo(f"left alone, could not be judged: {path} (stepguard verify {path} says why)")
     line = f"{checked} checked, {len(moves)} {word}"
     if moves:
         line += f"; back with: stepguard quarantine {folder} --undo"
-    typer.echo(line)
+    echo(line)
 
 
 def _undo(folder: Path, as_json: bool) -> int:
@@ -142,18 +143,18 @@ def _undo(folder: Path, as_json: bool) -> int:
         _print_json({"moved_back": back, "stays": reasons})
         return EXIT_USAGE if stays else EXIT_OK
     for move in back:
-        typer.echo(f"moved back: {folder / move.original}")
+        echo(f"moved back: {folder / move.original}")
     for move, why in stays:
-        typer.echo(f"stays in {folder / move.place}: {why}", err=True)
+        echo(f"stays in {folder / move.place}: {why}", err=True)
     if not back and not stays:
-        typer.echo(f"nothing of {folder} is in quarantine")
+        echo(f"nothing of {folder} is in quarantine")
     return EXIT_USAGE if stays else EXIT_OK
 
 
 def _print_json(data: dict[str, Any]) -> None:
     from stepguard.records.codec import dumps
 
-    typer.echo(dumps(_plain(data)))
+    echo(dumps(_plain(data)))
 
 
 def _plain(value: Any) -> Any:

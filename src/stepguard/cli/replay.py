@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepguard._errors import EXIT_OK, EXIT_SCRIPT_FAILED, ConfigError
+from stepguard.cli._terminal import YesOption, confirm_code, echo
 
 if TYPE_CHECKING:
     from stepguard.records import Incident
@@ -35,10 +36,15 @@ def replay(
         bool, typer.Option("--json", help="Print the incident as strict JSON.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--pdb", help="Stop in the debugger where the value is born.")
+        bool, typer.Option("--pdb", help="Stop in the debugger where the value originates.")
     ] = False,
+    yes: YesOption = False,
 ) -> None:
-    """Run a bad step again, here, and name its origin. Exit code 1 when it does not reproduce."""
+    """Run a bad step again, here, and name its origin. Exit code 1 when it does not reproduce.
+
+    This runs your training script, or the function given by --build. For a capsule that was made
+    elsewhere, the command it names is printed and confirmed first.
+    """
     from stepguard.records.codec import dumps, to_plain
     from stepguard.run.replay import replay as run_again
 
@@ -51,11 +57,13 @@ def replay(
     if as_json:
         # What the script prints must not mix with the JSON on stdout.
         with redirect_stdout(sys.stderr):
-            incident = run_again(capsule, script=script, build=build)
-        typer.echo(dumps(to_plain(incident)))
+            incident = run_again(capsule, script=script, build=build, confirm=confirm_code(yes))
+        echo(dumps(to_plain(incident)))
     else:
         show = partial(_show, debug=debug)
-        incident = run_again(capsule, script=script, build=build, inspect=show)
+        incident = run_again(
+            capsule, script=script, build=build, inspect=show, confirm=confirm_code(yes)
+        )
     if incident.origin is not None and incident.origin.reproduced:
         raise typer.Exit(EXIT_OK)
     if not as_json:
@@ -79,14 +87,12 @@ def _enter_debugger(step: Step, incident: Incident) -> None:
 
     trace = frames_at_origin(step, incident.reading)
     if trace is None:
-        typer.echo(
+        echo(
             "stepguard: no line of yours is involved where the value is born, so there is no frame "
             "to stop in."
         )
         return
-    typer.echo(
-        "stepguard: the operation above has just run; `up` leads to its callers, `c` or `q` ends."
-    )
+    echo("stepguard: the operation above has just run; `up` leads to its callers, `c` or `q` ends.")
     debugger = pdb.Pdb()
     debugger.reset()
     debugger.interaction(None, trace)
@@ -97,6 +103,6 @@ def _tell_not_reproduced(capsule: str, incident: Incident) -> None:
 
     departs = incident.origin.evidence.departs if incident.origin is not None else None
     why = departs or "the same step is finite here"
-    typer.echo(f"stepguard: not reproduced: {why.removesuffix('.')}.", err=True)
+    echo(f"stepguard: not reproduced: {why.removesuffix('.')}.", err=True)
     for difference in read_capsule(Path(capsule)).differences():
-        typer.echo(f"stepguard: {difference}", err=True)
+        echo(f"stepguard: {difference}", err=True)

@@ -18,6 +18,7 @@ from stepguard.cli._run_folder import (
     folder_of,
     open_story,
 )
+from stepguard.cli._terminal import echo
 
 if TYPE_CHECKING:
     from stepguard.report.summary import RunSummary
@@ -59,11 +60,11 @@ def report(
     story = open_story(run, rank)
     summary = summarize(chosen(story, which), story)
     if as_json:
-        typer.echo(render_json(summary))
+        echo(render_json(summary))
     elif markdown is None:
         _show(summary)
     elif str(markdown) == "-":
-        typer.echo(render_markdown(summary), nl=False)
+        echo(render_markdown(summary), nl=False)
     else:
         _write(markdown, render_markdown(summary))
 
@@ -98,4 +99,4 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--markdown: {path} cannot be written: {error.strerror}.") from error
-    typer.echo(f"wrote {path}")
+    echo(f"wrote {path}")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from stepguard.cli._terminal import echo
+
 
 def serve(
     runs: Annotated[
@@ -17,8 +19,8 @@ def serve(
         typer.Option(
             "--host",
             metavar="ADDRESS",
-            help="Where to bind, 127.0.0.1 by default; beyond the loopback a token is asked for, "
-            "and made where none is given.",
+            help="Where to bind, 127.0.0.1 by default. Beyond the loopback, and where other people "
+            "use this machine, a token is needed; one is made where none is given.",
         ),
     ] = "127.0.0.1",
     port: Annotated[
@@ -40,4 +42,4 @@ def serve(
     """Show runs live in the browser, from their journals; training is not touched."""
     from stepguard.serve.server import serve_runs
 
-    serve_runs(runs, host, port, token, say=typer.echo)
+    serve_runs(runs, host, port, token, say=echo)

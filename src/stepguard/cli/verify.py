@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepguard._errors import EXIT_CORRUPT, EXIT_OK, EXIT_PREFLIGHT, EXIT_USAGE, ConfigError
+from stepguard.cli._terminal import echo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,7 @@ def verify(
         _print_text(results)
     for result in results:
         if not result.leaves:
-            typer.echo(f"stepguard: error: {nothing_in(result.path)}", err=True)
+            echo(f"stepguard: error: {nothing_in(result.path)}", err=True)
     raise typer.Exit(code)
 
 
@@ -71,7 +72,7 @@ def _print_json(results: Sequence[Verification], *, ok: bool) -> None:
     from stepguard.cli._checkpoint_results import as_plain
     from stepguard.records.codec import dumps
 
-    typer.echo(dumps({"ok": ok, "paths": [as_plain(result) for result in results]}))
+    echo(dumps({"ok": ok, "paths": [as_plain(result) for result in results]}))
 
 
 def _exit_code(results: Sequence[Verification]) -> int:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from stepguard._errors import EXIT_OK, EXIT_SCRIPT_FAILED, ConfigError
+from stepguard.cli._terminal import YesOption, confirm_code, echo
 
 
 def whatif(
@@ -17,7 +18,8 @@ def whatif(
         str,
         typer.Argument(
             metavar="RUN_OR_CAPSULE",
-            help="Folder `incidents/<id>/capsule` of a run, or the run: its newest capsule.",
+            help="Folder `incidents/<id>/capsule` of a run, or the run: its last incident, or the "
+            "first of several in a row.",
         ),
     ],
     own: Annotated[
@@ -45,10 +47,12 @@ def whatif(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the candidates as strict JSON.")
     ] = False,
+    yes: YesOption = False,
 ) -> None:
     """Train the steps before an incident again, once for each thing that might have helped.
 
-    Exit code 1 when nothing does.
+    Exit code 1 when nothing does. This runs your training script, or the function given by --build.
+    For a capsule that was made elsewhere, the command it names is printed and confirmed first.
     """
     from stepguard.records.codec import dumps, to_plain
     from stepguard.report import whatif as table
@@ -59,7 +63,14 @@ def whatif(
             raise ConfigError(f"{name} {given!r} must look like 'package.module:function'.")
     # What the script prints must not mix with the table or the JSON on stdout.
     with redirect_stdout(sys.stderr), table.progress_bar(sys.stderr) as progress:
-        found = try_all(path, build=build, script=script, own=own, progress=progress)
+        found = try_all(
+            path,
+            build=build,
+            script=script,
+            own=own,
+            progress=progress,
+            confirm=confirm_code(yes),
+        )
     if plot is not None:
         from stepguard.report.whatif_png import write_png
 
@@ -67,9 +78,9 @@ def whatif(
             write_png(found, plot)
         except OSError as error:
             raise ConfigError(f"{plot} cannot be written: {error.strerror}.") from error
-        typer.echo(f"wrote {plot}", err=True)
+        echo(f"wrote {plot}", err=True)
     if as_json:
-        typer.echo(dumps(to_plain(found)))
+        echo(dumps(to_plain(found)))
     else:
         table.show(found, sys.stdout)
     raise typer.Exit(EXIT_OK if found.best is not None else EXIT_SCRIPT_FAILED)

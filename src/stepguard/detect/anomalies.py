@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from stepguard.detect.history import MATURE, History
+from stepguard.detect.history import MATURE, ZERO_STEPS, History, Weights
 from stepguard.records.reading import Reading
 from stepguard.records.verdict import OK, Verdict, VerdictKind
 
@@ -31,9 +31,8 @@ LARGE_UPDATE = 0.3
 """Of the norm of the weights: a healthy update changes them by a thousandth."""
 STOOD_STILL = 0.01
 """Of the norm of the weights: an update below it cannot have made a loss run away."""
-MOVED = 0.5
-"""Of the norm of the weights: a distance from a good state that cannot be ordinary training."""
-ZERO_STEPS = 5
+HEAVY_TAIL = 4.0
+"""Times what one loss in twenty exceeds: a heavy-tailed loss does not stand out by its tail."""
 
 
 def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
@@ -44,6 +43,9 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
     excess = (loss - history.level) / history.spread
     if not excess > _spike_limit(len(history.losses), sigmas):
         return OK
+    why = _runs_away(reading, history) or _has_diverged(reading, history)
+    if not why and len(history.losses) >= MATURE and excess < HEAVY_TAIL * history.tail:
+        return OK
     usual = f"its usual {history.level:.6g}"
     summary = f"loss {loss:.6g} is {excess:.3g} deviations above {usual}"
     evidence: dict[str, float | int | str] = {
@@ -51,7 +53,6 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
         "level": history.level,
         "deviations": excess,
     }
-    why = _runs_away(reading, history) or _has_diverged(reading, history)
     if why and reading.update_ratio is not None:
         evidence["update_ratio"] = reading.update_ratio
     return _told("spike", summary, why, evidence)
@@ -125,22 +126,18 @@ def worth_measuring(reading: Reading, history: History) -> bool:
     loss = reading.judged_loss
     if loss is None or not history.losses:
         return False
-    return loss >= RUNAWAY * max(map(abs, history.losses)) or history.level > history.far_limit
+    return loss >= RUNAWAY * max(map(abs, history.losses)) or _is_far(history)
+
+
+def _is_far(history: History) -> bool:
+    return bool(history.losses) and history.level > history.progress.far_limit
 
 
 def _has_diverged(reading: Reading, history: History) -> str:
-    """A level far above the start, on weights that have moved far; empty where not shown."""
-    if not history.level > history.far_limit:
-        return ""
-    began = f"the run began at {history.began_at:.6g}"
-    moved = reading.weights_moved
-    # written with `not`, so that NaN counts as far
-    if moved is not None and not moved < MOVED:
-        return f"{began}, and its weights have moved by {moved:.3g} of their norm"
-    ratio = reading.update_ratio
-    if ratio is not None and ratio >= LARGE_UPDATE:
-        return f"{began}, and the last update was {ratio:.3g} of the weights' norm"
-    return ""
+    """Why the weights caused a level far above the start; empty where that is not shown."""
+    weights = Weights(moved=reading.weights_moved, update=reading.update_ratio)
+    shown = history.divergence(weights) if weights.known and _is_far(history) else ""
+    return f"the run began at {history.began_at:.6g}, and {shown}" if shown else ""
 
 
 def trend(values: list[float]) -> tuple[float, float]:
@@ -201,9 +198,11 @@ def nothing_learned(reading: Reading, history: History) -> Verdict:
             summary="no target of this step counts: nothing is learned",
         )
     silent = reading.judged_loss == 0.0 and not reading.grad_norm
-    if silent and history.zero_losses + 1 == ZERO_STEPS:
+    # once: where it comes again the loss is 0 by intention, as of a hinge or a solved task
+    if silent and history.zero_losses + 1 == ZERO_STEPS and not history.zero_stretches:
         summary = (
-            f"loss and gradient have been exactly 0 for {ZERO_STEPS} steps: nothing is learned"
+            f"loss and gradient have been exactly 0 for {ZERO_STEPS} steps: nothing is learned "
+            "from them (reported once)"
         )
         return Verdict(kind="zero_loss", severity="note", summary=summary)
     return OK

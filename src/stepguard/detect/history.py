@@ -23,22 +23,133 @@ USUAL = 2.0
 """Deviations above its usual level within which a loss says nothing against the weights."""
 LR_JUMP = 2.0
 """Times above every configured and seen learning rate."""
+# What counts as diverged: the only place. Snapshots, seals, `last-good`, decisions, `live` and the
+# line for launchers all ask `Progress` and `History.divergence`.
+
 LEARNED_SHARE = 0.3
 """Of the loss a run began at: how much must have gone before the loss measures what was learned."""
 LEARNED_NOISE = 8.0
 """Times the noise of the loss that the progress must be."""
-RUIN_SHARE = 0.75
-"""Of what was learned: lost when a run counts as ruined."""
+LOST_SHARE = 0.75
+"""Of what was learned: lost when a run counts as diverged."""
 BACK_SHARE = 0.5
-"""Of what was learned: still lost when a ruined run counts as recovered."""
+"""Of what was learned: still lost when a diverged run counts as recovered."""
 NEAR_SHARE = 0.25
 """Of what was learned: still lost when the level counts as near its best."""
+SAME_START = 10.0
+"""Times the first loss that the next ones may be and still belong to where the run began."""
+RISEN_ABOVE_START = 1.0
+"""Times the loss a run began at, above it: worth a look at the weights where nothing is learned."""
 FAR_ABOVE_START = 100.0
-"""Times the loss a run began at, for a run whose loss measures nothing."""
+"""The same for a level that no run comes to by learning something else."""
+RUN_AWAY = 1e4
+"""The same for a level that needs no confirmation by the weights, where they are not known."""
 SUDDEN = 128
 """Committed steps within which losing what was learned is an accident, and not this run's trend."""
+CAUSED = 32
+"""The same within which weights that have moved can have caused it: later they always have."""
+LARGE_STEP = 0.1
+"""Of the norm of the weights, in one update: a hundred times what is usual."""
+MOVED = 0.5
+"""Of the norm of the weights: a distance from a good state that cannot be ordinary training."""
+MOVED_NEAR_START = 1.0
+"""The same where the loss has not risen far above where the run began."""
+GROWN = 3.0
+"""Times their size before the first step that weights must have to confirm a high loss."""
+GROWN_BY_RISE = 30.0
+"""What growth of the weights times rise of the loss must be, where the loss is not far above."""
+EXPLODED = 100.0
+"""Times their size before the first step that no weights have, unless the loss shows progress."""
+EXPLODED_UNSEEN = 1e8
+"""The same where no loss is known: targets of a million take weights of a million."""
+LEAST_SIZE = 0.05
+"""Root mean square that weights which began near 0 may grow to before their growth counts."""
+NEGLIGIBLE = 1e-5
+"""Of the loss a run began at: differences below it are rounding to this run."""
+LEAST = 1e-7
+"""The same for a run that began at 0: the resolution of float32 near 1."""
+ZERO_STEPS = 5
+"""Steps in a row with a loss and gradient of exactly 0 that are worth a line."""
 MATURE = 16
 """Losses from which on the noise can be told from the trend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come by its loss: where it began, its best level, and the noise there."""
+
+    began_at: float
+    best: float
+    noise: float
+
+    @property
+    def learned(self) -> bool:
+        """Has the loss fallen so far that it measures progress? Not if the run began converged."""
+        share = LEARNED_SHARE * abs(self.began_at)
+        return self.began_at - self.best >= max(share, LEARNED_NOISE * self.noise)
+
+    def above_start(self, times: float) -> float:
+        """A level so many times the loss the run began at above it."""
+        return self.began_at + times * self.unit
+
+    @property
+    def unit(self) -> float:
+        """What a rise is measured by where nothing was learned; never 0."""
+        return max(abs(self.began_at), self.noise, 1e-12)
+
+    @property
+    def far_limit(self) -> float:
+        """A level that no run comes to by learning something else."""
+        return self.above_start(FAR_ABOVE_START)
+
+    @property
+    def lost_limit(self) -> float:
+        """The level above which what was learned is lost."""
+        if not self.learned:
+            return self.far_limit
+        return self.best + LOST_SHARE * (self.began_at - self.best)
+
+    @property
+    def back_limit(self) -> float:
+        """The level at which a diverged run counts as recovered."""
+        if not self.learned:
+            return self.far_limit
+        return self.best + BACK_SHARE * (self.began_at - self.best)
+
+    @property
+    def near_best(self) -> float:
+        return self.best + NEAR_SHARE * (self.began_at - self.best) + USUAL * self.noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What was measured of the weights, to confirm or refute what the loss says; None: unknown."""
+
+    moved: float | None = None
+    """Distance from a good state of the last steps, over their norm then."""
+    update: float | None = None
+    """The last update over their norm."""
+    growth: float | None = None
+    """Their size over that before the first step."""
+
+    @property
+    def known(self) -> bool:
+        return (self.moved, self.update, self.growth) != (None, None, None)
+
+    def grown(self, times: float) -> str:
+        """Say how far they have grown, if it is so many times; empty if not."""
+        # written with `not`, so that NaN counts as far, here and below
+        if self.growth is None or self.growth < times:
+            return ""
+        return f"its weights have grown to {self.growth:.3g} times their size"
+
+    def left(self, least: float = MOVED) -> str:
+        """Say how far they have left where they were good; empty if that is ordinary training."""
+        if self.moved is not None and not self.moved < least:
+            return f"its weights have moved by {self.moved:.3g} of their norm"
+        if self.update is not None and not self.update < LARGE_STEP:
+            return f"the last update was {self.update:.3g} of the weights' norm"
+        return ""
 
 
 @dataclass(slots=True)
@@ -63,15 +174,20 @@ class History:
     """Finite gradient norms of recent committed steps, oldest first."""
     zero_losses: int = 0
     """Committed steps in a row whose loss and gradient were exactly 0."""
+    zero_stretches: int = 0
+    """How often that has lasted for `ZERO_STEPS`."""
     surrogate: bool = False
     """The first loss was exactly 0 and its gradient was not: a policy's objective or a penalty."""
     committed: int = 0
+    best_at: int = 0
+    """Committed steps when `best` was reached."""
     best_noise: float = 0.0
     """How far one loss lay from the next when `best` was reached."""
     near_best_at: int = 0
     """Committed steps when the level was last near its best."""
-    ruined_at: int | None = None
-    """The step in which most of what was learned was found lost; None once the level is back."""
+    diverged_at: int | None = None
+    """The step in which the loss was found too high; None once its level is back. Not yet a
+    verdict: weights have to confirm it."""
 
     def __post_init__(self) -> None:
         # a history that was read from a checkpoint brings lists, and perhaps another window
@@ -91,6 +207,7 @@ class History:
         loss = reading.judged_loss
         if loss == 0.0 and not reading.grad_norm:
             self.zero_losses += 1
+            self.zero_stretches += self.zero_losses == ZERO_STEPS
         else:
             self.zero_losses = 0
         if loss is None or not math.isfinite(loss):
@@ -108,25 +225,79 @@ class History:
         level = self.level
         if self.best is None or level < self.best:
             self.best = level
+            self.best_at = self.committed
             self.best_noise = self.noise
         self._judge_level(level, step)
 
     def _judge_level(self, level: float, step: int) -> None:
-        """Latch a sudden loss of what was learned, and let go once the level is back.
+        """Latch a loss that is too high, and let go once its level is back.
 
         A loss that rises over many hundred steps (a value function whose targets grow) is not
         sudden, and one that never fell (a policy's objective, a generator's loss) has nothing to
-        lose: neither is a ruin.
+        lose: both count only where they are far above the start.
         """
-        if level <= self.near_best:
+        progress = self.progress
+        if level <= progress.near_best:
             self.near_best_at = self.committed
-        if self.ruined_at is not None:
-            if level <= self.back_limit:
-                self.ruined_at = None
-            return
-        sudden = self.committed - self.near_best_at <= SUDDEN
-        if level > self.ruin_limit and (sudden or not self.learned):
-            self.ruined_at = step
+        limit = back = progress.far_limit
+        if progress.learned:
+            back = progress.back_limit
+            limit = progress.lost_limit if self.sudden else limit
+        elif not self.surrogate:
+            back = progress.above_start(RISEN_ABOVE_START)
+            limit = back if self.sudden else limit
+        if level <= back:
+            self.diverged_at = None
+        elif self.diverged_at is None and level > limit:
+            self.diverged_at = step
+
+    @property
+    def sudden(self) -> bool:
+        """Was the level near its best only a few steps ago?"""
+        return self.committed - self.near_best_at <= SUDDEN
+
+    def divergence(self, weights: Weights) -> str:
+        """What shows on the weights that the present state has diverged; empty if nothing. Pure.
+
+        The loss is judged against the best level of this run, which for a run that explodes at once
+        is where it began, and the weights must confirm it: a new task, a policy or a generator
+        raises the loss as much, on weights that move as they always did. Weights alone count where
+        they have exploded and the loss shows no progress, or they did it since the last good state.
+        """
+        if not self.losses:
+            return weights.grown(EXPLODED_UNSEEN)
+        progress = self.progress
+        fallen = progress.began_at - USUAL * progress.noise
+        kept = self.level <= progress.back_limit if progress.learned else self.level < fallen
+        # the level is a median: weights may have exploded before it shows
+        alone = not kept or (weights.moved or 0.0) >= EXPLODED
+        return self._confirmed(weights) or (weights.grown(EXPLODED) if alone else "")
+
+    def _confirmed(self, weights: Weights) -> str:
+        """What confirms a loss that was found too high; empty where it was not, or nothing does."""
+        if self.diverged_at is None:
+            return ""
+        progress = self.progress
+        rise = (self.level - progress.began_at) / progress.unit
+        lost = progress.learned or rise > FAR_ABOVE_START
+        caused = self.committed - self.near_best_at <= CAUSED
+        # two opponents that move fast lose to each other, and stay about where they began
+        least = MOVED if rise > RISEN_ABOVE_START else MOVED_NEAR_START
+        shown = weights.left(least) if rise > RUN_AWAY or (lost and caused) else ""
+        if not shown and self.sudden and not progress.learned and rise > 0:
+            shown = weights.grown(max(GROWN, GROWN_BY_RISE / rise))
+        if rise > RUN_AWAY and not weights.known:
+            shown = "nothing is known of its weights"
+        return shown
+
+    def told(self, shown: str) -> str:
+        """Say in one sentence where the loss is and was, and what is shown by the weights."""
+        if not self.losses:
+            return shown
+        reached = f"the run began at {self.began_at:.6g}"
+        if self.progress.learned:
+            reached += f" and was at {self.best:.6g}"
+        return f"the level of its loss is {self.level:.6g}, {reached}, and {shown}"
 
     @property
     def level(self) -> float:
@@ -135,7 +306,18 @@ class History:
 
     @property
     def began_at(self) -> float:
-        return max(self.first)
+        """The highest of the first losses; the first alone, where it exploded at once."""
+        first, top = self.first[0], max(self.first)
+        return first if first and top > SAME_START * abs(first) else top
+
+    @property
+    def progress(self) -> Progress:
+        assert self.best is not None
+        best = self.best
+        if self.best_at <= FIRST_LOSSES:
+            # a first loss that was low by chance is nothing that was learned
+            best = max(best, self.began_at)
+        return Progress(self.began_at, best, self.best_noise)
 
     @property
     def spread(self) -> float:
@@ -145,10 +327,23 @@ class History:
         away = [abs(value - centre) for value in values]
         # where most losses are equal (often 0) the median tells nothing of the rest, the mean does
         noise = MAD_TO_SIGMA * median(away) or MEAN_TO_SIGMA * sum(away) / len(away)
-        floor = 0.1 * abs(centre)
+        began = abs(self.began_at)
+        floor = max(0.1 * abs(centre), NEGLIGIBLE * began)
+        if not centre:
+            # a loss that is usually 0 (a hinge, a solved task) comes back as a part of its former
+            # self, which is not far above 0 by any other measure
+            largest = max(map(abs, values))
+            floor = max(largest / 2, 0.1 * began, LEAST)
         if len(values) < MATURE:
-            floor = max(abs(centre), max(values) - min(values))
+            floor = max(floor, abs(centre), max(values) - min(values))
         return max(noise, floor, 1e-12)
+
+    @property
+    def tail(self) -> float:
+        """Deviations above the level that one loss in twenty, and at least three, go beyond."""
+        highest = sorted(self.losses, reverse=True)
+        beyond = max(3, len(highest) // 20)
+        return (highest[beyond] - self.level) / self.spread if len(highest) > beyond else 0.0
 
     @property
     def noise(self) -> float:
@@ -158,40 +353,6 @@ class History:
         # differences of neighbours: a trend of the loss is not noise
         changes = [abs(after - before) for before, after in pairwise(self.losses)]
         return MAD_TO_SIGMA * median(changes) / math.sqrt(2.0)
-
-    @property
-    def learned(self) -> bool:
-        """Has the loss fallen so far that it measures progress? Not if the run began converged."""
-        if self.best is None:
-            return False
-        share = LEARNED_SHARE * abs(self.began_at)
-        return self.began_at - self.best >= max(share, LEARNED_NOISE * self.best_noise)
-
-    @property
-    def ruin_limit(self) -> float:
-        """The level above which what was learned is lost."""
-        assert self.best is not None
-        if not self.learned:
-            return self.far_limit
-        return self.best + RUIN_SHARE * (self.began_at - self.best)
-
-    @property
-    def far_limit(self) -> float:
-        """A level that no run comes to by learning something else."""
-        return self.began_at + FAR_ABOVE_START * max(abs(self.began_at), self.best_noise)
-
-    @property
-    def back_limit(self) -> float:
-        """The level at which a ruined run counts as recovered."""
-        assert self.best is not None
-        if not self.learned:
-            return self.ruin_limit
-        return self.best + BACK_SHARE * (self.began_at - self.best)
-
-    @property
-    def near_best(self) -> float:
-        assert self.best is not None
-        return self.best + NEAR_SHARE * (self.began_at - self.best) + USUAL * self.best_noise
 
     def excess_lr(self, rates: tuple[float, ...]) -> int | None:
         """The first group that runs with far more than it was ever configured or seen with."""

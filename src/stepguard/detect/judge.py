@@ -84,6 +84,12 @@ def _loss(reading: Reading) -> Verdict:
     if reading.loss is None or (math.isfinite(reading.loss) and not reading.bad_micro_batches):
         return OK
     summary = _describe_loss(reading)
+    if reading.loss_overflow:
+        summary += (
+            ", because finite values were added up beyond the range of its dtype; every gradient "
+            "is finite, so the step is made; add up in float32: loss.float().sum()"
+        )
+        return Verdict(kind="loss_overflow", severity="note", summary=summary)
     if reading.bad_inputs:
         summary += f"; the batch holds non-finite values in {', '.join(reading.bad_inputs)}"
         return Verdict(kind="nonfinite_input", severity="incident", summary=summary)
@@ -130,7 +136,8 @@ def _bad_gradient(reading: Reading) -> Verdict:
     more = len(reading.bad_grads) + reading.unnamed_grads - MOST_NAMED
     if more > 0:
         names += f" and {more} more"
-    summary = f"gradient is non-finite ({names}) while the loss is {reading.loss}"
+    loss = "not known" if reading.loss is None else f"{reading.loss:.4g}"
+    summary = f"gradient is non-finite ({names}) while the loss is {loss}"
     return Verdict(kind="nonfinite_gradient", severity="incident", summary=summary)
 
 

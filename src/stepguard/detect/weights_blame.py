@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from stepguard.detect.anomalies import MOVED, RUNAWAY
-from stepguard.detect.history import History
+from stepguard.detect.anomalies import RUNAWAY
+from stepguard.detect.history import MOVED, History
 from stepguard.records.reading import Reading
 from stepguard.records.verdict import Verdict
 
@@ -64,7 +64,7 @@ def _first_doubt(verdict: Verdict, reading: Reading, history: History, signs: Si
     if loss is None or history.best is None:
         return "there is no loss to judge by"
     if not verdict.bad:
-        if not loss > history.ruin_limit:
+        if not loss > history.progress.lost_limit:
             return "what the run has learned is not lost"
         if signs.lasting < LASTING:
             return f"it has lasted {signs.lasting} of {LASTING} steps"

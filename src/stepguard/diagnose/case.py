@@ -25,6 +25,8 @@ class Case:
     """Deep looks of the run, oldest first, where a healthy run is examined."""
     recent: tuple[Reading, ...] = ()
     """The newest committed steps, oldest first, where a healthy run is examined."""
+    ended: bool = False
+    """The run is over: what would have happened once an epoch did not."""
     schedule_stood_for: int = 0
     """Steps of a run that is over and never stepped the schedule it gave to the guard."""
 
@@ -38,7 +40,8 @@ class Case:
     def op(self) -> str:
         """`aten._foreach_addcdiv_` -> `addcdiv`: in-place and foreach do not matter to a cause."""
         packet = ""
-        if self.origin:
+        # a custom function may be called as an operation is, and do something else
+        if self.origin and self.evidence.opaque is None:
             packet = self.origin.op or ""
         # `aten.name`, and the overload after it where there is one
         parts = packet.split(".")
@@ -49,7 +52,7 @@ class Case:
     def node(self) -> str:
         """`SqrtBackward0` -> `Sqrt`, `torch::autograd::AccumulateGrad` -> `AccumulateGrad`."""
         full = ""
-        if self.origin:
+        if self.origin and self.evidence.opaque is None:
             full = self.origin.node or ""
         name = full.rpartition("::")[2]
         return name.partition("Backward")[0]
@@ -58,6 +61,19 @@ class Case:
     def operated(self) -> bool:
         """An operation or a stored tensor is known as the origin."""
         return self.origin is not None and bool(self.origin.op or self.origin.tensor)
+
+    @property
+    def observed(self) -> bool:
+        """The first bad value was seen where it was made or stored, with what went in."""
+        origin = self.origin
+        if origin is None or origin.reproduced is False or self.evidence.untraced:
+            return False
+        if self.evidence.attribute is not None and self.evidence.constant is not None:
+            # the step itself may have written what a module keeps outside its buffers
+            return False
+        if origin.method in ("replay", "live"):
+            return self.operated
+        return origin.tensor is not None and self.bad_operand is not None
 
     @property
     def tensor(self) -> str:

@@ -43,8 +43,6 @@ class Clarity:
 
 
 CLEAR = Clarity()
-BEGINNING = Clarity(fewest=3, agreement=1.0, farthest=4.0)
-"""Enough to look more often, and too little to tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

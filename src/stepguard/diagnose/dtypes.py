@@ -59,9 +59,9 @@ def rounds_to_zero(value: float, dtype: str) -> bool:
     return known is not None and 0 < abs(value) <= known.smallest / 2
 
 
-def exp_limit(dtype: str) -> float:
-    """The largest x whose exp(x) is still finite."""
+def exp_limit(dtype: str, op: str = "exp") -> float:
+    """The largest x whose exp(x), or exp2(x), is still finite."""
     limit = largest(dtype)
-    if math.isfinite(limit):
-        return math.log(limit)
-    return math.inf
+    if not math.isfinite(limit):
+        return math.inf
+    return math.log2(limit) if "exp2" in op else math.log(limit)

@@ -15,6 +15,7 @@ from stepguard.records import Certainty, Finding, Incident
 
 MOST_FINDINGS = 4
 CERTAINTY_ORDER: tuple[str, ...] = get_args(Certainty)
+SHOWN_BY = {rule.code: rule.shown_by for rule in RULES}
 YIELDS_TO = {rule.code: frozenset(rule.yields_to) for rule in RULES}
 
 
@@ -30,16 +31,55 @@ def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding
         facts=facts if facts is not None else RunFacts(),
     )
     found = [rule.examine(case) for rule in RULES]
-    findings = ranked([finding for finding in found if finding is not None])
+    findings = [earned(one, case) for one in ranked([one for one in found if one is not None])]
+    findings = uncontested(findings)
+    # stable: of findings that are equally sure now, the one whose numbers fit best goes first
+    findings.sort(key=_certainty)
     shown = [in_their_words(finding, case) for finding in findings[:MOST_FINDINGS]]
     return tuple(_with_way(finding, case) for finding in shown)
 
 
+def earned(finding: Finding, case: Case) -> Finding:
+    """The finding, at most likely unless its cause was seen and not concluded.
+
+    Rules say how well the numbers fit; whether those numbers were observed is decided here, for
+    all of them.
+    """
+    shown_by = SHOWN_BY[finding.code]
+    seen = case.observed if shown_by == "operation" else shown_by == "record"
+    if finding.certainty != "certain" or seen:
+        return finding
+    return replace(finding, certainty="likely")
+
+
+def uncontested(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings, at most likely where another cause is as certain and explains it otherwise.
+
+    One that yields to the other is the same fault seen closer: the 0 that is divided by, and the
+    epsilon that was rounded to it.
+    """
+    sure = [finding for finding in findings if finding.certainty == "certain"]
+    judged = []
+    for finding in findings:
+        rivals = [
+            other
+            for other in sure
+            if other is not finding
+            and other.code not in YIELDS_TO[finding.code]
+            and finding.code not in YIELDS_TO[other.code]
+        ]
+        contested = finding.certainty == "certain" and rivals
+        judged.append(replace(finding, certainty="likely") if contested else finding)
+    return judged
+
+
+def _certainty(finding: Finding) -> int:
+    return CERTAINTY_ORDER.index(finding.certainty)
+
+
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
     """By certainty, then by what the rules yield to, then by code."""
-    waiting = sorted(
-        findings, key=lambda finding: (CERTAINTY_ORDER.index(finding.certainty), finding.code)
-    )
+    waiting = sorted(findings, key=lambda finding: (_certainty(finding), finding.code))
     ordered: list[Finding] = []
     while waiting:
         equals = [finding for finding in waiting if finding.certainty == waiting[0].certainty]

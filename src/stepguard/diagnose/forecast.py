@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepguard.diagnose.ahead import soonest
-from stepguard.diagnose.crossing import BEGINNING
+from stepguard.diagnose.ahead import Trend
 from stepguard.diagnose.rules import RULES, sg952, sg953, sg954, sg955, sg956
 from stepguard.diagnose.silent import healthy_case
 from stepguard.records import Finding, Reading
@@ -16,6 +15,8 @@ from stepguard.records.forecast import Forecast
 from stepguard.records.look import Look
 
 SERIES = "SG95"
+MOVED = 0.1
+"""Doublings between two looks that are a movement."""
 TRENDS = (sg952.TREND, sg953.TREND, sg954.TREND, sg955.TREND, sg956.TREND)
 
 
@@ -37,7 +38,20 @@ def forecasts(
 
 
 def trend_begins(looks: Sequence[Look], recent: Sequence[Reading]) -> bool:
-    """Something may be on its way to a limit: worth looking more often, not worth telling."""
+    """Something is near a limit, or on its way there: worth a closer look, not worth reporting."""
     if sg955.diverging(recent, sg955.BEGINS) is not None:
         return True
-    return any(soonest(looks, trend, BEGINNING) is not None for trend in TRENDS)
+    return len(looks) > 1 and any(_moves_on(looks[-2], looks[-1], trend) for trend in TRENDS)
+
+
+def _moves_on(before: Look, now: Look, trend: Trend) -> bool:
+    """Is a figure that is near its limit nearer than at the look before?"""
+    sign = 1.0 if trend.rising else -1.0
+    earlier = {one.place: one.value for one in trend.figures(before)}
+    for figure in trend.figures(now):
+        then = earlier.get(figure.place)
+        if not figure.near or figure.value is None or then is None:
+            continue
+        if sign * (figure.value - then) > MOVED:
+            return True
+    return False

@@ -10,7 +10,13 @@ import re
 from dataclasses import replace
 
 from stepguard.diagnose.ops import base_name
-from stepguard.diagnose.source_line import Expression, culprit_line, find_expression, is_number
+from stepguard.diagnose.source_line import (
+    Expression,
+    culprit_line,
+    culprit_span,
+    find_expression,
+    is_number,
+)
 from stepguard.records import Operand, Origin
 
 LONGEST = 40
@@ -81,7 +87,8 @@ def expression_of(origin: Origin) -> Expression | None:
     names = ALIASES.get(operation, operation).split()
     # In place, a method has the same name and an underscore.
     calls = frozenset(names) | {f"{name}_" for name in names}
-    return find_expression(culprit_line(origin), calls, OPERATORS.get(operation))
+    operator = OPERATORS.get(operation)
+    return find_expression(culprit_line(origin), calls, operator, culprit_span(origin))
 
 
 def _labelled(operand: Operand, origin: Origin, own: dict[str, str]) -> Operand:

@@ -10,7 +10,7 @@ from stepguard.diagnose.rules import RULES
 
 SAFETY_WORDS = {
     "safe": "healthy steps stay as they are",
-    "changes-numbers": "changes rounding",
+    "changes-numbers": "changes values",
     "changes-training": "changes what is learned",
 }
 GROUPS = {

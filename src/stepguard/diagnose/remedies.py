@@ -13,10 +13,20 @@ from dataclasses import dataclass, replace
 from stepguard.diagnose import remedies_of_precision as precision
 from stepguard.diagnose import remedies_of_runs as runs
 from stepguard.diagnose import remedies_of_settings as settings
-from stepguard.diagnose.case import Case
-from stepguard.diagnose.ops import words
-from stepguard.diagnose.source_line import Expression, bracketed, culprit_line, find_expression
-from stepguard.diagnose.wording import spell
+from stepguard.diagnose.case import Case, has_zero
+from stepguard.diagnose.ops import NLL, base_name, words
+from stepguard.diagnose.source_line import (
+    Expression,
+    bracketed,
+    call_of,
+    culprit_line,
+    culprit_span,
+    find_expression,
+    is_number,
+    rewriting,
+    with_roots,
+)
+from stepguard.diagnose.wording import describe, spell
 from stepguard.records import Finding, Remedy
 from stepguard.records.finding import Safety
 
@@ -30,10 +40,11 @@ class Fix:
     operator: type[ast.operator] | None = None
     use: str
     """The replacement; `{x}`, `{y}` are the operands, `{bx}` the first in brackets where it needs
-    them, `{more}` what else was given, `{biased}` the same without a correction.
+    them, `{minus_y}` the second with the other sign, `{more}` what else was given, `{biased}` the
+    same without a correction, `{most}` the largest exponent for the dtype.
     """
-    function: str = ""
-    """The function of stepguard.numerics it needs; none where empty."""
+    functions: tuple[str, ...] = ()
+    """The functions of stepguard.numerics it needs."""
     why: str
     """What it does where the old one failed; `{x}` and `{y}` again."""
     operands: int = 1
@@ -43,52 +54,81 @@ class Fix:
 LOG = Fix(
     calls=words("log"),
     use="safe_log({x})",
-    function="safe_log",
+    functions=("safe_log",),
     why="where {x} is 0 it is the log of the smallest number, with gradient 0",
 )
 SQRT = Fix(
     calls=words("sqrt"),
     use="safe_sqrt({x})",
-    function="safe_sqrt",
+    functions=("safe_sqrt",),
     why="where {x} is 0 the gradient is 0 instead of infinite",
 )
 DIVISION = Fix(
     calls=words("div divide true_divide"),
     operator=ast.Div,
     use="safe_div({x}, {y})",
-    function="safe_div",
+    functions=("safe_div",),
     why="where {y} is 0 the result is 0, without a gradient",
     operands=2,
+)
+RECIPROCAL = replace(
+    DIVISION,
+    calls=words("reciprocal"),
+    operator=None,
+    use="safe_div(1.0, {x})",
+    why="where {x} is 0 the result is 0, without a gradient",
+    operands=1,
+)
+RSQRT = Fix(
+    calls=words("rsqrt"),
+    use="safe_div(1.0, safe_sqrt({x}))",
+    functions=("safe_div", "safe_sqrt"),
+    why="where {x} is 0 the result is 0, without a gradient",
 )
 POWER = Fix(
     calls=words("pow"),
     operator=ast.Pow,
     use="safe_pow({x}, {y})",
-    function="safe_pow",
+    functions=("safe_pow",),
     why="where {x} is 0 the gradient is 0 instead of infinite",
     operands=2,
 )
 NORM = Fix(
     calls=words("norm vector_norm"),
     use="safe_norm({x}{more})",
-    function="safe_norm",
+    functions=("safe_norm",),
     why="the gradient of a zero vector is 0",
 )
 SOFTMAX = Fix(
     calls=words("softmax"),
     use="safe_softmax({x}{more})",
-    function="safe_softmax",
+    functions=("safe_softmax",),
     why="a row that is masked throughout gets weight 0",
 )
 EXP = Fix(
     calls=words("exp"),
-    use="{bx}.clamp(max=80.0).exp()",
-    why="it is finite in float32 and bfloat16; softmax, logsumexp and softplus need no bound",
+    use="{bx}.clamp(max={most}).exp()",
+    why="it stays finite; softmax, logsumexp and softplus need no bound",
     safety="changes-numbers",
 )
+LARGEST_EXPONENTS = {"float16": ("5.0", "10.0")}
+"""What exp may be given: so that room is left for what follows, and where larger values are usual,
+nearly all that the dtype holds.
+"""
+SMALLEST_NUMBER = "1e-3"
+"""Floor for a divisor that is a Python number: what suits depends on what it stands for."""
 FIXES: dict[str, dict[str, Fix]] = {
-    "SG102": {"div": DIVISION},
-    "SG201": {"div": DIVISION},
+    "SG201": {
+        "rsqrt": RSQRT,
+        "pow": Fix(
+            calls=words("pow"),
+            operator=ast.Pow,
+            use="safe_div(1.0, safe_pow({x}, {minus_y}))",
+            functions=("safe_div", "safe_pow"),
+            why="where {x} is 0 the result is 0, without a gradient",
+            operands=2,
+        ),
+    },
     "SG202": {"log": LOG},
     "SG203": {"exp": EXP},
     "SG204": {"softmax": SOFTMAX},
@@ -96,15 +136,13 @@ FIXES: dict[str, dict[str, Fix]] = {
         "std": Fix(
             calls=words("std"),
             use="safe_sqrt({bx}.var({biased}))",
-            function="safe_sqrt",
+            functions=("safe_sqrt",),
             why="of one element it is 0, with gradient 0",
-            safety="changes-numbers",
         ),
         "var": Fix(
             calls=words("var"),
             use="{bx}.var({biased})",
             why="of one element it is 0, with gradient 0",
-            safety="changes-numbers",
         ),
     },
     "SG403": {
@@ -117,16 +155,15 @@ FIXES: dict[str, dict[str, Fix]] = {
         "sqrt": Fix(
             calls=words("sqrt"),
             use="safe_sqrt({bx}.clamp_min(0))",
-            function="safe_sqrt",
+            functions=("safe_sqrt",),
             why="{x} is negative only by rounding if it is a square or a variance",
             safety="changes-numbers",
         ),
         "pow": Fix(
             calls=words("pow"),
             operator=ast.Pow,
-            use="safe_pow({bx}.clamp_min(0), {y})",
-            function="safe_pow",
-            why="a fractional power needs a base that is not negative",
+            use="{bx}.clamp_min(1e-12).pow({y})",
+            why="a fractional power needs a base that is not negative, a negative one more than 0",
             operands=2,
             safety="changes-numbers",
         ),
@@ -139,34 +176,29 @@ FIXES: dict[str, dict[str, Fix]] = {
         "Acos": Fix(
             calls=words("acos arccos"),
             use="safe_acos({x})",
-            function="safe_acos",
+            functions=("safe_acos",),
             why="its slope is bounded where {x} is 1 or -1",
         ),
         "Asin": Fix(
             calls=words("asin arcsin"),
             use="safe_asin({x})",
-            function="safe_asin",
+            functions=("safe_asin",),
             why="its slope is bounded where {x} is 1 or -1",
         ),
         "Atan2": Fix(
             calls=words("atan2 arctan2"),
             use="safe_atan2({x}, {y})",
-            function="safe_atan2",
+            functions=("safe_atan2",),
             why="where both are 0 the gradient is 0",
             operands=2,
         ),
         "Std": Fix(
             calls=words("std"),
             use="safe_sqrt({bx}.var({rest}))",
-            function="safe_sqrt",
+            functions=("safe_sqrt",),
             why="where {x} is constant the gradient is 0",
         ),
-        "Rsqrt": Fix(
-            calls=words("rsqrt"),
-            use="({x} + 1e-6).rsqrt()",
-            why="a floor under {x} bounds the slope",
-            safety="changes-numbers",
-        ),
+        "Rsqrt": RSQRT,
         "Acosh": Fix(
             calls=words("acosh arccosh"),
             use="{bx}.clamp_min(1 + 1e-6).acosh()",
@@ -186,7 +218,6 @@ BUILDERS: dict[str, Callable[[Case], tuple[Remedy, ...]]] = {
     "SG301": precision.overflow_of_half,
     "SG302": precision.underflow_of_half,
     "SG402": precision.unselected_branch,
-    "SG403": precision.absorbed_infinity,
     **runs.BUILDERS,
     **settings.BUILDERS,
 }
@@ -204,62 +235,223 @@ SAME = {
 FIXES["SG401"]["Norm"] = NORM
 
 
+DIVIDING = {"SG102": "div", "SG201": "div", "SG401": "Div", "SG403": "div"}
+"""Codes and operations whose remedy depends on what is divided by."""
+POLES = ("SG401", "SG201", "SG202")
+"""Codes of functions that are singular somewhere."""
+
+
 def in_their_words(finding: Finding, case: Case) -> Finding:
     """The finding with remedies for this very incident; else those of the page, titles only."""
-    own = _for_operation(finding.code, case) or _for_data(finding.code, case)
+    own = _for_data(finding.code, case) or _for_operation(finding.code, case)
     if not own and finding.code in BUILDERS:
         own = BUILDERS[finding.code](case)
+    if finding.code == "SG402":
+        # a function that is safe at the pole needs no selection before it
+        safe = (one for code in POLES for one in _for_operation(code, case) if one.edits)
+        own = tuple(sorted((*own, *safe), key=lambda remedy: not remedy.edits))
     if own:
         return replace(finding, remedies=own)
-    # The examples of a page have variables of their own, which would be foreign here.
-    titles = tuple(replace(remedy, snippet="") for remedy in finding.remedies)
-    return replace(finding, remedies=titles)
+    return replace(finding, remedies=without_examples(finding.remedies))
+
+
+def without_examples(remedies: tuple[Remedy, ...]) -> tuple[Remedy, ...]:
+    """The examples of a page have variables of their own, which would be foreign in an incident."""
+    return tuple(replace(remedy, snippet="") for remedy in remedies)
 
 
 def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
-    known = FIXES.get(code, {})
     operation = case.node if case.phase == "backward" else case.op
-    fix = known.get(SAME.get(operation, operation))
+    operation = SAME.get(operation, operation)
+    divides = DIVIDING.get(code) == operation
+    fix = DIVISION if divides else FIXES.get(code, {}).get(operation)
     if fix is None or case.origin is None:
         return ()
-    line = culprit_line(case.origin)
-    found = find_expression(line, fix.calls, fix.operator) if line else None
+    if case.origin.library is not None:
+        return (_in_a_library(case),)
+    found = _written(case, fix)
+    if divides and found is None:
+        fix = RECIPROCAL
+        found = _written(case, fix)
     if found is None or len(found.operands) < fix.operands:
-        return (_in_general(fix, case),)
-    return (_rewritten(fix, found),)
+        return (_in_general(DIVISION if divides else fix, case),)
+    if fix is DIVISION:
+        return _divisions(code, case, found)
+    if fix.calls == LOG.calls:
+        return (*_logarithms(case, found), _rewritten(fix, found, case))
+    if "{most}" not in fix.use:
+        return (_rewritten(fix, found, case),)
+    first, second = LARGEST_EXPONENTS.get(case.dtype, ("10.0", "80.0"))
+    # The second is shown only where a trial has found the first wanting.
+    last = replace(_rewritten(fix, found, case, second), snippet="")
+    return (_rewritten(fix, found, case, first), last)
 
 
-def _rewritten(fix: Fix, found: Expression) -> Remedy:
+def _written(case: Case, fix: Fix) -> Expression | None:
+    assert case.origin is not None
+    line = culprit_line(case.origin)
+    return find_expression(line, fix.calls, fix.operator, culprit_span(case.origin))
+
+
+def _divisions(code: str, case: Case, found: Expression) -> tuple[Remedy, ...]:
+    """What to write for a division by zero: it depends on where the divisor comes from."""
+    assert case.origin is not None
+    divisor = found.operands[1]
+    number = case.argument("other", 1)
+    if code == "SG201" and number is not None and number.dtype in ("float", "int"):
+        least = "1" if number.dtype == "int" else SMALLEST_NUMBER
+        bounded = f"max({divisor}, {least})"
+        title = (
+            f"`{bounded}` for `{divisor}` in `{found.text}`: it is a Python number that became 0; "
+            f"choose the floor that suits it"
+        )
+        line = found.with_operands({1: bounded})
+        floor = rewriting(case.origin, line, title, safety="changes-numbers")
+        return floor, _rewritten(DIVISION, found, case)
+    safe = with_roots(divisor, "safe_sqrt({})")
+    if safe and code == "SG403":
+        # What follows has made a number of the infinity, so that 0 in its place is another value.
+        above = with_roots(divisor, "torch.sqrt({}.clamp_min(1e-12))")
+        title = f"Keep what `{divisor}` is made of above 0: what follows hides the infinity only"
+        line = found.with_operands({1: above})
+        code_of_it = rewriting(case.origin, line, title, safety="changes-numbers")
+        return replace(code_of_it, snippet=""), Remedy(title=title, safety="changes-numbers")
+    if safe:
+        why = f"where `{divisor}` is 0 the result is 0 and so is the gradient of the root"
+        use = f"safe_div({found.operands[0]}, {safe})"
+        rooted = _replaced(found, case, use, why, ("safe_div", "safe_sqrt"))
+        return (rooted,)
+    zero = _rewritten(DIVISION, found, case)
+    if base_name(case.evidence.denominator_from) in ("sqrt", "std"):
+        # The root is in another line: safe_div alone would leave its infinite slope at 0. Only a
+        # trial shows which line that is; without one, the remedy is in words.
+        words_only = Remedy(
+            title=f"`safe_div({', '.join(found.operands)})` for `{found.text}`, and `safe_sqrt` "
+            f"where `{divisor}` is computed: without it the gradient is NaN"
+        )
+        return replace(zero, snippet=""), words_only
+    if code != "SG403":
+        return (zero,)
+    kept = f"torch.where({bracketed(divisor)} == 0, 1e-12, {divisor})"
+    title = f"`{kept}` for `{divisor}` in `{found.text}`: what follows hides the infinity only"
+    line = found.with_operands({1: kept})
+    return rewriting(case.origin, line, title, safety="changes-numbers"), zero
+
+
+def _logarithms(case: Case, found: Expression) -> tuple[Remedy, ...]:
+    """Where a probability is taken the log of: the log of it comes from what it was made of."""
+    x = found.operands[0]
+    inverse = _one_minus(x)
+    for names, function in ((SIGMOID, "logsigmoid"), (SOFTMAX.calls, "log_softmax")):
+        given = call_of(inverse or x, names)
+        if not given or (inverse and names is not SIGMOID):
+            continue
+        logits = f"-{bracketed(given[0])}" if inverse else given[0]
+        use = f"torch.nn.functional.{function}({', '.join((logits, *given[1:]))})"
+        return (_replaced(found, case, use, f"it stays finite where `{x}` rounds to 0", ()),)
+    made_by = base_name(case.evidence.argument_from)
+    if made_by in SATURATES:
+        instead = SATURATES[made_by]
+        title = (
+            f"Compute the loss from the logits, by {instead}: `{x}` is a {made_by.strip('_')} that "
+            f"has rounded to 0, and has no gradient there"
+        )
+        return (Remedy(title=title, safety="changes-numbers"),)
+    return ()
+
+
+SIGMOID = words("sigmoid")
+SATURATES = {
+    "sigmoid": "`binary_cross_entropy_with_logits` or `logsigmoid`",
+    "_softmax": "`cross_entropy` or `log_softmax`",
+    "softmax": "`cross_entropy` or `log_softmax`",
+}
+"""What makes probabilities, and what takes their logarithm without making them."""
+
+
+def _one_minus(text: str) -> str:
+    """`p` of `1 - p`; empty for everything else."""
+    node = ast.parse(text, mode="eval").body
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
+        return ""
+    one = isinstance(node.left, ast.Constant) and node.left.value == 1
+    return ast.unparse(node.right) if one else ""
+
+
+def _rewritten(fix: Fix, found: Expression, case: Case, most: str = "") -> Remedy:
     """Their own line, with the safe function in place of what failed."""
     x = found.operands[0]
     y = found.operands[1] if len(found.operands) > 1 else ""
     rest = (*found.operands[1:], *found.settings)
-    more = "".join(f", {part}" for part in rest)
     use = fix.use.format(
         x=x,
         y=y,
         bx=bracketed(x),
-        more=more,
+        minus_y=y[1:] if y.startswith("-") and is_number(y) else f"-{bracketed(y)}" if y else "",
+        more="".join(f", {part}" for part in rest),
         rest=", ".join(rest),
-        biased=", ".join((*_dimensions(rest), "correction=0")),
+        biased=_corrected(x, rest),
+        most=most,
     )
     why = fix.why.format(x=f"`{x}`", y=f"`{y}`")
-    snippet = found.rewritten(use)
-    if fix.function:
-        snippet = f"from stepguard.numerics import {fix.function}\n{snippet}"
-    return Remedy(title=f"`{use}` for `{found.text}`: {why}", snippet=snippet, safety=fix.safety)
+    return _replaced(found, case, use, why, fix.functions, fix.safety)
 
 
-def _dimensions(given: tuple[str, ...]) -> list[str]:
-    """The arguments of a statistic without what says how it is corrected."""
-    corrections = ("unbiased=", "correction=", "True", "False")
-    return [part for part in given if not part.startswith(corrections)]
+def _replaced(
+    found: Expression,
+    case: Case,
+    use: str,
+    why: str,
+    functions: tuple[str, ...],
+    safety: Safety = "safe",
+) -> Remedy:
+    assert case.origin is not None
+    title = f"`{use}` for `{' '.join(found.text.split())}`: {why}"
+    line = found.rewritten(use)
+    return rewriting(case.origin, line, title, functions=functions, safety=safety)
+
+
+def _in_a_library(case: Case) -> Remedy:
+    """The line is not the user's: what they pass to it is."""
+    assert case.origin is not None
+    package = (case.origin.library or "").partition("/")[0]
+    given = next((operand for operand in case.inputs if has_zero(operand)), None)
+    facts = describe(given or next(iter(case.inputs), None))
+    title = f"Look at what {case.origin.source} passes to {package}, which fails on it"
+    if case.origin.samples:
+        title += f": leave {_samples(case)} out, or correct it"
+    return Remedy(title=f"{title}; {facts}" if facts else title)
+
+
+def _corrected(x: str, given: tuple[str, ...]) -> str:
+    """The arguments of a statistic, with a correction that leaves at least one element."""
+    correction = "1"
+    dimensions: list[str] = []
+    for part in given:
+        name, _, value = part.partition("=")
+        if name in ("True", "False"):
+            correction = str(int(name == "True"))
+        elif name == "unbiased":
+            correction = f"int({value})"
+        elif name == "correction":
+            correction = value
+        else:
+            dimensions.append(part)
+    reduced = [part.removeprefix("dim=") for part in dimensions if not part.startswith("keepdim=")]
+    count = f"{bracketed(x)}.numel()"
+    if reduced:
+        one = reduced[0].removeprefix("-").isidentifier() or is_number(reduced[0])
+        count = f"{bracketed(x)}.shape[{reduced[0]}]" if one else ""
+    correction = f"min({correction}, {count} - 1)" if count else "0"
+    return ", ".join((*dimensions, f"correction={correction}"))
 
 
 def _in_general(fix: Fix, case: Case) -> Remedy:
     """The same without their expression, which is not in the line or is there more than once."""
-    use = fix.use.format(x="x", y="y", bx="x", more="", rest="", biased="correction=0")
-    name = f"stepguard.numerics.{fix.function}" if fix.function else use
+    use = fix.use.format(
+        x="x", y="y", bx="x", minus_y="-y", more="", rest="", biased="correction=0", most="10.0"
+    )
+    name = f"stepguard.numerics.{fix.functions[0]}" if fix.functions else use
     why = fix.why.format(x="the argument", y="the divisor")
     return Remedy(title=f"Use `{name}` in {case.place}: {why}", safety=fix.safety)
 
@@ -271,6 +463,8 @@ def _for_data(code: str, case: Case) -> tuple[Remedy, ...]:
         return ()
     name = f"`{case.tensor}`"
     who = _samples(case)
+    if code == "SG102":
+        return _for_empty(case, who)
     if code == "SG101" and case.tensor.startswith("batch"):
         leave = Remedy(title=f"Leave {who} out where {name} is read, and count what is left out")
         fill = Remedy(
@@ -288,6 +482,33 @@ def _for_data(code: str, case: Case) -> tuple[Remedy, ...]:
         value = spell(case.evidence.target_out_of_domain)
         return (Remedy(title=f"Correct or leave out {who}: a target there is {value}"),)
     return ()
+
+
+def _for_empty(case: Case, who: str) -> tuple[Remedy, ...]:
+    """The data has nothing to take a mean of: mend the data; a line of the user's own comes next.
+
+    Not where labels are missing: a loss of 0 for such a batch would only hide it.
+    """
+    evidence = case.evidence
+    root = evidence.denominator_root or ""
+    labels = (
+        evidence.valid_targets == 0
+        or case.reading.labels == 0
+        or case.op in NLL
+        or base_name(evidence.numerator_from) in NLL
+        or any(word in root for word in ("label", "target"))
+    )
+    if not labels:
+        title = f"Leave {who} out before batching (filter or collate function): no element counts"
+        return (Remedy(title=title), *_for_operation("SG102", case))
+    if case.origin is not None and not case.origin.samples:
+        who = "the samples of this batch"
+    title = (
+        f"Leave {who} out before batching (filter or collate function), or keep at least one label "
+        f"in each: every label here is ignored, often because truncation (max_length) has cut the "
+        f"answer off"
+    )
+    return (Remedy(title=title),)
 
 
 def _samples(case: Case) -> str:

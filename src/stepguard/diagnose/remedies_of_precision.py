@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 
 from stepguard.diagnose.case import Case, elements, has_zero, reach
 from stepguard.diagnose.dtypes import FORMATS, NARROW, floating, plain
@@ -11,17 +12,18 @@ from stepguard.diagnose.source_line import (
     Expression,
     bracketed,
     culprit_line,
+    culprit_span,
     find_expression,
     replace_number,
+    rewriting,
 )
 from stepguard.diagnose.wording import call, counts, limit_of, spell
 from stepguard.records import Operand, Remedy
+from stepguard.records.finding import Safety
 
 MATRIX = ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul")
 LONGEST_LINE = 60
 """Characters of a line within a sentence."""
-ROOTS = ("sqrt", "norm", "**", "pow", "std")
-"""What a divisor may be made of that has no slope at 0."""
 HARMLESS = "1.0"
 """Every function has a finite value and slope there."""
 KEPT_EPSILON = "1e-4"
@@ -62,9 +64,8 @@ def _masked_factor(case: Case, infinite: Operand, zero: Operand) -> Remedy:
     title = f"Put 0 for the infinity of `{infinite.label}` where `{zero.label}` is 0"
     filled = f"{bracketed(infinite.label)}.masked_fill({bracketed(zero.label)} == 0, 0.0)"
     position = found.operands.index(infinite.label)
-    return Remedy(
-        title=f"{title}, before the product", snippet=found.with_operands({position: filled})
-    )
+    line = found.with_operands({position: filled})
+    return _rewritten(case, line, f"{title}, before the product")
 
 
 def _masked_term(case: Case) -> Remedy:
@@ -77,11 +78,11 @@ def _masked_term(case: Case) -> Remedy:
     first, second = found.operands
     name = bracketed(second)
     filled = f"{name}.masked_fill({name}.isinf(), 0.0)"
-    return Remedy(
-        title=f"Put 0 for the infinity of `{second}`: where `{first}` is infinite too, their "
-        f"difference is NaN",
-        snippet=found.with_operands({1: filled}),
+    title = (
+        f"Put 0 for the infinity of `{second}`: where `{first}` is infinite too, their difference "
+        f"is NaN"
     )
+    return _rewritten(case, found.with_operands({1: filled}), title)
 
 
 def overflow_of_half(case: Case) -> tuple[Remedy, ...]:
@@ -96,7 +97,7 @@ def overflow_of_half(case: Case) -> tuple[Remedy, ...]:
         return (_no_cast(case, case.inputs[0]),)
     if case.phase == "backward":
         return (_gradient_in_float32(case), _bfloat16(case))
-    return (_in_float32(case), _bfloat16(case))
+    return (*_in_float32(case), _bfloat16(case))
 
 
 def _smaller_scale(case: Case) -> tuple[Remedy, ...]:
@@ -157,7 +158,7 @@ def _statement(case: Case) -> str:
     return f"`{text}`"
 
 
-def _in_float32(case: Case) -> Remedy:
+def _in_float32(case: Case) -> tuple[Remedy, ...]:
     found = _product(case) or _forward_expression(case)
     what = f"`{found.text}`" if found is not None else _module(case)
     # Autocast would make half precision of the operands of a product again.
@@ -169,19 +170,24 @@ def _in_float32(case: Case) -> Remedy:
     if found is not None and not inside:
         snippet = _with_floats(found, case)
     limit = spell(FORMATS[case.dtype].largest)
-    return Remedy(
-        title=f"Compute {what} in float32{leave}: {_reached(case)}, and {case.dtype} ends at "
-        f"{limit}",
-        snippet=snippet,
-        safety="changes-numbers",
-    )
+    title = f"Compute {what} in float32{leave}: {_reached(case)}, and {case.dtype} ends at {limit}"
+    in_words = Remedy(title=title, safety="changes-numbers")
+    if not snippet:
+        return (in_words,)
+    # What follows may take half precision only, which a trial shows: else it is said in words.
+    assert case.origin is not None
+    code = _rewritten(case, snippet, title, "changes-numbers")
+    if case.origin.statement is None:
+        return (code,)
+    return replace(code, snippet=""), in_words
 
 
 def _product(case: Case) -> Expression | None:
     """A product of matrices written with `@`, whichever way torch has folded it."""
     if case.op not in MATRIX or case.origin is None:
         return None
-    return find_expression(culprit_line(case.origin), frozenset({"matmul"}), ast.MatMult)
+    span = culprit_span(case.origin)
+    return find_expression(culprit_line(case.origin), frozenset({"matmul"}), ast.MatMult, span)
 
 
 def _with_floats(found: Expression, case: Case) -> str:
@@ -255,7 +261,7 @@ def _larger_epsilon(case: Case, eps: float, line: str) -> Remedy:
     if changed is not None:
         written, snippet = changed
         title = f"Write {KEPT_EPSILON} for `{written}`, which is 0 in {case.dtype}"
-        return Remedy(title=title, snippet=snippet, safety="changes-numbers")
+        return _rewritten(case, snippet, title, "changes-numbers")
     title = f"Give {_module(case)} an epsilon of {KEPT_EPSILON}: {spell(eps)} is 0 in {case.dtype}"
     return Remedy(title=title, safety="changes-numbers")
 
@@ -265,7 +271,8 @@ def unselected_branch(case: Case) -> tuple[Remedy, ...]:
     line = culprit_line(case.origin) if case.origin is not None else ""
     name = case.node or case.op
     operator = NODE_OPERATORS.get(name)
-    found = find_expression(line, frozenset({name.lower()}), operator)
+    span = culprit_span(case.origin) if case.origin is not None else None
+    found = find_expression(line, frozenset({name.lower()}), operator, span)
     if found is None:
         return (_harmless_in_general(case),)
     position = 1 if operator is ast.Div else 0
@@ -277,13 +284,11 @@ def unselected_branch(case: Case) -> tuple[Remedy, ...]:
             f"selection after it comes too late for the gradient"
         )
         return (Remedy(title=title),)
-    return (
-        Remedy(
-            title=f"`{chosen}` for `{argument}` in `{found.text}`: what is not selected gets a "
-            f"harmless argument",
-            snippet=found.with_operands({position: chosen}),
-        ),
+    title = (
+        f"`{chosen}` for `{argument}` in `{found.text}`: what is not selected gets a harmless "
+        f"argument"
     )
+    return (_rewritten(case, found.with_operands({position: chosen}), title),)
 
 
 def _harmless_in_general(case: Case) -> Remedy:
@@ -307,27 +312,6 @@ def _chosen(line: str, found: Expression, argument: str) -> str:
     return ""
 
 
-def absorbed_infinity(case: Case) -> tuple[Remedy, ...]:
-    """SG403 of a division; other operations have a replacement of their own."""
-    found = _forward_expression(case)
-    if case.op not in ("div", "reciprocal") or found is None or not found.by_operator:
-        return ()
-    divisor = found.operands[1]
-    late = "what follows hides the infinity from the loss only"
-    if any(root in divisor for root in ROOTS):
-        # Its own slope at 0 is infinite, so that it must not get there at all.
-        title = f"Keep what `{divisor}` is made of above 0: {late}"
-        return (Remedy(title=title, safety="changes-numbers"),)
-    kept = f"torch.where({bracketed(divisor)} == 0, 1e-12, {divisor})"
-    return (
-        Remedy(
-            title=f"`{kept}` for `{divisor}` in `{found.text}`: {late}",
-            snippet=found.with_operands({1: kept}),
-            safety="changes-numbers",
-        ),
-    )
-
-
 def _forward_expression(case: Case) -> Expression | None:
     """The expression that can be written anew; one that works in place cannot."""
     if case.origin is None or case.phase == "backward":
@@ -335,6 +319,11 @@ def _forward_expression(case: Case) -> Expression | None:
     found = expression_of(case.origin)
     in_place = (case.origin.op or "").endswith("_")
     return None if in_place else found
+
+
+def _rewritten(case: Case, line: str, title: str, safety: Safety = "safe") -> Remedy:
+    assert case.origin is not None
+    return rewriting(case.origin, line, title, safety=safety)
 
 
 def _own(found: Expression, operand: Operand) -> bool:

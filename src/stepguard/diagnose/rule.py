@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule_text import RuleText, rule_text
@@ -15,6 +15,10 @@ from stepguard.records import Certainty, Finding, Remedy
 from stepguard.records.finding import Safety
 from stepguard.records.forecast import Forecast
 
+ShownBy = Literal["operation", "record", "inference"]
+"""What a rule goes by: the operation or stored tensor that was located, with its values; settings
+and readings that were recorded as they are; or a conclusion from what was seen later.
+"""
 SAFETY_ORDER: tuple[str, ...] = get_args(Safety)
 
 
@@ -63,6 +67,7 @@ class Rule:
     """Examines a case; None when this is not the cause."""
     yields_to: tuple[str, ...] = ()
     """Codes that go before this one where both are found with the same certainty."""
+    shown_by: ShownBy = "operation"
 
     @property
     def text(self) -> RuleText:

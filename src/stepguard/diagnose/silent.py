@@ -21,10 +21,14 @@ HEALTHY_SERIES = "SG9"
 
 
 def silent_findings(
-    looks: Sequence[Look], recent: Sequence[Reading], *, schedule_stood_for: int = 0
+    looks: Sequence[Look],
+    recent: Sequence[Reading],
+    *,
+    ended: bool = False,
+    schedule_stood_for: int = 0,
 ) -> tuple[Finding, ...]:
     """What the run does wrong without a bad value, by code. Pure."""
-    case = replace(healthy_case(looks, recent), schedule_stood_for=schedule_stood_for)
+    case = replace(healthy_case(looks, recent), ended=ended, schedule_stood_for=schedule_stood_for)
     found = []
     for rule in RULES:
         if rule.code.startswith(SERIES):

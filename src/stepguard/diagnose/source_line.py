@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from stepguard.diagnose.ops import words
-from stepguard.records import Origin
+from stepguard.records import Edit, Origin, Remedy
+from stepguard.records.finding import Safety
 
 NAMESPACES = frozenset({"torch", "F", "functional", "linalg", "special", "nn", "math", "np"})
 """What stands before a function that takes its tensor as the first argument."""
@@ -65,6 +66,54 @@ def _replaced(line: str, span: tuple[int, int], text: str) -> str:
     return (whole[: span[0]] + text.encode() + whole[span[1] :]).decode()
 
 
+class _SafeRoots(ast.NodeTransformer):
+    """Writes another root for every square root and standard deviation of tensors."""
+
+    def __init__(self, root: str) -> None:
+        self.found = False
+        self._root = root
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        # a root of numbers has no gradient
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        if owner is not None and _last_name(owner) in ("math", "np"):
+            return node
+        operands = _call_operands(node, frozenset({"sqrt"}))
+        if operands is not None and len(operands) == 1:
+            return self._safe(operands[0])
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "std":
+            node.func.attr = "var"
+            return self._safe(node)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        half = isinstance(node.right, ast.Constant) and node.right.value == 0.5
+        return self._safe(node.left) if half and isinstance(node.op, ast.Pow) else node
+
+    def _safe(self, operand: ast.expr) -> ast.expr:
+        self.found = True
+        return ast.parse(self._root.format(bracketed(ast.unparse(operand))), mode="eval").body
+
+
+def with_roots(text: str, root: str) -> str:
+    """The expression with `root` for its roots, `{}` being the argument; empty without any."""
+    roots = _SafeRoots(root)
+    tree = roots.visit(ast.parse(text, mode="eval"))
+    return ast.unparse(tree) if roots.found else ""
+
+
+def call_of(text: str, calls: frozenset[str]) -> tuple[str, ...]:
+    """The operands of an expression that is a call of one of these names; else none."""
+    node = ast.parse(text, mode="eval").body
+    operands = _call_operands(node, calls) if isinstance(node, ast.Call) else None
+    if operands is None:
+        return ()
+    assert isinstance(node, ast.Call)
+    return tuple(map(ast.unparse, (*operands, *node.keywords)))
+
+
 def bracketed(text: str) -> str:
     """The expression as it can stand before a point or beside an operator."""
     tree = ast.parse(text, mode="eval").body
@@ -73,7 +122,14 @@ def bracketed(text: str) -> str:
 
 
 def culprit_line(origin: Origin) -> str:
-    """The source line of the origin as the user wrote it; empty where it is not known."""
+    """The statement of the origin as the user wrote it, else its line; empty where not known.
+
+    Empty as well where the operation is inside a package that the line has called.
+    """
+    if origin.library is not None:
+        return ""
+    if origin.statement is not None:
+        return origin.statement.text.strip()
     # `file.py:88`, or `cell [3], line 5` in a notebook
     wanted = re.split(r"\D", origin.source or "")[-1]
     for numbered in origin.context:
@@ -83,18 +139,60 @@ def culprit_line(origin: Origin) -> str:
     return ""
 
 
-def find_expression(
-    line: str, calls: frozenset[str], operator: type[ast.operator] | None = None
-) -> Expression | None:
-    """The one call of these names, or use of this operator; None where there is none or several.
+def rewriting(
+    origin: Origin,
+    line: str,
+    title: str,
+    *,
+    functions: tuple[str, ...] = (),
+    safety: Safety = "safe",
+) -> Remedy:
+    """The remedy that is this line in the place of the culprit's."""
+    edits: tuple[Edit, ...] = ()
+    statement = origin.statement
+    if statement is not None:
+        indent = statement.text[: len(statement.text) - len(statement.text.lstrip())]
+        old = tuple(statement.text.split("\n"))
+        new = tuple(f"{indent}{line}".split("\n"))
+        edits = (Edit(file=statement.file, line=statement.line, old=old, new=new),)
+    snippet = f"{import_of(functions)}\n{line}" if functions else line
+    return Remedy(title=title, snippet=snippet, safety=safety, edits=edits, needs=functions)
 
-    None as well where a function of a library stands in the line that may do the same inside.
+
+def import_of(functions: tuple[str, ...]) -> str:
+    """The line that makes them known."""
+    return f"from stepguard.numerics import {', '.join(sorted(set(functions)))}"
+
+
+def culprit_span(origin: Origin) -> tuple[int, int] | None:
+    """Which bytes of `culprit_line` are the operation; None where that is not known."""
+    statement = origin.statement
+    if statement is None:
+        return None
+    indent = len(statement.text) - len(statement.text.lstrip())
+    return statement.start - indent, statement.end - indent
+
+
+def find_expression(
+    line: str,
+    calls: frozenset[str],
+    operator: type[ast.operator] | None = None,
+    span: tuple[int, int] | None = None,
+) -> Expression | None:
+    """The call of these names, or use of this operator, that is at `span`.
+
+    Without a span it must be the only one, and no function of a library may stand in the line that
+    might do the same inside.
     """
     tree = _parsed(line)
-    if tree is None or _hides_operations(tree, calls):
+    if tree is None:
         return None
     found = list(_candidates(line, tree, calls, operator))
-    if len(found) != 1 or not _whole(found[0]):
+    if span is not None:
+        # Python moves the start of a call to its method's name where that is in a later line.
+        around = [one for one in found if one.end == span[1] and one.start <= span[0]]
+        return max(around, key=lambda one: one.start, default=None)
+    if _hides_operations(tree, calls) or len(found) != 1 or not _whole(found[0]):
         return None
     return found[0]
 
@@ -126,7 +224,7 @@ def replace_number(line: str, value: float, text: str) -> tuple[str, str] | None
             found.append(node)
     if len(found) != 1:
         return None
-    return _text(line, found[0]), _replaced(line, _span(found[0]), text)
+    return _text(line, found[0]), _replaced(line, _span(line, found[0]), text)
 
 
 def _hides_operations(tree: ast.Module, calls: frozenset[str]) -> bool:
@@ -189,7 +287,7 @@ def _candidates(
 def _expression(
     line: str, node: ast.expr, operands: list[ast.expr], settings: list[str]
 ) -> Expression:
-    start, end = _span(node)
+    start, end = _span(line, node)
     return Expression(
         line=line,
         text=_text(line, node),
@@ -197,18 +295,24 @@ def _expression(
         settings=tuple(settings),
         start=start,
         end=end,
-        spans=tuple(map(_span, operands)),
+        spans=tuple(_span(line, operand) for operand in operands),
         by_operator=isinstance(node, ast.BinOp),
     )
 
 
-def _span(node: ast.expr) -> tuple[int, int]:
-    return node.col_offset, node.end_col_offset or node.col_offset
+def _span(line: str, node: ast.expr) -> tuple[int, int]:
+    before = [0]
+    for one in line.encode().split(b"\n"):
+        before.append(before[-1] + len(one) + 1)
+    last = node.end_lineno or node.lineno
+    return before[node.lineno - 1] + node.col_offset, before[last - 1] + (node.end_col_offset or 0)
 
 
 def _text(line: str, node: ast.expr) -> str:
-    """What the user wrote, brackets around it left out."""
-    return line.encode()[node.col_offset : node.end_col_offset].decode()
+    """What the user wrote, in one line, brackets around it left out."""
+    start, end = _span(line, node)
+    written = line.encode()[start:end].decode()
+    return ast.unparse(node) if "\n" in written else written
 
 
 def _call_operands(node: ast.Call, calls: frozenset[str]) -> list[ast.expr] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -27,16 +28,18 @@ from stepguard.engine.context import (
     own_steps,
     real_optimizer,
 )
-from stepguard.engine.drivers.schedule import members, one_schedule
+from stepguard.engine.drivers.schedule import one_schedule
 from stepguard.engine.incident.declared_rates import DeclaredRates
 from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.interception import borrowing
 from stepguard.engine.model_wrapper import data_parallel_wrapper
 from stepguard.engine.outputs import OutputLost, Outputs, add_people_outputs
 from stepguard.engine.protect import quiet_warning
-from stepguard.journal import Journal, starts_in
+from stepguard.journal import Journal, starts_in, this_process
 from stepguard.locate.locate_budget import LocateBudget
+from stepguard.locate.source import variable_name
 from stepguard.records import GuardConfig
+from stepguard.records.text import mask_settings
 from stepguard.report.humanlog import HumanLog
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.sentinel.sharded_gradients import Shares
@@ -49,6 +52,12 @@ from stepguard.tensors.sharding import wrapped_by_fsdp1
 from stepguard.tensors.values import elements
 
 T = TypeVar("T")
+_labels: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+"""What the guarded optimizers of this process are called."""
+_writing: weakref.WeakValueDictionary[tuple[Path, int, int], Context] = (
+    weakref.WeakValueDictionary()
+)
+"""The guards of this process that write into a run folder, by folder, rank and lane."""
 ENGINES = {"deepspeed": "DeepSpeed", "megatron": "Megatron"}
 
 
@@ -72,6 +81,11 @@ def build_context(
     if config.clip_norm is not None:
         _check_clipping(roots)
     agreement = Agreement(model, config.agree_timeout)
+    place = _place(config, agreement.world_rank)
+    lane = 0 if place is None else place[2]
+    if lane:
+        folder = None if config.run_dir is None else Path(config.run_dir) / f"optimizer{lane}"
+        config = replace(config, run_dir=folder, human_log=None)
     context = Context(
         *(model, optimizer, scheduler, scaler),
         modules=dict(modules or {}),
@@ -89,12 +103,18 @@ def build_context(
         sharded=bool(sharded_part(roots.values())),
         loss_scale=config.loss_scale or 1.0,
         effort=LocateBudget(config.locate_budget),
+        lane=lane,
     )
     agreement.now = lambda: context.step
+    if place is not None:
+        first = _writing.get((*place[:2], 0))
+        context.run_id = context.run_id if first is None else first.run_id
+        _writing[place] = context
+        context.resources.callback(_writing.pop, place, None)
     if context.sharded and agreement.mode == "collective":
         agreement.adds = True
         context.shares = Shares(roots.values(), agreement.size)
-    _configure_rates(context)
+    context.configure_rates()
     _register(context)
     if config.outliers is not None:
         context.outliers = Outliers(config.outliers, roots, optimizer)
@@ -102,24 +122,33 @@ def build_context(
     return context
 
 
-def _configure_rates(context: Context) -> None:
-    """What the user says the rate should be, else what groups and schedule declare."""
-    if context.config.lr is not None:
-        context.history.configured_lr = tuple(context.config.lr for _ in context.lr)
-    else:
-        context.history.configured_lr = context.declared.known(context.lr, 0, suspicious=False)
+def _place(config: GuardConfig, rank: int) -> tuple[Path, int, int] | None:
+    """Folder, rank and lane: guards that share a folder at one time are the lanes of one run."""
+    given = config.run_dir or config.human_log
+    if given is None or borrowing():
+        return None
+    folder = Path(given).resolve()
+    lane = next(lane for lane in count() if (folder, rank, lane) not in _writing)
+    return folder, rank, lane
 
 
 def _register(context: Context) -> None:
     """Number the guard."""
+    taken = set(guarded.values())
     optimizer = context.optimizer
     model = context.roots[""]
-    taken = set(guarded.values())
     number = next(number for number in count() if number not in taken)
-    context.name = f"optimizer {number}: {type(optimizer).__name__} of {type(model).__name__}"
-    context.resources.callback(context.agreement.close)
     guarded[optimizer] = number
-    context.resources.callback(guarded.pop, optimizer, None)
+    context.label = variable_name(context.outer or optimizer) or ""
+    if not context.label or context.label in _labels.values():
+        context.label = f"{context.label or 'optimizer'} {number}"
+    _labels[optimizer] = context.label
+    context.trains = variable_name(context.model) or variable_name(model) or type(model).__name__
+    context.name_guard()
+    context.resources.callback(context.agreement.close)
+    # the loop may have made another one since
+    context.resources.callback(lambda: guarded.pop(context.optimizer, None))
+    context.resources.callback(_labels.pop, optimizer, None)
 
 
 def _open_files(context: Context) -> None:
@@ -134,7 +163,6 @@ def _open_files(context: Context) -> None:
 def _open(context: Context) -> None:
     config = context.config
     rank = context.agreement.world_rank
-    name = context.name
     outputs = context.outputs = Outputs(lambda: context.step)
     context.resources.callback(outputs.close)
     if not borrowing():
@@ -148,7 +176,7 @@ def _open(context: Context) -> None:
         for sink in config.sinks if rank == 0 else ():
             outputs.add_user_sink(sink)
     # Messages name their guard only where a process has several.
-    add_people_outputs(outputs, config, rank, lambda: name if len(guarded) > 1 else "")
+    add_people_outputs(outputs, config, rank, lambda: context.name if len(guarded) > 1 else "")
 
 
 def _open_journal(context: Context, run_dir: str | PathLike[str]) -> None:
@@ -190,22 +218,18 @@ def _header(context: Context) -> dict[str, Any]:
         "stepguard": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "process": this_process(),
         "rank": context.agreement.world_rank,
         "world": context.agreement.size,
         "agreement": context.agreement.mode,
         "optimizer": type(context.optimizer).__name__,
-        "schedule": _schedule(context.scheduler),
+        "name": context.label,
+        "lane": context.lane,
+        "schedule": context.schedule,
         "parameters": sum(map(elements, context.parameters)),
         "lr": context.lr,
-        "config": settings,
+        "config": mask_settings(settings),
     }
-
-
-def _schedule(scheduler: Any) -> str:
-    for member in members(scheduler):
-        if member is not None and hasattr(member, "last_epoch"):
-            return f"{type(member).__name__} at {member.last_epoch}"
-    return ""
 
 
 def _check(model: object, optimizer: object, modules: object, extra: object) -> None:

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stepguard.detect import History
-from stepguard.engine.drivers.schedule import advance
+from stepguard.engine.drivers.schedule import advance, named_position, scheduler_of
 from stepguard.engine.incident.declared_rates import DeclaredRates, group_rates
 from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.outputs import Outputs
@@ -31,6 +31,7 @@ from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.sentinel.sharded_gradients import Shares
 from stepguard.state.attached_state import AttachedState
 from stepguard.state.buffers import BufferKeeper
+from stepguard.state.delivered_batches import RecentBatches
 from stepguard.state.ownership import Ownership
 from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import Step
@@ -78,6 +79,12 @@ class Context:
     """Measures gradients of which each rank holds a part."""
     name: str = ""
     """Which guard this is, where a process has several."""
+    label: str = ""
+    """What the user calls the optimizer."""
+    trains: str = ""
+    """The user's name of the model."""
+    lane: int = 0
+    """Which optimizer of its run this is, in the order of their guards."""
     outputs: Outputs = field(default_factory=Outputs)
     """Journal, readable log, terminal and the user's loggers."""
     budget: Budget = field(default_factory=Budget)
@@ -86,6 +93,8 @@ class Context:
     """Names this run in its checkpoints; a restored run goes on under the name it had."""
     attempt: int = 1
     """Which start in this run folder this process is."""
+    on_adopt: list[Callable[[Optimizer], None]] = field(default_factory=list)
+    """Called with an optimizer that takes the place of the one before."""
     commit_hooks: list[Callable[[], None]] = field(default_factory=list)
     gradient_hooks: list[Callable[[], None]] = field(default_factory=list)
     """Called when the gradients of a step are there, before anything is updated."""
@@ -98,13 +107,22 @@ class Context:
     loss_scale: float = 1.0
     """Static scale; falls when it is what overflows."""
     accepted: set[str] = field(default_factory=set)
-    """Names of tensors that may be non-finite: sentinels, and what `bad_start="note"` accepts."""
+    """Full names of tensors that may be non-finite: sentinels, and what `bad_start="note"` accepts.
+
+    `param:NAME`, `buffer:NAME`, `opt:PARAMETER/SLOT`, and `extra:OBJECT/...` as a saved state names
+    it.
+    """
     ignored: set[int] = field(default_factory=set)
     """Ids of accepted tensors, which the cheap check leaves out."""
     first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)
-    """Extremes of every buffer before the first step, on the device until something is wrong."""
+    """Full name and extremes of every buffer before the first step, and of what further objects
+    keep; on the device until something is wrong."""
+    first_size: Tensor | float | None = None
+    """Root mean square of the weights before the first step of the run, on its device."""
     feed: ResumableLoader | None = None
     """The user's loader, where the guard was given it."""
+    recent: RecentBatches | None = None
+    """The last batches that this loader, or else any DataLoader of the process, delivered."""
     ledger: Ledger | None = None
     """Where lost samples are written down; made with the first loss."""
     resumed: bool = False
@@ -121,6 +139,8 @@ class Context:
     """The highest loss scale at which an update was made."""
     missed: str = ""
     """An update that this rank refused alone, in words; all ranks hear of it in the next step."""
+    loss_overflows: int = 0
+    """Steps whose loss was infinite only because finite values were added up."""
     overflows_in_a_row: int = 0
     """Steps in a row that a scaler's own scale has overflowed."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
@@ -162,6 +182,38 @@ class Context:
                     ordered.append(parameter)
         return [*ordered, *left.values()]
 
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take this optimizer, and its schedule, in the place of the one before."""
+        for tell in self.on_adopt:
+            tell(optimizer)  # first: one may refuse
+        before = self.optimizer
+        guarded[optimizer] = guarded.pop(before, 0)
+        if before in automatic_guards:
+            automatic_guards[optimizer] = automatic_guards.pop(before)
+        self.optimizer = optimizer
+        self.outer = None
+        if self.scheduler is not None:
+            self.scheduler = scheduler_of(optimizer)
+        self.ownership.optimizer = optimizer
+        self.declared = DeclaredRates(optimizer, self.scheduler)
+        self.history.first_lr = self.history.top_lr = ()
+        self.configure_rates()
+        if self.outliers is not None:
+            assert self.config.outliers is not None
+            self.outliers = Outliers(self.config.outliers, self.roots, optimizer)
+        self.name_guard()
+
+    def configure_rates(self) -> None:
+        """What the user says the rate should be, else what groups and schedule declare."""
+        if self.config.lr is not None:
+            self.history.configured_lr = tuple(self.config.lr for _ in self.lr)
+        else:
+            self.history.configured_lr = self.declared.known(self.lr, 0, suspicious=False)
+
+    def name_guard(self) -> None:
+        """By the user's names of its optimizer and its model."""
+        self.name = f"{self.label}: {type(self.optimizer).__name__} of {self.trains}"
+
     def follow(self, name: str, value: Tensor | float) -> None:
         """Keep a value for this step's packet; of several elements the largest magnitude."""
         given = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
@@ -175,6 +227,11 @@ class Context:
     def lr(self) -> tuple[float, ...]:
         """One rate a group; none at all for an optimizer that finds its own step size."""
         return group_rates(self.optimizer)
+
+    @property
+    def schedule(self) -> str:
+        """The schedule that the guard was given, and how far it has come."""
+        return named_position(self.scheduler)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -243,7 +300,7 @@ class Context:
         """
         for name, extremes in self.first_buffers:
             if not is_finite(extremes):
-                self.accepted.add(f"buffer:{name}")
+                self.accepted.add(name)
         self.first_buffers = []
         return self.accepted
 

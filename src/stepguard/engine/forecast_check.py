@@ -17,9 +17,11 @@ MOST_LOOKS = 64
 MOST_SCALES = 32
 """Changes of the loss scale that are kept, however long ago."""
 QUICK = 6
-"""Steps over which loss and gradient norm are compared at every step."""
-GREW = 4.0
+"""Steps over which the loss is compared at every step."""
+GREW = 2.0
 """Growth of the loss over these steps that is worth a closer check."""
+OFTEN = 8
+"""Steps between two comparisons with everything that is remembered: slow growth shows there."""
 
 
 class ForecastCheck:
@@ -65,10 +67,13 @@ class ForecastCheck:
     def _loss_grows(self) -> bool:
         if len(self._recent) < QUICK:
             return False
-        now = self._recent[-1].loss
+        newest = self._recent[-1]
+        now = newest.loss
         before = self._recent[-QUICK].loss
         if now is None or before is None:
             return False
+        if newest.step % OFTEN == 0:
+            before = min(abs(one.loss) for one in self._recent if one.loss is not None)
         return abs(now) > GREW * abs(before)
 
     def _forget(self, step: int) -> None:

@@ -28,15 +28,25 @@ from stepguard.tensors.torch_private import (
 )
 
 SHARE = 0.001
-"""Share of the run's time that looks may take, after the first one."""
+"""Share of the run's time that looks may take, after the first minutes."""
 SAVED = 0.0005
 """Part of that share that is saved for the time when a trend begins to show."""
+EARLY_SHARE = 0.01
+EARLY_SECONDS = 300.0
+"""In the first minutes a look is worth more: what is wrong with a setup is wrong from the start."""
+LEAST_SECONDS = 120.0
+"""A run is expected to last at least this long, so its first looks need not wait for the time."""
 GROWTH = 0.05
 """A look is at least this share of all steps so far after the last one: ever more rarely."""
+EARLY_GAPS = ((64, 5), (256, 16))
+"""Up to which step looks are at most how far apart; after that at powers of two."""
+HURRY_STEPS = 4
+"""Steps between two looks while a trend shows."""
 FIRST = 2
 """Step of the first look: what torch.compile compiles has been compiled by then, and is left alone.
 """
 PART = "deep look"
+CLOSURE = "the optimizer calls a closure"
 AVERAGES = ("ema", "average", "averaging", "swa", "shadow", "polyak")
 """Words by which people call an average of weights."""
 
@@ -60,7 +70,7 @@ class LookSchedule:
         self._offset: int | None = None
         """The first step that was asked for."""
         self.hurry = False
-        """A trend begins to show: spend what was saved for this, and leave no steps in between."""
+        """A trend begins to show: spend what was saved for this."""
         self._asked = 0.0
         """When the schedule was last asked: that is once a step."""
         self._usual = 0.0
@@ -81,12 +91,21 @@ class LookSchedule:
             return step >= self._offset + FIRST
         if self._every != "auto":
             return step - self._last >= self._every
-        share = SHARE
-        if not self.hurry:
-            share -= SAVED
-            if step < self._last + max(1.0, GROWTH * step):
-                return False
-        return self._spent + self._cost <= share * (self._clock() - self._began)
+        elapsed = self._clock() - self._began
+        early = EARLY_SHARE * min(max(elapsed, LEAST_SECONDS), EARLY_SECONDS)
+        allowed = early + SHARE * max(0.0, elapsed - EARLY_SECONDS)
+        offset = self._offset or 0
+        if self.hurry:
+            wanted = step - self._last >= HURRY_STEPS
+        else:
+            # ever more rarely; between these what the long run's share allows
+            age = self._last - offset
+            gap = next((gap for until, gap in EARLY_GAPS if age < until), age)
+            wanted = step - self._last >= min(gap, age)
+            if not wanted and step >= self._last + max(1.0, GROWTH * step):
+                wanted = True
+                allowed = (SHARE - SAVED) * elapsed
+        return wanted and self._spent + self._cost <= allowed
 
     def _settle(self) -> None:
         """Charge a look with what its step took beyond the usual, which it sees only a part of.
@@ -110,14 +129,12 @@ class LookSchedule:
 
     def took(self, step: int, seconds: float) -> None:
         """A look has been taken."""
+        # the first one is always allowed: what it tells of the setup comes too late otherwise
+        if self._last is not None:
+            self._spent += seconds
         self._last = step
         self._cost = seconds
         self._unsettled = True
-        # the first one is always allowed: what it tells of the setup comes too late otherwise
-        if self._cost and self._spent == 0.0:
-            self._spent = 1e-9
-            return
-        self._spent += seconds
 
 
 class Looks:
@@ -138,6 +155,9 @@ class Looks:
         self._next_batch: SeenBatch | None = None
         """That of the step after it, until that step is over."""
         self._batch_after: NextBatch = "unknown"
+        self._closure = needs_closure(context.optimizer)
+        self._said: set[str] = set()
+        """What was said already of looks that failed or could not be taken."""
         context.resources.callback(self.close)
 
     def begin(self) -> None:
@@ -147,7 +167,11 @@ class Looks:
             return
         if self._running is not None or not self.schedule.due(self._context.step):
             return
-        if not self._protect.armed or not self._possible():
+        if not self._protect.armed or not torch.is_grad_enabled():
+            return  # an evaluation or a rollout, which may be long: no step begins here
+        why_not = self._impossible()
+        if why_not:
+            self._say_why(why_not)
             return
         with self._protect.part(PART):
             context = self._context
@@ -158,16 +182,26 @@ class Looks:
             self._running = look
             look.begin()
 
-    def _possible(self) -> bool:
+    def _impossible(self) -> str:
+        """Why no look can be taken of this step; empty if one can."""
         context = self._context
-        if context.agreement.world_rank != 0 or context.sharded:
-            return False
-        if not torch.is_grad_enabled():
-            return False  # an evaluation or a rollout, which may be long: no step begins here
-        # Under another dispatch mode (a tracer, a FLOP counter) two would see each other's work.
-        if dispatch_mode_stack() or graphs_compiled():
-            return False
-        return not needs_closure(context.optimizer)
+        if context.agreement.world_rank != 0:
+            return "rank 0 takes the looks"
+        if context.sharded:
+            return "the model is sharded"
+        # Two modes would see each other's work.
+        if dispatch_mode_stack():
+            return "another dispatch mode is active (a tracer, a FLOP counter)"
+        if graphs_compiled():
+            return "torch.compile has compiled a part of this program"
+        return CLOSURE if self._closure else ""
+
+    def _say_why(self, why_not: str) -> None:
+        """Keep in the journal, once, why no look was taken."""
+        if why_not not in self._said:
+            self._said.add(why_not)
+            fields = {"step": self._context.step, "reason": why_not}
+            self._context.outputs.line("no_look", fields)
 
     @contextmanager
     def during(self, batch: Any) -> Iterator[None]:
@@ -189,6 +223,14 @@ class Looks:
         if self._running is not None:
             with self._protect.part(PART), self.paused():
                 self._running.saw_batch(batch)
+            with self._protect.part(PART):
+                self._running.resume()
+
+    def backward_over(self) -> None:
+        """A backward pass of the loop is over; others may follow before the update."""
+        if self._running is not None:
+            with self._protect.part(PART):
+                self._running.suspend()
 
     def gradients_ready(self) -> None:
         """Forward and backward are over: what follows is the guard's own work."""
@@ -208,6 +250,8 @@ class Looks:
         self._compare_batches()
         look = self._running
         if look is None:
+            if self._closure:  # its driver announces no steps
+                self._say_why(CLOSURE)
             return
         self._running = None
         if not look.abandon():
@@ -216,6 +260,16 @@ class Looks:
         with self._protect.part(PART):
             taken = look.finish(committed=committed)
             self.schedule.took(look.step, taken.seconds)
+            fault = look.fault or look.layer_fault
+            if fault is not None and "fault" not in self._said:
+                self._said.add("fault")
+                missing = "nothing" if look.fault is not None else "a part of it"
+                self._context.outputs.note(
+                    "look",
+                    f"the deep look at step {look.step} failed, and {missing} is reported: "
+                    f"{type(fault).__name__}: {fault}. Training is not affected",
+                    reason=f"a look failed: {type(fault).__name__}: {fault}",
+                )
             if committed and look.fault is None and is_finite(taken):
                 self._tell(taken)
             self._last_batch = look.batch

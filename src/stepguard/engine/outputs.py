@@ -80,8 +80,9 @@ class Outputs:
         """Close every output, the journal last: it records what fails while the others close."""
         for output in reversed(tuple(self._outputs)):
             output.put(lambda sink: sink.close())
-            if isinstance(output, UserOutput):
-                # It may serve other guards as well, and is not to hear more of this one.
+            if isinstance(output, UserOutput) or output.is_for(self.journal):
+                # A sink may serve other guards as well, and is not to hear more of this one; the
+                # folder of a closed journal may have another writer by now.
                 self._outputs.remove(output)
 
     def _tell(self, event: Event) -> None:
@@ -104,6 +105,9 @@ class Output:
         self._failures = 0
         """How often it has begun to fail."""
         self._telling = False
+
+    def is_for(self, sink: Sink | None) -> bool:
+        return self._sink is sink
 
     def put(self, event: Event) -> bool:
         """Pass on an event; False if that failed. Never raises for the output's own failure."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +28,11 @@ from stepguard.sentinel.stored_tensors import (
     extremes,
     largest,
     norm_statistics,
+    root_mean_square,
     state_tensors,
 )
 from stepguard.state.batch import named_tensors
+from stepguard.state.run_state import extra_tensors
 from stepguard.state.step import total_loss
 from stepguard.tensors.names import named_buffers
 from stepguard.tensors.values import is_finite
@@ -42,6 +45,10 @@ class MicroLoss:
     total: Tensor
     parts: dict[str, Tensor] = field(default_factory=dict)
     labels: Tensor | None = None
+    summed_in_half: bool = False
+    """A watched loss that was added up in float16, which overflows early."""
+    scaled: bool = False
+    """It carries the factor of a scaler that the guard does not know yet, if there is one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +68,7 @@ class Pending:
     norm: GradientNorm | None
     lr: tuple[float, ...]
     clip_norm: float | None
+    schedule: str = ""
     followed: tuple[str, ...] = ()
     """What the user follows makes no step bad."""
     tensors: int = 0
@@ -114,8 +122,9 @@ class Reader:
         self._scan = RotatingScan()
         self._alone = SeenAlone(context)
         self._ranks = RankNumbers(context, self._alone)
-        loading = context.optimizer.register_load_state_dict_post_hook(self._loaded)
-        context.resources.callback(loading.remove)
+        self._loading = context.optimizer.register_load_state_dict_post_hook(self._loaded)
+        context.resources.callback(lambda: self._loading.remove())
+        context.on_adopt.append(self._adopted)
 
     def start(self) -> None:
         """Before the first update: parameters and optimizer state join the first packet."""
@@ -128,16 +137,28 @@ class Reader:
         self._started = True
         statistics = {id(buffer) for buffer in norm_statistics(context.roots)}
         context.first_buffers = []
+        if context.first_size is None:
+            with suppress(Exception):  # a judgement of divergence is not worth the guard
+                context.first_size = root_mean_square(context.parameters)
         self._alone.start()
+        first = {}
         for name, buffer in named_buffers(context.roots):
-            if id(buffer) in statistics:
-                continue
-            found = extremes(context.buffers.remembered(buffer))
+            if id(buffer) not in statistics:
+                first[f"buffer:{name}"] = context.buffers.remembered(buffer)
+        first.update(extra_tensors(context.extra, parameters=False))
+        for name, tensor in first.items():
+            found = extremes(tensor)
             if found is not None:
                 context.first_buffers.append((name, found))
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """State was loaded in mid-run: check all of it before the next update."""
+        self._checked = False
+
+    def _adopted(self, optimizer: Optimizer) -> None:
+        """Another optimizer takes over: check its parameters and state before its first update."""
+        self._loading.remove()
+        self._loading = optimizer.register_load_state_dict_post_hook(self._loaded)
         self._checked = False
 
     def after_update(self) -> None:
@@ -220,6 +241,7 @@ class Reader:
             names=tuple(named),
             norm=norm,
             lr=context.lr,
+            schedule=context.schedule,
             clip_norm=context.config.clip_norm,
             followed=tuple(followed),
             tensors=len(single_norms),
@@ -287,6 +309,7 @@ class Reader:
             clip_factor=_clip_factor(norm, pending.clip_norm),
             scale=scale,
             lr=pending.lr,
+            schedule=pending.schedule,
             climbs=context.maximizes,
             labels=int(named["labels"]) if "labels" in named else None,
             seconds=seconds,

@@ -26,9 +26,14 @@ from stepguard.engine.incident.closer_look import (
     mark_foreign_parameter,
     stored_trouble,
 )
-from stepguard.engine.incident.exploded_weights import blamed_on_update, exploded, surfaces_only
+from stepguard.engine.incident.exploded_weights import (
+    blamed_on_update,
+    exploded,
+    surfaces_only,
+    weights_ruined,
+)
 from stepguard.engine.incident.found_alone import FoundAlone
-from stepguard.engine.incident.halting import halt
+from stepguard.engine.incident.halting import BORN_IN_THE_STEP, halt
 from stepguard.engine.incident.lead_up import keep_lead_up
 from stepguard.engine.incident.lost_samples import with_sample_names
 from stepguard.engine.incident.origin_of_ranks import find_together
@@ -38,6 +43,7 @@ from stepguard.engine.incident.rank_decision import last_resort, tried, with_dec
 from stepguard.engine.incident.rank_reading import agreed_reading
 from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.incident.situation import SituationReader
+from stepguard.engine.incident.tried_remedies import try_remedies
 from stepguard.engine.incident.whatif_decision import what_helps
 from stepguard.engine.protect import Protection, explain_or_warn
 from stepguard.engine.reader import Pending, Reader
@@ -48,7 +54,6 @@ from stepguard.policy import decide as choose_remedy
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.state.step import Step
 
-BORN_IN_THE_STEP = ("nonfinite_loss", "nonfinite_gradient", "infinite_norm")
 VERIFY_FROM = 2
 """Bad steps in a row from which on the weights are verified on an earlier batch."""
 OTHERS_HAVE_NOT_SEEN = "only this rank has seen it, after the last step: nothing is put back"
@@ -83,7 +88,7 @@ class Transaction:
         self.protect = protect
         self.rewinder = rewinder
         self.reader = Reader(context)
-        self._find = with_sample_names(context, find or self._replay)
+        self._locate = with_sample_names(context, find or self._replay)
         self._anomalies = AnomalyCheck(context, rewinder, clips_itself=reruns)
         self._situations = SituationReader(context, rewinder, self._anomalies, reruns=reruns)
         self._alone = FoundAlone(context)
@@ -220,6 +225,10 @@ class Transaction:
             if replayable:
                 incident = self.locate(incident, step)
             incident = self.diagnose(incident)
+            if replayable and self.context.config.locate:
+                incident = explain_or_warn(
+                    incident, self._not_explained, self._remedies_tried, incident, step
+                )
             incident = self.decide(incident, step, committed=committed)
         incident = last_resort(incident)
         decision = incident.decision
@@ -255,7 +264,7 @@ class Transaction:
         """At the end of a run: were the parameters still finite after the last update?"""
         context = self.context
         bad = tuple(stored_trouble(context))
-        reading = Reading(step=step.index, lr=context.lr, bad_state=bad)
+        reading = Reading(step=step.index, lr=context.lr, schedule=context.schedule, bad_state=bad)
         told = context.incidents[-1].reading.bad_state if context.incidents else ()
         verdict = judge_reading(reading, context.history, context.config)
         if not verdict.bad or set(bad) <= set(told):
@@ -272,17 +281,27 @@ class Transaction:
         return self.record(self.diagnose(incident), step)
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
-        """Tell a verdict that is worth a line, not an action."""
+        """Tell a verdict that is worth a line, not an action, with the code of its cause."""
         if verdict.severity != "note":
             return
         with self.protect.part("notes"):
+            text = verdict.summary
+            code = None
+            case = Incident(id="", step=reading.step, verdict=verdict, reading=reading)
+            for finding in find_causes(case)[:1]:
+                if finding.certainty == "certain":
+                    text += f" ({finding.code}: stepguard explain {finding.code})"
+                    code = finding.code
             self.context.outputs.note(
-                verdict.kind, verdict.summary, step=reading.step, evidence=verdict.evidence
+                verdict.kind, text, step=reading.step, evidence=verdict.evidence, code=code
             )
 
     def open_incident(self, step: Step, reading: Reading, verdict: Verdict) -> Incident:
         """What is known of a bad step before anything is located."""
         context = self.context
+        if not reading.schedule:
+            with self.protect.part("schedule"):
+                reading = replace(reading, schedule=context.declared.position(reading.lr))
         run_dir = context.config.run_dir
         return Incident(
             id=incident_record.free_id(context, f"{step.index:08d}-{verdict.kind}"),
@@ -294,6 +313,9 @@ class Transaction:
         )
 
     # --- locate and diagnose --------------------------------------------------------------------
+
+    def _find(self, step: Step, reading: Reading) -> Origin:
+        return self._anomalies.outlying_at(reading.step) or self._locate(step, reading)
 
     def _replay(self, step: Step, reading: Reading) -> Origin:
         return locate(step, reading, self.context.effort)
@@ -342,6 +364,10 @@ class Transaction:
         facts = run_facts(self.context, incident.reading)
         return replace(incident, findings=find_causes(incident, facts))
 
+    def _remedies_tried(self, incident: Incident, step: Step) -> Incident:
+        facts = run_facts(self.context, incident.reading)
+        return try_remedies(incident, step, facts, self.context.effort)
+
     def _not_explained(self, why: str) -> None:
         self.context.outputs.note("unexplained", why)
 
@@ -352,10 +378,8 @@ class Transaction:
         situation = self._situations.situation(incident, step, committed=committed)
         policy = context.config.policy
         decision, context.budget = choose_remedy(situation, policy, context.budget)
-        self.rewinder.probation.incident(
-            incident.step,
-            hurt=situation.fault in ("state", "anomaly") and decision.action != "heal",
-        )
+        hurt = situation.fault in ("state", "anomaly") or weights_ruined(incident.origin)
+        self.rewinder.probation.incident(incident.step, hurt=hurt and decision.action != "heal")
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)
         if policy.on_incident == "whatif":

@@ -5,6 +5,8 @@ warning otherwise.
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,24 +18,29 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stepguard._errors import ConfigError, TrainingHalted
-from stepguard.engine.context import Context, automatic_guards, real_optimizer
+from stepguard.engine.context import Context, automatic_guards, guarded, real_optimizer
+from stepguard.engine.drivers.optimizer_kinds import calls_of_step
 from stepguard.engine.drivers.outer_optimizer import voting_manager
 from stepguard.engine.drivers.schedule import position
 from stepguard.engine.interception import borrowing
 from stepguard.engine.model_wrapper import data_parallel_wrapper
 from stepguard.records import GuardConfig
+from stepguard.state.optimizer_state import inner_optimizers
 from stepguard.state.resumable_loader import ResumableLoader
 from stepguard.state.step import unwrapped
-from stepguard.tensors.names import optimizer_parameter_ids
+from stepguard.tensors.names import named_parameters, optimizer_parameter_ids
 
 LOOKED_AT = 3
 """Steps of `guard.step` during which calls of `optimizer.step` beside it, and missing gradients,
 are looked for.
 """
+MOST_NAMED = 3
 WITHOUT_STEP = 1000
 """Backward passes without an update that no accumulation of gradients explains."""
+OPTIMIZERS = inspect.getfile(Optimizer)
 building_for: ContextVar[str] = ContextVar("building_for", default="")
 """The framework that is making a guard; empty when the user is."""
 
@@ -171,6 +178,43 @@ def _own_parameters(module: nn.Module) -> list[Any]:
 
 # --- while it runs
 
+_wirings: weakref.WeakSet[Wiring] = weakref.WeakSet()
+_hook: list[Callable[[], None]] = []
+"""Removes the one hook of the process by which wirings hear of every optimizer's step."""
+keeps_hearing: set[object] = set()
+"""Who wants the hook to stay, with or without a guard."""
+
+
+def hear_optimizers() -> None:
+    """Hear of every optimizer's step from now on.
+
+    One hook for all guards: torch goes through its hooks while guards are made, replaced and freed,
+    and does not bear it if one comes or goes meanwhile.
+    """
+    if not _hook:
+        outside: Any = torch.compiler.disable
+        _hook.append(register_optimizer_step_pre_hook(outside(_optimizer_steps)).remove)
+
+
+def stop_hearing() -> None:
+    """Remove the hook with the last guard, unless an optimizer steps right now."""
+    if _hook and not keeps_hearing and not list(_wirings) and not _inside_a_step():
+        _hook.pop()()
+
+
+def _optimizer_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for wiring in list(_wirings):
+        wiring.optimizer_begins(optimizer)
+
+
+def _inside_a_step() -> bool:
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == OPTIMIZERS:
+            return True
+    return False
+
 
 class Wiring:
     """What one guard sees of its loop. Costs a healthy step a few comparisons."""
@@ -186,6 +230,23 @@ class Wiring:
         self._schedule: tuple[int, ...] | None = None
         self._moved = 0
         self._shared = self._parameters_in_model()
+        self._missing = 0
+        """Parameters of the optimizer that had no gradient in the last step."""
+        self.adopt: Callable[[Optimizer], None] | None = None
+        """How a watched loop's new optimizer is taken over; None under `guard.step`."""
+        self._alone = 0
+        """Updates of the guarded optimizer since another one of this model stepped."""
+        self._turns = False
+        """Optimizers have taken turns: another one is no longer taken for a new one at once."""
+        self._left: weakref.ref[Optimizer] | None = None
+        """The optimizer that was guarded before the present one."""
+        self._beside: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Other optimizers that are left alone, and whether they train parts of this model."""
+        _wirings.add(self)
+        hear_optimizers()
+        context.resources.callback(self._hear_no_more)
+        # Weakly: a guard that is never closed can still go.
+        weakref.finalize(self, stop_hearing).atexit = False
         self._hook = context.optimizer.register_step_pre_hook(self._optimizer_steps)
         context.resources.callback(self.expect_own_steps)
 
@@ -194,9 +255,90 @@ class Wiring:
         """Is `guard.step` under way?"""
         return self._stepping
 
+    def _hear_no_more(self) -> None:
+        _wirings.discard(self)
+        stop_hearing()
+
     def expect_own_steps(self) -> None:
         """From now on the loop may call optimizer.step() itself."""
         self._hook.remove()
+
+    # --- an optimizer steps, whosever it is ---
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        if optimizer is self._context.optimizer:
+            self._alone += 1
+        elif optimizer not in guarded and not self._stepping:
+            self.follow(optimizer)
+
+    def follow(self, optimizer: Optimizer) -> bool:
+        """Guard this optimizer from now on if it takes the place of the guarded one.
+
+        It does so if it updates the same parameters, if the model has none of the old ones any
+        more, or if the guarded one had the model to itself until now. One that comes back has never
+        been replaced: then the loop uses several, and each needs its own guard.
+        """
+        context = self._context
+        known = self._beside.get(optimizer)
+        if known is not None:
+            self._alone = 0 if known else self._alone
+            return False
+        if calls_of_step(context.optimizer) or _inside_each_other(optimizer, context.optimizer):
+            return False
+        returns = self._left is not None and self._left() is optimizer
+        if not returns and not self._takes_over(optimizer):
+            return False
+        before = context.optimizer
+        if not self._adopted(optimizer):
+            return False
+        self._left = weakref.ref(before)
+        self._alone = 0
+        self._shared = self._parameters_in_model()
+        kinds = f"{type(before).__name__} and {type(optimizer).__name__}"
+        if returns:
+            self._turns = True
+            self._beside[before] = True
+            self._say(
+                f"{kinds} take turns on this model: the guard stays with the "
+                f"{type(optimizer).__name__} it was given; give the other one a guard of its own"
+            )
+        else:
+            count = len(optimizer_parameter_ids(optimizer))
+            told = f"the loop has a new optimizer ({type(optimizer).__name__}, {count} parameters)"
+            context.outputs.note("adopted", f"{told}: it is guarded from its first step")
+        return True
+
+    def _takes_over(self, optimizer: Optimizer) -> bool:
+        context = self._context
+        theirs = optimizer_parameter_ids(optimizer)
+        mine = optimizer_parameter_ids(context.optimizer)
+        below = {id(p) for root in context.roots.values() for p in root.parameters()}
+        trains = bool(theirs & below)
+        replaces = bool(theirs & mine) or not mine & below
+        if trains and ((replaces and not self._turns) or self._alone >= LOOKED_AT):
+            return True
+        self._beside[optimizer] = trains
+        self._alone = 0 if trains else self._alone
+        return False
+
+    def _adopted(self, optimizer: Optimizer) -> bool:
+        """Take it over, or say that its updates are not guarded."""
+        why = "this guard makes its own steps with guard.step"
+        if self.adopt is not None:
+            try:
+                self.adopt(optimizer)
+                return True
+            except TrainingHalted:
+                raise  # by the last update of the optimizer before it
+            except Exception as fault:
+                why = str(fault)
+        self._beside[optimizer] = True
+        self._warn(
+            f"the loop steps another {type(optimizer).__name__} with parameters of this model, and "
+            f"its updates are not guarded: {why}; build a guard for it"
+        )
+        return False
 
     # --- guard.step ---
 
@@ -219,6 +361,8 @@ class Wiring:
             self.no_gradient()
         else:
             self._without_gradient = -LOOKED_AT  # they can be reached
+            if done:
+                self._look_for_replaced_parts()
 
     def _check_first(self) -> None:
         if self._shared and not self._parameters_in_model():
@@ -286,6 +430,21 @@ class Wiring:
                 "optimizer from the parameters of the model that the loss comes from"
             )
 
+    def _look_for_replaced_parts(self) -> None:
+        """Have parameters lost their place in the model, so that they get no gradient any more?"""
+        missing = sum(parameter.grad is None for parameter in self._context.parameters)
+        if missing > self._missing and self._parameters_in_model() < self._shared:
+            mine = optimizer_parameter_ids(self._context.optimizer)
+            named = named_parameters(self._context.roots)
+            new = [name for name, p in named if p.requires_grad and id(p) not in mine]
+            if new:
+                self._warn(
+                    f"{', '.join(new[:MOST_NAMED])} of the model replaced what the optimizer "
+                    "holds, so nothing updates it; build the optimizer again after replacing parts "
+                    "of the model (guard.step needs a new guard, too)"
+                )
+        self._missing = missing
+
     def _parameters_in_model(self) -> int:
         given = optimizer_parameter_ids(self._context.optimizer)
         return sum(
@@ -313,6 +472,7 @@ class Wiring:
             self.no_gradient()
         else:
             self._without_gradient = -LOOKED_AT
+            self._look_for_replaced_parts()
 
     def close(self) -> None:
         """The run is over: has the guard seen anything of it?"""
@@ -343,6 +503,14 @@ REPLACED = (
     "the optimizer holds parameters that are no longer the model's: they were replaced after the "
     "guard was built"
 )
+
+
+def _inside_each_other(one: Optimizer, other: Optimizer) -> bool:
+    """Is one of them a wrapper around the other?"""
+    for outer, inner in ((one, other), (other, one)):
+        if any(found is inner for _, found in inner_optimizers(outer)):
+            return True
+    return False
 
 
 def _position(scheduler: Any) -> tuple[int, ...] | None:

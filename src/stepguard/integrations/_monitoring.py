@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from stepguard.engine.context import guarded
 from stepguard.guard import Guard
 from stepguard.integrations._holding import hold_schedule
 from stepguard.integrations._trainer_log import INCIDENTS, NONFINITE
-from stepguard.records import GuardConfig, Incident
+from stepguard.records import GuardConfig, Incident, Reading, Sink
+from stepguard.report.phrases import count
 from stepguard.tensors.names import optimizer_parameters
 from stepguard.watching import watch_for
 
@@ -33,6 +35,16 @@ UNSEEN = (
     "stepguard.integrations.transformers.guard(trainer) can"
 )
 IGNORED = -100
+
+
+class ZeroLosses(Sink):
+    """Counts steps whose loss is exactly 0."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self, reading: Reading, committed: bool) -> None:
+        self.steps += reading.loss == 0.0
 
 
 class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
@@ -49,8 +61,10 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         self._past: tuple[Incident, ...] = ()
         self._undo = ExitStack()
         self._known = 0
+        self._zeros = ZeroLosses()
         self.reported: Counter[str] = Counter()
-        """Log lines and steps by what was wrong with them: `grad_norm`, `loss`, `parameters`."""
+        """Log lines by what was wrong with them: `grad_norm`, `loss`; steps whose loss was exactly
+        0: `zero_loss`; updates that made parameters non-finite: `parameters`."""
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -67,6 +81,8 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
                 inner.close()
             finally:
                 self._past += inner.incidents
+                self.reported["zero_loss"] += self._zeros.steps
+                self._zeros.steps = 0
         self._undo.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -79,7 +95,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
             kwargs["model"],
             optimizer,
             scheduler=kwargs["lr_scheduler"],
-            config=self._config,
+            config=replace(self._config, sinks=(*self._config.sinks, self._zeros)),
         )
         self._guard.port.start_at(state.global_step)
         if hasattr(optimizer, "step_was_skipped"):
@@ -99,7 +115,9 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Report what the line hides: a filtered NaN looks like a loss of 0."""
+        """Report what the line hides: a filtered NaN looks like a loss of 0, and a loss that is
+        really 0 teaches nothing.
+        """
         if not isinstance(logs, dict) or "loss" not in logs:
             return
         bad_norm = not math.isfinite(float(logs.get("grad_norm", 0.0)))
@@ -108,6 +126,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         self.reported["loss"] += bool(hidden)
         if hidden and math.isfinite(logs["loss"]):
             self._tell_filtered(logs["loss"], hidden[0])
+        self._tell_zeros(logs["loss"])
         logs[INCIDENTS] = len(self.incidents)
         if bad_norm or hidden:
             logs[NONFINITE] = max(len(hidden), 1)
@@ -125,6 +144,21 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         real = f"the loss was {hidden.reading.loss} at step {hidden.step}"
         text = f"logged loss {logged:.4g} is filtered (logging_nan_inf_filter): {real}"
         self._guard.port.say("filtered", text)
+
+    def _tell_zeros(self, logged: float) -> None:
+        """Count steps with a loss of exactly 0 since the last line, from the losses themselves."""
+        if self._guard is None:
+            # the Trainer's own guard has corrected the line
+            self.reported["zero_loss"] += logged == 0.0
+            return
+        zeros, self._zeros.steps = self._zeros.steps, 0
+        self.reported["zero_loss"] += zeros
+        if zeros:
+            self._guard.port.say(
+                "zero_loss",
+                f"the loss of {count(zeros, 'step')} since the last log line is exactly 0, not a "
+                "filtered NaN: nothing is learned from it (SG803: stepguard explain SG803)",
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()

@@ -13,8 +13,6 @@ import functools
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -72,8 +70,8 @@ class AcceleratorGuard:
         self.guards: tuple[Guard, ...] = ()
         """One an optimizer, in the order in which they were prepared."""
         try:
-            for number, optimizer in enumerate(accelerator._optimizers):
-                self.guards += (self._watch(optimizer, _settings(config, number)),)
+            for optimizer in accelerator._optimizers:
+                self.guards += (self._watch(optimizer, _checked(config)),)
         except BaseException:
             self.close()
             raise
@@ -153,18 +151,13 @@ class AcceleratorGuard:
         self.close()
 
 
-def _settings(config: GuardConfig, number: int) -> GuardConfig:
-    """Further optimizers (a GAN's second one) get run folders of their own."""
+def _checked(config: GuardConfig) -> GuardConfig:
     if config.clip_norm is not None or config.loss_scale is not None:
         raise ConfigError(
             "GuardConfig.clip_norm and loss_scale are for guard.step; call "
             "accelerator.clip_grad_norm_ in your loop."
         )
-    if number == 0:
-        return config
-    if config.run_dir is None:
-        return replace(config, human_log=None)
-    return replace(config, run_dir=Path(config.run_dir) / f"optimizer{number}", human_log=None)
+    return config
 
 
 def _trained(accelerator: Any, wrapper: Any) -> tuple[nn.Module, dict[str, nn.Module]]:

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
@@ -162,12 +161,9 @@ class GuardCallback(Callback):  # type: ignore[misc]
 
 
 def _settings(config: GuardConfig, trainer: Trainer, number: int) -> GuardConfig:
-    """The user's, with the Trainer's loggers; further optimizers write into their own folders."""
+    """The user's, with the Trainer's loggers for the first optimizer."""
     if number:
-        config = replace(config, human_log=None, sinks=())
-        if config.run_dir is None:
-            return config
-        return replace(config, run_dir=Path(config.run_dir) / f"optimizer{number}")
+        return replace(config, human_log=None, sinks=())
     if trainer.loggers and trainer.log_every_n_steps:
         ours = HostLogger(trainer.loggers, every=trainer.log_every_n_steps)
         return replace(config, sinks=(*config.sinks, ours))

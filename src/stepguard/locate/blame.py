@@ -10,6 +10,7 @@ intention then, and only the gradient of the unselected branch does harm.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from stepguard.locate.calls import COPIES, Call, ancestors, earliest, real_maker
@@ -19,6 +20,10 @@ from stepguard.records.evidence import NO_EVIDENCE, Evidence
 
 SCALES = ("aten.mul", "aten.mul_", "aten.div", "aten.div_")
 """A mask is added to what was learned; an infinity that multiplies it is a weight."""
+ABSURD = 1e8
+"""Beyond what a parameter or buffer holds; positions, counts and frequencies stay far below."""
+SENTINEL = 3.38e38
+"""The ends of float32 and bfloat16 stand for infinity, in masks for instance."""
 MOST_BLOCKS = 64
 """First bad values of the forward whose gradients are compared."""
 
@@ -48,6 +53,33 @@ def first_reader(tracer: Tracer, stored: Call) -> Call | None:
         if stored in call.flawed:
             return call
     return None
+
+
+def huge_operand(call: Call) -> FirstBad | None:
+    """Follow the largest operands back to a parameter or buffer that is finite and absurdly large.
+
+    None where the magnitude does not come from one: an operation made it of ordinary operands (a
+    quotient, an exponential, a factor), or it was built up over many of them.
+    """
+    consumer = None
+    while call.stage != "stored":
+        largest = max(call.parents, key=lambda parent: parent.reach, default=None)
+        # a square or a cube still comes from its operand
+        if largest is None or largest.index >= call.index or not _explains(largest, call):
+            return None
+        if call.op not in COPIES:
+            consumer = call
+        call = largest
+    garbage = ABSURD <= call.reach < SENTINEL
+    if consumer is None or not garbage or not call.op.startswith(("param:", "buffer:")):
+        return None
+    return FirstBad(call, consumer)
+
+
+def _explains(operand: Call, result: Call) -> bool:
+    if not math.isfinite(result.reach):
+        return operand.reach >= ABSURD
+    return operand.reach > 1 and math.log(operand.reach) >= math.log(result.reach) / 3
 
 
 class _Walk:
@@ -260,6 +292,8 @@ class _Walk:
     def _chosen_constant(self, first: Call) -> Call | None:
         """Return the `where` that chose a NaN constant, as operations without a result do."""
         if first.parents or first.stage != "forward" or not first.out.nan:
+            return None
+        if first.evidence.opaque:
             return None
         consumer = self._consumer(first)
         if consumer is None or consumer.op != "aten.where":

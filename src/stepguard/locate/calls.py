@@ -63,12 +63,18 @@ class Call:
     rounded_to_zero: float | None = None
     """A constant argument, an epsilon for instance, that is 0 in the dtype of the output."""
     uninitialised: bool = False
-    """Memory that has been allocated and not written yet."""
+    """Memory that has been allocated and, as far as operations show, not all written yet."""
+    fresh: int | None = None
+    """Checksum of that memory when it was allocated; None once an operation wrote a part of it."""
+    function: str | None = None
+    """The custom function, else the user's function, that allocated it."""
     rows: tuple[int, ...] = ()
     """First-axis positions of bad output elements."""
     bad_positions: tuple[int, ...] = ()
     """Some flat positions of bad output elements."""
     shape: tuple[int, ...] = ()
+    reach: float = 0.0
+    """Largest magnitude of the output; measured where the tracer is asked to."""
     inputs: tuple[Operand, ...] = ()
     output: Operand | None = None
     evidence: Evidence = NO_EVIDENCE

@@ -221,6 +221,9 @@ def _precision(bad_op: BadOp) -> Evidence:
     if wider is None or any(read.flaws for read in bad_op.reads):
         return found
     found |= Evidence(dtype_limit=float(torch.finfo(bad_op.out.dtype).max))
+    if bad_op.operator.custom:
+        # The user's own kernel is not ours to run again.
+        return found
     again = _widened(bad_op, wider)
     if again is not None and is_finite(again):
         found |= Evidence(finite_in=dtype_name(again.dtype))
@@ -299,13 +302,16 @@ def _vanished_epsilon(bad_op: BadOp, name: str) -> float | None:
 
 
 def _before_epsilon(maker: Call) -> Call:
-    """The call behind added constants; one that its dtype could not hold is reported by itself."""
-    while (
-        maker.op in ("aten.add", "aten.add_")
-        and len(maker.parents) == 1
-        and maker.rounded_to_zero is None
-    ):
-        maker = real_maker(maker.parents[0])
+    """The call behind added constants; one that its dtype could not hold is reported by itself.
+
+    So is the probability behind `1 - p`.
+    """
+    while len(maker.parents) == 1 and maker.rounded_to_zero is None:
+        behind = real_maker(maker.parents[0])
+        inverse = maker.op == "aten.rsub" and behind.op in ("aten.sigmoid", "aten._softmax")
+        if maker.op not in ("aten.add", "aten.add_") and not inverse:
+            break
+        maker = behind
     return maker
 
 

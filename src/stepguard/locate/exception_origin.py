@@ -16,7 +16,7 @@ from stepguard.locate import batch as batches
 from stepguard.locate import samples
 from stepguard.locate.calls import COPIES
 from stepguard.locate.locate_budget import clock_for
-from stepguard.locate.source import Line, context, is_users, spell
+from stepguard.locate.source import Line, in_library, is_users, with_source
 from stepguard.records.origin import Origin, Phase
 from stepguard.state.isolation import untouched
 from stepguard.state.rng import restore_rng
@@ -40,17 +40,16 @@ def traceback_origin(error: BaseException, index: int, roots: dict[str, nn.Modul
     line = None
     for frame, number in _frames(error.__traceback__):
         frames.append(frame)
-        if is_users(frame.f_code.co_filename):
-            line = Line(frame.f_code.co_filename, number)
+        file = frame.f_code.co_filename
+        if is_users(file) and in_library(file):
+            line = (line or Line(file, number))._replace(library=(file, number))
+        elif is_users(file):
+            line = Line(file, number)
     module = _module(frames, roots)
-    return Origin(
-        step=index,
-        phase=_phase(frames, module, roots),
-        module=module,
-        source=spell(line),
-        context=context(line),
-        method="traceback",
+    origin = Origin(
+        step=index, phase=_phase(frames, module, roots), module=module, method="traceback"
     )
+    return with_source(origin, line)
 
 
 def place_exception(

@@ -12,12 +12,19 @@ from stepguard.diagnose.operand_names import name_operands
 from stepguard.locate import bad_state, impurity, model_replay, samples, update_origin
 from stepguard.locate import batch as batches
 from stepguard.locate.bad_micro_batch import bad_micro_batch, compiled_only, repeats
-from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss, first_reader
+from stepguard.locate.blame import (
+    FirstBad,
+    blame_gradients,
+    blame_loss,
+    first_reader,
+    huge_operand,
+)
 from stepguard.locate.calls import Call
+from stepguard.locate.evidence import HUGE
 from stepguard.locate.finite import plain
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.locate.model_replay import ModelReplayer
-from stepguard.locate.origin_record import origin_of
+from stepguard.locate.origin_record import huge_origin, origin_of
 from stepguard.locate.replay import Replayer, ReplayError, Traced
 from stepguard.locate.same_fault import difference
 from stepguard.locate.spoiled_buffer import buffer_origin
@@ -70,7 +77,7 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
     if reading.state_born:
         return _made_by_step(step, reading)
     if finite_step(reading):
-        return _of_finite_step(step, reading)
+        return _of_finite_step(step, reading, budget)
     reason = no_replay(step)
     if reason is not None:
         remark = f"the step could not be run again: {reason}"
@@ -94,14 +101,46 @@ def _made_by_step(step: Step, reading: Reading) -> Origin:
     return update_origin.update_origin(step, reading)
 
 
-def _of_finite_step(step: Step, reading: Reading) -> Origin:
+def _of_finite_step(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
     if reading.bad_state:
         return _bad_state(step, reading)
     if not all(map(math.isfinite, reading.lr)):
         return update_origin.update_origin(step, reading)
     if reading.grad_norm is not None and math.isinf(reading.grad_norm):
-        return update_origin.norm_origin(step, reading)
-    return update_origin.divergence_origin(step, reading)
+        return _of_infinite_norm(step, update_origin.norm_origin(step, reading))
+    found = None
+    if step.replayable and no_replay(step) is None:
+        with untouched(step) as keeper, impurity.kept_loss_function_state(step) as own:
+            replayer = Replayer(step, keeper, budget)
+            replayer.loss_fn_state = own
+            found = samples.costly_samples(replayer, reading)
+    return found or update_origin.divergence_origin(step, reading)
+
+
+def _of_infinite_norm(step: Step, origin: Origin) -> Origin:
+    """Follow huge gradients back to the stored tensor that made them, where there is one."""
+    if no_replay(step) is not None:
+        return origin
+    with untouched(step) as keeper:
+        kind = ModelReplayer if step.model_only else Replayer
+        replayer = kind(step, keeper)
+        for micro in range(len(step.micro_batches)):
+            replayer.clear_gradients()
+            try:
+                traced = replayer.trace(micro, reach=True)
+            except ReplayError:
+                return origin
+            gradients = [p.grad for p in replayer.parameters.values() if p.grad is not None]
+            makers = [traced.tracer.maker_of(plain(gradient)) for gradient in gradients]
+            largest = max(
+                (maker for maker in makers if maker is not None),
+                key=lambda maker: maker.reach,
+                default=None,
+            )
+            found = huge_operand(largest) if largest is not None else None
+            if found is not None:
+                return huge_origin(origin, found, traced, replayer)
+    return origin
 
 
 def _bad_state(step: Step, reading: Reading) -> Origin:
@@ -160,12 +199,28 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origi
     origin = origin_of(found, traced, replayer)
     if reading.bad_state and origin.tensor not in reading.bad_state:
         return bad_state.state_origin(step, reading)
+    origin = _with_huge_buffer(origin, found, replayer, micro)
     if reading.overflow:
         origin = with_evidence(origin, Evidence(scale_overflow=True))
     differs = difference(reading, micro, replayer)
     if differs is not None:
         return replace(with_evidence(origin, Evidence(departs=differs)), reproduced=False)
     return samples.with_samples(origin, found, traced, replayer)
+
+
+def _with_huge_buffer(origin: Origin, found: FirstBad, replayer: Replayer, micro: int) -> Origin:
+    """Add the finite but absurd buffer that an overflow comes from, where there is one."""
+    operands = [max(abs(one.min or 0.0), abs(one.max or 0.0)) for one in origin.inputs]
+    if origin.evidence.finite_in is None or max(operands, default=0.0) < HUGE:
+        return origin
+    if not replayer.budget.affords(1.0 / len(replayer.step.micro_batches)):
+        return origin
+    tracer = replayer.trace(micro, reach=True).tracer
+    same = [call for call in tracer.calls if call.index == found.call.index]
+    huge = huge_operand(same[0]) if same and same[0].op == found.call.op else None
+    if huge is None or not huge.call.op.startswith("buffer:"):
+        return origin
+    return with_evidence(origin, Evidence(huge_buffer=huge.call.op))
 
 
 def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, FirstBad | None]:
@@ -217,10 +272,14 @@ def _blame(replayer: Replayer, traced: Traced) -> FirstBad | None:
         target = tracer.maker_of(traced.ran.loss)
         return blame_loss(tracer, [target]) if target is not None else None
     targets: list[Call] = []
-    for name in replayer.bad_gradients():
-        grad = replayer.parameters[name].grad
-        assert grad is not None
-        maker = tracer.maker_of(plain(grad))
+    bad = [
+        plain(grad)
+        for name in replayer.bad_gradients()
+        if (grad := replayer.parameters[name].grad) is not None
+    ]
+    tracer.settle_gradients(bad)
+    for grad in bad:
+        maker = tracer.maker_of(grad)
         if maker is not None:
             targets.append(maker)
     return blame_gradients(tracer, targets) if targets else None

@@ -78,6 +78,15 @@ def _flaws_by_extremes(values: Tensor) -> Flaws:
     return Flaws(nan=any(map(math.isnan, extremes)), inf=any(map(math.isinf, extremes)))
 
 
+def reach(tensor: Tensor) -> float:
+    """Return the largest magnitude among the elements; 0 of none, NaN beside a NaN."""
+    values = plain(tensor)
+    if not values.numel():
+        return 0.0
+    low, high = torch.aminmax(values.float() if values.element_size() < 4 else values)
+    return max(-low.item(), high.item())
+
+
 def broken(tensor: Tensor) -> Tensor:
     """True where an element is not finite, in the tensor's own shape."""
     bad: Tensor = ~torch.isfinite(tensor.detach())

@@ -121,10 +121,10 @@ class LiveTrace:
         """End the recording; remember who made the gradients, before the guard hides them."""
         self._recorder.end(self)
         self._gradients = []
-        for parameter in self._parameters.values():
-            if parameter.grad is None:
-                continue
-            maker = self.tracer.maker_of(plain(parameter.grad))
+        gradients = [plain(p.grad) for p in self._parameters.values() if p.grad is not None]
+        self.tracer.settle_gradients(gradients)
+        for gradient in gradients:
+            maker = self.tracer.maker_of(gradient)
             if maker is not None:
                 self._gradients.append(maker)
 
@@ -142,8 +142,11 @@ class LiveTrace:
         step = replace(step, micro_batches=step.micro_batches or ({},), scale=1.0)
         traced = Traced(Ran(loss_finite=not _bad(self._losses)), tracer, 0)
         origin = origin_of(found, traced, Replayer(step, step.buffers))
-        if origin.phase == "loss" and self._before_the_model(found.consumer or found.call):
-            origin = replace(origin, phase="input")
+        if found.call.stage == "stored" and origin.phase == "loss":
+            first_read = found.consumer
+            if first_read is not None and self._before_the_model(first_read):
+                # Data that was bad when it came in; what the loop computes of it is no input.
+                origin = replace(origin, phase="input")
         micro = reading.bad_micro_batches[0] if reading.bad_micro_batches else None
         module = tracer.modules.spelled(origin.module)
         remarks = (*origin.remarks, SEEN_LIVE)

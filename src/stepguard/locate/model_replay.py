@@ -16,7 +16,7 @@ from torch import Tensor
 from stepguard.locate import bad_state
 from stepguard.locate.batch import named_tensors
 from stepguard.locate.replay import Ran, Replayer, ReplayError, tracing
-from stepguard.locate.source import Line, context, spell
+from stepguard.locate.source import Line, with_source
 from stepguard.locate.tracer import Tracer
 from stepguard.records.origin import Origin
 from stepguard.records.reading import Reading
@@ -43,6 +43,9 @@ CAME_IN = (
 
 class ModelReplayer(Replayer):
     """Runs the recorded calls of the model; `Ran.loss` is the first bad output, or the first."""
+
+    any_gradient = False
+    """Run the backward also where what came back is bad, with ones for it."""
 
     def bad_call(self) -> int | None:
         """Return the first call whose outputs, or else whose gradients, are bad when run again."""
@@ -77,8 +80,7 @@ class ModelReplayer(Replayer):
         recorded = self.step.lines[call]
         if recorded is None:
             return origin
-        line = Line(*recorded)
-        return replace(origin, source=spell(line), context=context(line))
+        return with_source(origin, Line(*recorded))
 
     def _computed_arguments(self, call: int) -> list[str]:
         """Name the arguments of this call that are not data but the result of operations."""
@@ -91,7 +93,7 @@ class ModelReplayer(Replayer):
     def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
         self._prepare(micro)
         assert self.step.model_fn is not None
-        backward = backward and self.came_back_finite(micro)
+        backward = backward and (self.any_gradient or self.came_back_finite(micro))
         try:
             with tracing(tracer, "forward"):
                 outputs, gradients = self.step.model_fn(batch)
@@ -113,7 +115,7 @@ class ModelReplayer(Replayer):
         for output, gradient in zip(outputs, gradients, strict=True):
             if gradient is not None:
                 reached.append(output)
-                received.append(gradient)
+                received.append(gradient if is_finite(gradient) else torch.ones_like(gradient))
         if reached:
             with tracing(tracer, "backward"):
                 torch.autograd.backward(reached, received)

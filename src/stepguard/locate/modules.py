@@ -35,6 +35,8 @@ class ModuleSpans:
         self._stack: list[tuple[str, int]] = []
         self._spans: list[Span] = []
         self._hooks = ExitStack()
+        self.observer: Any = None
+        """Its `enter_module(args)` and `leave_module(module, args, output)` are called, if any."""
 
     def __enter__(self) -> ModuleSpans:
         enter = registry.register_module_forward_pre_hook(self._begin)
@@ -55,6 +57,11 @@ class ModuleSpans:
             return None
         return self._stack[-1][0]
 
+    @property
+    def depth(self) -> int:
+        """How many modules are running, one inside the other."""
+        return len(self._stack)
+
     def created(self, sequence: int) -> str | None:
         """Return the innermost module in which the autograd node of this number was created."""
         within = [span for span in self._spans if span.first <= sequence < span.end]
@@ -72,9 +79,13 @@ class ModuleSpans:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if id(module) in self.names:
+            if self.observer is not None:
+                self.observer.enter_module(args)
             self._stack.append((self.names[id(module)], next_sequence_number()))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) in self.names and self._stack:
+            if self.observer is not None:
+                self.observer.leave_module(module, args, output)
             name, first = self._stack.pop()
             self._spans.append(Span(first, next_sequence_number(), name))

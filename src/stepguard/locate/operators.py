@@ -25,6 +25,7 @@ TAKES_INFINITY = (
 """Operators with infinity as an ordinary argument: a mask, an open bound, the order of a norm."""
 UNINITIALISED = aten("empty new_empty empty_like empty_strided new_empty_strided")
 """Operators that give memory without writing it."""
+TORCHS_OWN = ("aten", "prim", "prims", "profiler", "inductor", "quantized", "_c10d_functional")
 OVERWRITES = aten("copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ set_")
 """In-place operators that do not read what they replace."""
 TESTS = aten("isnan isinf isfinite _local_scalar_dense equal")
@@ -50,6 +51,11 @@ class Operator:
     views: bool
     """Returns memory of an argument without writing it."""
     pointwise: bool
+
+    @property
+    def custom(self) -> bool:
+        """True for an operator from outside torch, registered by `torch.library` for instance."""
+        return self.namespace not in TORCHS_OWN
 
     @property
     def base(self) -> str:

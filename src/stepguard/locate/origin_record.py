@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from stepguard.locate import bad_state, source
+from stepguard.locate import bad_state
 from stepguard.locate import batch as batches
 from stepguard.locate.blame import FirstBad
 from stepguard.locate.calls import Call
@@ -14,7 +14,7 @@ from stepguard.locate.finite import numeric, plain
 from stepguard.locate.module_attributes import KEPT, bad_numbers, kept_tensors
 from stepguard.locate.operands import summarise
 from stepguard.locate.replay import Replayer, Traced
-from stepguard.locate.source import Line
+from stepguard.locate.source import Line, with_source
 from stepguard.locate.tracer import Tracer
 from stepguard.records.evidence import NO_EVIDENCE, Evidence
 from stepguard.records.origin import Origin, Phase, with_evidence
@@ -59,7 +59,7 @@ def origin_of(found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
         reproduced=True,
         evidence=evidence,
     )
-    return _with_source(origin, line_of(at, traced.tracer))
+    return with_source(origin, line_of(at, traced.tracer))
 
 
 def _stored_origin(found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
@@ -92,6 +92,31 @@ def _stored_origin(found: FirstBad, traced: Traced, replayer: Replayer) -> Origi
     return origin
 
 
+def huge_origin(origin: Origin, found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
+    """Name the finite but absurd tensor that made what overflowed, where it first did so."""
+    name = found.call.op
+    assert found.consumer is not None
+    tensor = _stored_tensor(name, replayer, traced.micro_batch)
+    placed = _at_consumer(origin, found.consumer, traced.tracer)
+    inputs = () if tensor is None else (summarise(name, tensor),)
+    more = (
+        Evidence(huge_parameter=name) if name.startswith("param:") else Evidence(huge_buffer=name)
+    )
+    return with_evidence(
+        replace(
+            placed,
+            phase=_phase(found.consumer, traced.tracer),
+            tensor=name,
+            inputs=inputs,
+            output=None,
+            micro_batch=traced.micro_batch,
+            method="replay",
+            reproduced=True,
+        ),
+        more,
+    )
+
+
 def _at_consumer(origin: Origin, consumer: Call, tracer: Tracer) -> Origin:
     origin = replace(
         origin,
@@ -100,7 +125,7 @@ def _at_consumer(origin: Origin, consumer: Call, tracer: Tracer) -> Origin:
         node=consumer.node,
         inputs=consumer.inputs,
     )
-    return _with_source(origin, line_of(consumer, tracer))
+    return with_source(origin, line_of(consumer, tracer))
 
 
 def _stored_tensor(name: str, replayer: Replayer, micro: int) -> Tensor | None:
@@ -170,7 +195,3 @@ def line_of(call: Call, tracer: Tracer) -> Line | None:
             if id(parent) not in seen and parent.stage != "stored":
                 queue.append(parent)
     return None
-
-
-def _with_source(origin: Origin, line: Line | None) -> Origin:
-    return replace(origin, source=source.spell(line), context=source.context(line))

@@ -85,10 +85,16 @@ class Replayer:
         with _eagerly() if eager else nullcontext():
             return self._run(micro, batches.duplicate(batch), backward, None)
 
-    def trace(self, micro: int, batch: Any = None, *, backward: bool = True) -> Traced:
-        """Run with a trace of every operation. The backward of a bad loss is left out."""
+    def trace(
+        self, micro: int, batch: Any = None, *, backward: bool = True, reach: bool = False
+    ) -> Traced:
+        """Run with a trace of every operation. The backward of a bad loss is left out.
+
+        `reach`: measure magnitudes too.
+        """
         spans = ModuleSpans(self.step.named_roots())
         tracer = self.new_tracer(spans)
+        tracer.measures_reach = reach
         if batch is None:
             batch = self.step.micro_batches[micro]
         copied = batches.duplicate(batch)

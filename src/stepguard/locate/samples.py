@@ -1,26 +1,53 @@
-"""Find the guilty samples of a micro-batch, confirmed by experiment.
+"""Find the guilty samples of a micro-batch.
 
-A sample is named when the step is finite without the guilty ones (necessity) and bad with it beside
-an innocent one (sufficiency). Where batch statistics or empty reductions blur that, none is named.
+Of a non-finite step they are confirmed by experiment: a sample is named when the step is finite
+without the guilty ones (necessity) and bad with it beside an innocent one (sufficiency). Where
+batch statistics or empty reductions blur that, none is named.
+
+Of a finite step whose loss jumped, the batch itself is read first: a few rows far larger than all
+others. That runs none of the user's code.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from stepguard.locate import batch as batches
 from stepguard.locate.blame import FirstBad
 from stepguard.locate.finite import numeric, plain
 from stepguard.locate.locate_budget import MOST_FRUITLESS, LocateBudget, OutOfTimeError
-from stepguard.locate.replay import Replayer, ReplayError, Traced
+from stepguard.locate.replay import Ran, Replayer, ReplayError, Traced
 from stepguard.locate.tracer import bad_rows
 from stepguard.records.evidence import Evidence
 from stepguard.records.origin import Origin, with_evidence
+from stepguard.records.reading import Reading
+from stepguard.state.batch_rows import samples_in
 
 MOST_GUILTY = 8
 """More bad samples than this say something about the batch, not about samples."""
+STANDS_OUT = 30.0
+"""Times the largest value of all other rows: rows of healthy, heavy-tailed data differ by less."""
+NUMBER_STANDS_OUT = 1000.0
+"""The same for whole numbers, which are mostly labels, tokens and identifiers."""
+ABOVE_ZEROS = 1000.0
+"""What stands out among single numbers of which all others are exactly 0, as sparse rewards are. Of
+longer rows nothing is said then: it may be the additive mask of the only row with padding.
+"""
+FEW = 0.05
+"""Share of the rows that can be outliers; a single one always can."""
+COSTLY = 0.1
+"""Of a loss: what must not be left of it without the guilty samples, and is with them."""
+FEWEST_ROWS = 3
+FEWEST_FOR_COLUMNS = 8
+"""Rows from which on single columns of a table are compared as well."""
+MOST_COLUMNS = 256
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 """The autograd node that adds a gradient to `.grad`: what overflows there is a sum of batches."""
 UNCUT = "no sample can be told: your code takes this batch whole or not at all"
@@ -105,6 +132,87 @@ def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> Evidence:
     return Evidence(sample_max=max(inside), others_max=max(outside))
 
 
+def outlying_rows(step: int, micro_batches: Sequence[Any]) -> Origin | None:
+    """Find a few rows whose magnitude is far above that of all others in the step's batches.
+
+    None where nothing stands out. The origin names samples only where the parts of the micro-batch
+    agree on what a sample is.
+    """
+    rows: dict[tuple[str, bool, bool], list[tuple[int, Tensor]]] = {}
+    for micro, batch in enumerate(micro_batches):
+        count = samples_in(batch)
+        for name, tensor in batches.named_tensors(batch):
+            if _comparable(tensor) and count in (None, tensor.shape[0]):
+                kind = (name, not numeric(tensor), tensor.numel() == tensor.shape[0])
+                rows.setdefault(kind, []).append((micro, _magnitudes(tensor)))
+    best: Origin | None = None
+    highest = 0.0
+    for (name, whole_numbers, one_a_row), parts in rows.items():
+        times = NUMBER_STANDS_OUT if whole_numbers else STANDS_OUT
+        above_zeros = ABOVE_ZEROS if one_a_row else math.inf
+        found = _standing_out([values for _, values in parts], times, above_zeros)
+        if found is None or found[1] / max(found[2], 1.0) <= highest:
+            continue
+        chosen, largest, others = found
+        highest = largest / max(others, 1.0)
+        # samples are counted within a micro-batch: that of the largest
+        position = chosen[0][0]
+        micro = parts[position][0]
+        inside = sorted(row for part, row in chosen if part == position)
+        best = Origin(
+            step=step,
+            phase="input",
+            tensor=name,
+            samples=tuple(inside) if samples_in(micro_batches[micro]) is not None else (),
+            micro_batch=micro if len(micro_batches) > 1 else None,
+            method="batch",
+            evidence=Evidence(sample_max=largest, others_max=others),
+        )
+    return best
+
+
+def _comparable(tensor: Tensor) -> bool:
+    """Numbers in rows; flags and images as bytes have no outliers."""
+    if not tensor.dim() or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    if tensor.is_meta or not tensor.numel():
+        return False
+    return numeric(tensor) or tensor.dtype in (torch.int64, torch.int32)
+
+
+def _magnitudes(tensor: Tensor) -> Tensor:
+    """The largest of each row; for a table, those of its single columns beside it."""
+    sizes = plain(tensor).reshape(tensor.shape[0], -1).abs()
+    if sizes.element_size() < 4 or not sizes.is_floating_point():
+        sizes = sizes.double()  # 8-bit floats know no reductions, whole numbers no infinity
+    sizes = torch.where(sizes.isfinite(), sizes, 0.0)
+    largest = sizes.amax(1, keepdim=True)
+    if tensor.dim() == 2 and 1 < sizes.shape[1] <= MOST_COLUMNS and numeric(tensor):
+        largest = torch.cat([largest, sizes], dim=1)
+    return largest.cpu().double()
+
+
+def _standing_out(
+    parts: list[Tensor], times: float, above_zeros: float
+) -> tuple[list[tuple[int, int]], float, float] | None:
+    """The few rows (part, row; the largest first), their largest value and that of all others."""
+    if len({part.shape[1] for part in parts}) != 1:
+        return None
+    owners = [(part, row) for part, values in enumerate(parts) for row in range(len(values))]
+    if len(owners) < FEWEST_ROWS:
+        return None
+    ordered, places = torch.cat(parts).sort(dim=0, descending=True)
+    # the row as a whole first: a column of large numbers (a time stamp) hides the other columns
+    columns = ordered.shape[1] if len(owners) >= FEWEST_FOR_COLUMNS else 1
+    for column in range(columns):
+        values = ordered[: max(1, int(FEW * len(owners))) + 1, column].tolist()
+        for few, (low, others) in enumerate(pairwise(values), start=1):
+            if low >= (times * others or above_zeros):
+                chosen = [owners[place] for place in places[:few, column].tolist()]
+                return chosen, values[0], others
+    return None
+
+
 class Trial:
     """Replays of one micro-batch with some of its samples only."""
 
@@ -119,6 +227,11 @@ class Trial:
 
     def bad(self, keep: Sequence[int]) -> bool | None:
         """Run these samples only; None if the user's code cannot. Raises OutOfTimeError."""
+        ran = self.run(keep)
+        return None if ran is None else not ran.clean
+
+    def run(self, keep: Sequence[int]) -> Ran | None:
+        """The result with these samples only; None if the user's code cannot run them."""
         if not keep:
             return None
         share_of_step = len(keep) / self.count / len(self._replayer.step.micro_batches)
@@ -126,7 +239,7 @@ class Trial:
         self._replayer.clear_gradients()
         chosen = batches.subset(self._batch, list(keep), self.count)
         try:
-            return not self._replayer.run(self._micro, chosen, backward=self._backward).clean
+            return self._replayer.run(self._micro, chosen, backward=self._backward)
         except ReplayError:
             return None
         finally:
@@ -136,6 +249,54 @@ class Trial:
         """List the other samples."""
         left_out = set(guilty)
         return [i for i in range(self.count) if i not in left_out]
+
+
+class CostlyTrial(Trial):
+    """Replays of a finite micro-batch: a part of it is bad if its loss is as extreme."""
+
+    def __init__(self, replayer: Replayer, micro: int, batch: Any) -> None:
+        super().__init__(replayer, micro, batch, backward=False)
+        self.whole = self.loss_of(range(self.count)) or 0.0
+
+    def loss_of(self, keep: Sequence[int]) -> float | None:
+        ran = self.run(keep)
+        if ran is None or ran.loss is None or not ran.loss_finite:
+            return None
+        return abs(float(ran.loss))
+
+    def bad(self, keep: Sequence[int]) -> bool | None:
+        loss = self.loss_of(keep)
+        return None if loss is None else loss >= COSTLY * self.whole
+
+
+def costly_samples(replayer: Replayer, reading: Reading) -> Origin | None:
+    """Find the samples without which a finite loss would be a small part of what it is.
+
+    Runs parts of the batch of the micro-batch with the highest loss, without a backward pass.
+    """
+    step = replayer.step
+    losses = reading.micro_losses
+    micro = losses.index(max(losses)) if len(losses) == len(step.micro_batches) else 0
+    try:
+        trial = CostlyTrial(replayer, micro, step.micro_batches[micro])
+        # a replay that does not show the loss again says nothing of its samples
+        shown = trial.whole >= COSTLY * abs(reading.loss or 0.0) > 0
+        guilty = guilty_samples(trial, ()) if shown else ()
+        without = trial.loss_of(trial.without(guilty)) if guilty else None
+    except OutOfTimeError:
+        replayer.budget.leave_out("the search for the samples that made the loss")
+        return None
+    if without is None:
+        return None
+    return Origin(
+        step=reading.step,
+        phase="input",
+        samples=guilty,
+        micro_batch=micro if len(step.micro_batches) > 1 else None,
+        method="replay",
+        reproduced=True,
+        evidence=Evidence(loss_with=trial.whole, loss_without=without),
+    )
 
 
 def guilty_samples(trial: Trial, suspects: Sequence[int]) -> tuple[int, ...]:

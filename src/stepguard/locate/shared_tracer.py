@@ -47,8 +47,12 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Unlike in a replay all ranks take part: collectives run as they are.
-        if self.idle or func.namespace in faked_collectives.NAMESPACES:
+        if self.idle:
             return func(*args, **kwargs)
+        if func.namespace in faked_collectives.NAMESPACES:
+            result = func(*args, **kwargs)
+            self._carefully(func.namespace, self._exchange, func, args, result)
+            return result
         invocation = None
         try:
             invocation = self._inspect(func, args, kwargs)
@@ -85,6 +89,7 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
         self._exact_left = EXACT_ELEMENTS
 
     def _forget_tensors_before(self, first: int) -> None:
+        self._exchanged.clear()
         # The memory of the dropped calls' tensors may belong to other tensors by now.
         for key, maker in list(self._makers.items()):
             if maker.stage != "stored" and maker.index < first:
@@ -93,6 +98,7 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
             if owner.index < first:
                 del self.owners[number]
                 self.lines.pop(number, None)
+                self._nodes.pop(number, None)
         self.modules.forget_before(min(self.owners, default=0))
 
 
@@ -162,7 +168,7 @@ class Recorder:
             self._entered.close()
             return
         self._entered.enter_context(self.spans)
-        self.tracer.__enter__()  # type: ignore[no-untyped-call]
+        self.tracer.__enter__()
         self._entered.callback(leave, self.tracer)
 
 

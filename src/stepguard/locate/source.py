@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import linecache
 import re
 import sys
 import sysconfig
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
+from torch.optim import Optimizer
+
+from stepguard.records.origin import Origin, Statement
 
 CONTEXT_LINES = 2
 _TORCH = str(Path(torch.__file__).parent)
@@ -24,11 +30,20 @@ _REPLAYS = tuple(str(Path(__file__).with_name(name)) for name in ("replay.py", "
 """Files that call the user's code: frames outside them asked for the replay."""
 
 
+_LIBRARIES = re.compile(r"^.*[/\\\\](?:site|dist)-packages[/\\\\]")
+"""What comes before the name of an installed package."""
+
+
 class Line(NamedTuple):
     """A line of a source file."""
 
     file: str
     number: int
+    code: CodeType | None = None
+    """The running code, and the instruction in it: they tell which part of the line it was."""
+    instruction: int = -1
+    library: tuple[str, int] | None = None
+    """File and line of an installed package that this line has called, where the operation is."""
 
 
 class Caller(NamedTuple):
@@ -51,17 +66,64 @@ def is_users(file: str) -> bool:
     return "site-packages" in file or not file.startswith(_STDLIB)
 
 
+@cache
+def in_library(file: str) -> bool:
+    """True for a file of an installed package: the user can read it, but not mend it."""
+    return _LIBRARIES.match(file) is not None
+
+
 def user_line() -> Line | None:
-    """Return the line of the operation that is being dispatched, in a forward pass."""
+    """Return the line of the operation that is being dispatched, in a forward pass.
+
+    The innermost line of the user's project; where an installed package was called from there, its
+    own line is beside it.
+    """
     frame: FrameType | None = sys._getframe(1)
+    library: Line | None = None
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users(file):
-            return Line(file, frame.f_lineno)
+            if not in_library(file):
+                return _of_frame(frame, library)
+            library = library or _of_frame(frame, None)
+        # A package that runs the whole step, as a trainer does, was called before the replay.
+        if file in _REPLAYS and library is None:
+            return None
+        frame = frame.f_back
+    if library is None:
+        return None
+    return library._replace(library=library[:2])
+
+
+def user_function() -> str | None:
+    """Name the user's function that is running: `Attention.forward`; None for a script's lines."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        # `<lambda>` and `<module>` are no names.
+        name = frame.f_code.co_qualname.rpartition("<locals>.")[2]
+        if is_users(file) and not name.startswith("<"):
+            return name
         if file in _REPLAYS:
             return None
         frame = frame.f_back
     return None
+
+
+def _of_frame(frame: FrameType, library: Line | None) -> Line:
+    within = None if library is None else library[:2]
+    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code, frame.f_lasti, within)
+
+
+def user_stack() -> tuple[Line, ...]:
+    """Return the user's lines that lead here, the innermost first."""
+    found = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            found.append(Line(frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
 
 
 def backward_caller() -> Caller:
@@ -76,7 +138,9 @@ def backward_caller() -> Caller:
     while frame is not None:
         file = frame.f_code.co_filename
         if line is None and is_users(file):
-            line = Line(file, frame.f_lineno)
+            line = _of_frame(frame, None)
+            if in_library(file):
+                line = line._replace(library=line[:2])
         # `unpack_hook` itself only hands the saved tensor to the backward node.
         if file == _CHECKPOINT and frame.f_code.co_name != "unpack_hook":
             return Caller(line, recomputed=True)
@@ -84,6 +148,43 @@ def backward_caller() -> Caller:
             break
         frame = frame.f_back
     return Caller(line, recomputed=False)
+
+
+def variable_name(value: object) -> str | None:
+    """What the user calls an object: the innermost variable, attribute of `self` or global name.
+
+    Names in the user's own files come before those in the frames of libraries.
+    """
+    found: str | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            own = _name_in(frame, value)
+            if own is not None and "site-packages" not in file:
+                return own
+            found = found or own
+        frame = frame.f_back
+    return found
+
+
+def _name_in(frame: FrameType, value: object) -> str | None:
+    local = frame.f_locals
+    try:
+        # a class with slots has no such dictionary
+        attributes = getattr(local.get("self"), "__dict__", {})
+        for names in (local, attributes, frame.f_globals):
+            name: str
+            for name, held in list(names.items()):
+                # accelerate gives the user a wrapper with the real optimizer inside
+                inner = held.__dict__.get("optimizer") if isinstance(held, Optimizer) else None
+                if (held is value or inner is value) and name.isidentifier() and name[0] != "_":
+                    return name
+        return None
+    finally:
+        # Until Python 3.13 a function's frame keeps this copy, and with it what the user deletes.
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(local) is dict:
+            local.clear()
 
 
 def spell(line: Line | None) -> str | None:
@@ -96,13 +197,13 @@ def spell(line: Line | None) -> str | None:
     cell = cell_number(line.file)
     if cell is not None:
         return f"cell [{cell}], line {line.number}"
+    if in_library(line.file):
+        return f"{_LIBRARIES.sub('', line.file)}:{line.number}"
     path = Path(line.file)
     name = path.name
     # ValueError: elsewhere. OSError: the current directory has been removed.
     with contextlib.suppress(ValueError, OSError):
         name = str(path.relative_to(Path.cwd()))
-    if "site-packages" in name:
-        name = path.name
     return f"{name}:{line.number}"
 
 
@@ -119,6 +220,59 @@ def cell_number(file: str) -> int | None:
     named = named_by(file)
     digits = re.sub(r"\D", "", named[1]) if named else ""
     return int(digits) if digits else None
+
+
+def statement(line: Line | None) -> Statement | None:
+    """Quote the statement of the user's that the operation is part of, and mark that part."""
+    if line is None or line.code is None or line.library is not None:
+        return None
+    begin, end, column, end_column = list(line.code.co_positions())[line.instruction // 2]
+    if begin is None or end is None or column is None or end_column is None:
+        return None
+    lines = linecache.getlines(line.file)
+    try:
+        tree = ast.parse("".join(lines))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    around = [
+        (node.lineno, _header_end(node))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and node.lineno <= begin and end <= _header_end(node)
+    ]
+    if not around:
+        return None
+    first, last = max(around)
+    text = "".join(lines[first - 1 : last]).rstrip("\n")
+    starts = [0]
+    for one in lines[first - 1 : last]:
+        starts.append(starts[-1] + len(one.encode()))
+    return Statement(
+        file=line.file,
+        line=first,
+        text=text,
+        start=starts[begin - first] + column,
+        end=starts[end - first] + end_column,
+    )
+
+
+def _header_end(node: ast.stmt) -> int:
+    """The last line of a statement; of one that holds others, the line before the first."""
+    inner: list[ast.stmt] = getattr(node, "body", [])
+    if inner:
+        return max(node.lineno, inner[0].lineno - 1)
+    return node.end_lineno or node.lineno
+
+
+def with_source(origin: Origin, line: Line | None) -> Origin:
+    """The origin with its place in the source, as far as it is known."""
+    inside = None if line is None or line.library is None else spell(Line(*line.library))
+    return replace(
+        origin,
+        source=spell(line),
+        library=inside,
+        context=context(line),
+        statement=statement(line),
+    )
 
 
 def context(line: Line | None) -> tuple[str, ...]:

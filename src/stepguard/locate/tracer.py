@@ -4,30 +4,49 @@ A tensor is known by the memory it lives in: the last operation that wrote that 
 Each output is tested once, when it is made, so inputs need no test unless their memory is known to
 hold something bad. Views are not recorded. Tensors that no operation made (parameters, batch,
 constants) are tested when they are first read.
+
+Kernels that write memory by themselves (Triton, CUDA, NumPy) are no operations. So custom autograd
+functions and modules are boundaries: what goes in and comes out is tested, and a bad value that no
+operation made belongs to the innermost one in which it appeared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepguard.locate.attribution import Read, attribute
 from stepguard.locate.bad_op import BadOp, Invocation
 from stepguard.locate.calls import MOVES, Call, Stage
-from stepguard.locate.evidence import measure
-from stepguard.locate.finite import CLEAN, Flaws, broken, flaws, mask_like, numeric, storage_key
+from stepguard.locate.evidence import MOST_OPERANDS, measure
+from stepguard.locate.finite import (
+    CLEAN,
+    Flaws,
+    broken,
+    flaws,
+    mask_like,
+    numeric,
+    reach,
+    storage_key,
+)
 from stepguard.locate.modules import ModuleSpans
+from stepguard.locate.operands import summarise
 from stepguard.locate.operators import TESTS, UNINITIALISED, Operator, OperatorEntry, describe
-from stepguard.locate.source import Line, backward_caller, user_line
+from stepguard.locate.source import Line, backward_caller, user_function, user_line
 from stepguard.records.evidence import Evidence
 from stepguard.state import faked_collectives
 from stepguard.tensors.torch_private import (
     TorchDispatchMode,
     current_autograd_node,
+    dispatch_mode_stack,
     next_sequence_number,
+    no_dispatch_modes,
+    observe_functions,
     tree_map,
 )
 
@@ -39,6 +58,21 @@ MOST_POSITIONS = 16
 READS_A_NUMBER = "aten._local_scalar_dense"
 LEAST_HALF = 2.0**-25
 """Numbers up to this round to 0 in float16."""
+STATISTICS = ("running_mean", "running_var")
+"""Arguments that batch norm writes without its schema saying so."""
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Boundary = Literal["function", "operator", "module", "code"]
+
+
+@dataclass(slots=True)
+class CustomFunction:
+    """One call of a custom autograd function, and the autograd node it made."""
+
+    name: str
+    depth: int
+    """How many modules were running when it was called."""
+    reads: list[Read] = field(default_factory=list)
+    """What it was given; once its forward is over, what is bad of that and of what it returned."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -55,6 +89,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The user's line that created the autograd node of this number."""
         self.owners: dict[int, Call] = {}
         """The forward call that created the autograd node of this number."""
+        self.measures_reach = False
+        """Note the largest magnitude of every result as well."""
         self.unseen: set[str] = set()
         """Operators whose results could not be tested."""
         self.autocast: str | None = None
@@ -71,12 +107,29 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._exact_left = EXACT_ELEMENTS
         self._poisoned_nodes: set[int] = set()
         """Numbers of the autograd nodes in which the gradient went bad."""
+        self._functions: list[CustomFunction] = []
+        """Custom functions whose forward is running, innermost last."""
+        self._nodes: dict[int, CustomFunction] = {}
+        """The custom function behind the autograd node of this number."""
+        self._exchanged: set[int] = set()
+        """Memory that a collective wrote: with values of other ranks, which no operation shows."""
+        self._undo: list[Callable[[], None]] = []
+        modules.observer = self
+
+    def __enter__(self) -> Any:
+        self._undo.append(observe_functions(self._run_function))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._undo.pop()()
 
     def store(self, name: str, tensor: Tensor) -> Call:
         """Make a tensor known that existed before the replay."""
         call = Call(index=-1, op=name, stage="stored", numeric=numeric(tensor))
         if call.numeric:
             call.out = flaws(tensor)
+            self._note_reach(call, tensor)
         if call.out:
             # A weight is never infinite on purpose; a buffer or a constant may be a mask.
             may_be_mask = not name.startswith("param:") and mask_like(tensor)
@@ -96,7 +149,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in faked_collectives.NAMESPACES:
             # The other ranks do not replay: a real collective would wait for them for ever.
             self.local_collectives = True
-            return faked_collectives.alone(func, args, kwargs)
+            result = faked_collectives.alone(func, args, kwargs)
+            self._exchange(func, args, result)
+            return result
         # Exotic tensors must not stop the user's code: an operator whose tensors cannot be tested
         # is named and passed through.
         try:
@@ -141,16 +196,48 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor = entry.value
         maker = self.maker_of(tensor)
         if maker is None:
-            maker = self.store("constant", tensor)
+            maker = self._unknown(tensor)
         read = Read(entry.name, tensor, maker)
         suspect = maker.out or maker.uninitialised
         if suspect and numeric(tensor) and operator.reads(entry.name):
             # Some of the maker's memory is bad; the part that is read here may not be.
             read.flaws = flaws(tensor)
             if read.flaws and maker.uninitialised:
-                maker.out = read.flaws
-                maker.first_bad = True
+                read.maker = self._never_written(tensor, read.flaws, maker)
         return read
+
+    def _unknown(self, tensor: Tensor) -> Call:
+        """Make a tensor known that no operation made."""
+        function = self._innermost_function()
+        if function is not None and numeric(tensor):
+            # What it was given is known, so this was made inside, from NumPy for instance.
+            found = flaws(tensor)
+            if found:
+                return self._opaque(tensor, found, "function", function.name, function.reads)
+        return self.store("constant", tensor)
+
+    def _never_written(self, tensor: Tensor, found: Flaws, maker: Call) -> Call:
+        """Blame what left bad values in memory that no operation wrote."""
+        unchanged = maker.fresh is None or maker.fresh == _checksum(tensor)
+        function = self._innermost_function()
+        inside = function is not None or (maker.stage == "backward" and maker.function is not None)
+        if unchanged and not inside:
+            maker.out = found
+            maker.first_bad = True
+            return maker
+        made_by = function.name if function is not None else _cpp_function(_node_name(tensor))
+        kind: Boundary = "function" if inside or made_by else "code"
+        name = made_by or maker.function or maker.op
+        reads = [] if function is None else function.reads
+        call = self._opaque(tensor, found, kind, name, reads)
+        if maker.stage != "backward" or call.sequence != maker.sequence:
+            # Whoever allocated it filled it, not whoever reads it now.
+            call.stage = maker.stage
+            call.module = maker.module
+            call.node = maker.node
+            call.sequence = maker.sequence
+            call.line = maker.line
+        return call
 
     def _record(self, invocation: Invocation, result: Any) -> None:
         """Add a call for an operation that has run, and test what it gave."""
@@ -164,6 +251,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.number = operator.bad_number(invocation.numbers)
         call.uninitialised = operator.name in UNINITIALISED
         results = _results(invocation, result)
+        if call.uninitialised and results:
+            call.fresh = _checksum(results[0])
+            function = self._innermost_function() or self._nodes.get(call.sequence)
+            name = function.name if function is not None else _cpp_function(call.node)
+            call.function = name or user_function()
+        if operator.custom:
+            call.evidence |= Evidence(opaque="operator")
+            if self._functions:
+                # The function that torch made for the backward of an operator.
+                self._functions[-1].name = operator.name
         call.numeric = any(map(numeric, results))
         call.rounded_to_zero = _rounded_to_zero(invocation, results)
         for position, tensor in enumerate(results):
@@ -176,11 +273,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Uninitialised memory holds whatever was there: only reading it can be a mistake.
         if numeric(tensor) and not call.uninitialised:
             found = flaws(tensor)
+            self._note_reach(call, tensor)
         if found and invocation.operator.foreach and not call.first_bad:
             self._attribute(call, invocation.only(position), tensor, found)
         elif found and not call.out:
             self._attribute(call, invocation, tensor, found)
         self._remember_maker(tensor, call, found)
+
+    def _note_reach(self, call: Call, tensor: Tensor) -> None:
+        if self.measures_reach:
+            call.reach = max(call.reach, reach(tensor))
 
     def _new_call(self, name: str) -> Call:
         """Add a call with its stage, module, autograd node and line."""
@@ -226,6 +328,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _attribute(self, call: Call, invocation: Invocation, out: Tensor, found: Flaws) -> None:
         """Fill in where the bad elements of `out` come from."""
         used = invocation.used
+        for read in used:
+            if not read.flaws and read.name not in STATISTICS:
+                self._retest(read)
         exact = invocation.operator.pointwise and self._can_compare(out, used)
         numbers = [number for _, number in invocation.numbers]
         why = attribute(used, numbers, out, found, exact)
@@ -281,13 +386,213 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _remember_maker(self, tensor: Tensor, call: Call, found: Flaws) -> None:
         key = storage_key(tensor)
         old = self._makers.get(key)
-        if old is not None and old.out and _covers_part(tensor):
+        if old is not None and (old.out or old.uninitialised) and _covers_part(tensor):
             # The rest of the memory is still bad, so its maker must stay known.
-            if not found:
+            if not found and old.out:
                 return
-            if call.out and old is not call and not old.intended_inf and old not in call.causes:
+            if not found:
+                # The rest of the memory is still unwritten.
+                call.uninitialised = True
+                call.function = old.function
+            elif call.out and old is not call and old.harmful and old not in call.causes:
                 call.causes = (*call.causes, old)
         self._makers[key] = call
+
+    # --- values that no operation made
+
+    @property
+    def _active(self) -> bool:
+        """True on the thread, and at the time, at which operations are traced."""
+        return any(mode is self for mode in dispatch_mode_stack())
+
+    def _innermost_function(self) -> CustomFunction | None:
+        """Return the custom function that is running, unless a module runs inside it."""
+        if self._functions:
+            function = self._functions[-1]
+            return function if self.modules.depth == function.depth else None
+        node = current_autograd_node()
+        if node is None or self.modules.depth:
+            return None
+        return self._nodes.get(node._sequence_nr())
+
+    def _run_function(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        """Run the forward of a custom autograd function, and test what goes in and comes out."""
+        if not self._active:
+            return apply(*args, **kwargs)
+        function = CustomFunction(cls.__name__.removesuffix("Generated"), self.modules.depth)
+        self._carefully(function.name, self._enter_function, function, args)
+        self._functions.append(function)
+        try:
+            outputs = apply(*args, **kwargs)
+        finally:
+            self._functions.pop()
+        self._carefully(function.name, self._leave_function, function, args, outputs)
+        return outputs
+
+    def _enter_function(self, function: CustomFunction, args: Any) -> None:
+        self._settle(args)
+        function.reads = self._read_all(args)
+
+    def _leave_function(self, function: CustomFunction, args: Any, outputs: Any) -> None:
+        for tensor in (*_tensors(outputs), *_tensors(args)):
+            self._test(tensor, "function", function.name, function.reads)
+        saved = [*function.reads, *self._read_all(outputs)]
+        # The backward may have saved them; good ones must not be kept in memory.
+        function.reads = [read for read in saved if read.flaws]
+        for tensor in _tensors(outputs):
+            node: Any = tensor.grad_fn
+            if getattr(node, "_forward_cls", None) is None:
+                continue
+            sequence = node._sequence_nr()
+            line = user_line()
+            if line is not None:
+                self.lines[sequence] = line
+            for read in function.reads:
+                if read.maker.op == function.name:
+                    self.owners[sequence] = read.maker
+            if sequence not in self._nodes:
+                self._nodes[sequence] = function
+
+                def left(grad_inputs: Any, grad_outputs: Any) -> None:
+                    if self._active:
+                        self._carefully(
+                            function.name, self._leave_node, function, grad_inputs, grad_outputs
+                        )
+
+                node.register_hook(left)
+        self._last_sequence = next_sequence_number()
+
+    def _leave_node(self, function: CustomFunction, grad_inputs: Any, grad_outputs: Any) -> None:
+        """Test what the backward of a custom function returned."""
+        reads = [*self._read_all(grad_outputs), *function.reads]
+        for tensor in _tensors(grad_inputs):
+            self._test(tensor, "function", function.name, reads)
+
+    def enter_module(self, args: Any) -> None:
+        if self._active:
+            self._carefully("forward", self._settle, args)
+
+    def leave_module(self, module: Any, args: Any, output: Any) -> None:
+        """Test what a module returned: code in its forward may have made it without operations."""
+        if self._active:
+            name = f"{type(module).__name__}.forward"
+            self._carefully(name, self._leave_module, name, args, output)
+
+    def _leave_module(self, name: str, args: Any, output: Any) -> None:
+        given = {storage_key(tensor) for tensor in _tensors(args)}
+        reads = self._read_all([t for t in _tensors(args) if self.maker_of(t) is not None])
+        for tensor in (*_tensors(args), *_tensors(output)):
+            if self.maker_of(tensor) is not None or storage_key(tensor) not in given:
+                self._test(tensor, "module", name, reads)
+
+    def _settle(self, values: Any) -> None:
+        """Blame the code that runs now for bad values that appeared in memory known as good."""
+        for tensor in _tensors(values):
+            maker = self.maker_of(tensor)
+            if maker is not None and not maker.uninitialised:
+                self._test(tensor, "code", user_function() or maker.op, [])
+
+    def settle_gradients(self, gradients: Iterable[Tensor]) -> None:
+        """Blame whoever allocated a gradient that is bad and that no operation read again."""
+        with no_dispatch_modes():
+            for tensor in gradients:
+                maker = self.maker_of(tensor)
+                if maker is not None and maker.uninitialised and not maker.out and numeric(tensor):
+                    found = flaws(tensor)
+                    if found:
+                        self._never_written(tensor, found, maker)
+
+    def _retest(self, read: Read) -> None:
+        """Find out whether a tensor that was good when it was made was bad when it was read."""
+        if not numeric(read.tensor) or storage_key(read.tensor) in self._exchanged:
+            return
+        found = flaws(read.tensor)
+        if not found:
+            return
+        read.flaws = found
+        function = self._innermost_function()
+        if function is not None:
+            call = self._opaque(read.tensor, found, "function", function.name, function.reads)
+        else:
+            name = user_function() or read.maker.op
+            call = self._opaque(read.tensor, found, "code", name, [])
+        read.maker = call
+
+    def _test(self, tensor: Tensor, kind: Boundary, name: str, reads: list[Read]) -> Call | None:
+        """Return a call for bad values of this tensor that no operation is known to have made."""
+        maker = self.maker_of(tensor)
+        known = maker is not None and bool(maker.out)
+        if known or not numeric(tensor) or storage_key(tensor) in self._exchanged:
+            return None
+        found = flaws(tensor)
+        if not found:
+            return None
+        made_by = _cpp_function(_node_name(tensor)) if kind == "module" else None
+        if made_by is not None:
+            return self._opaque(tensor, found, "function", made_by, reads)
+        call = self._opaque(tensor, found, kind, name, reads)
+        if kind == "module" and maker is not None and maker.module == call.module:
+            # Better than the line that called the module: where the memory was allocated.
+            call.line = maker.line if maker.uninitialised else call.line
+        return call
+
+    def _opaque(
+        self, tensor: Tensor, found: Flaws, kind: Boundary, name: str, reads: list[Read]
+    ) -> Call:
+        """Record that something made this value where no operation is visible."""
+        call = self._new_call(name)
+        why = attribute(reads, [], tensor, found, exact=False)
+        call.parents = tuple(read.maker for read in reads)
+        call.flawed = tuple(read.maker for read in reads if read.flaws)
+        call.causes = tuple(read.maker for read in why.causes)
+        call.out = found
+        mask = not call.causes and not found.nan and mask_like(tensor)
+        call.intended_inf = mask or why.intended_inf
+        call.first_bad = why.first_bad and not mask
+        call.shape = tuple(tensor.shape)
+        self._note_poisoned_node(call)
+        call.evidence |= Evidence(opaque=kind)
+        if call.first_bad and self._measured < MOST_MEASURED:
+            self._measured += 1
+            call.rows, call.bad_positions = _positions(tensor, None)
+            call.inputs = tuple(summarise(read.name, read.tensor) for read in reads[:MOST_OPERANDS])
+            call.output = summarise("out", tensor)
+        self._makers[storage_key(tensor)] = call
+        return call
+
+    def _read_all(self, values: Any) -> list[Read]:
+        """Describe what a function was given; what no operation made becomes known."""
+        reads = []
+        for position, tensor in enumerate(_tensors(values)):
+            maker = self.maker_of(tensor) or self.store("constant", tensor)
+            read = Read(f"input {position}", tensor, maker)
+            if maker.out and numeric(tensor):
+                read.flaws = flaws(tensor)
+            reads.append(read)
+        return reads
+
+    def _exchange(self, func: Any, args: Any, result: Any) -> None:
+        """Make known what a collective wrote: operations of other ranks made it."""
+        tensors = [*_tensors(args), *_tensors(result)]
+        makers = [self.maker_of(tensor) for tensor in tensors]
+        bad = tuple(maker for maker in makers if maker is not None and maker.out)
+        for tensor, maker in zip(tensors, makers, strict=True):
+            self._exchanged.add(storage_key(tensor))
+            if maker is None or maker.uninitialised:
+                call = self._new_call(str(func._overloadpacket))
+                call.numeric = numeric(tensor)
+                # Not tested: a collective that is under way has not written it yet.
+                call.out = bad[0].out if bad and call.numeric else CLEAN
+                call.causes = call.flawed = bad
+                self._makers[storage_key(tensor)] = call
+
+    def _carefully(self, name: str, test: Callable[..., None], *args: Any) -> None:
+        """Run a test of our own: not traced, and a tensor that it cannot read stops nothing."""
+        try:
+            with torch.no_grad(), no_dispatch_modes():
+                test(*args)
+        except Exception:
+            self.unseen.add(name)
 
 
 def _covers_part(tensor: Tensor) -> bool:
@@ -317,6 +622,32 @@ def _tensors(result: Any) -> Iterable[Tensor]:
     elif isinstance(result, list | tuple):
         for item in result:
             yield from _tensors(item)
+    elif isinstance(result, Mapping):
+        yield from _tensors(list(result.values()))
+
+
+def _node_name(tensor: Tensor) -> str | None:
+    return None if tensor.grad_fn is None else tensor.grad_fn.name()
+
+
+def _cpp_function(node: str | None) -> str | None:
+    """`Scan` for `torch::autograd::CppNode<Scan>`, the node of a function written in C++."""
+    found = re.fullmatch(r".*CppNode<(.+)>", node or "")
+    return None if found is None else found[1].rpartition("::")[2]
+
+
+def _checksum(tensor: Tensor) -> int | None:
+    """Sum the memory of a tensor as whole numbers, to see later whether anybody wrote it."""
+    word = WORDS.get(tensor.element_size())
+    # A subclass, such as a DTensor, is a wrapper without memory of its own.
+    if word is None or type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    memory = tensor.untyped_storage()
+    words = torch.empty(0, dtype=word, device=tensor.device)
+    words.set_(memory)
+    return int(words.sum(dtype=torch.int64))
 
 
 def _keep_overwritten(

@@ -23,7 +23,7 @@ from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.operands import summarise, unravel
 from stepguard.locate.origin_record import line_of
 from stepguard.locate.replay import Replayer, ReplayError
-from stepguard.locate.source import context, spell
+from stepguard.locate.source import with_source
 from stepguard.locate.tracer import Tracer
 from stepguard.records.evidence import NO_EVIDENCE, Evidence
 from stepguard.records.origin import Operand, Origin, with_evidence
@@ -68,17 +68,21 @@ def update_origin(step: Step, reading: Reading) -> Origin:
 def _from_trace(origin: Origin, tracer: Tracer, twin: _Twin) -> Origin:
     first = _first_bad(tracer, twin)
     if first is None:
+        for updated in twin.tensors():
+            if not is_finite(updated.tensor):
+                # bad all the same: a kernel wrote it that is no operation of torch's
+                name = f"{type(twin.optimizer).__name__}.step"
+                origin = with_evidence(origin, Evidence(opaque="code"))
+                return replace(origin, op=name, tensor=updated.name, reproduced=True)
         return replace(origin, reproduced=False)
     call, updated = first
     if call.stage == "stored":
         return replace(origin, phase="state", tensor=call.op, reproduced=True)
-    line = line_of(call, tracer)
+    origin = with_source(origin, line_of(call, tracer))
     return replace(
         origin,
         op=call.op,
         tensor=updated.name,
-        source=spell(line),
-        context=context(line),
         inputs=call.inputs,
         output=call.output,
         reproduced=True,

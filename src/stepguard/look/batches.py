@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ class SeenBatch:
         self.digest = ""
         """Empty where nothing was seen that could differ between two batches."""
         self._tensors: list[weakref.ref[Tensor]] = []
+        self._rows: Counter[int] = Counter()
+
+    @property
+    def samples(self) -> int:
+        """The most common first dimension of its tensors; 0: there is none."""
+        return self._rows.most_common(1)[0][0] if self._rows else 0
 
     def add(self, batch: Any) -> None:
         """The step's data, or a part of it."""
@@ -33,6 +40,8 @@ class SeenBatch:
                 # the memory behind a view, which may be made anew in every step
                 owner = leaf if leaf._base is None else leaf._base
                 self._tensors.append(weakref.ref(owner))
+                if leaf.dim():
+                    self._rows[leaf.shape[0]] += 1
 
     def compared(self, later: SeenBatch) -> NextBatch:
         """What the step after this one was given."""

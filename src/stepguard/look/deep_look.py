@@ -24,6 +24,7 @@ from stepguard.tensors.names import (
     named_parameters,
     optimizer_parameter_ids,
 )
+from stepguard.tensors.torch_private import transforming
 from stepguard.tensors.values import is_lazy
 
 MOST_ROWS = 400
@@ -55,16 +56,32 @@ class DeepLook:
         """Why nothing more was measured."""
         return self._observer.fault
 
+    @property
+    def layer_fault(self) -> Exception | None:
+        """Why nothing more was noted of layers."""
+        return self._observer.layer_fault
+
+    def suspend(self) -> None:
+        """A backward pass is over: what the loop does until it calls the model again is its own."""
+        self._observer.stop()
+
+    def resume(self) -> None:
+        """The model is called again before the update."""
+        if not self._observer.on_the_stack:
+            self._observer.start()
+
     def begin(self) -> None:
         """The step begins."""
-        began = time.perf_counter()
-        for name, parameter in named_parameters(self._roots):
-            if not is_lazy(parameter):
-                self._observer.store(f"param:{name}", parameter)
-        for name, buffer in named_buffers(self._roots):
-            if not is_lazy(buffer):
-                self._observer.store(f"buffer:{name}", buffer)
-        self._seconds += time.perf_counter() - began
+        began = time.thread_time()
+        # Inside a transform of functorch the modules hold wrappers, whose memory cannot be told.
+        if not transforming():
+            for name, parameter in named_parameters(self._roots):
+                if not is_lazy(parameter):
+                    self._observer.store(f"param:{name}", parameter)
+            for name, buffer in named_buffers(self._roots):
+                if not is_lazy(buffer):
+                    self._observer.store(f"buffer:{name}", buffer)
+        self._seconds += time.thread_time() - began
         self._observer.start()
 
     def pause(self, *, on: bool) -> None:
@@ -97,9 +114,9 @@ class DeepLook:
 
     def before_update(self) -> None:
         """The optimizer is about to step."""
-        began = time.perf_counter()
+        began = time.thread_time()
         self._updates = Updates(self._roots, self._optimizer, self._owned)
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.thread_time() - began
 
     def abandon(self) -> bool:
         """Nothing came of this step. False inside a backward pass, which keeps the observer."""
@@ -108,7 +125,7 @@ class DeepLook:
 
     def finish(self, *, committed: bool) -> Look:
         """The update is over."""
-        began = time.perf_counter()
+        began = time.thread_time()
         self._observer.stop()
         parameters: tuple[ParameterLook, ...] = ()
         if self._updates is not None:
@@ -126,7 +143,7 @@ class DeepLook:
             facts=self._facts(layers.facts(values), values),
             left_out=max(0, len(tensors) - MOST_ROWS) + max(0, len(parameters) - MOST_ROWS),
         )
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.thread_time() - began
         return replace(look, seconds=self._seconds + self._observer.seconds)
 
     def _facts(self, facts: StepFacts, values: list[list[float]]) -> StepFacts:
@@ -142,6 +159,7 @@ class DeepLook:
         return replace(
             facts,
             batch=self.batch.digest,
+            samples=self.batch.samples,
             training=next(iter(self._roots.values())).training,
             dropout=tuple(dropout),
             norms_in_eval=tuple(norms),

@@ -89,7 +89,9 @@ class LayerFacts:
         rows = query[:, :, positions].float() @ key.float().transpose(-2, -1) * scale
         mask = kwargs.get("attn_mask")
         if isinstance(mask, Tensor) and mask.is_floating_point():
-            rows = rows + mask.detach()[:1].expand(*rows.shape[:2], -1, -1)[:, :, positions]
+            # a mask may have one row for all queries, and one for all heads or samples
+            shown = mask.detach()[:1] if mask.dim() == 4 else mask.detach()
+            rows = rows + shown.expand(*rows.shape[:2], query.shape[-2], -1)[:, :, positions]
         if _is_causal(args, kwargs):
             keys = torch.arange(key.shape[-2], device=query.device)
             rows = rows.masked_fill(keys[None, :] > positions[:, None], -torch.inf)

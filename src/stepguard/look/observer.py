@@ -61,6 +61,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: list[ObservedResult] = []
         self.layers = LayerFacts(self.numbers)
         self.fault: Exception | None = None
+        self.layer_fault: Exception | None = None
+        """Why nothing more is noted of layers; everything else is measured on."""
         self.paused = False
         """The guard does work of its own, which is not part of the step."""
         self.backward_begins: Callable[[], None] | None = None
@@ -78,7 +80,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._running
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch, or go on after `stop`."""
+        self.paused = False
         self._running = True
         self.modules.__enter__()
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -117,7 +120,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _before(self, operator: Operator, args: Any, kwargs: Any) -> list[Tensor] | None:
         """The tensors that go in; None where the operation makes no values."""
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             if operator.views or operator.name in TESTS or operator.name in UNINITIALISED:
                 return None
@@ -125,18 +128,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             entries = operator.entries(args, kwargs)
             tensors = [entry.value for entry in entries if isinstance(entry.value, Tensor)]
             # before it runs: an operation in place overwrites what it reads
-            self.layers.before(operator, args, kwargs, self._module())
+            self._note_layer(self.layers.before, operator, args, kwargs)
             return tensors
         except Exception as fault:
             self.fault = fault
             return None
         finally:
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.thread_time() - began
 
     def _after(
         self, operator: Operator, given: list[Tensor], args: Any, kwargs: Any, result: Any
     ) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             parents = self._parents(operator, given)
             module = self._module()
@@ -148,11 +151,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if operator.name in CONVERSIONS and results:
                 self._note_conversion(given[-1], results[0])
             if stage == "forward":
-                self.layers.after(operator, args, kwargs, results, module)
+                self._note_layer(self.layers.after, operator, args, kwargs, results)
         except Exception as fault:
             self.fault = fault
         finally:
-            self.seconds += time.perf_counter() - began + DISPATCH_SECONDS
+            self.seconds += time.thread_time() - began + DISPATCH_SECONDS
+
+    def _note_layer(self, note: Callable[..., None], *given: Any) -> None:
+        if self.layer_fault is None:
+            try:
+                note(*given, self._module())
+            except Exception as fault:
+                self.layer_fault = fault
 
     def _notice_backward(self) -> None:
         backward = self._stage() == "backward"

@@ -85,8 +85,20 @@ def safe_log(x: Tensor, floor: float | None = None) -> Tensor:
     return torch.log(torch.where(low, torch.full_like(x, floor), x))
 
 
-def safe_div(numerator: Tensor | float, denominator: Tensor, *, otherwise: float = 0.0) -> Tensor:
-    """Return the quotient; `otherwise`, without a gradient, where the denominator is exactly 0."""
+def safe_div(
+    numerator: Tensor | float, denominator: Tensor | float, *, otherwise: float = 0.0
+) -> Tensor:
+    """Return the quotient; `otherwise`, without a gradient, where the denominator is exactly 0.
+
+    Either may be a Python number.
+    """
+    if not isinstance(denominator, Tensor):
+        if not isinstance(numerator, Tensor):
+            numerator = torch.tensor(float(numerator))
+        if denominator:
+            return numerator / denominator
+        # 0 times it, not a new tensor: the result stays part of the graph.
+        return numerator.nan_to_num(0.0, 0.0, 0.0) * 0.0 + otherwise
     zero = denominator == 0
     quotient = numerator / torch.where(zero, torch.ones_like(denominator), denominator)
     return torch.where(zero, torch.full_like(quotient, otherwise), quotient)

@@ -67,13 +67,17 @@ class Budget:
             allowed = f"{policy.max_lost_share:.0%} are allowed (Policy.max_lost_share)"
             return f"{share:.0%} of the samples of the last {window} steps were left out, {allowed}"
         if _above(self.consecutive, policy.max_consecutive):
-            return f"{self.consecutive} incidents in a row, {policy.max_consecutive} are allowed"
+            return f"{_incidents(self.consecutive)} in a row, {policy.max_consecutive} are allowed"
         if _above(len(self.recent), policy.max_per_1000):
             allowed = f"{policy.max_per_1000} are allowed"
-            return f"{len(self.recent)} incidents within {PER} steps, {allowed}"
+            return f"{_incidents(len(self.recent))} within {PER} steps, {allowed}"
         if _above(self.total, policy.max_total):
-            return f"{self.total} incidents in this run, {policy.max_total} are allowed"
+            return f"{_incidents(self.total)} in this run, {policy.max_total} are allowed"
         return ""
+
+
+def _incidents(count: int) -> str:
+    return "1 incident" if count == 1 else f"{count} incidents"
 
 
 def _above(count: int, limit: int | None) -> bool:

@@ -1,13 +1,16 @@
-"""The examination of `stepguard doctor`: six sections on a run that will not train.
+"""The examination of `stepguard doctor`: what a run's folder holds, and what to do next.
 
-Configuration, model and forward pass are judged by the items of `stepguard check`, the checkpoints
-by `stepguard verify`, the journal by `stepguard report`.
+Journal, capsules and checkpoints are read from the folder; configuration, fresh model and watched
+values are examined where they are given. Configuration, model and forward pass are judged by the
+items of `stepguard check`, the checkpoints by `stepguard verify`, the journal as `stepguard live`
+does.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from stepguard._errors import JournalError
+from stepguard._errors import CapsuleError, JournalError, StoreError
+from stepguard.checkpoints.entries import read_pointer
 from stepguard.preflight.answers import listed
 from stepguard.preflight.fresh_model import FreshModel
 from stepguard.preflight.inspection import CheckContext, Inspection
@@ -32,7 +36,9 @@ from stepguard.records.verification import Verification
 from stepguard.report.health import concerns
 from stepguard.report.live_view import judge_run
 from stepguard.report.phrases import count, size
-from stepguard.report.story import read_story
+from stepguard.report.story import Run, read_story
+from stepguard.report.summary import IncidentGroup, changed_settings, group_incidents
+from stepguard.state.capsule import check_capsule
 from stepguard.verification import Plan
 from stepguard.verification import check_path as verify
 
@@ -57,8 +63,11 @@ def examine(
     watch: Sequence[str],
     plan: Plan | None = None,
     progress: Callable[[int], None] | None = None,
+    exclude: Collection[str] = (),
 ) -> Examination:
-    """Say everything that can be said about the run in this folder."""
+    """Say everything that can be said about the run in this folder. Folders named in `exclude`
+    hold checkpoints that were moved out of the way.
+    """
     settings = {}
     # Before the checkpoints, which may take minutes to read.
     if config is not None:
@@ -67,20 +76,21 @@ def examine(
     def watched(name: str) -> bool:
         return any(fnmatch(name.lower(), pattern.lower()) for pattern in watch)
 
-    found = verify(folder, plan=plan, progress=progress, watch=watched)
-    configuration = not_checked("configuration", "not checked: give --config FILE")
+    found = verify(folder, plan=plan, progress=progress, watch=watched, exclude=exclude)
+    sections = []
     if config is not None:
-        configuration = _configuration(config, settings, best_of(found))
-    fresh = FreshModel(build)
-    sections = (
-        configuration,
-        _checkpoints(folder, found),
-        fresh.values_section(),
-        fresh.forward_section(),
-        _watched_values(_watched_ranges(found, fresh.model, watched), watch),
-    )
-    last = _with_journal(folder, _recommendations(folder, found, sections))
-    return Examination(path=str(folder), sections=(*sections, last))
+        sections.append(_configuration(config, settings, best_of(found)))
+    for section in (_checkpoints(folder, found), _journal(folder), _incidents(folder)):
+        if section is not None:
+            sections.append(section)
+    model = None
+    if build is not None:
+        fresh = FreshModel(build)
+        sections += [fresh.values_section(), fresh.forward_section()]
+        model = fresh.model
+    if watch:
+        sections.append(_watched_values(_watched_ranges(found, model, watched), watch))
+    return Examination(path=str(folder), sections=(*sections, _recommendations(folder, found)))
 
 
 def _configuration(file: Path, settings: dict[str, Any], best: Verification | None) -> Section:
@@ -91,16 +101,16 @@ def _configuration(file: Path, settings: dict[str, Any], best: Verification | No
             shown.append(f"{leaf.key} = {leaf.value}")
     lines = [", ".join(shown) or f"{file.name} names no known setting"]
     status: SectionStatus = "fine"
-    run = Inspection(Subject(config=settings), CheckContext(Path.cwd(), file), verified=best)
+    run = Inspection(
+        Subject(config=settings), CheckContext(Path.cwd(), config_file=file), verified=best
+    )
     for item in (config_items.types, config_items.values, lr_items.checkpoint):
         outcome = run_item(item, run)
-        if outcome.status != "fail":
+        if outcome.status not in ("fail", "warn"):
             continue
         lines += [*outcome.evidence, f"fix: {outcome.fix}"]
-        status = "failed"
         # Many programs convert what they read, so a number in quotes does not stop a run.
-        if item is config_items.types:
-            status = "warning"
+        status = "warning" if item is config_items.types else "failed"
     unusable = [leaf for leaf in rate_settings(settings) if as_number(leaf.value) is None]
     if unusable:
         status = "failed"
@@ -112,10 +122,12 @@ def _checkpoints(folder: Path, found: Verification) -> Section:
     if not found.leaves:
         return not_checked("checkpoints", f"no checkpoint below {folder}")
     bad = _corrupt(found)
-    lines = [
-        f"{count(len(found.leaves), 'checkpoint')}, {len(found.leaves) - len(bad)} good, "
-        f"{len(bad)} corrupt, {size(found.bytes)}"
-    ]
+    diverged = [leaf for leaf in found.leaves if leaf.diverged and not leaf.corrupt]
+    good = len(found.leaves) - len(bad) - len(diverged)
+    counts = f"{good} good, {len(bad)} corrupt"
+    if diverged:
+        counts += f", {len(diverged)} diverged"
+    lines = [f"{count(len(found.leaves), 'checkpoint')}, {counts}, {size(found.bytes)}"]
     for leaf in bad[:MOST_SHOWN]:
         first = leaf.errors[0]
         where = ""
@@ -125,6 +137,8 @@ def _checkpoints(folder: Path, found: Verification) -> Section:
     if len(bad) > MOST_SHOWN:
         lines.append(f"and {len(bad) - MOST_SHOWN} more")
     status: SectionStatus = "fine"
+    if diverged:
+        status = "warning"
     if found.warnings:
         status = "warning"
         lines.append(
@@ -141,54 +155,73 @@ def _corrupt(found: Verification) -> list[Verification]:
 
 def _watched_ranges(
     found: Verification, model: nn.Module | None, watched: Callable[[str], bool]
-) -> list[tuple[str, float, float]]:
-    """Name, lowest and highest value of every watched tensor of checkpoints and fresh model."""
-    ranges = []
+) -> dict[str, list[tuple[str, float, float]]]:
+    """Name, lowest and highest value of the watched tensors of each checkpoint and of the fresh
+    model.
+    """
+    ranges = {}
     for leaf in found.leaves:
-        for tensor in leaf.watched:
-            ranges.append((f"{leaf.path}: {tensor.name}", tensor.low, tensor.high))
+        # a gate's moments and step count in the optimizer are not the gate
+        values = [tensor for tensor in leaf.watched if tensor.role != "optimizer"]
+        ranges[leaf.path] = [(tensor.name, tensor.low, tensor.high) for tensor in values]
     if model is not None:
-        for name, values in floating_tensors(model).items():
-            if watched(name):
-                ranges.append((f"fresh model: {name}", float(values.min()), float(values.max())))
-    return ranges
+        ranges["fresh model"] = [
+            (name, float(values.min()), float(values.max()))
+            for name, values in floating_tensors(model).items()
+            if watched(name)
+        ]
+    return {source: values for source, values in ranges.items() if values}
 
 
-def _watched_values(ranges: list[tuple[str, float, float]], watch: Sequence[str]) -> Section:
+def _watched_values(
+    ranges: dict[str, list[tuple[str, float, float]]], watch: Sequence[str]
+) -> Section:
+    """A line for each checkpoint, and in it the largest values first."""
     title = "watched values"
     if not ranges:
         wanted = " or ".join(watch)
         return not_checked(
             title, f"no tensor is named {wanted}; choose others with --watch PATTERN"
         )
+
+    def largest(value: tuple[str, float, float]) -> float:
+        size = max(abs(value[1]), abs(value[2]))
+        return math.inf if math.isnan(size) else size
+
+    sources = {
+        source: sorted(values, key=largest, reverse=True) for source, values in ranges.items()
+    }
     lines = []
-    large = []
-    for name, low, high in ranges:
-        span = f"{low:.4g}"
-        if low != high:
-            span += f" to {high:.4g}"
-        lines.append(f"{name} = {span}")
-        if max(abs(low), abs(high)) > LIMIT:
-            large.append(lines[-1])
+    for source in sorted(sources, key=lambda source: largest(sources[source][0]), reverse=True):
+        said = []
+        for name, low, high in sources[source]:
+            span = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+            said.append(f"{name} = {span}")
+        lines += listed(source, said, 2 * MOST_SHOWN)
+    number = sum(map(len, sources.values()))
+    large = sum(largest(value) > LIMIT for values in sources.values() for value in values)
+    shown = lines[:MOST_SHOWN]
+    if len(lines) > MOST_SHOWN:
+        shown.append(f"and {len(lines) - MOST_SHOWN} more checkpoints")
     if not large:
-        head = f"{count(len(lines), 'value')}, none above {LIMIT:g}"
-        return Section(title=title, status="fine", lines=(head, *lines[-MOST_SHOWN:]))
-    head = f"{len(large)} of {len(lines)} above {LIMIT:g}: such a gate amplifies what it multiplies"
-    return Section(title=title, status="warning", lines=(head, *large[:MOST_SHOWN]))
+        head = f"{count(number, 'value')}, none above {LIMIT:g}"
+        return Section(title=title, status="fine", lines=(head, *shown))
+    head = f"{large} of {number} above {LIMIT:g}: such a gate amplifies what it multiplies"
+    return Section(title=title, status="warning", lines=(head, *shown))
 
 
-def _recommendations(folder: Path, found: Verification, sections: Sequence[Section]) -> Section:
+def _recommendations(folder: Path, found: Verification) -> Section:
     lines = []
     best = best_of(found)
     if best is not None:
         at = ""
         if best.step is not None:
             at = f" (step {best.step:,})"
-        lines.append(f"resume from {best.path}{at}: the newest one that is whole and finite")
+        lines.append(f"resume from {best.path}{at}: {_why_best(found, best)}")
+    elif any(leaf.diverged for leaf in found.leaves):
+        lines.append("start afresh: every checkpoint that is whole and finite has diverged")
     elif found.leaves:
         lines.append("start afresh: no checkpoint is left that is whole and finite")
-    missing = [section.title for section in sections if section.status == "not checked"]
-    lines += listed("not checked", missing, len(missing))
     advice = Section(title="recommendations", status="fine", lines=tuple(lines))
     bad = _corrupt(found)
     if bad:
@@ -198,32 +231,89 @@ def _recommendations(folder: Path, found: Verification, sections: Sequence[Secti
         )
         return _with_command(advice, f"stepguard quarantine {shlex.quote(str(folder))}", move)
     if not lines:
-        return replace(advice, lines=("nothing to do",))
+        return replace(advice, lines=("there is no checkpoint to resume from",))
     return advice
 
 
-def _with_journal(folder: Path, advice: Section) -> Section:
-    """Add what the run's journal holds against it: whole checkpoints say nothing of that."""
+def _journal(folder: Path) -> Section | None:
+    """What the run itself has written down: its setting, its end, its incidents by kind."""
     if not (folder / "journal.jsonl").is_file():
-        return advice
+        return None
+    title = "journal"
     try:
-        run = read_story(folder).latest
+        story = read_story(folder)
     except (JournalError, OSError) as fault:
-        said = f"the journal cannot be read: {str(fault).splitlines()[0]}"
-        return replace(advice, status="warning", lines=(*advice.lines, said))
+        said = f"it cannot be read: {str(fault).splitlines()[0]}"
+        return Section(title=title, status="warning", lines=(said,))
+    run = story.latest
     verdict = judge_run(run, (), None, now=True)
+    head = f"{count(len(run.steps), 'step')}, {count(len(run.incidents), 'incident')}"
+    if verdict == "waiting":
+        head += "; it has not ended"
+    else:
+        head += f"; {verdict}"
+    if run.torn:
+        head += f"; {count(run.torn, 'line')} cannot be read"
+    lines = [head]
+    lines += _ran_with(run)
+    for group in group_incidents(run)[:MOST_SHOWN]:
+        lines.append(_incidents_of_a_kind(group))
+    lines += [concern.text for concern in concerns(run)]
+    for other in story.elsewhere:
+        lines.append(f"another guard of this run wrote to {other}; examine it too")
     # A killed run tears the last line; a file of which no line can be read is something else.
     readable = len(run.steps) > 0 or not run.torn
     if verdict in ("healthy", "waiting") and not run.incidents and readable:
-        return advice
-    said = (
-        f"its journal: {verdict}, {count(len(run.incidents), 'incident')} in "
-        f"{count(len(run.steps), 'step')}"
+        return Section(title=title, status="fine", lines=tuple(lines))
+    command = f"stepguard report {shlex.quote(str(folder))}"
+    return Section(title=title, status="warning", lines=tuple(lines), commands=(command,))
+
+
+def _ran_with(run: Run) -> list[str]:
+    """Optimizer, schedule, learning rates and settings in one line, as far as they are known."""
+    header = run.header
+    parts = [str(header[name]) for name in ("optimizer", "schedule") if header.get(name)]
+    rates = run.steps.values("lr")
+    if len(rates):
+        parts.append(f"learning rate {rates[0]:.4g} at first, {rates[-1]:.4g} at last")
+    changed = [f"{name}={value}" for name, value in changed_settings(header).items()]
+    parts += listed("settings", changed, MOST_SHOWN)
+    return [", ".join(parts)] if parts else []
+
+
+def _incidents_of_a_kind(group: IncidentGroup) -> str:
+    steps = f"step {group.first_step:,}"
+    if group.count > 1:
+        steps = f"{group.count} times, steps {group.first_step:,} to {group.last_step:,}"
+    said = f"{steps}: {group.summary}"
+    if group.code:
+        said += f" ({group.code} {group.title})"
+    if group.where:
+        said += f", {group.where}"
+    return said
+
+
+def _incidents(folder: Path) -> Section | None:
+    """Which bad steps are kept on disk, and which of them can be run again."""
+    kept = sorted(folder.glob("**/incidents/*/capsule"))
+    if not kept:
+        return None
+    good = []
+    lines = []
+    for capsule in kept:
+        try:
+            check_capsule(capsule)
+            good.append(capsule)
+        except CapsuleError as fault:
+            lines.append(str(fault))
+    head = f"{count(len(kept), 'bad step')} kept by all runs here, {len(good)} can be replayed"
+    commands = [f"stepguard replay {shlex.quote(str(capsule))}" for capsule in good[-1:]]
+    return Section(
+        title="capsules",
+        status="warning" if lines else "fine",
+        lines=(head, *lines[:MOST_SHOWN]),
+        commands=tuple(commands),
     )
-    if run.torn:
-        said += f", {count(run.torn, 'line')} cannot be read"
-    told = [concern.text for concern in concerns(run)]
-    return _with_command(advice, f"stepguard report {shlex.quote(str(folder))}", said, *told)
 
 
 def _with_command(advice: Section, command: str, *lines: str) -> Section:
@@ -236,7 +326,11 @@ def _with_command(advice: Section, command: str, *lines: str) -> Section:
 
 
 def best_of(found: Verification) -> Verification | None:
-    """The good checkpoint with the highest step; without steps, the one written last."""
+    """The good checkpoint with the highest step; without steps, the one written last.
+
+    Where a `last-good` beside it names another good one, that one: after a rewind, steps count
+    again from a lower number. A diverged one is not good.
+    """
 
     def newness(leaf: Verification) -> tuple[int, float]:
         step = -1
@@ -245,4 +339,23 @@ def best_of(found: Verification) -> Verification | None:
         return step, Path(leaf.path).stat().st_mtime
 
     good = [leaf for leaf in found.leaves if leaf.ok and leaf.tensors]
-    return max(good, key=newness, default=None)
+    newest = max(good, key=newness, default=None)
+    if newest is None:
+        return None
+    named = _last_good(Path(newest.path).parent)
+    return next((leaf for leaf in good if Path(leaf.path) == named), newest)
+
+
+def _last_good(folder: Path) -> Path | None:
+    try:
+        return read_pointer(folder)
+    except StoreError:
+        return None
+
+
+def _why_best(found: Verification, best: Verification) -> str:
+    why = "the newest one that is whole and finite"
+    if Path(best.path) == _last_good(Path(best.path).parent):
+        why = "last-good, the newest one that has proved good"
+    newer = [leaf for leaf in found.leaves if leaf.diverged and (leaf.step or 0) > (best.step or 0)]
+    return f"{why}; {count(len(newer), 'newer one')} diverged" if newer else why

@@ -28,22 +28,17 @@ STATUSES: dict[Status, SectionStatus] = {
     "fail": "failed",
     "not_checked": "not checked",
 }
-GIVE_BUILD = "not checked: give --build module:function"
 GIVE_INPUTS = (
-    "not checked: let the build function return (model, inputs), or give the model an "
-    "`example_input_array`"
+    "let the build function return (model, inputs), or give the model an `example_input_array`"
 )
 
 
 class FreshModel:
     """What `module:function` returns. What it raises is told in a section, not raised."""
 
-    def __init__(self, build: str | None) -> None:
+    def __init__(self, build: str) -> None:
         self._subject = Subject()
         self._fault = ""
-        self._given = build is not None
-        if build is None:
-            return
         with importable():
             function = import_function(build, ConfigError)
             try:
@@ -57,8 +52,6 @@ class FreshModel:
 
     def values_section(self) -> Section:
         """Are its first values finite?"""
-        if not self._given:
-            return not_checked("fresh model", GIVE_BUILD)
         if self._fault:
             return Section(title="fresh model", status="failed", lines=(self._fault,))
         outcome = run_item(stored_finite, Inspection(self._subject, CheckContext(Path.cwd())))
@@ -67,11 +60,9 @@ class FreshModel:
 
     def forward_section(self) -> Section:
         """Call it in evaluation mode; name the first module whose output is not finite."""
-        if not self._given:
-            return not_checked("forward pass", GIVE_BUILD)
         model = self.model
         if model is None or any(parameter.is_meta for parameter in model.parameters()):
-            return not_checked("forward pass", "not checked: there is no model with weights")
+            return not_checked("forward pass", "there is no model with weights")
         inputs = self._subject.batch
         # Lightning keeps an example under the first name, transformers under the second.
         for name in ("example_input_array", "dummy_inputs"):

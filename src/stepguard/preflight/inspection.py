@@ -23,7 +23,7 @@ from stepguard.preflight.data.facts import DataFacts, Progress, gather
 from stepguard.preflight.data.label_facts import LabelFacts
 from stepguard.preflight.framework import FrameworkFacts, read_framework
 from stepguard.preflight.probe import Probe, probe_precision
-from stepguard.preflight.project import Project, read_project
+from stepguard.preflight.project import Program, Project, read_program, read_project
 from stepguard.preflight.schedule import DryRun, dry_run
 from stepguard.preflight.settings.keys import Setting, find, number
 from stepguard.preflight.settings.launcher import Launcher, read_launcher
@@ -43,6 +43,8 @@ class CheckContext:
 
     folder: Path
     """Where the project's source lies."""
+    script: Path | None = None
+    """The program that is checked; None where only a configuration or data is given."""
     config_file: Path | None = None
     tracked: Tracked | None = None
     """The configuration the build function was called with."""
@@ -256,3 +258,8 @@ class Inspection:
             # A configuration in Python names all its keys, which is not a use of them.
             leave_out = frozenset({self.context.config_file.resolve()})
         return read_project(self.context.folder, leave_out=leave_out)
+
+    @cached_property
+    def program(self) -> Program:
+        """The source of the program itself: its script, and what that imports from the folder."""
+        return read_program(self.context.folder, self.context.script)

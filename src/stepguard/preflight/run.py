@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from stepguard.preflight.data.facts import Progress
 from stepguard.preflight.inspection import CheckContext, Inspection
 from stepguard.preflight.item import Item
 from stepguard.preflight.items import ITEMS
+from stepguard.preflight.project import is_own_source
 from stepguard.preflight.status import alignment, status_facts
 from stepguard.preflight.subject import Subject
 from stepguard.records.preflight import Outcome, Preflight
@@ -33,7 +35,9 @@ def check(
     """
     if context is None:
         context = CheckContext(
-            Path.cwd(), why_untracked="wrap the configuration in stepguard.preflight.Tracked"
+            Path.cwd(),
+            script=_running_script(),
+            why_untracked="wrap the configuration in stepguard.preflight.Tracked",
         )
     inspection = Inspection(subject, context, progress)
     chosen = selected(tuple(only), tuple(skip))
@@ -54,6 +58,14 @@ def check(
         alignment=aligned,
         alignment_why=why,
     )
+
+
+def _running_script() -> Path | None:
+    """The program that asks for its own check, if it was started from below this folder."""
+    started = getattr(sys.modules.get("__main__"), "__file__", None)
+    if started is None or not is_own_source(Path(started), Path.cwd()):
+        return None
+    return Path(started)
 
 
 def selected(only: tuple[str, ...], skip: tuple[str, ...]) -> list[Item]:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
+from stepguard.records.settings import GuardConfig
 from stepguard.state.rng import kept_rng
 
 WANTED = (
-    "return (model, optimizer, loss_fn), a dict, a stepguard.preflight.Subject, or a "
-    "transformers Trainer"
+    "return (model, optimizer, loss_fn, loader), a dict, a stepguard.preflight.Subject, the guard "
+    "or a transformers Trainer"
 )
 
 
@@ -73,13 +75,59 @@ def subject_of(built: Any, named: str) -> Subject:
         return built
     if isinstance(built, Mapping):
         return _from_mapping(built, named)
-    if isinstance(built, tuple | list) and 0 < len(built) <= 4 and isinstance(built[0], nn.Module):
-        names = ("model", "optimizer", "loss_fn")
-        return _checked(Subject(**dict(zip(names, built, strict=False))), named)
+    if isinstance(built, tuple | list) and built and isinstance(built[0], nn.Module):
+        return _from_tuple(built, named)
+    if _is_guard(built):
+        return _from_mapping({"guard": built}, named)
     # A transformers Trainer, told by its parts, so that nothing is imported.
     if isinstance(getattr(built, "model", None), nn.Module) and hasattr(built, "args"):
         return _from_trainer(built)
     raise ConfigError(f"{named} returned {_described(built)}; {WANTED}.")
+
+
+def _from_tuple(built: Sequence[Any], named: str) -> Subject:
+    """The model comes first; each further part is known by what it is."""
+    parts: dict[str, Any] = {"model": built[0]}
+    for position, value in enumerate(built[1:], start=2):
+        if value is None:
+            continue
+        name = _part(value)
+        if not name or name in parts:
+            why = f"a second {name}" if name else "which is not a part of a run"
+            raise ConfigError(
+                f"{named} returned a tuple whose part {position} is {_described(value)}, {why}; "
+                f"{WANTED}."
+            )
+        parts[name] = value
+    return _from_mapping(parts, named)
+
+
+def _part(value: Any) -> str:
+    """Name of the Subject's field that an object is meant for; empty if it is none."""
+    if _is_guard(value) or isinstance(value, GuardConfig):
+        return "guard"
+    if isinstance(value, GradScaler):
+        return "scaler"
+    if hasattr(value, "get_last_lr"):
+        return "scheduler"
+    # After the guard and the schedule, which hold one as well.
+    if isinstance(_unwrapped(value), Optimizer):
+        return "optimizer"
+    # A loss that is a module can be called as well.
+    if callable(value):
+        return "loss_fn"
+    if isinstance(value, Mapping):
+        return "config"
+    if hasattr(value, "__iter__") and not isinstance(value, str | bytes | Tensor):
+        return "loader"
+    if hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Tensor):
+        return "dataset"
+    return ""
+
+
+def _is_guard(value: Any) -> bool:
+    """A Guard or that of a framework, known by its parts, so that nothing is imported."""
+    return hasattr(value, "incidents") and hasattr(value, "close")
 
 
 def _from_mapping(built: Mapping[Any, Any], named: str) -> Subject:
@@ -94,6 +142,10 @@ def _from_mapping(built: Mapping[Any, Any], named: str) -> Subject:
 
 def _checked(subject: Subject, named: str) -> Subject:
     """Raise ConfigError for a part of the wrong type; take the optimizer out of its wrapper."""
+    for name in ("model", "optimizer", "scheduler", "scaler"):
+        # A guard holds what it was made for.
+        if getattr(subject, name) is None and getattr(subject.guard, name, None) is not None:
+            subject = replace(subject, **{name: getattr(subject.guard, name)})
     subject = replace(subject, optimizer=_unwrapped(subject.optimizer))
     for name, kind in (("model", nn.Module), ("optimizer", Optimizer)):
         value = getattr(subject, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,7 +46,7 @@ def resolve(request: Request) -> tuple[Subject, CheckContext]:
     config = None
     if file is not None:
         config = read_settings(file)
-    context = CheckContext(Path.cwd(), file)
+    context = CheckContext(Path.cwd(), config_file=file)
     subject = Subject(config=config)
     if kind == "function":
         subject, context = _built(request.target, config, context)
@@ -92,11 +93,13 @@ def _built(
                 why = f"{target} takes no parameter, so it cannot be given the configuration"
                 context = replace(context, why_untracked=why)
         subject = subject_of(call_build(build, target, tracked), target)
+        script = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
     if isinstance(subject.config, Tracked):
         tracked = subject.config
     if config is not None and (subject.config is None or subject.config is tracked):
         subject = replace(subject, config=config)
-    return subject, replace(context, tracked=tracked)
+    # A package without an __init__.py has no file.
+    return subject, replace(context, tracked=tracked, script=Path(script) if script else None)
 
 
 def call_build(build: Callable[..., Any], target: str, tracked: Tracked | None = None) -> Any:

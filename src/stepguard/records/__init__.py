@@ -2,9 +2,9 @@
 
 from stepguard.records.decision import Action, Decision
 from stepguard.records.evidence import Evidence
-from stepguard.records.finding import Certainty, Finding, Remedy
+from stepguard.records.finding import Certainty, Edit, Finding, Remedy
 from stepguard.records.incident import Incident
-from stepguard.records.origin import Operand, Origin, Phase
+from stepguard.records.origin import Operand, Origin, Phase, Statement
 from stepguard.records.reading import Reading
 from stepguard.records.settings import GuardConfig, Policy
 from stepguard.records.sink import Sink
@@ -15,6 +15,7 @@ __all__ = [
     "Action",
     "Certainty",
     "Decision",
+    "Edit",
     "Evidence",
     "Finding",
     "GuardConfig",
@@ -30,6 +31,7 @@ __all__ = [
     "Role",
     "Severity",
     "Sink",
+    "Statement",
     "Verdict",
     "VerdictKind",
     "Verification",

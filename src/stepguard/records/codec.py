@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
+
+from stepguard.records.text import UNPRINTABLE
 
 Record = TypeVar("Record")
 
 KIND_SUFFIX = "_kind"
 IN_PLACE = "~float"
 KINDS = ("nan", "inf", "-inf")
-_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
@@ -51,14 +53,17 @@ def from_jsonable(cls: type[Record], value: dict[str, Any]) -> Record:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """One line of strict JSON; what ends lines elsewhere or does not fit UTF-8 is escaped."""
+    """One line of strict JSON; what ends lines elsewhere or controls a terminal is escaped."""
     strict = strict_json(value)
     text = json.dumps(strict, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    if text.isascii():
-        return text
-    # str.splitlines() and some readers also break lines at these; lone surrogates come from file
-    # names that are not UTF-8.
-    return text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace").decode()
+    # Some readers also break lines at U+2028; lone surrogates come from file names that are not
+    # UTF-8; a journal may be printed with `cat`.
+    return UNPRINTABLE.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    # Above U+FFFF JSON has pairs of surrogates only.
+    return json.dumps(found[0])[1:-1] if found[0] != "\x7f" else "\\u007f"
 
 
 def float_kind(value: float) -> str | None:

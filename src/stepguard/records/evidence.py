@@ -86,6 +86,10 @@ class Evidence:
     """Backward: the finite operand at which the derivative breaks."""
     uninitialised: bool = False
     """Memory of `torch.empty` was read before it was written."""
+    opaque: Literal["function", "operator", "module", "code"] | None = None
+    """What made the value inside, where no operation is visible: a custom autograd function, an
+    operator from outside torch, a module or other code that writes memory by itself.
+    """
     constant: Literal["nan", "inf"] | None = None
     """A tensor from outside model and batch was already bad."""
     attribute: str | None = None
@@ -120,12 +124,18 @@ class Evidence:
 
     huge_parameter: str | None = None
     """A parameter that is finite, but beyond 1e15, and an operand of what overflowed."""
+    huge_buffer: str | None = None
+    """A buffer that is finite, but absurdly large, and made what overflowed."""
     batch_max: float | None = None
     """Largest finite magnitude in the micro-batch."""
     sample_max: float | None = None
     """Largest finite magnitude in the guilty samples."""
     others_max: float | None = None
     """Largest finite magnitude in all other samples."""
+    loss_with: float | None = None
+    """A finite loss that jumped, replayed with all its samples."""
+    loss_without: float | None = None
+    """The same without the guilty ones."""
     confounded_samples: bool = False
     """Leaving samples out does not separate guilty from innocent ones."""
     bad_elements: int | None = None

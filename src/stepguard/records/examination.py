@@ -1,4 +1,4 @@
-"""What `stepguard doctor` found: six sections, each with a status and sentences."""
+"""What `stepguard doctor` found: sections, each with a status and sentences."""
 
 from __future__ import annotations
 

@@ -8,9 +8,24 @@ from typing import Literal
 from stepguard.records.field_docs import documented
 
 Safety = Literal["safe", "changes-numbers", "changes-training"]
-"""What a remedy does to healthy steps: nothing, other rounding, or another training."""
+"""What a remedy does to healthy steps: nothing, other values, or another training."""
 Certainty = Literal["certain", "likely", "possible"]
 """How sure a finding is: no other cause fits, others are not excluded, rather a circumstance."""
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """Lines of the user's program, and what to write instead of them."""
+
+    file: str
+    """The source file, as Python knows it."""
+    line: int
+    """The first of the lines, counted from 1."""
+    old: tuple[str, ...]
+    """The lines as they are."""
+    new: tuple[str, ...]
+    """The lines as they are to be."""
 
 
 @documented
@@ -23,7 +38,17 @@ class Remedy:
     snippet: str = ""
     """Code to paste; may be empty."""
     safety: Safety = "safe"
-    """What it does to healthy steps: nothing, other rounding, or another training."""
+    """What it does to healthy steps: nothing, other values, or another training."""
+    edits: tuple[Edit, ...] = ()
+    """The same as changes of the program; empty where the remedy is no change of its lines."""
+    needs: tuple[str, ...] = ()
+    """Functions of `stepguard.numerics` that the edits call."""
+    tried: str = ""
+    """What came of running the step with it, or why it was not run; empty without edits."""
+    proven: bool = False
+    """The step was run with it: loss and gradients are finite."""
+    loss: float | None = None
+    """The loss of the step with it, where it was run."""
 
 
 @documented

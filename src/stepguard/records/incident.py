@@ -72,7 +72,7 @@ class Incident:
         for finding in self.findings[:1]:
             for remedy in finding.remedies[:MOST_REMEDIES]:
                 snippet = code(remedy.snippet.splitlines())
-                rows.append(("to do", stacked((remedy.title, snippet))))
+                rows.append(("to do", stacked((remedy.title, snippet, remedy.tried))))
         return rows
 
     def _repr_html_(self) -> str:

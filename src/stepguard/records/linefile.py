@@ -60,7 +60,7 @@ class LineFile:
         os.close(gone)
 
     def _open(self) -> None:
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self._torn = _ends_torn(self._fd)
 
     def close(self) -> None:

@@ -138,6 +138,8 @@ class StepFacts:
     """Targets of the classification losses."""
     ignored: int = 0
     """Targets among them that do not count."""
+    samples: int = 0
+    """Rows of the batch: the most common first dimension of its tensors; 0: not known."""
     softmax_twice: bool = False
     """The logits of a cross entropy are probabilities already."""
     kept_gradients: bool = False

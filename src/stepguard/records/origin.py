@@ -59,6 +59,23 @@ class Operand:
 
 
 @documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """The user's statement that an operation is part of."""
+
+    file: str
+    """The source file, as Python knows it."""
+    line: int
+    """Its first line, counted from 1."""
+    text: str
+    """Its lines as they are in the file."""
+    start: int
+    """Where the operation begins in `text`, in bytes of UTF-8."""
+    end: int
+    """Where it ends."""
+
+
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Origin:
     """The birth of the first harmful value, as exactly as it could be confirmed.
@@ -83,17 +100,26 @@ class Origin:
     """The autograd node, backward only."""
     source: str | None = None
     """`file.py:88` of the user's frame."""
+    library: str | None = None
+    """`package/file.py:47` of an installed package that the user's line has called; None where the
+    operation is in the user's own line.
+    """
     context: tuple[str, ...] = ()
     """Source lines around `source`, each with its number."""
+    statement: Statement | None = None
+    """The statement at `source`, and which part of it the operation is."""
     tensor: str | None = None
     """`batch:x`, `param:NAME`, `buffer:NAME`, `opt:SLOT` where a stored tensor is the culprit."""
     samples: tuple[int, ...] = ()
-    """Indices in the batch, each confirmed by leaving it out; empty when none could be confirmed.
+    """Indices in the batch, each confirmed by leaving it out, or for a finite loss that jumped far
+    larger than all others; empty when none could be found.
     """
     rows: tuple[str, ...] = ()
     """Who the samples are, in the order of `samples`: `row 48211` of the data set, `id a.png`;
     empty: not known.
     """
+    content: str = ""
+    """What the first of these samples holds: dtype, shape and range of its tensors."""
     micro_batch: int | None = None
     """Which micro-batch of the step, counted from 0; None where there is one, or it is not known.
     """
@@ -122,8 +148,10 @@ class Origin:
             words.append(f"({self.node})" if words[0] else self.node)
         if self.module is not None:
             words.append(f"in {self.module or 'the model itself'}")
-        if self.source:
-            words.append(f"at {self.source}")
+        if self.library:
+            words.append(f"at {self.library}")
+        if self.source and self.source != self.library:
+            words.append(f"called from {self.source}" if self.library else f"at {self.source}")
         return " ".join(words).strip()
 
     @property

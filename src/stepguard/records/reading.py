@@ -32,6 +32,9 @@ class Reading:
     """GradScaler scale during the step."""
     lr: tuple[float, ...] = ()
     """Learning rate of each parameter group."""
+    schedule: str = ""
+    """Name and position of the learning-rate schedule during the step: `OneCycleLR at 33 of 100`.
+    Filled for every incident whose schedule can be found."""
     climbs: bool = False
     """The optimizer maximises: what is returned as the loss should rise."""
     labels: int | None = None
@@ -53,6 +56,9 @@ class Reading:
     """True when `bad_state` was finite before this step's update: the optimizer made it."""
     missed: str = ""
     """An update that this rank refused alone, in words: its weights are no longer the others'."""
+    loss_overflow: bool = False
+    """The loss is infinite only because finite values were added up beyond the range of its dtype:
+    every gradient is finite."""
     overflow: bool = False
     """Gradients are non-finite only by the loss scale: a replay at scale 1 is finite."""
     repeat_loss: float | None = None

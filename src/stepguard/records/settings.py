@@ -211,8 +211,8 @@ class GuardConfig:
     third step, then ever fewer, with at most 0.1 % of the time of training; None takes none.
     """
     agree_timeout: float = 60.0
-    """Seconds that a rank waits for the others once a step is bad; ten times as many in `save` and
-    `restore`. Then the step stays vetoed, and the guard says which ranks did not come and ends.
+    """Seconds that a rank waits for the others once a step is bad, and at most 30 of them in `save`
+    and `restore`. Then the step stays vetoed, and the guard says which ranks did not come and ends.
     """
     compare_ranks_every: int | None = None
     """Steps between two comparisons of the ranks: weights of copies of one model, learning rates

@@ -9,6 +9,7 @@ VerdictKind = Literal[
     "ok",
     "nonfinite_input",
     "nonfinite_loss",
+    "loss_overflow",
     "nonfinite_gradient",
     "nonfinite_parameter",
     "nonfinite_buffer",

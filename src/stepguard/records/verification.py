@@ -30,12 +30,16 @@ ProblemKind = Literal[
     "format",
     "link",
     "seal",
+    "diverged",
     "loss",
     "lr",
 ]
-"""`hostile`: loading it with pickle could run code. `global`: a class that checkpoints do not need;
-an error where pickle would call it, a warning where it would only be imported.
+"""`hostile`: loading it with pickle could run code. `global`: a class that is not on the list of
+what checkpoints need, so that loading runs code nobody has checked. `diverged`: whole and finite,
+and sealed as not good.
 """
+NOT_DAMAGE = ("lr", "diverged")
+"""Kinds of errors of a checkpoint that is whole and finite."""
 
 
 @documented
@@ -126,6 +130,8 @@ class Verification:
     """Tensors that were asked for by name, with the range of their values."""
     seconds: float = 0.0
     """How long it took."""
+    pointer: str = ""
+    """The `last-good` that was given and names this checkpoint."""
     parts: tuple[Verification, ...] = ()
     """The checkpoints of a folder, each with its own problems."""
 
@@ -144,8 +150,13 @@ class Verification:
 
     @property
     def corrupt(self) -> bool:
-        """Is there an error in the checkpoint itself, and not only another learning rate?"""
-        return any(problem.kind != "lr" for problem in self.errors)
+        """Is it damaged? Another learning rate is no damage, nor that its run had diverged."""
+        return any(problem.kind not in NOT_DAMAGE for problem in self.errors)
+
+    @property
+    def diverged(self) -> bool:
+        """Was it sealed as not good? It is whole and finite, but not one to resume from."""
+        return any(problem.kind == "diverged" for problem in self.errors)
 
     @property
     def leaves(self) -> tuple[Verification, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from stepguard.records.bad_samples import BadSamples, Identity
 from stepguard.records.codec import to_jsonable
+from stepguard.records.text import printable
 from stepguard.report import phrases
 from stepguard.report.unbroken import middle
 
@@ -96,7 +97,7 @@ def render_ledger(
 ) -> str:
     """The table, the totals, and who was lost more than once."""
     if not entries and not unread:
-        return f"no samples were lost in {run}\n"
+        return f"no samples were lost in {printable(run)}\n"
     lines = _table(entries[:MOST_LISTED], width) if entries else []
     if len(entries) > MOST_LISTED:
         lines.append(f"and {len(entries) - MOST_LISTED} more; --json lists all")

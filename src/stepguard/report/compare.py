@@ -100,7 +100,7 @@ def compare(first: Run, second: Run) -> RunComparison:
 
     rows = (
         words("steps", _steps),
-        words("losses read before backward", lambda side: f"{side.checked:,}"),
+        words("losses judged before the update", lambda side: f"{side.checked:,}"),
         fewer("bad steps", lambda side: side.bad_steps, _bad_steps),
         fewer("bad steps committed", lambda side: side.hurt, lambda side: f"{side.hurt:,}"),
         words("what was done", lambda side: _done(side.summary)),

@@ -6,13 +6,14 @@ Losses are judged against the run's own noise: they may be negative, huge or swi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Literal
 
 import numpy as np
 
+from stepguard.detect.history import RUN_AWAY, Progress
 from stepguard.report import phrases
 from stepguard.report.story import Note, Run
 from stepguard.report.story.model import Floats
@@ -25,20 +26,21 @@ SEVERAL = 8
 MANY = 16
 BLOCKS = 24
 """Parts of a run whose middle losses are compared."""
-GONE = 0.5
-"""Share of what was learned whose loss asks for attention."""
 ABOVE_NOISE = 4.0
 RECOVERED = 0.6
 """A rise was made good if the loss went back by this share of it."""
 ORDINARY = 1.25
 """A rise up to so many times one that was made good is ordinary."""
-JUMP = 100.0
-"""Times the highest level of the first half."""
-RUIN = 1e4
-"""Times the level at the start."""
 LEAST_LEVEL = 1e-3
 """Lower levels are not compared: 100 times almost nothing is still little."""
 TINY_CLIP = 1e-4
+FOLLOWED = "followed/"
+EXPLODED = 1e6
+"""Times everything before, and times 1: a gate that begins at 0 has not exploded."""
+HUGE_WEIGHT = 2.0**10
+"""Root mean square that no healthy weight shows,"""
+WEIGHT_GROWTH = 100.0
+"""if it did not begin near it."""
 PATIENCE = 60.0
 """A silence of so many seconds is not long,"""
 STEPS_MISSED = 50
@@ -58,10 +60,12 @@ class Concern:
 
 
 def concerns(run: Run) -> tuple[Concern, ...]:
-    """Everything the story holds against the run, worst first. Pure."""
+    """Everything the story holds against the run, with all its optimizers, worst first. Pure."""
     found: list[Concern] = []
-    for check in CHECKS:
-        found += check(run)
+    for lane in run.lanes:
+        whose = f"{lane.name}: " if run.further else ""
+        for check in CHECKS:
+            found += [replace(one, text=whose + one.text) for one in check(lane)]
     return tuple(sorted(found, key=lambda concern: concern.weight != "unhealthy"))
 
 
@@ -78,14 +82,32 @@ def silence(run: Run, idle: float) -> Concern | None:
         known = f"; a step usually takes {phrases.number(usual)} s"
     if idle <= patience:
         return None
-    text = f"nothing was written for {idle:,.0f} s{known}: it hangs, or was killed"
+    guess = "it hangs, or was killed"
+    if run.attempts and run.attempts[-1].alive:
+        guess = f"{_process(run)} is there: it hangs, or does something else than training"
+    text = f"nothing was written for {idle:,.0f} s{known}: {guess}"
     return Concern(weight="attention", text=text)
 
 
-def _last_note(run: Run, kind: str) -> Note | None:
-    """The last line of this type that the last attempt has written."""
+def _process(run: Run) -> str:
+    process = run.header.get("process")
+    return f"process {process.get('pid')}" if isinstance(process, dict) else "its process"
+
+
+def _killed(run: Run) -> Iterator[Concern]:
+    if run.attempts and run.attempts[-1].ending == "killed":
+        text = (
+            f"{_process(run)} is gone and left no end record: it was killed (out of memory, "
+            "kill -9), or its machine went down"
+        )
+        yield Concern(weight="unhealthy", text=text)
+
+
+def _last_note(run: Run, type_: str, kind: str | None = None) -> Note | None:
+    """The last line of this type, and kind if given, that the last attempt has written."""
     for note in reversed(run.notes):
-        if note.type == kind and note.attempt == len(run.attempts) - 1:
+        is_last = note.type == type_ and note.attempt == len(run.attempts) - 1
+        if is_last and kind in (None, note.kind):
             return note
     return None
 
@@ -113,7 +135,7 @@ def _exception(run: Run) -> Iterator[Concern]:
 
 def is_stopped(run: Run) -> bool:
     """Did its policy stop the run, and was it not started again since?"""
-    return bool(run.attempts) and run.attempts[-1].ending == "stopped"
+    return any(lane.attempts and lane.attempts[-1].ending == "stopped" for lane in run.lanes)
 
 
 def _disarmed(run: Run) -> Iterator[Concern]:
@@ -212,8 +234,52 @@ def _nothing_to_learn(run: Run) -> Iterator[Concern]:
         yield Concern(weight="attention", text=text)
 
 
+def _exploded(run: Run) -> Iterator[Concern]:
+    """Finite values that are huge: followed ones that jumped, and weights that deep looks saw."""
+    for name, series in run.steps.series.items():
+        if not name.startswith(FOLLOWED):
+            continue
+        sizes = np.abs(series.values[series.finite])
+        before = np.maximum(np.maximum.accumulate(sizes), 1.0)
+        jumps = np.flatnonzero(sizes[SEVERAL:] > EXPLODED * before[SEVERAL - 1 : -1])
+        if len(jumps):
+            row = SEVERAL + int(jumps[0])
+            step = int(run.steps.step[series.rows[series.finite][row]])
+            text = (
+                f"{name.removeprefix(FOLLOWED)} exploded: {phrases.number(float(sizes[row]))} at "
+                f"step {step}, at most {phrases.number(float(sizes[:row].max()))} before"
+            )
+            yield Concern(weight="attention", text=text)
+    first: dict[str, tuple[int, float]] = {}
+    for look in run.looks:
+        for seen in look.parameters:
+            first.setdefault(seen.name, (look.step, seen.weight))
+    grown = []
+    for seen in run.looks[-1].parameters if run.looks else ():
+        step, size = first[seen.name]
+        if seen.trainable and seen.weight > max(HUGE_WEIGHT, WEIGHT_GROWTH * size):
+            grown.append((seen.weight, seen.name, step, size))
+    if grown:
+        weight, name, step, size = max(grown)
+        text = (
+            f"weights exploded: the root mean square of {name} is {phrases.number(weight)} at step "
+            f"{run.looks[-1].step}, {phrases.number(size)} at step {step}"
+        )
+        if len(grown) > 1:
+            text += f"; {len(grown)} parameters"
+        yield Concern(weight="attention", text=text)
+
+
 def _level(run: Run) -> Iterator[Concern]:
-    """The loss has risen, by the medians of equal parts of the run."""
+    """The guard found the run diverged; else its loss has risen, by medians of its parts.
+
+    The weights are not in the journal: where the guard has not judged them, a high loss is judged
+    by the limits that the guard has (`detect.history.Progress`).
+    """
+    judged = _last_note(run, "note", "diverged")
+    if judged is not None and judged.fields.get("diverged"):
+        yield Concern(weight="unhealthy", text=f"the run has diverged: {judged.fields['diverged']}")
+        return
     losses = run.steps.values("loss", run.steps.counts)
     blocks = _blocks(losses)
     if len(blocks) < 2:
@@ -223,27 +289,19 @@ def _level(run: Run) -> Iterator[Concern]:
         f"it is at {phrases.number(levels[-1])}, began at {phrases.number(float(losses[0]))}, was "
         f"at {phrases.number(float(losses.min()))}"
     )
-    began_at = max(abs(float(losses[0])), _spread(blocks[0]), LEAST_LEVEL)
-    if levels[-1] > RUIN * began_at:
+    noise = max(_spread(blocks[0]), LEAST_LEVEL)
+    if levels[-1] > Progress(float(losses[0]), levels[0], noise).above_start(RUN_AWAY):
         yield Concern(weight="unhealthy", text=f"the loss has run away: {numbers}")
         return
-    yield from _risen(blocks, levels, numbers)
-
-
-def _risen(blocks: Sequence[Floats], levels: list[float], numbers: str) -> Iterator[Concern]:
     noise = _noise(blocks, levels)
     # The lower of the last two parts: a single high part may be a hard stretch of the data.
     now = min(levels[-2:])
     best = min(levels[:-1])
     if now - best <= max(ABOVE_NOISE * noise, ORDINARY * _largest_rise_made_good(levels)):
         return
-    first_half = levels[: (len(levels) + 1) // 2]
-    if now > JUMP * max(LEAST_LEVEL, *map(abs, first_half)):
-        yield Concern(weight="unhealthy", text=f"the loss has run away: {numbers}")
-        return
-    learned = levels[0] - best
-    if learned > ABOVE_NOISE * noise and now - best > GONE * learned:
-        share = (now - best) / learned
+    progress = Progress(levels[0], best, median(map(_spread, blocks)))
+    if progress.learned and now > progress.lost_limit:
+        share = (now - best) / (levels[0] - best)
         lost = "all of it" if share >= 1 else f"{share:.0%} of it"
         yield Concern(weight="attention", text=f"what was learned is gone again, {lost}: {numbers}")
 
@@ -283,6 +341,7 @@ def _spread(losses: Floats) -> float:
 
 CHECKS: tuple[Callable[[Run], Iterator[Concern]], ...] = (
     _no_step,
+    _killed,
     _exception,
     _dropped,
     _not_finite,
@@ -292,4 +351,5 @@ CHECKS: tuple[Callable[[Run], Iterator[Concern]], ...] = (
     _stands_still,
     _clipped_away,
     _nothing_to_learn,
+    _exploded,
 )

@@ -139,7 +139,8 @@ def error_lines(incident: Incident) -> Iterator[str]:
     if incident.findings:
         yield f"  cause: {incident.findings[0].code} {incident.findings[0].title}"
     if incident.reading.lr:
-        yield f"  lr: {phrases.rates(incident.reading.lr)}"
+        rates = phrases.rates(incident.reading.lr, incident.reading.schedule)
+        yield f"  lr: {rates}"
     if incident.decision is not None:
         yield ACTION_WORDS[incident.decision.action].log
         used = f"  {budget(incident.decision)}"

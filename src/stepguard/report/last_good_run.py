@@ -7,7 +7,10 @@ from typing import Any
 
 from stepguard.report.story import Run
 
-ALWAYS_DIFFERENT = ("v", "type", "time", "run", "attempt", "rank", "config.run_dir")
+ALWAYS_DIFFERENT = (
+    *("v", "type", "time", "run", "attempt", "rank", "config.run_dir"),
+    *("process.pid", "process.started", "process.place"),
+)
 NOT_THERE = "-"
 
 

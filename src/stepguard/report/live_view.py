@@ -65,7 +65,7 @@ def judge_run(
 def _enough_seen(run: Run, states: set[State], wanted: int | None) -> bool:
     if wanted is None or "waiting" in states:
         return False
-    return len(run.steps) >= wanted
+    return all(len(lane.steps) >= wanted for lane in run.lanes)
 
 
 def _worst(told: Sequence[Concern], none: Verdict) -> Verdict:
@@ -84,18 +84,24 @@ def screenful(
     told: Sequence[Concern] = (),
 ) -> RenderableType:
     """Everything, for a `rich.live.Live` or a plain print."""
-    parts: list[RenderableType] = [_numbers(run, summary)]
+    parts: list[RenderableType] = []
+    for lane, of_lane in zip(run.lanes, summary.optimizers or (summary,), strict=True):
+        if run.further:
+            parts.append(Text(f" {lane.name}", style="bold"))
+        parts.append(_numbers(lane, of_lane))
     if outcomes:
         parts.append(_stages(outcomes))
     for outcome in outcomes:
         if outcome.note:
             parts.append(Unbroken(f" {outcome.note}", "yellow"))
-    for one in run.incidents[-LAST_INCIDENTS:]:
-        incident = one.incident
-        text = f" step {incident.step}: {incident.verdict.summary}"
-        if incident.decision is not None:
-            text += f", {done(incident.decision)}"
-        parts.append(Unbroken(text, "red"))
+    for lane in run.lanes:
+        for one in lane.incidents[-LAST_INCIDENTS:]:
+            incident = one.incident
+            whose = f"{lane.name}, " if run.further else ""
+            text = f" {whose}step {incident.step}: {incident.verdict.summary}"
+            if incident.decision is not None:
+                text += f", {done(incident.decision)}"
+            parts.append(Unbroken(text, "red"))
     for concern in told:
         parts.append(Unbroken(f" {concern.text}", WEIGHTS[concern.weight]))
     parts.append(Text(f" {verdict}", style=ENDED[verdict]))

@@ -11,11 +11,13 @@ from rich.text import Text
 from stepguard.records.look import Look, StepFacts
 from stepguard.report import phrases
 from stepguard.report.look_tables import LookRow, LookTable, look_tables
+from stepguard.report.story import Run
 from stepguard.report.unbroken import middle
 
 MOST_LISTED = 12
 """Rows of each table; `--all` shows every one, `--json` has everything."""
 LONGEST_NAME = 38
+FEWEST_STEPS = 3
 MOST_DRAWN = 16
 """Looks that a line of blocks shows, the newest."""
 
@@ -28,6 +30,19 @@ def paint(looks: Sequence[Look], console: Console, *, most: int | None = MOST_LI
         console.print(_painted(table))
     for sentence in remarks(looks[-1]):
         console.print(Text(f"- {sentence}"))
+
+
+def why_none(run: Run) -> str:
+    """Why a run has no looks, as far as its journal says."""
+    config = run.header.get("config")
+    if isinstance(config, dict) and config.get("look_every", "") is None:
+        return "GuardConfig(look_every=None)"
+    for note in reversed(run.notes):
+        if note.type == "no_look" or note.kind == "look":
+            return f"{note.fields.get('reason')} (step {note.step})"
+    if len(run.steps) < FEWEST_STEPS:
+        return f"it has {phrases.count(len(run.steps), 'step')}, and the first look is at the third"
+    return "none of the steps at which one was due was committed"
 
 
 def headline(looks: Sequence[Look]) -> str:

@@ -6,6 +6,7 @@ Terminal, readable log and Python's logging say the same words.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from stepguard.records import Incident
@@ -33,9 +34,14 @@ def incident_line(incident: Incident, counted: str = "", *, again: bool = False)
 
 def _gist(incident: Incident) -> str:
     parts = [incident.verdict.summary or phrases.verdict_title(incident.verdict.kind)]
-    if incident.origin is not None:
-        parts.append(place(incident.origin))
-        parts.append(phrases.culprits_of(incident))
+    origin = incident.origin
+    if origin is not None and not incident.verdict.finite_anomaly:
+        parts.append(place(origin))
+        # the summary of a bad loss names its only bad micro-batch already
+        named = incident.reading.bad_micro_batches == (origin.micro_batch,)
+        if named and incident.verdict.kind in ("nonfinite_loss", "nonfinite_input"):
+            origin = replace(origin, micro_batch=None)
+        parts.append(phrases.culprits(origin, len(incident.reading.micro_losses)))
     if incident.findings:
         parts.append(incident.findings[0].code)
     return phrases.joined(parts, "; ")

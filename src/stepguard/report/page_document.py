@@ -36,8 +36,8 @@ LEFT_WORDS = {
 }
 
 Card = dict[str, Any]
-Enrich = Callable[[Incident, Card], None]
-"""Adds to a card what lies in the incident's folder: the sample, the gradients of each module."""
+Enrich = Callable[[Incident, Card, Path], None]
+"""Adds to a card what lies in the incident's part of a run folder: sample, gradients by module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,12 @@ class Extras:
 
 def story_document(story: Story, name: str, extras: Extras | None = None) -> dict[str, Any]:
     """The document of every run in a folder; the page shows the newest first."""
-    runs = [run_document(run, name, extras or Extras()) for run in story.runs]
-    many = len(runs)
-    for run in runs:
-        run["label"] = f"{run['number']} of {many} in this folder: {run['line']}"
+    runs = []
+    for run in story.runs:
+        for place, lane in enumerate(run.lanes):
+            shown = run_document(lane, name, extras or Extras(), run)
+            label = f"{run.number} of {len(story.runs)} in this folder: {shown['line']}"
+            runs.append({**shown, "label": label, "group": run.number, "lane": place})
     return {"format": FORMAT, "mode": "report", "runs": runs, "live": None}
 
 
@@ -71,23 +73,28 @@ def comparison_document(
     }
 
 
-def run_document(run: Run, name: str, extras: Extras) -> dict[str, Any]:
-    """One run: facts that change rarely, and its columns."""
+def run_document(run: Run, name: str, extras: Extras, whole: Run | None = None) -> dict[str, Any]:
+    """One run: facts that change rarely, and its columns.
+
+    `whole`: the run that this is one optimizer's lane of.
+    """
     names = drawn_columns(run.steps)
     return {
-        **run_facts(run, name, extras),
+        **run_facts(run, name, extras, whole),
         "columns": packed_columns(run.steps, names, states_of(run)),
         "parts": parts(run),
     }
 
 
-def run_facts(run: Run, name: str, extras: Extras) -> dict[str, Any]:
+def run_facts(run: Run, name: str, extras: Extras, whole: Run | None = None) -> dict[str, Any]:
     """Everything but the rows: the live page takes it again when something else than rows came."""
+    whole = whole or run
     return {
-        "name": clipped(name),
+        "name": clipped(run.name if whole.further else name),
+        "title": clipped(name),
         "number": run.number,
         "line": clipped(run_line(run)),
-        **quick_facts(run),
+        **quick_facts(run, whole),
         "panels": panels(run.steps),
         "incidents": _cards(run, extras),
         "checkpoints": checkpoint_marks(run),
@@ -97,14 +104,15 @@ def run_facts(run: Run, name: str, extras: Extras) -> dict[str, Any]:
         "looks": looks_section(run),
         "groups": fact_groups(run, extras.difference),
         "unread": unread_words(run),
-        "version": version(run),
+        "version": version(run, len(whole.lanes)),
     }
 
 
-def version(run: Run) -> str:
-    """Changes whenever something else than an ordinary row was written."""
+def version(run: Run, lanes: int = 1) -> str:
+    """Changes whenever something else than an ordinary row was written, or the process has gone."""
     counted = (len(run.incidents), len(run.notes), len(run.attempts), len(run.branches), run.torn)
-    return "-".join(map(str, (*counted, len(run.looks), len(run.steps.series))))
+    told = (*counted, len(run.looks), len(run.steps.series), int(run.ended), lanes)
+    return "-".join(map(str, told))
 
 
 def states_of(run: Run) -> Any:
@@ -249,7 +257,7 @@ def _cards(run: Run, extras: Extras) -> list[Card]:
     for place, told in enumerate(run.incidents):
         card = incident_card(told)
         if place < MOST_CARDS and extras.enrich is not None:
-            extras.enrich(told.incident, card)
+            extras.enrich(told.incident, card, run.path.parent)
         cards.append(card)
     return cards
 

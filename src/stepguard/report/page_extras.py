@@ -19,17 +19,17 @@ MOST_NEIGHBOURS = 12
 LARGEST_NEIGHBOUR = 1 << 25
 """Bytes of a journal that is read only to find the last good run."""
 
-Known = Callable[[Incident, dict[str, Any]], bool]
+Known = Callable[[Incident, dict[str, Any], Path], bool]
 """Fills in a card from what was read before; False where it was not."""
 
 
 def page_extras(story: Story, folder: Path, known: Known | None = None) -> Extras:
     """Samples and gradients of the incidents, and the difference to the last good run."""
 
-    def enrich(incident: Incident, card: dict[str, Any]) -> None:
-        if known is None or not known(incident, card):
-            card["samples"] = samples_of(incident, folder)
-            card["heat"] = gradient_heat(incident, folder)
+    def enrich(incident: Incident, card: dict[str, Any], own: Path) -> None:
+        if known is None or not known(incident, card, own):
+            card["samples"] = samples_of(incident, own)
+            card["heat"] = gradient_heat(incident, own)
 
     good = last_good(story.latest, [*story.runs, *_neighbours(folder)])
     rows = None if good is None else differences(good, story.latest)

@@ -11,15 +11,18 @@ from stepguard.records import Incident
 from stepguard.report import phrases
 from stepguard.report.health import concerns
 from stepguard.report.page_incident import clipped
+from stepguard.report.run_words import STATES
 from stepguard.report.story import Attempt, Run, Story
+from stepguard.report.summary import worst_ending
 from stepguard.report.timeline import timeline
 
 ENDINGS = {
-    "running": ("running", "plain"),
-    "closed": ("ended", "good"),
-    "error": ("ended by an exception", "bad"),
-    "stopped": ("stopped by its policy", "bad"),
-    "killed": ("ended without a word", "bad"),
+    "running": (STATES["running"], "plain"),
+    "closed": (STATES["closed"], "good"),
+    "error": (STATES["error"], "bad"),
+    "signal": (STATES["signal"], "note"),
+    "stopped": (STATES["stopped"], "bad"),
+    "killed": (STATES["killed"], "bad"),
 }
 CHECKPOINT_STATES = {"rewound_to": "rewound to"}
 MOST_RANKS = 64
@@ -43,9 +46,13 @@ def run_line(run: Run) -> str:
 
 
 def verdict(run: Run) -> dict[str, str]:
-    ending = run.attempts[-1].ending if run.attempts else "running"
+    """State and incidents of the run: the worst of its optimizers, and the sum over them."""
+    ending = worst_ending(run)
     text, weight = ENDINGS[ending]
-    acted = [told for told in run.incidents if told.done != "told"]
+    if ending == "signal":
+        text = f"ended by {next(filter(None, (one.attempts[-1].signal for one in run.lanes)))}"
+    told = [one for lane in run.lanes for one in lane.incidents]
+    acted = [one for one in told if one.done != "told"]
     if not acted:
         return {"text": f"{text}, no incident", "weight": "good" if weight == "plain" else weight}
     weight = "note" if weight in ("good", "plain") else weight
@@ -53,6 +60,9 @@ def verdict(run: Run) -> dict[str, str]:
 
 
 def tiles(run: Run) -> list[list[str]]:
+    """The run in a few numbers; of several optimizers, one tile each."""
+    if run.further:
+        return [_lane_tile(lane) for lane in run.lanes]
     table = run.steps
     losses = table.values("loss", table.counts)
     kept = int(table.counts.sum())
@@ -73,6 +83,16 @@ def tiles(run: Run) -> list[list[str]]:
     if run.goings_back:
         rows.append(["went back", f"{len(run.goings_back):,}", "rewinds and restarts"])
     return rows
+
+
+def _lane_tile(run: Run) -> list[str]:
+    table = run.steps
+    losses = table.values("loss", table.counts)
+    words = [f"{int(table.counts.sum()):,} of {len(table):,} steps"]
+    if len(losses):
+        words.append(f"loss {phrases.number(float(losses[-1]))}")
+    words.append(STATES[worst_ending(run)])
+    return [clipped(run.name), phrases.count(len(run.incidents), "incident"), ", ".join(words)]
 
 
 def update_words(run: Run) -> str:
@@ -172,7 +192,7 @@ def _pairs(values: Mapping[str, Any], prefix: str = "") -> list[list[str]]:
 def _attempts(attempts: Sequence[Attempt]) -> list[list[str]]:
     rows = []
     for place, attempt in enumerate(attempts, start=1):
-        words = [ENDINGS[attempt.ending][0]]
+        words = [f"ended by {attempt.signal}" if attempt.signal else ENDINGS[attempt.ending][0]]
         if attempt.time is not None:
             words.insert(0, f"started {phrases.moment(attempt.time)}")
         if attempt.restored is not None:
@@ -194,11 +214,11 @@ def overview(story: Story) -> dict[str, str]:
         "weight": state["weight"],
         "steps": f"{int(table.counts.sum()):,}",
         "loss": phrases.number(float(losses[-1])) if len(losses) else "-",
-        "incidents": f"{len(run.incidents):,}",
+        "incidents": f"{sum(len(lane.incidents) for lane in run.lanes):,}",
         "last": "-" if run.last_step is None else f"{run.last_step:,}",
     }
 
 
-def quick_facts(run: Run) -> dict[str, Any]:
-    """What changes with every row."""
-    return {"tiles": tiles(run), "verdict": verdict(run), "updateWords": update_words(run)}
+def quick_facts(run: Run, whole: Run) -> dict[str, Any]:
+    """What changes with every row, of one optimizer and of the whole run it is part of."""
+    return {"tiles": tiles(whole), "verdict": verdict(whole), "updateWords": update_words(run)}

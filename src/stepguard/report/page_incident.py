@@ -185,6 +185,7 @@ def _finding(finding: Any) -> dict[str, Any]:
     for remedy in finding.remedies:
         note = SAFETY_NOTES.get(remedy.safety, "")
         title = clipped(remedy.title) + (f" ({note})" if note else "")
+        title += f"; {clipped(remedy.tried)}" if remedy.tried else ""
         remedies.append({"title": title, "snippet": clipped(remedy.snippet)})
     return {
         "code": clipped(finding.code),
@@ -204,7 +205,7 @@ def _facts(reading: Reading, ranks: Sequence[int]) -> list[list[str]]:
         if value is not None:
             rows.append([clipped(str(name)), phrases.number(value)])
     if reading.lr:
-        rows.append(["learning rate", phrases.rates(reading.lr)])
+        rows.append(["learning rate", phrases.rates(reading.lr, clipped(reading.schedule))])
     if reading.bad_grads:
         rows.append(["bad gradients", clipped(phrases.first_few(reading.bad_grads, 6))])
     if reading.bad_state:

@@ -29,7 +29,7 @@ MOST_OPERANDS = 4
 MOST_REMEDIES = 2
 SAFETY_NOTES = {
     "safe": "",
-    "changes-numbers": "changes rounding",
+    "changes-numbers": "changes values",
     "changes-training": "changes what is learned",
 }
 _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
@@ -80,6 +80,8 @@ def next_commands(incident: Incident) -> list[str]:
     commands = []
     if incident.run and incident.capsule and incident.replayable:
         capsule = f"{incident.run}/{_capsule_of_origin(incident)}"
+        if any(remedy.proven for remedy in _first_remedies(incident)):
+            commands.append(f"stepguard fix {shlex.quote(capsule)}")
         commands.append(f"stepguard replay {shlex.quote(capsule)}")
     if incident.findings:
         commands.append(f"stepguard explain {incident.findings[0].code}")
@@ -132,7 +134,7 @@ def _numbers(reading: Reading) -> str:
         if value is not None:
             shown.append(f"{name} {phrases.number(value)}")
     if reading.lr:
-        shown.append(f"lr {phrases.rates(reading.lr)}")
+        shown.append(f"lr {phrases.rates(reading.lr, reading.schedule)}")
     if reading.bad_ranks:
         shown.append(f"bad on rank {phrases.first_few(reading.bad_ranks)}")
     return ", ".join(shown)
@@ -149,6 +151,8 @@ def _where(origin: Origin, culprits: str, unicode: bool) -> RenderableType:
         lines.append(Padding(_values(origin, values), (0, 0, 0, 2)))
     if culprits:
         lines.append(Unbroken(culprits))
+        if origin.content:
+            lines.append(Unbroken(f"sample {origin.samples[0]}: {origin.content}"))
     for sentence in _certainty(origin):
         lines.append(Unbroken(sentence, "dim"))
     return Group(*lines)
@@ -255,10 +259,11 @@ def _paint_remedy(console: Console, position: int, remedy: Remedy) -> None:
     label = "TO DO" if position == 0 else ""
     console.print(_rows([(label, Unbroken(title))]))
     snippet = dedent(remedy.snippet).strip("\n")
-    if not snippet:
-        return
-    for line in highlighted(snippet):
+    for line in highlighted(snippet) if snippet else ():
         _print_unwrapped(console, Text.assemble(" " * (LABEL_WIDTH + 6), line))
+    if remedy.tried:
+        style = "green" if remedy.proven else "dim"
+        console.print(_rows([("", Unbroken(remedy.tried, style))]))
 
 
 def highlighted(code: str) -> list[Text]:

@@ -15,6 +15,7 @@ LONGEST_IDENTITY = 40
 VERDICT_TITLES = {
     "nonfinite_input": "non-finite input",
     "nonfinite_loss": "non-finite loss",
+    "loss_overflow": "loss too large for its dtype",
     "nonfinite_gradient": "non-finite gradient",
     "nonfinite_parameter": "non-finite parameter",
     "nonfinite_buffer": "non-finite buffer",
@@ -52,12 +53,12 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def rates(lr: Sequence[float]) -> str:
-    """The learning rate of each group; one number where all groups share it."""
+def rates(lr: Sequence[float], schedule: str = "") -> str:
+    """The learning rate of each group, one number where all share it, and where its schedule is."""
     shown = [f"{rate:.2e}" for rate in lr]
     if len(set(shown)) == 1:
-        return shown[0]
-    return " / ".join(shown)
+        del shown[1:]
+    return " / ".join(shown) + (f" ({schedule})" if schedule else "")
 
 
 def count(amount: int, noun: str) -> str:
@@ -100,7 +101,7 @@ def moment(value: object) -> str:
 def operand(value: Operand) -> str:
     """dtype, shape, what is wrong in it, and the range of what is not."""
     parts = [f"{value.dtype} {_brackets(value.shape)}".strip()]
-    if value.value is not None and value.index is not None:
+    if value.value is not None and value.index:
         parts.append(f"{number(value.value)} at {_brackets(value.index)}")
     elif value.value is not None:
         parts.append(number(value.value))

@@ -11,9 +11,11 @@ from rich.text import Text
 
 from stepguard.report import phrases, screen
 from stepguard.report.run_words import (
+    chains,
     counts,
     further_commands,
     heading,
+    kind_title,
     lead_up,
     shorten,
     where_and_who,
@@ -53,9 +55,9 @@ def paint_summary(console: Console, summary: RunSummary, *, unicode: bool = True
     if led:
         _title(console, "before the first incident", unicode)
         console.print(_pairs(led))
-    if summary.timeline:
-        _title(console, "what led to what", unicode)
-        console.print(_chain(summary.timeline, unicode))
+    for title, events in chains(summary):
+        _title(console, title, unicode)
+        console.print(_chain(events, unicode))
 
 
 def _title(console: Console, text: str, unicode: bool) -> None:
@@ -78,7 +80,7 @@ def _table(groups: Sequence[IncidentGroup]) -> RenderableType:
     for name in ("first", "last", "count", "in a row"):
         table.add_column(name, justify="right", no_wrap=True)
     for position, group in enumerate(groups, start=1):
-        kind = Text(phrases.verdict_title(group.verdict), style="bold red")
+        kind = Text(kind_title(group), style="bold red")
         numbers = (group.first_step, group.last_step, group.count, group.consecutive)
         table.add_row(f" {position}", kind, *map(str, numbers))
     return table
@@ -95,7 +97,7 @@ def _details(console: Console, position: int, group: IncidentGroup) -> None:
     rows = [("where", where_and_who(group)), ("cause", _cause(group))]
     for sentence in group.evidence:
         rows.append(("", f"- {sentence}"))
-    rows += [("done", group.done), ("lr", phrases.rates(group.lr))]
+    rows += [("done", group.done), ("lr", phrases.rates(group.lr, group.schedule))]
     console.print(Padding(_pairs([row for row in rows if row[1]]), (0, 0, 0, 3)))
     for command in further_commands(group):
         # Not in the table: a long path must stay on one line to be copied.

@@ -10,10 +10,29 @@ from stepguard.report.summary import ClipActivity, IncidentGroup, RunSummary
 from stepguard.report.timeline import Event
 
 Row = tuple[str, str]
+STATES = {
+    "running": "running",
+    "closed": "ended",
+    "error": "ended by an exception",
+    "signal": "ended by a signal",
+    "stopped": "stopped by its policy",
+    "killed": "ended without a word",
+}
 MOST_EVENTS = 40
 _VERSIONS = ("stepguard", "torch", "python")
 _RUN_FACTS = ("optimizer", "parameters", "lr", "rank", "world", "agreement")
-_TOLD = (*_VERSIONS, *_RUN_FACTS, "versions", "time", "config", "settings", "attempt")
+_TOLD = (
+    *_VERSIONS,
+    *_RUN_FACTS,
+    "versions",
+    "time",
+    "config",
+    "settings",
+    "attempt",
+    "process",
+    "name",
+    "lane",
+)
 
 
 def heading(summary: RunSummary) -> list[Row]:
@@ -24,7 +43,7 @@ def heading(summary: RunSummary) -> list[Row]:
         ("folder", _folder(summary)),
         ("restarts", _restarts(summary)),
         ("versions", _versions(header)),
-        ("optimizer", _optimizer(header)),
+        ("optimizer", "" if summary.optimizers else _optimizer(header)),
         ("ranks", _ranks(header)),
         ("settings", _settings(summary.changed_settings)),
     ]
@@ -41,7 +60,7 @@ def _folder(summary: RunSummary) -> str:
         others = f"`--run 1` to `--run {summary.runs}` show each of them"
         parts.append(f"used for {summary.runs} runs, this is number {summary.run}; {others}")
     if summary.elsewhere:
-        parts.append(f"further guards wrote to {phrases.first_few(summary.elsewhere, 4)}")
+        parts.append(f"other runs are in {phrases.first_few(summary.elsewhere, 4)}")
     return "; ".join(parts)
 
 
@@ -78,7 +97,9 @@ def _optimizer(header: Mapping[str, Any]) -> str:
 
 
 def counts(summary: RunSummary) -> list[Row]:
-    """Steps, bad steps, losses, clipping."""
+    """Steps, bad steps, losses, clipping; of several optimizers, a few words on each."""
+    if summary.optimizers:
+        return [*map(_lane, summary.optimizers), ("incidents", f"{summary.incidents:,}")]
     rows = [("steps", _steps(summary)), ("bad steps", _bad(summary))]
     if summary.first_loss is not None:
         first = phrases.number(summary.first_loss)
@@ -90,6 +111,15 @@ def counts(summary: RunSummary) -> list[Row]:
     if summary.seconds_per_step is not None:
         rows.append(("speed", f"{phrases.number(summary.seconds_per_step)} s a step (median)"))
     return rows
+
+
+def _lane(summary: RunSummary) -> Row:
+    parts = [_optimizer(summary.header), f"{summary.committed:,} of {summary.steps:,} steps made"]
+    parts.append(phrases.count(summary.incidents, "incident"))
+    if summary.last_loss is not None:
+        first, last = phrases.number(summary.first_loss), phrases.number(summary.last_loss)
+        parts.append(f"loss {first} to {last}")
+    return summary.name, f"{STATES[summary.state]}: {', '.join(parts)}"
 
 
 def _clipping(clip: ClipActivity) -> str:
@@ -140,10 +170,28 @@ def lead_up(summary: RunSummary, *, plain: bool = False) -> list[Row]:
         **summary.followed_before,
     }
     rows = []
-    for name, values in series.items():
+    for lane in summary.optimizers:
+        rows += [(f"{lane.name} {name}", drawn) for name, drawn in lead_up(lane, plain=plain)]
+    for name, values in {} if rows else series.items():
         if len(values) > 1:
             rows.append((name, _spark(values, plain)))
     return rows
+
+
+def chains(summary: RunSummary) -> list[tuple[str, tuple[Event, ...]]]:
+    """What led to what, under a heading for each optimizer."""
+    lanes = summary.optimizers or (summary,)
+    title = "what led to what"
+    named = [
+        (f"{title}: {lane.name}" if len(lanes) > 1 else title, lane.timeline) for lane in lanes
+    ]
+    return [(heading, events) for heading, events in named if events]
+
+
+def kind_title(group: IncidentGroup) -> str:
+    """What is wrong, and with which of several optimizers."""
+    title = phrases.verdict_title(group.verdict)
+    return f"{group.optimizer}: {title}" if group.optimizer else title
 
 
 def _spark(values: Sequence[float], plain: bool) -> str:

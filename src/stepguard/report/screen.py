@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from io import StringIO
 from typing import Any, Literal, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
+from stepguard.records.text import UNPRINTABLE, printable
 from stepguard.report._random import same_random_numbers
 
 Paint = Callable[[Console], None]
@@ -59,12 +61,28 @@ def _window_width(stream: TextIO) -> int:
         return 80
 
 
+class CleanConsole(Console):
+    """A console on which printed text cannot control the terminal, wherever it came from.
+
+    The console's own styles and cursor movements are added after `render`, or marked as control.
+    """
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control is None and UNPRINTABLE.search(segment.text):
+                yield Segment(printable(segment.text), segment.style)
+            else:
+                yield segment
+
+
 def paper(*, width: int, colour: bool, record: bool = False) -> Console:
     """A console that draws into memory and ignores the environment: same input, same text."""
     colours: Literal["truecolor", "standard"] | None = None
     if colour:
         colours = "truecolor" if record else "standard"
-    return Console(
+    return CleanConsole(
         file=StringIO(),
         width=width,
         height=100,

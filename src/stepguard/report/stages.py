@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -93,13 +93,17 @@ def _condition(part: str, text: str) -> Condition:
 def judge_stages(run: Run, stages: Sequence[Stage]) -> tuple[StageOutcome, ...]:
     """Judge every condition of every stage.
 
-    Counts fail as soon as they are over their limit; levels are read when the stage is over.
+    Counts fail as soon as they are over their limit; levels are read when the stage is over. In a
+    run with several optimizers each has to pass.
     """
-    last = int(run.steps.step.max()) if len(run.steps) else -1
     outcomes = []
-    for stage in stages:
-        for condition in stage.conditions:
-            outcomes.append(_outcome(run, stage, condition, last))
+    for lane in run.lanes:
+        last = int(lane.steps.step.max()) if len(lane.steps) else -1
+        for stage in stages:
+            for condition in stage.conditions:
+                outcome = _outcome(lane, stage, condition, last)
+                whose = f"{lane.name} {stage}" if run.further else str(stage)
+                outcomes.append(replace(outcome, stage=whose))
     return tuple(outcomes)
 
 

@@ -17,8 +17,11 @@ from stepguard.report import phrases
 from stepguard.report.decision_words import done, done_times
 from stepguard.report.panel import next_commands
 from stepguard.report.story import Run, Story, StoryIncident
+from stepguard.report.story.model import Ending
 from stepguard.report.timeline import Event, timeline
 
+GRAVITY: tuple[Ending, ...] = ("closed", "running", "signal", "killed", "error", "stopped")
+"""Endings, the worst last."""
 LEAD_UP = 32
 """Steps shown before the first incident."""
 MOST_ANSWERS = 3
@@ -36,6 +39,8 @@ class IncidentGroup:
     count: int
     consecutive: int
     """The longest stretch of this kind without a step in between."""
+    optimizer: str = ""
+    """Whose incidents they are, in a run with several optimizers."""
     where: str = ""
     culprits: str = ""
     code: str = ""
@@ -47,6 +52,8 @@ class IncidentGroup:
     """What was done about them, in words."""
     lr: tuple[float, ...] = ()
     """Learning rate of each parameter group at the first of them."""
+    schedule: str = ""
+    """Name and position of the schedule at the first of them."""
     commands: tuple[str, ...] = ()
 
 
@@ -65,6 +72,13 @@ class RunSummary:
     """What `stepguard report` shows."""
 
     journal: str
+    name: str
+    """What the user calls the optimizer."""
+    state: Ending
+    """How the run ended, if it has; of several optimizers, the worst."""
+    incidents: int
+    optimizers: tuple[RunSummary, ...] = ()
+    """One for each optimizer where the run has several: counts above are sums over them."""
     header: dict[str, Any]
     changed_settings: dict[str, Any]
     """Settings of the guard that are not the default."""
@@ -73,7 +87,7 @@ class RunSummary:
     runs: int
     """How many there are."""
     elsewhere: tuple[str, ...]
-    """Folders of further guards of the same process."""
+    """Folders below with journals of other runs."""
     restarts: int
     """How often the run was started again."""
     rewinds: int
@@ -103,8 +117,43 @@ class RunSummary:
     torn: int
 
 
+SUMMED = (
+    *("incidents", "rewinds", "left", "steps", "committed", "skipped", "calibrations"),
+    *("bad_steps", "torn"),
+)
+"""Counts of a run with several optimizers."""
+
+
 def summarize(run: Run, story: Story | None = None) -> RunSummary:
     """Summarize a run, and name what else is in its folder. Pure."""
+    if not run.further:
+        return _summarize_lane(run, story)
+    lanes = tuple(_summarize_lane(lane, story) for lane in run.lanes)
+    groups = []
+    for lane in lanes:
+        groups += [replace(group, optimizer=lane.name) for group in lane.groups]
+    counts: dict[str, Any] = {name: sum(getattr(lane, name) for lane in lanes) for name in SUMMED}
+    first = [lane.first_bad for lane in lanes if lane.first_bad is not None]
+    last = [lane.last_bad for lane in lanes if lane.last_bad is not None]
+    return replace(
+        lanes[0],
+        state=worst_ending(run),
+        optimizers=lanes,
+        groups=tuple(groups),
+        first_bad=min(first, default=None),
+        last_bad=max(last, default=None),
+        longest_stretch=max(lane.longest_stretch for lane in lanes),
+        **counts,
+    )
+
+
+def worst_ending(run: Run) -> Ending:
+    """How the run ended: what its policy or an exception did to one optimizer, it did to all."""
+    endings = [lane.attempts[-1].ending if lane.attempts else "running" for lane in run.lanes]
+    return max(endings, key=GRAVITY.index)
+
+
+def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
     table = run.steps
     losses = table.values("loss", table.counts)
     seconds = table.values("seconds")
@@ -112,6 +161,9 @@ def summarize(run: Run, story: Story | None = None) -> RunSummary:
     header = {key: value for key, value in run.header.items() if key not in ("v", "type")}
     return RunSummary(
         journal=str(run.path),
+        name=run.name,
+        state=worst_ending(run),
+        incidents=len(run.incidents),
         header=header,
         changed_settings=changed_settings(run.header),
         **_place_in_folder(run, story),
@@ -222,6 +274,7 @@ def _group(members: list[StoryIncident], folder: str) -> IncidentGroup:
         actions=dict(actions),
         done=_answers(members, actions),
         lr=first.reading.lr,
+        schedule=first.reading.schedule,
         commands=tuple(next_commands(here)),
     )
     if first.origin is not None:

@@ -1,4 +1,4 @@
-"""Print incidents while training runs: the first of a kind as a panel, then counted lines."""
+"""Print incidents while training runs: the first of a kind as a panel, then ever fewer lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from stepguard.report import messages, phrases, screen
 from stepguard.report.decision_words import ACTION_WORDS, effect
 from stepguard.report.panel import next_commands, paint_incident
 
-THINNED_OUT = frozenset({*phrases.VERDICT_TITLES, "tracing", "outlier", "parameters", "filtered"})
+THINNED_OUT = frozenset(
+    {*phrases.VERDICT_TITLES, "tracing", "outlier", "parameters", "filtered", "adopted"}
+)
 """Kinds of notes that may come with every step: the 1st, 2nd, 4th, 8th, ... are printed."""
 
 
@@ -34,27 +36,55 @@ class Terminal(Sink):
         self._whose = whose
         self._policy = policy
         self._kinds: Counter[tuple[str, ...]] = Counter()
+        self._located: dict[str, tuple[str, ...]] = {}
+        """Kind of verdict -> the kind of its last incident whose place is known."""
+        self._panels: set[tuple[str, ...]] = set()
         self._answers: Counter[tuple[str, ...]] = Counter()
         self._notes: Counter[str] = Counter()
         self._shown: set[str] = set()
 
     def incident(self, incident: Incident) -> None:
-        """Print the first of its kind as a panel, every further one as a counted line."""
-        kind = phrases.kind_of(incident)
+        """Print the first of its kind as a panel, then the 2nd, 4th, 8th, ... as a line.
+
+        What is done for the first time is printed, too: a rewind after many skips.
+        """
+        kind = self._kind(incident)
         decision = incident.decision
         answer = (*kind, decision.action if decision else "")
         self._kinds[kind] += 1
         self._answers[answer] += 1
         self._shown.add(incident.id)
         times = self._kinds[kind]
-        if times == 1:
+        exact = phrases.kind_of(incident)
+        if times == 1 or (exact == kind and exact not in self._panels):
+            self._panels.add(exact)
             self._panel(incident)
+            return
+        again = self._answers[answer] > 1
+        if again and not _power_of_two(times):
             return
         counted = f"{phrases.ordinal(times)} of this kind"
         if decision is not None:
             counted += f", {decision.consecutive} in a row"
-        again = self._answers[answer] > 1
+        if _power_of_two(times) and times > 2:
+            counted += f", next shown is the {phrases.ordinal(2 * times)}"
         self._line(messages.incident_line(incident, counted, again=again), "bold red")
+
+    def _kind(self, incident: Incident) -> tuple[str, ...]:
+        """What it is counted as: one that could not be located is the last located one again.
+
+        In a watched loop only some of the bad steps are traced.
+        """
+        exact = phrases.kind_of(incident)
+        verdict, *place = exact[:-1]
+        if not any(place):
+            return self._located.get(verdict, exact)
+        if verdict not in self._located:
+            # those before it, which could not be located, were the same trouble
+            for earlier in [kind for kind in self._kinds if kind[0] == verdict]:
+                self._kinds[exact] += self._kinds.pop(earlier)
+        self._located[verdict] = exact
+        return exact
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Print one line; other lines of the journal than notes and faults are for programs."""
@@ -67,8 +97,7 @@ class Terminal(Sink):
         self._notes[kind] += 1
         times = self._notes[kind]
         if kind in THINNED_OUT and times > 1:
-            power_of_two = times & (times - 1) == 0
-            if not power_of_two:
+            if not _power_of_two(times):
                 return
             this = phrases.ordinal(times)
             following = phrases.ordinal(2 * times)
@@ -76,20 +105,13 @@ class Terminal(Sink):
         self._line(text, "yellow")
 
     def halted(self, incident: Incident, exit_line: str) -> None:
-        """Say why the run stops and where the weights are; then the line for launch scripts."""
-        try:
-            self._halted(incident)
-        finally:
-            self._paint(lambda console: console.print(Text(exit_line), soft_wrap=True))
-
-    def _halted(self, incident: Incident) -> None:
+        """Say why the run stops and where the weights are; the exit line is printed anyway."""
         if incident.id not in self._shown:
             self.incident(incident)
-        self._line(messages.stopping(incident), "bold red")
-        self._line(effect(incident) or ACTION_WORDS["stop"].effect, "")
+        said = [messages.stopping(incident), effect(incident) or ACTION_WORDS["stop"].effect]
         report = [command for command in next_commands(incident) if " report " in command]
-        if report:
-            self._line(f"next: {report[0]}", "")
+        said += [f"next: {command}" for command in report[:1]]
+        self._line("; ".join(said), "bold red")
 
     def _panel(self, incident: Incident) -> None:
         def paint(console: Console) -> None:
@@ -117,3 +139,7 @@ class Terminal(Sink):
 
     def _paint(self, paint: screen.Paint) -> None:
         screen.put(screen.draw(self._target, paint), self._target)
+
+
+def _power_of_two(times: int) -> bool:
+    return times & (times - 1) == 0

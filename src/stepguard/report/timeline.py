@@ -51,6 +51,7 @@ def timeline(run: Run) -> tuple[Event, ...]:
         *_goings_back(run),
         *_noted(run),
         *_ending(run),
+        *_killed(run),
     ]
     placed.sort(key=lambda event: event[:2])
     return tuple(event for _, _, event in placed)
@@ -244,6 +245,8 @@ def _text_of(note: Note) -> str:
 def _end_text(note: Note) -> str:
     if note.fields.get("error"):
         return f"the run was ended by an exception: {note.fields['error']}"
+    if note.fields.get("signal"):
+        return f"the run was ended by {note.fields['signal']}"
     if note.fields.get("armed", True):
         return "the guard was closed"
     return "the disarmed guard was closed"
@@ -279,6 +282,12 @@ def _ending(run: Run) -> Iterator[Placed]:
         text += f", the last with loss {phrases.number(loss)}"
     event = Event(step=int(table.step[after[0]]), last_step=end, text=text, weight="good")
     yield int(after[0]), LATEST - 4, event
+
+
+def _killed(run: Run) -> Iterator[Placed]:
+    if run.attempts and run.attempts[-1].ending == "killed" and run.last_step is not None:
+        text = "the process is gone, and left no end record"
+        yield len(run.steps), LATEST, Event(step=run.last_step, text=text, weight="incident")
 
 
 def _ending_without(run: Run, end: int) -> Event:

@@ -70,7 +70,10 @@ def _table(results: Sequence[Verification], width: int) -> Table:
     verdicts = []
     for result in results:
         for leaf in result.leaves:
-            names.append(below(leaf.path, result.path))
+            name = below(leaf.path, result.path)
+            if leaf.pointer:
+                name = f"{leaf.pointer} -> {name.rpartition('/')[2]}"
+            names.append(name)
             rows.append(_cells(leaf))
             verdicts.append(verdict(leaf))
     room = width - NAME_WIDTH - GAP - max(map(len, verdicts))
@@ -120,6 +123,8 @@ def verdict(leaf: Verification) -> Text:
         return Text("good", style="green")
     if leaf.ok:
         return Text(f"good, {phrases.count(len(leaf.warnings), 'warning')}", style="yellow")
+    if leaf.diverged and not leaf.corrupt:
+        return Text("diverged", style="bold red")
     word = "corrupt" if leaf.corrupt else "other lr"
     if all(problem.kind in UNSAFE for problem in leaf.errors):
         word = "unsafe"
@@ -166,10 +171,13 @@ def conclusion(results: Sequence[Verification]) -> Text:
         return Text(" no checkpoint found", style="yellow")
     good = sum(leaf.ok for leaf in leaves)
     corrupt = sum(leaf.corrupt for leaf in leaves)
-    other = len(leaves) - good - corrupt
+    diverged = sum(leaf.diverged and not leaf.corrupt for leaf in leaves)
+    other = len(leaves) - good - corrupt - diverged
     line = f" {phrases.count(len(leaves), 'checkpoint')}, {good} good"
     if corrupt:
         line += f", {corrupt} corrupt"
+    if diverged:
+        line += f", {diverged} diverged"
     if other:
         line += f", {other} with another learning rate"
     line += f"; {_amounts(leaves, sum(result.seconds for result in results))}"

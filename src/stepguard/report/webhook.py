@@ -11,8 +11,9 @@ import queue
 import threading
 from collections.abc import Mapping
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from stepguard._errors import ConfigError, StepguardError
 from stepguard.records import Incident, Sink
@@ -22,12 +23,21 @@ WAITING = 64
 """Messages that may wait to be sent; more are counted and left out."""
 LONGEST = 2900
 """Characters of a message: Slack refuses a section of more than 3000."""
+LARGEST_ANSWER = 1 << 16
+"""Bytes of an answer that are read; nothing in it is used."""
 SPECIAL = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 """Slack reads these as markup."""
 
 
 class WebhookFailed(StepguardError):  # noqa: N818 (an outcome, like SaveRefused)
     """An alert could not be delivered. The address is a secret, and not part of the message."""
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """An alert goes to the given host only: a redirect is a failure with its status."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
 
 
 class WebhookSink(Sink):
@@ -38,10 +48,12 @@ class WebhookSink(Sink):
     """
 
     def __init__(self, url: str, *, name: str = "stepguard", timeout: float = 5.0) -> None:
-        parts = urlsplit(url) if isinstance(url, str) else None
+        plain = isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url
+        parts = urlsplit(url) if plain else None
         if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                "WebhookSink: url must be an address such as https://hooks.slack.com/services/..."
+                "WebhookSink: url must be an address such as https://hooks.slack.com/services/..., "
+                "without blanks."
             )
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
             raise ConfigError(
@@ -111,15 +123,21 @@ class WebhookSink(Sink):
             try:
                 self._send(text)
             except Exception as error:
-                why = f"{type(error).__name__}: {error}".replace(self._url, "the address")
+                # Type and status only: the text of an error may hold the address, a secret.
+                why = type(error).__name__
+                if isinstance(error, HTTPError):
+                    why += f", status {error.code}"
+                    error.close()
+                elif isinstance(reason := getattr(error, "reason", None), Exception):
+                    why += f" ({type(reason).__name__})"
                 self._fault = WebhookFailed(f"{self._host} did not take an alert: {why}")
                 return
 
     def _send(self, text: str) -> None:
         body = json.dumps(payload(f"{self._name}: {text}")).encode()
         request = Request(self._url, body, {"Content-Type": "application/json"})
-        with urlopen(request, timeout=self._timeout) as answer:
-            answer.read()
+        with build_opener(_NoRedirects).open(request, timeout=self._timeout) as answer:
+            answer.read(LARGEST_ANSWER)
 
     def __repr__(self) -> str:
         return f"WebhookSink({self._host})"

@@ -15,7 +15,7 @@ from rich.text import Text
 from stepguard.records.whatif import TrialOutcome, WhatIf
 from stepguard.report import phrases
 from stepguard.report._random import same_random_numbers
-from stepguard.report.screen import draw, is_tty, put, takes_unicode
+from stepguard.report.screen import CleanConsole, draw, is_tty, put, takes_unicode
 
 MOST_POINTS = 16
 """Losses of a trial that are drawn, the last ones."""
@@ -107,13 +107,18 @@ def progress_bar(stream: TextIO | None) -> Iterator[Told]:
     if stream is None or not is_tty(stream):
         yield lambda done, total, name: None
         return
-    columns = (TextColumn("what if"), BarColumn(), TextColumn("{task.description}"))
-    console = Console(file=stream)
+    columns = (TextColumn("what if"), BarColumn(), TextColumn("{task.description}", markup=False))
+    console = CleanConsole(file=stream)
     progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-    with same_random_numbers(), progress as bar:
-        task = bar.add_task("", total=None)
+    task = progress.add_task("", total=None)
 
-        def tell(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=name)
+    def tell(done: int, total: int, name: str) -> None:
+        # Not before there is something to tell: the user may be asked a question first.
+        progress.start()
+        progress.update(task, completed=done, total=total, description=name)
 
-        yield tell
+    with same_random_numbers():
+        try:
+            yield tell
+        finally:
+            progress.stop()

@@ -14,8 +14,6 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +27,11 @@ from torch.optim.optimizer import (
 
 from stepguard._errors import StepguardError
 from stepguard.engine.context import automatic_guards, guarded
+from stepguard.engine.drivers.schedule import scheduler_of
+from stepguard.engine.wiring import hear_optimizers, keeps_hearing, stop_hearing
 from stepguard.guard import Guard
 from stepguard.records import GuardConfig
-from stepguard.run.discover import parameters_of, scaler_in_use, scheduler_of, share, trained_by
+from stepguard.run.discover import parameters_of, scaler_in_use, share, trained_by
 from stepguard.state.faked_collectives import distributed
 from stepguard.tensors.wrapping import wrap
 from stepguard.watching import watch
@@ -68,7 +68,6 @@ class AutomaticGuards:
         self._early: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepping: list[int] = []
         self._calls = 0
-        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._undo = ExitStack()
         self._call_hook: ExitStack | None = None
 
@@ -76,6 +75,9 @@ class AutomaticGuards:
         wrap(self._undo, Optimizer, "__init__", self._noticing)
         self._undo.callback(self._stop_listening)
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        # guards are made while an optimizer steps, when no hook may be added
+        keeps_hearing.add(self)
+        hear_optimizers()
         self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
 
@@ -85,6 +87,8 @@ class AutomaticGuards:
             # The value refers to its weak key: left there, neither would ever be freed.
             automatic_guards.pop(guard.optimizer, None)
             guard.close()
+        keeps_hearing.discard(self)
+        stop_hearing()
 
     def ended_by(self, error: BaseException) -> None:
         """The script ends by this exception."""
@@ -155,7 +159,10 @@ class AutomaticGuards:
         if optimizer in self._early:
             self._early.discard(optimizer)
             self._look_again(optimizer)
-        if optimizer not in guarded and not inside_another:
+        if optimizer in guarded or inside_another:
+            return
+        # a new optimizer in the place of an earlier one keeps its guard
+        if not any(guard.port.follow(optimizer) for guard in self.guards):
             self._attach(optimizer, None)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -183,7 +190,7 @@ class AutomaticGuards:
                 modules=trained.modules,
                 scheduler=scheduler_of(optimizer),
                 scaler=scaler_in_use(),
-                config=self._settings(optimizer),
+                config=self._config,
             )
         except Exception as fault:
             # The script must run, guarded or not.
@@ -217,11 +224,3 @@ class AutomaticGuards:
         """Close a guard because the user has built one for the same optimizer."""
         self.guards.remove(guard)
         guard.close()
-
-    def _settings(self, optimizer: Optimizer) -> GuardConfig:
-        """Further optimizers (a GAN's second one) get run folders of their own."""
-        number = self._numbers.setdefault(optimizer, len(self._numbers))
-        if number == 0 or self._config.run_dir is None:
-            return self._config
-        folder = Path(self._config.run_dir) / f"optimizer{number}"
-        return replace(self._config, run_dir=folder, human_log=None)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import sys
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from stepguard.locate.source import variable_name
 from stepguard.tensors.names import optimizer_parameter_ids, optimizer_parameters
 
 
@@ -85,36 +83,6 @@ def _called_first(
         return module
     complete = share(called, parameters) == share(module, parameters)
     return called if complete else module
-
-
-def variable_name(value: object) -> str | None:
-    """The local variable that holds the object, in the innermost calling function with one."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        users = not frame.f_globals.get("__name__", "").startswith(("stepguard.", "torch."))
-        name = _local_name(frame, value) if users else None
-        if name is not None and not name.startswith("_"):
-            return name
-        frame = frame.f_back
-    return None
-
-
-def _local_name(frame: FrameType, value: object) -> str | None:
-    for name, held in list(frame.f_locals.items()):
-        if held is value:
-            return name
-    return None
-
-
-def scheduler_of(optimizer: Optimizer) -> LRScheduler | None:
-    """The scheduler that drives this optimizer; the outermost where schedulers are chained."""
-    ours = [s for s in _living(LRScheduler) if getattr(s, "optimizer", None) is optimizer]
-    nested: set[int] = set()
-    for scheduler in ours:
-        # SequentialLR and ChainedScheduler keep the schedulers inside them under this name.
-        nested.update(map(id, getattr(scheduler, "_schedulers", ())))
-    outer = [s for s in ours if id(s) not in nested]
-    return outer[0] if len(outer) == 1 else None
 
 
 def scaler_in_use() -> GradScaler | None:

@@ -23,6 +23,8 @@ from stepguard.checkpoints import Store
 from stepguard.engine.wiring import check_watched
 from stepguard.guard import Guard
 from stepguard.records import GuardConfig
+from stepguard.records.text import printable
+from stepguard.report.phrases import count
 from stepguard.run.autoguard import AutomaticGuards, NotRestored
 from stepguard.run.script import as_main
 
@@ -189,7 +191,7 @@ def _ours(file: str) -> bool:
 def tell(text: str, whose: str = "") -> None:
     """Print one line to stderr; `whose` names the guard where there are several."""
     speaker = f"stepguard ({whose})" if whose else "stepguard"
-    print(f"{speaker}: {text}", file=sys.stderr)
+    print(f"{speaker}: {printable(text)}", file=sys.stderr)
 
 
 def tell_how_it_ended(guards: Sequence[Guard], refused: int, code: int) -> None:
@@ -199,7 +201,8 @@ def tell_how_it_ended(guards: Sequence[Guard], refused: int, code: int) -> None:
     for guard in guards:
         if guard.rank == 0:
             whose = guard.name if len(guards) > 1 else ""
-            tell(f"{guard.steps} steps guarded, {len(guard.incidents)} incidents.", whose)
+            incidents = count(len(guard.incidents), "incident")
+            tell(f"{count(guard.steps, 'step')} guarded, {incidents}.", whose)
 
 
 def _why_none(refused: int) -> str:

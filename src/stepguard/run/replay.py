@@ -2,7 +2,9 @@
 
 The capsule holds no code. Model, optimizer and loss come from the user's own program: a build
 function, or the script that was running, executed up to its first guarded step. Either must lie
-below the current directory: a capsule can name it, but cannot bring it.
+below the current directory, and neither beside a capsule or a journal: a capsule can name code, it
+cannot bring it. Code that a capsule names is run without a question only if this user has written
+the capsule here.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,17 @@ from torch.optim import Optimizer
 from stepguard._errors import CapsuleError
 from stepguard.diagnose import RunFacts, diagnose
 from stepguard.engine.context import Context
+from stepguard.engine.incident.tried_remedies import try_remedies
 from stepguard.engine.interception import StepTaken, taking
 from stepguard.locate import locate
 from stepguard.locate.exception_origin import place_replayed_exception
+from stepguard.locate.locate_budget import LocateBudget
 from stepguard.records import Evidence, Incident, Origin, Reading, Verdict
 from stepguard.records.verdict import VerdictKind
 from stepguard.run.script import as_main
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.capsule import Capsule, read_capsule
-from stepguard.state.importing import find_module, import_function, importable, inside
+from stepguard.state.importing import Check, find_module, import_function, importable, inside
 from stepguard.state.replay import rerun
 from stepguard.state.step import LossFn, Step, unwrapped
 
@@ -37,7 +42,15 @@ SAME_LOSS = 1e-4
 MOST_STEPS = 100
 """Guarded steps that may pass before one fits the capsule: a GAN has two guards."""
 
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+RECORDS = ("journal*.jsonl", "capsule.json", "window.json", "seal.json")
+"""Files of folders that people send each other: no code of a project is kept beside them."""
+MOST_RUNS = 1000.0
+"""Runs of the step that trying the fixes may take: nothing waits for it here."""
+
 Inspect = Callable[[Step, Incident], None]
+Confirm = Callable[[str], bool]
+"""Asked with what would be run, for a capsule that was not made here."""
 
 
 def replay(
@@ -46,31 +59,44 @@ def replay(
     build: str | Callable[[], Any] | None = None,
     script: str | None = None,
     inspect: Inspect | None = None,
+    confirm: Confirm = lambda command: False,
 ) -> Incident:
     """Run the bad step again and locate its first harmful value. Raises CapsuleError.
 
         incident = stepguard.replay("runs/a/incidents/00000048-nonfinite_loss", script="train.py")
 
+    This runs code: `build` or `script` where given, else what the capsule names. `confirm` is asked
+    before code that a capsule of somebody else, another machine or another folder names.
     `inspect` is called with the step and the incident while the script's objects are still alive.
     """
     content = read_capsule(Path(capsule))
     again = CapsuleReplay(content, inspect)
     if callable(build):
         return again.from_built(build())
-    if build is None and script is None:
-        build = content.build
     if build is not None:
         with importable():
             return again.from_built(import_function(build, CapsuleError)())
     if script is not None:
         return again.from_script(script, None)
+    check: Check = lambda path: None  # noqa: E731
+    if not content.made_here:
+        check = partial(_refuse_brought, content)
+        if content.command and not confirm(content.command):
+            raise CapsuleError(
+                f"{content.folder} was not made by you, on this machine, in this folder, and names "
+                f"code to run: {content.command}. Look at it, then pass --yes, or name the code "
+                "yourself with --script or --build (script=, build=)."
+            )
+    if content.build is not None:
+        with importable():
+            return again.from_built(import_function(content.build, CapsuleError, check)())
     if content.script is None:
         raise CapsuleError(
             f"{content.folder} names neither a script nor a build function; pass "
             "script='train.py', or build='module:function' that returns (model, optimizer, "
             "loss_fn)."
         )
-    return again.from_script(content.script, content.module)
+    return again.from_script(content.script, content.module, check)
 
 
 class CapsuleReplay:
@@ -82,6 +108,8 @@ class CapsuleReplay:
         self._decoded = capsule.decoded()
         self._found: Incident | None = None
         self._offers = 0
+        self._seen: list[Context] = []
+        """Of the script's guards."""
         self._why_not = ""
 
     def from_built(self, built: Any) -> Incident:
@@ -98,12 +126,20 @@ class CapsuleReplay:
         model, optimizer, loss_fn, *modules = built
         return self._run(model, optimizer, loss_fn, modules[0] if modules else {})
 
-    def from_script(self, script: str, module: str | None) -> Incident:
+    def from_script(
+        self, script: str, module: str | None, check: Check = lambda path: None
+    ) -> Incident:
         """Run the script up to a guarded step that fits, and replay with its objects."""
         path = _below_here(Path(script))
+        check(path)
         if module is not None:
             with importable():
-                find_module(module, module, CapsuleError)
+                files = find_module(module, module, CapsuleError, check)
+            if files != [path]:
+                raise CapsuleError(
+                    f"{self.capsule.folder} names the script {script} and the module {module}, "
+                    "which is another file; pass script= or build=."
+                )
         program = as_main(module or script, self.capsule.arguments, module=module is not None)
         grad = torch.is_grad_enabled()
         try:
@@ -111,6 +147,9 @@ class CapsuleReplay:
                 self._start(start, path.name)
         finally:
             torch.set_grad_enabled(grad)
+            # The script ends here without having closed its guards.
+            for context in self._seen:
+                context.resources.close()
         if self._found is None:
             why = self._why_not or "it ended without calling guard.step"
             raise CapsuleError(
@@ -135,6 +174,8 @@ class CapsuleReplay:
     def _take(self, context: Context, loss_fn: LossFn) -> bool:
         """Take the first step whose model and optimizer fit the capsule."""
         self._offers += 1
+        if not any(context is one for one in self._seen):
+            self._seen.append(context)
         why_not = self.capsule.fits(context.roots, context.optimizer)
         if why_not and self._offers < MOST_STEPS:
             self._why_not = why_not
@@ -177,6 +218,9 @@ class CapsuleReplay:
         )
         incident = replace(incident, origin=_found(step, incident), capsule=str(capsule.folder))
         incident = replace(incident, findings=diagnose(incident, RunFacts()))
+        budget = LocateBudget(steps=MOST_RUNS)
+        budget.begin(on_host=True)
+        incident = try_remedies(incident, step, RunFacts(), budget)
         if self._inspect is not None:
             self._inspect(step, incident)
         return incident
@@ -212,6 +256,22 @@ def _compared(step: Step, reading: Reading) -> Origin:
         evidence=Evidence(departs=departs),
         remarks=(remark,) if same else (),
     )
+
+
+def _refuse_brought(capsule: Capsule, path: Path) -> None:
+    """Raise for code that came with a capsule or a run, or that is installed."""
+    resolved = path.resolve()
+    folder = capsule.folder.resolve()
+    # incidents/<id>/capsule of a run
+    run = folder.parents[2] if folder.parent.parent.name == "incidents" else folder
+    here = Path.cwd()
+    between = [here, *(up for up in resolved.parents if up.is_relative_to(here))]
+    beside = any(any(up.glob(name)) for up in between for name in RECORDS)
+    if INSTALLED.intersection(resolved.parts) or resolved.is_relative_to(run) or beside:
+        raise CapsuleError(
+            f"{path} is not code of your project: it is installed, or lies in the folder of a run "
+            "or a capsule. To run it all the same, name it with --script or --build."
+        )
 
 
 def _below_here(path: Path) -> Path:

@@ -43,10 +43,13 @@ class GradientNorm:
 
 
 @torch.no_grad()
-def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNorm | None:
+def gradient_norm(
+    grads: Sequence[Tensor], *, each: bool = False, wide: bool = False
+) -> GradientNorm | None:
     """Return the norm of all gradients; None if there are none.
 
-    `each`: the smallest norm of one parameter as well, where all are of one kind.
+    `each`: the smallest norm of one parameter as well, where all are of one kind. `wide`: in
+    float64 where the device has it, for gradients that carry a loss scale.
     """
     dense = [dense_values(g) for g in grads]
     if not dense:
@@ -55,7 +58,8 @@ def gradient_norm(grads: Sequence[Tensor], *, each: bool = False) -> GradientNor
         return _half_precision_norm(dense)
     if _of_one_kind(dense, plain=not each):
         # As get_total_norm does it, so the total is the same bit for bit.
-        every = torch.stack(list(foreach_norm(dense)))
+        dtype = torch.float64 if wide and dense[0].device.type != "mps" else None
+        every = torch.stack(list(foreach_norm(dense, 2, dtype=dtype)))
         total = torch.linalg.vector_norm(every)
         return GradientNorm(total, total, every.min() if each else None, single=every)
     total = get_total_norm(dense)

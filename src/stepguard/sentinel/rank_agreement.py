@@ -43,7 +43,11 @@ RISK = 3
 AGREE_TIMEOUT = 60.0
 """Seconds that a rank waits for the others."""
 PATIENCE = 10.0
-"""To a call of the user's own (save, restore) ranks may come from an evaluation, say."""
+"""Times `agree_timeout`, for the first reduction and for the disk of another rank."""
+ASKED = 30.0
+"""Seconds, `agree_timeout` at most, that ranks wait for each other in a call of the user's own: one
+that has not come by then was not asked to.
+"""
 _numbers: Counter[tuple[str, tuple[int, ...]]] = Counter()
 """The next guard's number. Guards of one kind and the same ranks are built in the same order on
 each, but for those that never meet the others: these give their number back.
@@ -102,6 +106,8 @@ class Agreement:
         """Do all ranks take part in the reductions? None before the first one."""
         self.apart = False
         """The ranks exchange nothing in this step: this one decides about it by itself."""
+        self._parted = False
+        """Was there ever such a step?"""
         self._reduces: bool | None = None
         """Did a backward pass of this step reduce gradients over all ranks? None before any."""
         self._model: weakref.ref[DistributedDataParallel] | None = None
@@ -126,6 +132,7 @@ class Agreement:
     def announced(self) -> None:
         """After backward: the gradients carry it, a later backward must not carry it again."""
         self.apart = self._reduces is False
+        self._parted |= self.apart
         self._reduces = None
         if self._cell is not None:
             self._cell.fill_(1.0)
@@ -190,19 +197,19 @@ class Agreement:
         look: Callable[[], dict[str, Any]],
         what: str,
         *,
-        asked: bool = False,
+        seconds: float | None = None,
         whatever_failed: bool = False,
     ) -> list[dict[str, Any]]:
         """Return what every rank found, by rank; RankAbsent where not all of them ask.
 
         A rank whose `look` fails still takes part, so that no rank waits for it; then all raise.
-        `what` names the exchange in words. `asked`: by a call of the user's own. `whatever_failed`:
-        a rank that gave up comes, too.
+        `what` names the exchange in words. `seconds`: how long to wait for the others, at most
+        `agree_timeout`. `whatever_failed`: a rank that gave up comes, too.
         """
         if self.size == 1:
             return [look()]
         # Before the look, which may take long on one rank: once all are here, all will answer.
-        patience = PATIENCE if asked else 1.0
+        patience = 1.0 if seconds is None else min(1.0, seconds / self._seconds)
         self._meet(what, patience, whatever_failed)
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, _answer(look), group=self._group)
@@ -282,6 +289,27 @@ class Agreement:
     def told(self, about: str) -> str:
         """What a rank has left about this; empty if nothing."""
         return self._meeting.told(about)
+
+    def alone(self, what: str, act: Callable[[], str]) -> str:
+        """Act on the one rank that is first to say so, after not all came; all who do get its word.
+
+        A rank that comes later waits for it, at most `agree_timeout`; empty where there is none.
+        """
+        about = f"{what}/{self.now()}/{self._meeting.times(what, self.now())}/alone"
+        if not self._meeting.claim(about):
+            return self._meeting.word_of(about, self._seconds)
+        word = ""
+        try:
+            word = act()
+        finally:
+            # a space: the empty text would take back what was never said
+            self._meeting.tell(about, word or " ")
+        return word
+
+    @property
+    def in_step_throughout(self) -> bool:
+        """Did every step so far reduce its gradients over all ranks?"""
+        return self.mode == "spread" and not self._parted and self.follows_first_rank
 
     def give_up(self, why: str) -> None:
         """Let no rank wait in vain: this one has failed in the step at hand."""

@@ -141,6 +141,19 @@ class Meeting:
                 return text
         return ""
 
+    def claim(self, about: str) -> bool:
+        """Is this rank the first to ask for it?"""
+        key = f"{self._name}/{about}/by"
+        claimed: bytes = default_store().compare_set(key, "", str(self._own))
+        return claimed.decode() == str(self._own)
+
+    def word_of(self, about: str, seconds: float) -> str:
+        """What a rank tells about this, for which it may take its time; empty if nothing."""
+        with contextlib.suppress(Exception):
+            store = default_store()
+            self._wait(store, f"{self._name}/{about}", [], time.monotonic() + seconds)
+        return self.told(about).strip()
+
     def no_data_left(self) -> None:
         """This rank only follows the collectives of the others from now on."""
         with contextlib.suppress(Exception):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stepguard.sentinel.gradients import gradient_norm
 from stepguard.tensors.names import Roots, named_buffers, named_modules, parameter_names
 from stepguard.tensors.torch_private import foreach_max
 from stepguard.tensors.values import PLAIN, dense_real, elements, is_finite, is_lazy
@@ -36,6 +37,16 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
         return torch.stack(list(foreach_max(plain))).float().max()
     device = plain[0].device
     return torch.stack([t.max().to(device=device, dtype=torch.float32) for t in plain]).max()
+
+
+@torch.no_grad()
+def root_mean_square(tensors: Iterable[Tensor]) -> Tensor | None:
+    """The size of these tensors, on their device: nobody waits for it."""
+    plain = [t for t in map(dense_real, tensors) if t.numel() and t.is_floating_point()]
+    norm = gradient_norm([t.detach() for t in plain])
+    if norm is None:
+        return None
+    return norm.total / math.sqrt(sum(t.numel() for t in plain))
 
 
 class RotatingScan:
@@ -130,14 +141,17 @@ def extremes(tensor: Tensor) -> Tensor | None:
     return torch.stack(torch.aminmax(plain))
 
 
-def bad_slots(optimizer: Optimizer) -> list[str]:
-    """Return `opt:SLOT`, once each, of every optimizer slot with a non-finite element."""
-    bad: list[str] = []
-    for state in optimizer.state.values():
-        for slot, value in _tensors(state):
-            if f"opt:{slot}" not in bad and not is_finite(value):
-                bad.append(f"opt:{slot}")
-    return bad
+def bad_slots(roots: Roots, optimizer: Optimizer) -> list[str]:
+    """Return `opt:PARAMETER/SLOT` of every optimizer slot with a non-finite element."""
+    names = {id(tensor): name for tensor, name in parameter_names(roots, optimizer)}
+    bad: dict[str, None] = {}
+    # torch declares tensors as keys; some optimizers use others.
+    state: Mapping[Any, Any] = optimizer.state
+    for key, slots in state.items():
+        for slot, value in _tensors(slots):
+            if not is_finite(value):
+                bad[f"opt:{names.get(id(key), key)}/{slot}"] = None
+    return list(bad)
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

@@ -3,15 +3,17 @@
 A few torch functions are wrapped while at least one guard watches, and put back when the last one
 closes: `Tensor.backward`, whose root is the loss; the norm inside `clip_grad_norm_`, which clipping
 has to compute anyway; `Module.load_state_dict`, after which remembered buffers are old;
-`GradScaler.step`, which shows a scaler that was not handed over, and `GradScaler.update`, the only
-call a loop makes when the scaler skipped; and `AveragedModel.update_parameters`, which has nothing
-to average after a vetoed update. Nothing is installed on the user's objects, so copies, pickles and
-compiled graphs never carry a hook of ours.
+`GradScaler.scale`, whose product may overflow where the loss does not; `GradScaler.step`, which
+shows a scaler that was not handed over, and `GradScaler.update`, the only call a loop makes when
+the scaler skipped; and `AveragedModel.update_parameters`, which has nothing to average after a
+vetoed update. Nothing is installed on the user's objects, so copies, pickles and compiled graphs
+never carry a hook of ours.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stepguard.tensors.torch_private import CLIP_NORM
 
@@ -45,8 +48,11 @@ class _Backwards:
     running = 0
 
 
-_listeners: list[Listener] = []
+_listeners: list[weakref.ref[Listener]] = []
+"""Weak: a watched optimizer holds its listener by its hooks, and both may go while others stay."""
 _undo = ExitStack()
+_before_scaling: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""What a scaler returned, while it lives, and the loss it was made of."""
 
 
 def backwards() -> int:
@@ -59,25 +65,38 @@ def inside_backward() -> bool:
     return _Backwards.running > 0
 
 
+def unscaled(root: Tensor) -> Tensor | None:
+    """Return the loss that a scaler multiplied to get `root`; None where it did not."""
+    found: Tensor | None = _before_scaling.get(root)  # type: ignore[no-untyped-call]
+    return found
+
+
 def listen(listener: Listener) -> Callable[[], None]:
     """Start telling `listener`; return the call that stops it."""
     if not _listeners:
         _install()
-    _listeners.append(listener)
-    return functools.partial(_stop, listener)
+    reference = weakref.ref(listener, _stop)
+    _listeners.append(reference)
+    return functools.partial(_stop, reference)
 
 
-def _stop(listener: Listener) -> None:
-    if listener not in _listeners:
+def _stop(reference: weakref.ref[Listener]) -> None:
+    if reference not in _listeners:
         return
-    _listeners.remove(listener)
+    _listeners.remove(reference)
     if not _listeners:
         _undo.close()
+
+
+def _told() -> list[Listener]:
+    """A copy: a listener may stop listening while it is told."""
+    return [listener for reference in _listeners if (listener := reference()) is not None]
 
 
 def _install() -> None:
     _patch(torch.Tensor, "backward", _observed_backward)
     _patch(torch.nn.Module, "load_state_dict", _observed_load)
+    _patch(GradScaler, "scale", _observed_scale)
     _patch(GradScaler, "update", _observed_update)
     _patch(GradScaler, "step", _observed_scaled_step)
     _patch(AveragedModel, "update_parameters", _observed_average)
@@ -94,13 +113,10 @@ def _patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(original))
 
 
-# The wrappers loop over a copy: a listener may stop listening while it is told.
-
-
 def _observed_backward(original: Any) -> Any:
     @functools.wraps(original)
     def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for listener in tuple(_listeners):
+        for listener in _told():
             listener.before_backward(self)
         failed = True
         _Backwards.begun += 1
@@ -110,7 +126,7 @@ def _observed_backward(original: Any) -> Any:
             failed = False
         finally:
             _Backwards.running -= 1
-            for listener in tuple(_listeners):
+            for listener in _told():
                 listener.after_backward(self, failed=failed)
         return out
 
@@ -121,18 +137,29 @@ def _observed_load(original: Any) -> Any:
     @functools.wraps(original)
     def load_state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         out = original(self, *args, **kwargs)
-        for listener in tuple(_listeners):
+        for listener in _told():
             listener.after_load()
         return out
 
     return load_state_dict
 
 
+def _observed_scale(original: Any) -> Any:
+    @functools.wraps(original)
+    def scale(self: GradScaler, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if isinstance(scaled, Tensor) and scaled is not outputs:
+            _before_scaling[scaled] = outputs.detach()
+        return scaled
+
+    return scale
+
+
 def _observed_update(original: Any) -> Any:
     @functools.wraps(original)
     def update(self: GradScaler, new_scale: Any = None) -> None:
         call: Update = functools.partial(original, self)
-        for listener in tuple(_listeners):
+        for listener in _told():
             call = functools.partial(listener.around_update, self, call)
         call(new_scale)
 
@@ -142,7 +169,7 @@ def _observed_update(original: Any) -> Any:
 def _observed_scaled_step(original: Any) -> Any:
     @functools.wraps(original)
     def step(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        for listener in tuple(_listeners):
+        for listener in _told():
             listener.before_scaled_step(self, optimizer)
         return original(self, optimizer, *args, **kwargs)
 
@@ -153,7 +180,7 @@ def _observed_average(original: Any) -> Any:
     @functools.wraps(original)
     def update_parameters(self: AveragedModel, model: Any) -> Any:
         # A list, not a generator: every listener counts the averages.
-        answers = [listener.averages_nothing(self, model) for listener in tuple(_listeners)]
+        answers = [listener.averages_nothing(self, model) for listener in _told()]
         if any(answers):
             return None
         return original(self, model)
@@ -168,7 +195,7 @@ def _observed_norm(original: Any) -> Any:
         held = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         norm: Tensor = original(held, norm_type, *args, **kwargs)
         if float(norm_type) == 2.0:
-            for listener in tuple(_listeners):
+            for listener in _told():
                 listener.after_norm(held, norm)
         return norm
 

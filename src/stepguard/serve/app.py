@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from urllib.parse import quote
@@ -25,6 +26,7 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stepguard._errors import ConfigError
 from stepguard.report.page_facts import overview
 from stepguard.report.run_page import policy, render_page
 from stepguard.serve.folders import RunFolders
@@ -34,7 +36,10 @@ from stepguard.serve.run_list import render_list
 KEEP_ALIVE = 15.0
 """Seconds without a row after which a line says that the stream is alive."""
 COOKIE = "stepguard-token"
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+LANES = frozenset(map(str, range(100)))
+"""Numbers by which a page asks for an optimizer of the run."""
+LOOPBACK = re.compile(rb"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+"""Host headers of who asks this machine by a name of its own."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -90,7 +95,10 @@ class LiveRuns:
         place = _asked_place(request)
         if place is None:
             raise HTTPException(400, "from, number and version say how far the page has come")
-        stream = _stream(follower, place, self._ending)
+        # Pages of an earlier server name no journal.
+        journal = request.query_params.get("journal", "0")
+        lane = request.query_params.get("lane", "0")
+        stream = _stream(follower, place, journal, self._ending, int(lane) if lane in LANES else 0)
         return StreamingResponse(stream, media_type="text/event-stream")
 
 
@@ -104,11 +112,15 @@ def _asked_place(request: Request) -> PageProgress | None:
 
 
 async def _stream(
-    follower: RunFollower, place: PageProgress, ending: Callable[[], bool]
+    follower: RunFollower,
+    place: PageProgress,
+    journal: str,
+    ending: Callable[[], bool],
+    lane: int,
 ) -> AsyncIterator[str]:
     quiet = 0.0
     while not ending():
-        found = await follower.since(place)
+        found = await follower.since(place, journal, lane)
         if found is None:
             await asyncio.sleep(EVERY)
             quiet += EVERY
@@ -122,6 +134,8 @@ async def _stream(
         # JSON of ASCII letters has no line end in it, so one line of data is always enough.
         data = json.dumps(message, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
         yield f"id: {place}\nevent: {kind}\ndata: {data}\n\n"
+        if not message:
+            return  # the page loads itself again
 
 
 def _address(kind: str, name: str) -> str:
@@ -129,7 +143,7 @@ def _address(kind: str, name: str) -> str:
 
 
 class AccessCheck:
-    """Lets in who has the token, or whoever asks the loopback address by its own name."""
+    """Lets in who has the token; without one, who asks the loopback address by its own name."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
@@ -144,7 +158,7 @@ class AccessCheck:
         if refused is not None:
             await refused(scope, receive, send)
             return
-        cookie = self._token if request.query_params.get("token") else None
+        cookie = self._token if request.query_params.get("token") == self._token else None
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -158,13 +172,15 @@ class AccessCheck:
 
     def _refused(self, request: Request) -> Response | None:
         if self._token is None:
-            # Another site's name that was made to point here must not read the runs.
-            if request.url.hostname not in LOOPBACK:
+            # A foreign site's name that was made to point here must not read the runs. The raw
+            # header: a parsed address has lost characters.
+            hosts = [value for name, value in request.scope["headers"] if name == b"host"]
+            if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
                 return PlainTextResponse("ask for localhost", status_code=403)
             return None
-        given = request.query_params.get("token") or request.cookies.get(COOKIE)
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if hmac.compare_digest((given or bearer).encode(), self._token.encode()):
+        offered = (request.query_params.get("token"), request.cookies.get(COOKIE), bearer)
+        if any(hmac.compare_digest((one or "").encode(), self._token.encode()) for one in offered):
             return None
         return PlainTextResponse("the token is missing or wrong", status_code=401)
 
@@ -176,6 +192,11 @@ def build_app(
 
     `ending`: the server is about to stop, so streams end by themselves.
     """
+    if token is not None and not token.strip():
+        raise ConfigError(
+            "the token is empty (an unset variable?); give --token TEXT, or leave the option out "
+            "and one is made where it is needed."
+        )
     runs = LiveRuns(RunFolders(root), ending)
     routes = [
         Route("/", runs.home),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stepguard._errors import JournalError
+from stepguard.report.story.reader import belongs_to_run_above, is_journal
 
 DEEPEST = 5
 """Folders below the given one in which runs are looked for."""
@@ -41,7 +42,9 @@ class RunFolders:
             return self.root if name == self.root.name else None
         # Built from the name's own parts only: no part can lead up or out.
         parts = name.split("/")
-        if not name or any(part in ("", ".", "..") or "\\" in part for part in parts):
+        if any(
+            not part or part in SKIPPED or part.startswith(".") or "\\" in part for part in parts
+        ):
             return None
         try:
             path = self.root.joinpath(*parts).resolve()
@@ -56,7 +59,7 @@ class RunFolders:
         for folder, below, _ in os.walk(self.root):
             here = Path(folder)
             depth = len(here.relative_to(self.root).parts)
-            if depth and _is_run(here):
+            if depth and _is_run(here) and not belongs_to_run_above(here):
                 count += 1
                 yield here
             below[:] = [name for name in below if name not in SKIPPED and not name.startswith(".")]
@@ -66,6 +69,6 @@ class RunFolders:
 
 def _is_run(folder: Path) -> bool:
     try:
-        return any(path.is_file() for path in folder.glob("journal*.jsonl"))
+        return any(is_journal(path) for path in folder.glob("journal*.jsonl"))
     except OSError:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,11 @@ from stepguard.report.page_document import (
 )
 from stepguard.report.page_extras import page_extras
 from stepguard.report.page_facts import quick_facts
-from stepguard.report.story import Story, StoryReader
+from stepguard.report.story import Run, Story, StoryReader
 
 EVERY = 0.4
 """Seconds between two looks at a journal that somebody watches."""
+_NUMBER = re.compile(r"[0-9]{1,15}")
 REST = 8
 """A look that took long is followed by so many times as long a rest."""
 
@@ -45,7 +47,7 @@ class PageProgress:
         """What `str` wrote; None for anything else."""
         number, _, rest = text.partition(":")
         rows, _, facts = rest.partition(":")
-        if not number.isdecimal() or not rows.isdecimal():
+        if not _NUMBER.fullmatch(number) or not _NUMBER.fullmatch(rows):
             return None
         return cls(int(number), int(rows), facts)
 
@@ -73,13 +75,16 @@ class RunFollower:
             return self._reader.story()
 
     def _read(self) -> None:
+        restarts = self._reader.restarts
         if self._reader.read():
+            if self._reader.restarts != restarts:
+                self._samples.clear()
             story = self._reader.story()
             self._extras = page_extras(story, self.folder, self._kept)
 
-    def _kept(self, incident: Incident, card: dict[str, Any]) -> bool:
+    def _kept(self, incident: Incident, card: dict[str, Any], folder: Path) -> bool:
         """Take what an earlier look found in the incident's folder."""
-        found = self._samples.setdefault(f"{incident.rank}/{incident.id}", card)
+        found = self._samples.setdefault(f"{folder}/{incident.rank}/{incident.id}", card)
         if found is card:
             return False
         card["samples"] = found["samples"]
@@ -90,29 +95,40 @@ class RunFollower:
         """The whole page's document, with the address of what comes after it."""
         story = await self.look()
         document = await asyncio.to_thread(story_document, story, self.name, self._extras)
-        return {**document, "live": {"events": events}}
+        return {**document, "live": {"events": f"{events}?journal={self._reader.restarts}"}}
 
-    async def since(self, place: PageProgress) -> tuple[PageProgress, dict[str, Any]] | None:
-        """What came since; None if nothing did. A new run in the folder is told by its number."""
+    async def since(
+        self, place: PageProgress, journal: str, lane: int = 0
+    ) -> tuple[PageProgress, dict[str, Any]] | None:
+        """What came since to one optimizer of the run; None if nothing did.
+
+        The page has to be made anew, and gets nothing, for a new run, for another optimizer, and
+        where a journal was replaced: `journal` is which one the page shows.
+        """
         story = await self.look()
-        run = story.latest
-        now = PageProgress(run.number, len(run.steps), version(run))
+        lanes = story.latest.lanes
+        run = lanes[lane] if lane < len(lanes) else lanes[0]
+        now = PageProgress(run.number, len(run.steps), version(run, len(lanes)))
+        if journal != str(self._reader.restarts):
+            return now, {}
         if now == place:
             return None
-        if now.number != place.number or now.rows < place.rows:
+        others = place.version.rpartition("-")[2] not in ("", str(len(lanes)))
+        if now.number != place.number or now.rows < place.rows or others:
             return now, {}
-        return now, await asyncio.to_thread(self._message, story, place, now)
+        return now, await asyncio.to_thread(self._message, story.latest, run, place, now)
 
-    def _message(self, story: Story, place: PageProgress, now: PageProgress) -> dict[str, Any]:
-        run = story.latest
+    def _message(
+        self, whole: Run, run: Run, place: PageProgress, now: PageProgress
+    ) -> dict[str, Any]:
         names = drawn_columns(run.steps)
         message: dict[str, Any] = {
             "from": place.rows,
             "count": now.rows - place.rows,
             "columns": plain_columns(run.steps, names, states_of(run), place.rows),
-            "always": quick_facts(run),
+            "always": quick_facts(run, whole),
         }
         if now.version != place.version or not place.rows:
             message["parts"] = parts(run)
-            message["facts"] = run_facts(run, self.name, self._extras)
+            message["facts"] = run_facts(run, self.name, self._extras, whole)
         return message

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from pathlib import Path
 
 from stepguard._errors import ConfigError
 
+FIRST_PERSON, NOBODY = 1000, 65534
+"""User numbers of people; below are services."""
 FURTHER_PORTS = 20
 """Ports above the usual one that are tried when it is taken."""
 
@@ -24,10 +28,23 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def shared_machine() -> bool:
+    """Do other people use this machine now? Root is not counted: it can read the runs anyway."""
+    processes = Path("/proc")
+    if not processes.is_dir():
+        return True  # not known
+    users = set()
+    for process in processes.iterdir():
+        if process.name.isdecimal():
+            with contextlib.suppress(OSError):  # it has ended
+                users.add(process.stat().st_uid)
+    return any(FIRST_PERSON <= user < NOBODY for user in users - {os.getuid()})
+
+
 def serve_runs(
     root: Path, host: str, port: int | None, token: str | None, say: Callable[[str], None]
 ) -> None:
-    """Serve until Ctrl+C. Bound to more than the loopback, a token is made where none is given."""
+    """Serve until Ctrl+C. A token is made where none is given and others could ask."""
     try:
         import uvicorn
 
@@ -36,7 +53,7 @@ def serve_runs(
         raise ConfigError(
             f"the live page needs {missing.name}: pip install 'stepguard[serve]'."
         ) from missing
-    if token is None and not is_loopback(host):
+    if token is None and (not is_loopback(host) or shared_machine()):
         token = secrets.token_urlsafe(24)
     servers: list[uvicorn.Server] = []
     app = build_app(root, token, lambda: any(server.should_exit for server in servers))

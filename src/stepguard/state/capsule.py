@@ -2,14 +2,20 @@
 
 `stepguard replay CAPSULE` runs it again in a fresh process, on another machine. The model's code is
 not in it: the capsule names the script, or the function that builds model, optimizer and loss, and
-that must be there.
+that must be there. It is signed with a key of its user's, so that a replay can tell a capsule made
+here from one that somebody else has written.
 """
 
 from __future__ import annotations
 
+import getpass
+import hashlib
+import hmac
 import json
 import os
 import platform
+import secrets
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,6 +31,7 @@ from torch.optim import Optimizer
 from stepguard._errors import CapsuleError, StateError
 from stepguard.records import Reading, Verdict
 from stepguard.records.codec import dumps, from_jsonable, to_plain
+from stepguard.records.text import masked
 from stepguard.state.atomic import new_folder
 from stepguard.state.rng import RngState, rng_from_facts, rng_to_facts
 from stepguard.state.run_state import RunState, SavedState
@@ -36,6 +44,11 @@ SCHEMA = 2
 NEEDED = ("step", "scale", "clip_norm", "reading", "rng", "verdict", "state")
 DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 """What decoding facts raises that this module never wrote."""
+LARGEST_FACTS = 1 << 25
+"""Bytes of a capsule's JSON."""
+MOST_COPIES = 4
+"""A tensor is written once for each place that holds it; a file that refers to one more often than
+that on average was not written by us, and would take memory without bound."""
 
 
 @dataclass(slots=True)
@@ -65,6 +78,25 @@ class Capsule:
     def arguments(self) -> list[str]:
         """What the script was called with."""
         return [str(a) for a in self.facts.get("arguments") or []]
+
+    @property
+    def command(self) -> str:
+        """What a replay runs, as it would be typed; empty where the capsule names no code."""
+        if self.build is not None:
+            return f"the function {self.build}"
+        if self.script is None:
+            return ""
+        program = self.script if self.module is None else f"-m {self.module}"
+        return f"python {program} {shlex.join(self.arguments)}".rstrip()
+
+    @property
+    def made_here(self) -> bool:
+        """Was it written by this user, on this machine, in this folder, and not changed since?"""
+        signature = self.facts.get("signature")
+        key = _signing_key(create=False)
+        if key is None or not isinstance(signature, str) or self.facts.get("made") != _maker():
+            return False
+        return hmac.compare_digest(_signature(self.facts, key).encode(), signature.encode())
 
     def decoded(self) -> tuple[Reading, tuple[Any, ...], list[RngState]]:
         """Return reading, micro-batches and random numbers; damage is one clear CapsuleError."""
@@ -186,13 +218,65 @@ def write_capsule(
 def write_facts(
     folder: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write a new folder of tensors and of what else there is to know, as JSON of this name."""
+    """Write a new folder of tensors and of what else there is to know, as JSON of this name.
+
+    Nobody else can read it: it holds training data.
+    """
     facts["complex"] = [name for name, t in tensors.items() if t.is_complex()]
     facts["sparse"] = [name for name, t in tensors.items() if t.layout is not torch.strided]
     stored = {name: _storable(tensor) for name, tensor in tensors.items()}
+    facts["made"] = _maker()
+    key = _signing_key(create=True)
+    if key is not None:
+        facts["signature"] = _signature(facts, key)
+    text = dumps(facts)
+    if len(text) > LARGEST_FACTS:
+        raise NotPlainError(f"{name} would take {len(text)} bytes, more than {LARGEST_FACTS}.")
     with new_folder(folder) as temporary:
+        temporary.chmod(0o700)
         save_file(stored, temporary / "tensors.safetensors")
-        (temporary / name).write_text(dumps(facts), encoding="utf-8")
+        (temporary / name).write_text(text, encoding="utf-8")
+        for file in temporary.iterdir():
+            file.chmod(0o600)
+
+
+def _signature(facts: Mapping[str, Any], key: bytes) -> str:
+    """Of everything in the JSON, which names the code; tensors run nothing."""
+    signed = json.loads(dumps({name: facts[name] for name in facts if name != "signature"}))
+    return hmac.digest(key, dumps(signed).encode(), hashlib.sha256).hex()
+
+
+def _maker() -> dict[str, str]:
+    """User, machine and folder of this process."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = str(os.getuid()) if hasattr(os, "getuid") else ""
+    return {"user": user, "machine": platform.node(), "folder": str(Path.cwd())}
+
+
+def _signing_key(*, create: bool) -> bytes | None:
+    """The user's own key, in a file that only the user can read; None where there is none."""
+    try:
+        config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+        path = Path(config) / "stepguard" / "capsule-key"
+        if create and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+            try:
+                temporary.touch(mode=0o600, exist_ok=False)
+                temporary.write_bytes(secrets.token_bytes(32))
+                # Not a rename: whoever comes first wins, and all ranks sign with one key.
+                os.link(temporary, path)
+            except FileExistsError:
+                pass
+            finally:
+                temporary.unlink(missing_ok=True)
+        status = path.stat()
+        others_read = status.st_mode & 0o077 or status.st_uid != os.geteuid()
+        return None if others_read else path.read_bytes()
+    except (OSError, RuntimeError, AttributeError):  # no home, a full disk, no user numbers
+        return None
 
 
 def _state_of(roots: Roots, optimizer: Optimizer) -> SavedState:
@@ -232,9 +316,30 @@ def read_capsule(folder: Path) -> Capsule:
     """Open a capsule, or the folder of the incident around it; nothing in it is executed."""
     if not (folder / "capsule.json").exists() and (folder / "capsule").is_dir():
         folder = folder / "capsule"
+    facts, tensors = _read_files(folder, load_file)
     try:
-        facts = json.loads((folder / "capsule.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "tensors.safetensors")
+        restore_kinds(tensors, facts)
+    except DAMAGE as fault:
+        raise CapsuleError(f"{folder} is damaged: {fault}") from None
+    return Capsule(folder, facts, tensors)
+
+
+def check_capsule(folder: Path) -> None:
+    """Raise CapsuleError for a capsule that cannot be opened; its tensors are not read."""
+
+    def names(path: Path) -> dict[str, Tensor]:
+        # safetensors compares the header with the size of the file.
+        with safe_open(path, framework="pt"):
+            return {}
+
+    _read_files(folder, names)
+
+
+def _read_files(
+    folder: Path, load: Callable[[Path], dict[str, Tensor]]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        facts, tensors = read_facts(folder, "capsule.json", load)
     except (FileNotFoundError, NotADirectoryError) as fault:
         # safetensors raises without a file name.
         name = getattr(fault, "filename", None) or "tensors.safetensors"
@@ -245,8 +350,32 @@ def read_capsule(folder: Path) -> Capsule:
     for key in NEEDED:
         if key not in facts:
             raise CapsuleError(f"{folder} is damaged: capsule.json says nothing about {key!r}.")
-    restore_kinds(tensors, facts)
-    return Capsule(folder, facts, tensors)
+    return facts, tensors
+
+
+def read_facts(
+    folder: Path, name: str, load: Callable[[Path], dict[str, Tensor]] = load_file
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read what `write_facts` wrote, within bounds of memory."""
+    size = (folder / name).stat().st_size
+    if size > LARGEST_FACTS:
+        raise ValueError(f"{name} has {size} bytes, more than {LARGEST_FACTS}.")
+    facts = json.loads((folder / name).read_text(encoding="utf-8"))
+    tensors = load(folder / "tensors.safetensors")
+    bytes_of = {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
+    wanted = 0
+    left = [facts]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left.extend(value.values())
+            named = value.get("tensor")
+            wanted += bytes_of.get(named, 0) if isinstance(named, str) else 0
+        elif isinstance(value, list):
+            left.extend(value)
+    if wanted > MOST_COPIES * sum(bytes_of.values()):
+        raise ValueError(f"{name} refers to its tensors so often that they take {wanted} bytes.")
+    return facts, tensors
 
 
 def restore_kinds(tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -278,10 +407,12 @@ def _check_schema(folder: Path, facts: Any) -> None:
 
 def environment() -> dict[str, Any]:
     """Return what another machine needs to know to judge a different outcome."""
+    here = platform.uname()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "platform": platform.platform(),
+        # Not platform.platform(), which starts a process.
+        "platform": f"{here.system}-{here.release}-{here.machine}",
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "default_dtype": str(torch.get_default_dtype()),
@@ -300,7 +431,10 @@ def running_script() -> dict[str, Any]:
     if "site-packages" in main.parts:
         # an installed program (pytest, a notebook's kernel) in an environment below the project
         return {}
-    facts: dict[str, Any] = {"script": str(main.relative_to(here)), "arguments": sys.argv[1:]}
+    facts: dict[str, Any] = {
+        "script": str(main.relative_to(here)),
+        "arguments": masked(sys.argv[1:]),
+    }
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.origin == str(main):
         facts["module"] = spec.name

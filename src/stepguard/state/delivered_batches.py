@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset, Subset
 
-from stepguard.state.sample_indices import Index, IndexObserver, as_indices
+from stepguard.state.sample_indices import Index, as_indices
+from stepguard.tensors.torch_private import NEXT_INDEX, LoaderIterator
 
 REMEMBERED = 256
 """Batches. A step has rarely more micro-batches, and a fused one is read one step late."""
@@ -22,6 +25,7 @@ MOST_TENSORS = 4
 """Tensors of one batch: enough to find it again."""
 MOST_PARTS = 32
 """Parts of one batch that are searched for tensors."""
+NEXT = "__next__"
 ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
@@ -29,7 +33,8 @@ ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 class Delivered:
     """One batch that was handed to the loop."""
 
-    epoch: int
+    epoch: int | None
+    """Pass over the data; None where the loader is not the guard's."""
     number: int
     """In its pass, from 0."""
     step: int
@@ -38,6 +43,11 @@ class Delivered:
     """What the sampler yielded for it."""
     dataset: Any
     marks: tuple[weakref.ref[Tensor], ...]
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """The pass and the number in it."""
+        return None if self.epoch is None else (self.epoch, self.number)
 
     @property
     def indices(self) -> tuple[Index, ...] | None:
@@ -73,17 +83,22 @@ class FoundBatch:
 class RecentBatches:
     """Remembers the last batches by weak references."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: Callable[[], int], *, observed: bool = False) -> None:
+        """`step` tells which one a batch is delivered for. `observed`: the batches come from any
+        loader of the process, perhaps ahead of their step.
+        """
+        self.step = step
+        self.observed = observed
         self._batches: deque[Delivered] = deque(maxlen=REMEMBERED)
 
-    def add(self, batch: Any, epoch: int, number: int, step: int, observer: IndexObserver) -> None:
-        """Remember a batch that is being delivered."""
+    def add(self, batch: Any, epoch: int | None, number: int, raw: Any, dataset: Any) -> None:
+        """Remember a batch that is being delivered; `raw` is what the sampler yielded for it."""
         try:
             marks = tuple(weakref.ref(tensor) for tensor in first_tensors(batch))
         except Exception:
             # A batch of a strange class is not found again; the loop must not fail for it.
             marks = ()
-        self._batches.append(Delivered(epoch, number, step, observer.raw, observer.dataset, marks))
+        self._batches.append(Delivered(epoch, number, self.step(), raw, dataset, marks))
 
     def find(self, batch: Any) -> FoundBatch | None:
         """Find the delivered batch this is, or is a part of; None if there is none or several."""
@@ -202,3 +217,82 @@ def _entries(iterator: Any) -> list[Any]:
     if not few or type(few[0]) in ATOMS:
         return []
     return few
+
+
+# --- loaders that were not given to a guard
+
+
+_plain: dict[str, Any] = {}
+"""The methods that are wrapped, as they were."""
+_listening: weakref.WeakSet[RecentBatches] = weakref.WeakSet()
+_yielded: weakref.WeakKeyDictionary[Any, deque[Any] | None] = weakref.WeakKeyDictionary()
+"""Iterator of a DataLoader -> what its sampler yielded for batches that are not delivered yet; None
+where some of it was not seen.
+"""
+
+
+def observe_loaders(step: Callable[[], int]) -> RecentBatches:
+    """Remember what every DataLoader of the process delivers, until `stop_observing`.
+
+    `step` tells which step a batch is delivered for. Two methods of torch's iterators are wrapped
+    while anyone listens: loaders, samplers, workers and random numbers stay as they are.
+    """
+    recent = RecentBatches(step, observed=True)
+    _listening.add(recent)
+    for name, wrapper in ((NEXT, _deliver), (NEXT_INDEX, _fetch_index)):
+        if name not in _plain:
+            _plain[name] = getattr(LoaderIterator, name)
+            setattr(LoaderIterator, name, wrapper)
+    return recent
+
+
+def stop_observing(recent: RecentBatches) -> None:
+    """Undo `observe_loaders`."""
+    _listening.discard(recent)
+    if _listening:
+        return
+    _yielded.clear()
+    for name, wrapper in ((NEXT, _deliver), (NEXT_INDEX, _fetch_index)):
+        # another tool may have wrapped it in turn: then it stays, and only passes on
+        if getattr(LoaderIterator, name) is wrapper:
+            setattr(LoaderIterator, name, _plain.pop(name))
+
+
+def _fetch_index(iterator: Any) -> Any:
+    index = _plain[NEXT_INDEX](iterator)
+    if not _listening:
+        return index
+    if not getattr(iterator, "_send_idx", 0):
+        # the first one of a pass, or each where no worker fetches ahead
+        _yielded[iterator] = deque()
+    waiting = _yielded.setdefault(iterator, None)
+    if waiting is not None:
+        # a copy of a list: a sampler may fill the same one again
+        waiting.append(tuple(index) if isinstance(index, list) else index)
+    return index
+
+
+def _deliver(iterator: Any) -> Any:
+    try:
+        batch = _plain[NEXT](iterator)
+    except StopIteration:
+        raise
+    except BaseException:
+        _take(iterator)  # the batch that a worker failed on
+        raise
+    raw = _take(iterator)
+    dataset = getattr(iterator, "_dataset", None)
+    if raw is None or isinstance(dataset, IterableDataset):
+        return batch
+    for recent in list(_listening):
+        # only a part of a data set is asked for its rows of the whole
+        recent.add(batch, None, 0, raw, dataset if type(dataset) is Subset else None)
+    return batch
+
+
+def _take(iterator: Any) -> Any:
+    """What the sampler yielded for the batch that is delivered now; None where not known."""
+    waiting = _yielded.get(iterator)
+    if not waiting or not getattr(iterator, "_in_order", True):
+        return None
+    return waiting.popleft()

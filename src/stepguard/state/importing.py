@@ -25,10 +25,16 @@ def importable() -> Iterator[None]:
         sys.path[:] = before
 
 
-def import_function(named: str, error: type[StepguardError]) -> Callable[..., Any]:
+Check = Callable[[Path], None]
+"""Raises for a file whose code must not be run."""
+
+
+def import_function(
+    named: str, error: type[StepguardError], check: Check = lambda path: None
+) -> Callable[..., Any]:
     """Import `module:function`. Whatever goes wrong is raised as `error`, with the way out."""
     module, _, function = named.partition(":")
-    find_module(module, named, error)
+    find_module(module, named, error, check)
     try:
         found = getattr(importlib.import_module(module), function, None)
     except Exception as fault:
@@ -39,9 +45,15 @@ def import_function(named: str, error: type[StepguardError]) -> Callable[..., An
     return result
 
 
-def find_module(module: str, named: str, error: type[StepguardError]) -> None:
-    """Check that a module and the packages around it lie below the current directory."""
+def find_module(
+    module: str, named: str, error: type[StepguardError], check: Check = lambda path: None
+) -> list[Path]:
+    """The module's files, after it and the packages around it were found below the current folder.
+
+    `check` is asked about each before anything is imported.
+    """
     parts = module.split(".")
+    found: list[Path] = []
     # From the outside in: finding a module imports the packages around it.
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
@@ -51,8 +63,10 @@ def find_module(module: str, named: str, error: type[StepguardError]) -> None:
                 f"{named}: there is no module {name!r} below the current directory; run this in "
                 f"the project's folder."
             )
-        for place in _files(spec):
-            inside(Path(place), named, error)
+        found = [inside(Path(place), named, error) for place in _files(spec)]
+        for place in found:
+            check(place)
+    return found
 
 
 def _spec(name: str) -> ModuleSpec | None:

@@ -24,7 +24,8 @@ class Ownership:
     ) -> None:
         """`others`: every optimizer with a guard; iterated again each time."""
         self._roots = roots
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        """May be set later: a loop may replace its optimizer."""
         self._others = others
         self._trained: set[int] = set()
         self.look()
@@ -37,7 +38,7 @@ class Ownership:
 
     def own(self) -> set[int]:
         """Return the ids of what the optimizer, or one inside it, holds."""
-        return _held_by(self._optimizer)
+        return _held_by(self.optimizer)
 
     def elsewhere(self) -> set[int]:
         """Return the ids of parameters below the roots that are trained elsewhere."""
@@ -45,7 +46,7 @@ class Ownership:
         trained = set(self._trained)
         # A list: guards may come and go while it is read.
         for other in list(self._others):
-            if other is not self._optimizer:
+            if other is not self.optimizer:
                 trained |= _held_by(other)
         below = {id(parameter) for _, parameter in named_parameters(self._roots)}
         return (below - self.own()) & trained

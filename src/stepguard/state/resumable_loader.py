@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stepguard.state.delivered_batches import Delivered, FoundBatch, RecentBatches
+from stepguard.state.delivered_batches import RecentBatches
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_from_facts, rng_to_facts
 from stepguard.state.sample_indices import Index, IndexObserver, keeps_position
 from stepguard.state.skipped_batches import Place, SkippedBatches
@@ -32,8 +32,7 @@ class ResumableLoader:
         self._loader = loader
         self._between = between
         self._say = say
-        self._step = step
-        self._recent = RecentBatches()
+        self.recent = RecentBatches(step)
         self._skipped = SkippedBatches(say)
         self._begun: dict[str, Any] | None = None
         """What the present pass over the data began with; None outside of one."""
@@ -61,7 +60,7 @@ class ResumableLoader:
             self.delivered += 1
             if self._skipped.skips((self.epoch, number), iterator):
                 continue
-            self._recent.add(batch, self.epoch, number, self._step(), iterator)
+            self.recent.add(batch, self.epoch, number, iterator.raw, iterator.dataset)
             yield batch
         self._skipped.tell()
         self._begun = None
@@ -85,25 +84,17 @@ class ResumableLoader:
         For the last batches delivered and slices of them; None for others, and if the data set has
         no indices.
         """
-        found = self._recent.find(batch)
+        found = self.recent.find(batch)
         if found is None or found.indices is None:
             return None
         return list(found.indices)
 
     def where(self, batch: Any) -> tuple[int, int] | None:
         """Return the pass over the data and the number in it, both from 0, of a recent batch."""
-        found = self._recent.find(batch)
+        found = self.recent.find(batch)
         if found is None:
             return None
-        return found.delivered.epoch, found.delivered.number
-
-    def find(self, batch: Any) -> FoundBatch | None:
-        """Return the batch among the last ones delivered, or the one it is a slice of."""
-        return self._recent.find(batch)
-
-    def of_step(self, step: int) -> list[Delivered]:
-        """List the batches that were delivered for a step, as far back as is remembered."""
-        return self._recent.of_step(step)
+        return found.delivered.place
 
     def pass_over(
         self,

@@ -8,8 +8,9 @@ goes by the parameter's name, so that the order of parameters does not matter.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,8 @@ class SavedState:
     facts: dict[str, Any]
     parts: dict[str, TensorPart] = field(default_factory=dict)
     """Tensors of which this rank holds a part, and which part that is."""
+    moment: int | None = None
+    """Counts the states that were gathered in this process; None for one from a file."""
 
     def below(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors whose names begin with the prefix, without it."""
@@ -83,6 +86,51 @@ class RunState:
         self._counters = ModuleCounters(self._modules)
         self._names = ParameterNames(self._modules)
         self._optimizer_state = OptimizerState(optimizer, self._names)
+        self._optimizers = 0
+        """Optimizers that this run has had before the present one."""
+        self._parameters: dict[str, weakref.ref[Tensor]] = {}
+        """Every parameter when the state was last gathered, by its name in the state."""
+        self._moment = 0
+        self._replaced: dict[str, tuple[int, int]] = {}
+        """Parameters that another object has replaced: the first moment that shows it, and how many
+        optimizers had been replaced by then."""
+
+    def adopt(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+        """Another optimizer trains from now on, perhaps with other parts of the model.
+
+        An earlier state still gives weights to go back to; the optimizer then begins afresh.
+        """
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._optimizer_state = OptimizerState(optimizer, self._names)
+        self._optimizers += 1
+        self._look_for_replaced()
+
+    def _look_for_replaced(self) -> None:
+        """Notice parameters that are other objects than at the last look."""
+        self._moment += 1
+        now = {prefix + name: parameter for prefix, name, parameter in self._names.below()}
+        for name, known in self._parameters.items():
+            if name in now and known() is not now[name]:
+                self._replaced[name] = (self._moment, self._optimizers)
+        self._parameters = {name: weakref.ref(parameter) for name, parameter in now.items()}
+
+    def before_adoption(self, saved: SavedState) -> bool:
+        """Was another optimizer at work then?"""
+        return int(saved.facts.get("optimizers", 0)) != self._optimizers
+
+    def _of_module(self, saved: SavedState, prefix: str) -> dict[str, Tensor]:
+        """Return what was saved of a module, without parameters that have been replaced since."""
+        stored = saved.below(prefix)
+        for name in list(stored):
+            moment, optimizers = self._replaced.get(prefix + name, (0, 0))
+            if saved.moment is not None:
+                since = moment > saved.moment
+            else:
+                since = optimizers > int(saved.facts.get("optimizers", 0))
+            if since:
+                del stored[name]
+        return stored
 
     # --- gathering
 
@@ -93,6 +141,9 @@ class RunState:
         saved = self.gather_modules()
         tensors = saved.tensors
         saved.facts.update(self.gather_optimizer(tensors))
+        saved.facts["optimizers"] = self._optimizers
+        self._look_for_replaced()
+        saved.moment = self._moment
         saved.facts["scheduler"] = _item_apart(self._scheduler, tensors, "scheduler")
         saved.facts["scaler"] = _scaler_apart(self.scaler, tensors)
         saved.facts["extra"] = {
@@ -147,12 +198,16 @@ class RunState:
         is finite.
         """
         for prefix, root in self._modules.items():
-            why = module_misfit(prefix, root, saved.below(prefix), may_lack=own_only)
+            stored = self._of_module(saved, prefix) if own_only else saved.below(prefix)
+            why = module_misfit(prefix, root, stored, may_lack=own_only)
             if why:
                 return why
         if "groups" not in saved.facts:
             return ""
         trained = {name: p for p, name in self._names.of(self._optimizer)}
+        if own_only and self.before_adoption(saved):
+            held = {name for prefix in self._modules for name in self._of_module(saved, prefix)}
+            return _added_and_bad(trained, held)
         before = {name for group in saved.facts["groups"] for name in group["params"]}
         if own_only:
             return _added_and_bad(trained, before) or _trained_on_one_side(
@@ -177,6 +232,10 @@ class RunState:
         if why:
             raise StateError(f"the saved state does not fit: {why}.")
         self.put_back_modules(saved, own_only=own_only)
+        if own_only and self.before_adoption(saved):
+            self._optimizer.state.clear()
+            return []
+        self._optimizers = int(saved.facts.get("optimizers", 0))
         trouble = self.put_back_optimizer(saved)
         _item_together(self._scheduler, saved.facts["scheduler"], saved.tensors)
         _scaler_together(self.scaler, saved.facts["scaler"], saved.tensors)
@@ -198,7 +257,7 @@ class RunState:
             for name, _ in root.named_buffers():
                 if name.rpartition(".")[0] in left[prefix]:
                     skipped.add(name)
-            stored = saved.below(prefix)
+            stored = self._of_module(saved, prefix) if own_only else saved.below(prefix)
             fill_module(root, {name: t for name, t in stored.items() if name not in skipped})
         self._counters.put_back(tree_from_json(saved.facts["numbers"], {}), left)
 
@@ -257,6 +316,20 @@ class RunState:
         moment = self.random_numbers(saved)
         if moment is not None:
             restore_rng(moment)
+
+
+def extra_tensors(extra: Mapping[str, Any], *, parameters: bool = True) -> dict[str, Tensor]:
+    """Return what further objects of a run keep, by name. `parameters`: those of modules, too."""
+    found: dict[str, Tensor] = {}
+    for name, item in extra.items():
+        if isinstance(item, nn.Module):
+            kept = module_tensors(item) if parameters else dict(item.named_buffers())
+            found.update({f"extra:{name}/{key}": tensor for key, tensor in kept.items()})
+        else:
+            # what cannot be kept is told when the state is gathered
+            with suppress(Exception):
+                _item_apart(item, found, f"extra:{name}")
+    return found
 
 
 def _added_and_bad(trained: Mapping[str, Tensor], before: set[str]) -> str:

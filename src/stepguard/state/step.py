@@ -54,8 +54,10 @@ class Step:
     """This rank holds all parameters at the moment, by a plan of all ranks."""
     not_gathered: str = ""
     """Why the ranks have agreed on no such plan."""
-    lines: tuple[tuple[str, int] | None, ...] = ()
-    """`watch` mode: file and line that called the model, for each call."""
+    summed_in_half: bool = False
+    """`watch` mode: the loss was added up in float16."""
+    lines: tuple[tuple[Any, ...] | None, ...] = ()
+    """`watch` mode: the line that called the model, for each call (`locate.source.Line`)."""
 
     @property
     def replayable(self) -> bool:

@@ -6,18 +6,16 @@ capsule of the bad step, as safetensors and JSON.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from stepguard._errors import CapsuleError
 from stepguard.records.codec import restore_floats
-from stepguard.state.capsule import DAMAGE, restore_kinds, write_facts
+from stepguard.state.capsule import DAMAGE, read_facts, restore_kinds, write_facts
 from stepguard.state.rng import RngState, rng_from_facts, rng_to_facts
 from stepguard.state.run_state import SavedState
 from stepguard.state.step import LossFn, Step
@@ -108,8 +106,8 @@ def read_window(capsule: Path) -> Window | None:
     if not (folder / "window.json").is_file():
         return None
     try:
-        facts = restore_floats(json.loads((folder / "window.json").read_text(encoding="utf-8")))
-        tensors = load_file(folder / "tensors.safetensors")
+        facts, tensors = read_facts(folder, "window.json")
+        facts = restore_floats(facts)
         restore_kinds(tensors, facts)
         start = {
             name.removeprefix("start/"): tensor

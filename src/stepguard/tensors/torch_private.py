@@ -7,6 +7,7 @@ name, so that a torch release that drops one fails there and says what depends o
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,16 +16,20 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 __all__ = [
     "ATTRIBUTES",
     "CLIP_NORM",
     "COMPILED_CALL",
     "MKLDNN",
+    "NEXT_INDEX",
+    "LoaderIterator",
     "TorchDispatchMode",
     "current_autograd_node",
     "default_store",
@@ -38,6 +43,8 @@ __all__ = [
     "fsdp2_groups",
     "graphs_compiled",
     "next_sequence_number",
+    "no_dispatch_modes",
+    "observe_functions",
     "pretend_stepped",
     "root_mesh",
     "scaler_tensors",
@@ -51,6 +58,10 @@ __all__ = [
 
 MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
 """Layout of opaque CPU tensors, whose values cannot be read; torch gives it no public name."""
+NEXT_INDEX = "_next_index"
+"""Method of `LoaderIterator`, the iterators of every DataLoader, that asks the sampler: the only
+place where the rows of a batch are known, since workers fetch ahead.
+"""
 COMPILED_CALL = "_compiled_call_impl"
 """Attribute of a module that `Module.__call__` runs instead of hooks and forward.
 
@@ -91,6 +102,8 @@ ATTRIBUTES = {
     "GradScaler._get_scale_async": "the scale as a tensor: get_scale() waits for the device",
     "UntypedStorage._cdata": "address of a storage: Python makes a new object on every call",
     "DataLoader._iterator": "the one iterator of persistent workers",
+    "DataLoaderIter._in_order": "batches come in the order the sampler yielded them",
+    "DataLoaderIter._dataset": "a data set that has no rows, or is a part of another",
     "DataLoaderIter._index_sampler": "the sampler that an iterator keeps",
     "DataLoaderIter._send_idx": "batches that were asked of the workers",
     "DataLoaderIter._rcvd_idx": "batches that came back from the workers",
@@ -108,6 +121,29 @@ def next_sequence_number() -> int:
     """Return the number that the next autograd node of this thread will get."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
+
+
+def observe_functions(around: Callable[..., Any]) -> Callable[[], None]:
+    """Run every custom autograd function as `around(cls, apply, args, kwargs)`; return the undoing.
+
+    `Function.apply` goes on to its base class: there a function is reached whose `apply` the user's
+    code took before, as in `kernel = Kernel.apply`.
+    """
+    base: Any = torch.autograd.function._SingleLevelFunction
+    earlier = vars(base).get("apply")
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(cls, super(base, cls).apply, args, kwargs)
+
+    base.apply = classmethod(apply)
+
+    def undo() -> None:
+        if earlier is None:
+            del base.apply
+        else:
+            base.apply = earlier
+
+    return undo
 
 
 def tracing() -> bool:

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from stepguard.verification.damage import Damaged
 
@@ -29,25 +30,6 @@ class FileSlice:
         self.start = start
         self.size = size
         self.path = path
-        self._buffer = b""
-        self._buffer_end = 0
-        """Offset in this slice where the buffer ends."""
-        self._taken = 0
-        """Bytes of the buffer that were handed out."""
-
-    def tell(self) -> int:
-        """Return the offset in this slice."""
-        return self._buffer_end - len(self._buffer) + self._taken
-
-    def seek(self, position: int) -> None:
-        # reads go by os.pread, so nothing has to be moved in the file itself
-        self._buffer = b""
-        self._taken = 0
-        self._buffer_end = position
-
-    @property
-    def left(self) -> int:
-        return self.size - self.tell()
 
     def part(self, start: int, size: int) -> FileSlice:
         """Return a slice of this slice; it must lie inside."""
@@ -59,75 +41,36 @@ class FileSlice:
         return FileSlice(self.descriptor, self.start + start, size, self.path)
 
     def at(self, position: int, size: int) -> bytes:
-        """Return up to `size` bytes at `position`; does not move the reading position."""
+        """Return up to `size` bytes at `position`."""
         size = max(0, min(size, self.size - position))
         return _pread(self.descriptor, size, self.start + position)
 
-    def byte(self) -> int:
-        if self._taken < len(self._buffer):
-            value = self._buffer[self._taken]
-            self._taken += 1
-            return value
-        return self.read(1)[0]
-
-    def read(self, count: int) -> bytes:
-        """Return exactly `count` bytes, or raise Damaged before memory is taken for them."""
-        end = self._taken + count
-        if end <= len(self._buffer):
-            data = self._buffer[self._taken : end]
-            self._taken = end
-            return data
-        position = self.tell()
-        left = self.size - position
-        if count > left:
-            raise self._too_short(count, position)
-        self._buffer = _pread(self.descriptor, min(max(count, BUFFER), left), self.start + position)
-        self._buffer_end = position + len(self._buffer)
-        self._taken = count
-        if len(self._buffer) < count:
+    def exactly(self, position: int, size: int) -> bytes:
+        """Return `size` bytes at `position`, or raise Damaged before memory is taken for them."""
+        if size > self.size - position:
             raise Damaged(
-                "torn", f"ends at byte {self._buffer_end:,}: it became shorter while it was read"
+                "torn",
+                f"ends at byte {self.size:,} where {size:,} more are declared at {position:,}",
             )
-        return self._buffer[:count]
-
-    def skip(self, count: int) -> None:
-        if count > self.left:
-            raise self._too_short(count, self.tell())
-        self.seek(self.tell() + count)
-
-    def line(self, longest: int) -> bytes:
-        """Read up to a newline, which is consumed but not returned."""
-        end = self._buffer.find(b"\n", self._taken, self._taken + longest + 1)
-        if end >= 0:
-            data = self._buffer[self._taken : end]
-            self._taken = end + 1
-            return data
-        position = self.tell()
-        data = self.at(position, longest + 1)
-        end = data.find(b"\n")
-        if end < 0:
+        data = self.at(position, size)
+        if len(data) < size:
             raise Damaged(
-                "malformed", f"a line at byte {position:,} has no end within {longest:,} bytes"
+                "torn",
+                f"ends at byte {position + len(data):,}: it became shorter while it was read",
             )
-        self.seek(position + end + 1)
-        return data[:end]
+        return data
 
-    def _too_short(self, count: int, position: int) -> Damaged:
-        return Damaged(
-            "torn", f"ends at byte {self.size:,} where {count:,} more are declared at {position:,}"
-        )
+    def reader(self) -> io.BufferedReader:
+        """Return a file object of the slice, for readers that go from opcode to opcode."""
+        return io.BufferedReader(_SliceStream(self), BUFFER)
 
 
-class ZipSource(io.RawIOBase):
-    """A slice as the file object `zipfile` wants; no single read is longer than `most` bytes.
+class _SliceStream(io.RawIOBase):
+    """A slice as a raw stream; it reads by offset and leaves the position of the file alone."""
 
-    `zipfile` reads the whole central directory at once, with the size that the file declares.
-    """
-
-    def __init__(self, source: FileSlice, most: int) -> None:
+    def __init__(self, source: FileSlice) -> None:
         super().__init__()
         self._source = source
-        self._most = most
         self._position = 0
 
     def readable(self) -> bool:
@@ -136,29 +79,19 @@ class ZipSource(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._source.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
     def tell(self) -> int:
         return self._position
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._source.size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"seek to {base + offset}")
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._source.size - self._position)
-        if size is None or size < 0:
-            size = left
-        size = min(size, left)
-        if size > self._most:
-            raise Damaged(
-                "limit",
-                f"a zip directory of {size:,} bytes is more than the {self._most:,} that are read",
-            )
-        data = self._source.at(self._position, size)
+    def readinto(self, buffer: Any) -> int:
+        data = self._source.at(self._position, len(buffer))
+        buffer[: len(data)] = data
         self._position += len(data)
-        return data
+        return len(data)
 
 
 @contextmanager

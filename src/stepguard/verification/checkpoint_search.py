@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -47,8 +48,10 @@ class FoundCheckpoints:
         self.problems.append(Problem(file=str(path), kind=kind, detail=detail, severity="warning"))
 
 
-def find_checkpoints(root: Path) -> FoundCheckpoints:
-    """Find every checkpoint at `root` (it may be one itself) and below it."""
+def find_checkpoints(root: Path, exclude: Collection[str] = ()) -> FoundCheckpoints:
+    """Find every checkpoint at `root` (it may be one itself) and below it, but not in the folders
+    named in `exclude`.
+    """
     found = FoundCheckpoints(root)
     todo = [(root, 0)]
     while todo:
@@ -66,7 +69,9 @@ def find_checkpoints(root: Path) -> FoundCheckpoints:
             detail = f"lies {DEEPEST} folders deep; what is below it was not searched"
             found.warn(folder, "limit", detail)
             continue
-        todo.extend((below, depth + 1) for below in folders if not _is_skipped(below))
+        for below in folders:
+            if not _is_skipped(below) and below.name not in exclude:
+                todo.append((below, depth + 1))
     found.checkpoints.sort(key=lambda checkpoint: _natural(checkpoint.path))
     return found
 

@@ -25,8 +25,8 @@ from stepguard.verification.format_entry import (
     Progress,
     Read,
 )
-from stepguard.verification.pickle_stream import read_value
-from stepguard.verification.pickle_tensors import report_globals
+from stepguard.verification.pickle_stream import PickleReader
+from stepguard.verification.pickle_tensors import names_reported
 from stepguard.verification.pickle_values import PickledObject, TensorRecord
 from stepguard.verification.torch_zip_format import SIGNATURE, read_zip
 
@@ -69,8 +69,9 @@ def check_dcp(found: CheckpointFiles, problems: ProblemList, progress: Progress)
         layout.format = "DCP"
         _compare_with_seal(source, layout, sealed)
         # torch itself loads `.metadata` with plain pickle, so its names matter most
-        value, globals_seen = read_value(source)
-        report_globals(layout, globals_seen)
+        reader = PickleReader(source)
+        with names_reported(layout, reader.seen):
+            value = reader.value()
         items.extend(_items(value))
         _check_completeness(value, layout.problems)
 
@@ -170,10 +171,8 @@ def _reader(items: list[DcpItem], sealed: Mapping[str, SealedFile]) -> Read:
 
 def _read_item(source: FileSlice, layout: FileLayout, item: DcpItem) -> None:
     if item.transformed or source.at(0, len(SIGNATURE)) != SIGNATURE:
-        layout.problems.add(
-            "format", "is stored in a form that is not read", tensor=item.name, severity="warning"
-        )
-        return
+        # torch unpacks such an item and loads an object in it with pickle
+        raise Damaged("format", "is stored in a form that is not read, and torch would load it")
     role = _role(item.name)
     value = read_zip(source, layout, role, prefix=f"{item.name}/").root
     if isinstance(value, TensorRecord) and item.shape not in (None, tuple(value.shape)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from stepguard.verification.bounded_file import FileSlice, open_file
 from stepguard.verification.damage import Damaged
 from stepguard.verification.format_entry import FileFormat
 from stepguard.verification.pickle_format import PICKLE, TORCH_LEGACY
+from stepguard.verification.pickle_stream import PickleReader
 from stepguard.verification.safetensors_format import SAFETENSORS
 from stepguard.verification.torch_zip_format import TORCH_ZIP
 
@@ -31,15 +33,47 @@ NOT_READ = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "NumPy"}
 
 
 def format_of(source: FileSlice, path: Path) -> FileFormat:
-    """Choose the format of a file by its first bytes; Damaged if no format matches."""
+    """Choose the format of a file in the order of torch.load; Damaged if no format matches."""
     suffix = path.suffix.lower()
     if not source.size:
         raise Damaged("torn", "is empty")
     # by content, not by name: people rename `.bin` to `.pt` and back
     for entry in FORMATS:
         if entry.matches(source, suffix):
+            if entry is not TORCH_ZIP:
+                _refuse_tar(source)
+            if entry is SAFETENSORS and not path.name.endswith(".safetensors"):
+                _refuse_pickle(source)
             return entry
+    _refuse_tar(source)
     raise _not_a_checkpoint(source.at(0, 512))
+
+
+def _refuse_tar(source: FileSlice) -> None:
+    """Raise Damaged for a tar, which torch.load unpacks before it tries anything else."""
+    try:
+        tarfile.TarInfo.frombuf(source.at(0, tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return
+    raise Damaged(
+        "format",
+        "is a tar (torch.save before 0.1.10); load it with an old torch and save it again",
+    )
+
+
+def _refuse_pickle(source: FileSlice) -> None:
+    """Raise Damaged for a safetensors file that torch.load would read as a pickle, by its name."""
+    reader = PickleReader(source)
+    try:
+        reader.value()
+    except Damaged:
+        if not reader.seen.names:
+            return
+    raise Damaged(
+        "hostile",
+        "is a safetensors file and a pickle at once, and is not called .safetensors: torch.load "
+        "would run the pickle",
+    )
 
 
 def read_content(path: Path) -> Any:
@@ -80,12 +114,6 @@ def is_checkpoint_file(path: Path) -> bool:
 def _not_a_checkpoint(head: bytes) -> Damaged:
     if not any(head):
         return Damaged("torn", "begins with zeros: its content never reached the disk")
-    # offset of the magic in the header of a tar
-    if head[257:262] == b"ustar":
-        return Damaged(
-            "format",
-            "is a tar (torch.save before 0.1.10); load it with an old torch and save it again",
-        )
     known = NOT_READ.get(head[:4])
     if known:
         return Damaged("format", f"is a {known} file, which is not read here")

@@ -80,7 +80,7 @@ def read_json(path: Path, problems: ProblemList) -> Any:
         with open_file(path) as source:
             if source.size > limits.LARGEST_JSON:
                 raise Damaged("limit", f"{path.name} has {source.size:,} bytes, more than are read")
-            return parse_json(source.read(source.size), path.name)
+            return parse_json(source.exactly(0, source.size), path.name)
     except Damaged as damage:
         problems.add_damage(damage)
         return None

@@ -6,6 +6,10 @@ MOST_OPERATIONS = 10_000_000
 """Opcodes of one pickle stream; 100 000 tensors need about 4 million."""
 MOST_STACK = 1_000_000
 MOST_MEMO = 4_000_000
+MOST_NAMES = 10_000
+"""Importable names that one file refers to."""
+MOST_WORK = 20_000_000
+"""Items that are compared or copied because an opcode refers to a value of any size."""
 MOST_DEPTH = 100
 """Containers inside containers."""
 MOST_NODES = 5_000_000

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from stepguard._errors import StoreError
+from stepguard.checkpoints.entries import LAST_GOOD, read_pointer
 from stepguard.records.verification import Problem, Rate, Verification, Watched
 from stepguard.verification import roles
 from stepguard.verification.checkpoint_search import (
@@ -26,6 +28,8 @@ Plan = Callable[[int, int], None]
 Watch = Callable[[str], bool]
 """Takes the name of a tensor: is its range wanted?"""
 MOST_WATCHED = 200
+LONGEST_POINTER = 200
+"""Bytes: a larger file called `last-good` is somebody's checkpoint."""
 
 
 def check_path(
@@ -34,12 +38,15 @@ def check_path(
     plan: Plan | None = None,
     progress: Progress | None = None,
     watch: Watch | None = None,
+    exclude: Collection[str] = (),
 ) -> Verification:
     """Check what lies at `path`; problems are in the result, never raised."""
     began = time.perf_counter()
+    if path.name == LAST_GOOD and path.is_file() and path.stat().st_size <= LONGEST_POINTER:
+        return _pointed_at(path, plan, progress, watch)
     found = FoundCheckpoints(path)
     if path.is_dir():
-        found = find_checkpoints(path)
+        found = find_checkpoints(path, exclude)
     else:
         found.checkpoints.append(single_file(path))
     if plan is not None:
@@ -48,6 +55,20 @@ def check_path(
     if len(parts) == 1 and found.checkpoints[0].path == path and not found.problems:
         return parts[0]
     return _merged(path, parts, found.problems, time.perf_counter() - began)
+
+
+def _pointed_at(
+    pointer: Path, plan: Plan | None, progress: Progress | None, watch: Watch | None
+) -> Verification:
+    """Check the checkpoint that a `last-good` names, and say which that is."""
+    problems = ProblemList(str(pointer))
+    try:
+        named = read_pointer(pointer.parent)
+    except StoreError as fault:
+        problems.add("seal", str(fault))
+        return Verification(path=str(pointer), format="pointer", problems=tuple(problems.all()))
+    found = check_path(named, plan=plan, progress=progress, watch=watch)
+    return replace(found, pointer=str(pointer))
 
 
 def check_checkpoint(

@@ -16,9 +16,14 @@ from stepguard.verification.format_entry import (
     FileFormat,
 )
 from stepguard.verification.pickle_contents import PickledTensor
-from stepguard.verification.pickle_stream import is_legacy, read_legacy, read_value
-from stepguard.verification.pickle_tensors import add_pickle, add_tensor, refuse_hostile
-from stepguard.verification.pickle_values import PickledBytes, StorageRecord, TensorRecord
+from stepguard.verification.pickle_stream import PickleReader, is_legacy
+from stepguard.verification.pickle_tensors import (
+    add_pickle,
+    add_tensor,
+    hostile_refused,
+    names_reported,
+)
+from stepguard.verification.pickle_values import StorageRecord, TensorRecord
 
 SUFFIXES = frozenset({".pkl", ".pickle"})
 PROTOCOL = 0x80
@@ -39,27 +44,22 @@ def _is_pickle(source: FileSlice, suffix: str) -> bool:
 
 
 def _read_plain(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
-    value, globals_seen = read_value(source)
-    contents = add_pickle(layout, value, globals_seen, {}, role)
-    if source.left:
-        layout.problems.add(
-            "torn", f"{source.left:,} bytes follow the end of the pickle", severity="warning"
-        )
+    reader = PickleReader(source)
+    with names_reported(layout, reader.seen):
+        value = reader.value()
+    contents = add_pickle(layout, value, {}, role)
     for tensor in contents.tensors:
         record = tensor.record
         if isinstance(record, TensorRecord) and record.storage.nested is not None:
-            _read_nested(source, layout, tensor, record, record.storage.nested)
+            _read_nested(layout, tensor, record, reader)
 
 
 def _read_nested(
-    source: FileSlice,
-    layout: FileLayout,
-    tensor: PickledTensor,
-    record: TensorRecord,
-    raw: PickledBytes,
+    layout: FileLayout, tensor: PickledTensor, record: TensorRecord, reader: PickleReader
 ) -> None:
-    """Read a storage that a plain pickle holds as an old torch.save of its own."""
-    if raw.start < 0:
+    """Add a tensor whose storage a plain pickle holds as an old torch.save of its own."""
+    raw = record.storage.nested
+    if raw is None or raw.start < 0:
         layout.problems.add(
             "format",
             "is written in protocol 2 and was not scanned",
@@ -67,7 +67,7 @@ def _read_nested(
             severity="warning",
         )
         return
-    stream = read_legacy(FileSlice(source.descriptor, raw.start, raw.size, source.path))
+    stream = reader.nested[id(raw)]
     storage = stream.value
     if not isinstance(storage, StorageRecord):
         raise Damaged("malformed", f"{tensor.name} is made of a {type(storage).__name__}")
@@ -79,20 +79,22 @@ def _read_nested(
 
 
 def _plain_content(source: FileSlice) -> Any:
-    value, globals_seen = read_value(source)
-    refuse_hostile(globals_seen)
-    return value
+    reader = PickleReader(source)
+    with hostile_refused(reader.seen):
+        return reader.value()
 
 
 def _read_legacy(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
-    stream = read_legacy(source)
-    add_pickle(layout, stream.value, stream.globals, stream.storages, role)
+    reader = PickleReader(source)
+    with names_reported(layout, reader.seen):
+        stream = reader.legacy()
+    add_pickle(layout, stream.value, stream.storages, role)
 
 
 def _legacy_content(source: FileSlice) -> Any:
-    stream = read_legacy(source)
-    refuse_hostile(stream.globals)
-    return stream.value
+    reader = PickleReader(source)
+    with hostile_refused(reader.seen):
+        return reader.legacy().value
 
 
 PICKLE = FileFormat(

@@ -1,202 +1,693 @@
-"""Decide by name which globals a pickle may refer to; everything that is not needed is reported.
+"""The list of what a pickle may name and call: exact names, with the arguments they may be given.
 
 Nothing is imported. A list of dangerous names would never be complete: every installed library
-holds some function that runs code. A list of what checkpoints need is short.
+holds some function that runs code. A list of what checkpoints need is short. Nothing on it acts on
+its own when it is called with the arguments stated here: no function that calls, imports, opens or
+unpickles what it is given is listed without a check of that argument.
 """
 
 from __future__ import annotations
 
+import struct
 import sys
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
-from stepguard.verification import dtype_names
-from stepguard.verification.pickle_values import Global
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-BUILTINS = frozenset({"builtins", "__builtin__"})
-HARMLESS_BUILTINS = _words(
-    """
-    set frozenset list dict tuple int float complex bool str bytes bytearray slice range object
-    long unicode Ellipsis NotImplemented type reversed enumerate xrange
-    """
+from stepguard.verification import dtype_names, limits
+from stepguard.verification.damage import Damaged
+from stepguard.verification.pickle_values import (
+    ArrayRecord,
+    Global,
+    NumpyType,
+    PickledBytes,
+    PickledObject,
+    StorageRecord,
+    TensorRecord,
 )
-NEEDED = _words(
-    """
-    collections.OrderedDict collections.defaultdict collections.Counter collections.deque
-    torch.Size torch.device torch.Tensor torch.strided torch.sparse_coo
-    torch.serialization._get_layout torch._utils._rebuild_tensor torch._utils._rebuild_tensor_v2
-    torch._utils._rebuild_tensor_v3 torch._utils._rebuild_parameter
-    torch._utils._rebuild_parameter_with_state torch._utils._rebuild_qtensor
-    torch._utils._rebuild_sparse_tensor torch._utils._rebuild_meta_tensor_no_storage
-    torch._utils._rebuild_device_tensor_from_numpy
-    torch._utils._rebuild_device_tensor_from_cpu_tensor torch._utils._rebuild_nested_tensor
-    torch._utils._rebuild_wrapper_subclass torch._utils._rebuild_xla_tensor
-    torch._tensor._rebuild_from_type_v2 torch.nn.parameter.Parameter
-    torch.storage._load_from_bytes torch.storage.TypedStorage torch.storage.UntypedStorage
-    torch.per_tensor_affine torch.per_channel_affine torch.per_tensor_symmetric
-    torch.per_channel_symmetric torch.per_channel_affine_float_qparams torch.nn.parameter.Buffer
-    torch.contiguous_format torch.preserve_format torch.channels_last
-    torch.serialization.MAP_LOCATION _codecs.encode copyreg._reconstructor
-    copy_reg._reconstructor torch.distributed.checkpoint.metadata.ChunkStorageMetadata
-    torch.distributed.checkpoint.metadata.TensorProperties
-    torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
-    torch.distributed.checkpoint.metadata.StorageMeta
-    torch.distributed.checkpoint.metadata.TensorStorageMetadata
-    torch.distributed.checkpoint.metadata.Metadata
-    torch.distributed.checkpoint.metadata.BytesStorageMetadata
-    torch.distributed.checkpoint.metadata.MetadataIndex
-    torch.distributed.checkpoint.filesystem._StorageInfo
-    torch.distributed.checkpoint.filesystem._StoragePrefix
-    torch.distributed.checkpoint.filesystem.SerializationFormat
-    torch.distributed.checkpoint._extension.ZStandard
-    torch.distributed.checkpoint._extension.Extension
-    torch.distributed.checkpoint._extension.StreamTransformExtension numpy.ndarray numpy.dtype
-    numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct
-    numpy.core.multiarray.scalar numpy._core.multiarray.scalar numpy.core.numeric._frombuffer
-    numpy._core.numeric._frombuffer numpy.random._pickle.__randomstate_ctor
-    numpy.random._pickle.__generator_ctor numpy.random._pickle.__bit_generator_ctor
-    numpy.random._mt19937.MT19937 numpy.random._pcg64.PCG64 numpy.random._pcg64.PCG64DXSM
-    numpy.random._philox.Philox numpy.random._sfc64.SFC64
-    numpy.random.bit_generator.SeedSequence
-    numpy.random.bit_generator.__pyx_unpickle_SeedSequence numpy.random.mtrand.RandomState
-    numpy.random._generator.Generator numpy.bool_ numpy.bool numpy.str_ numpy.bytes_
-    numpy.float16 numpy.float32 numpy.float64 numpy.longdouble numpy.int8 numpy.int16
-    numpy.int32 numpy.int64 numpy.uint8 numpy.uint16 numpy.uint32 numpy.uint64 numpy.complex64
-    numpy.complex128 numpy.datetime64 numpy.timedelta64 argparse.Namespace types.SimpleNamespace
-    pathlib.PosixPath pathlib.WindowsPath pathlib.PurePosixPath pathlib.PureWindowsPath
-    pathlib.Path pathlib._local.PosixPath pathlib._local.WindowsPath
-    pathlib._local.PurePosixPath pathlib._local.Path datetime.datetime datetime.timedelta
-    datetime.date datetime.time datetime.timezone decimal.Decimal fractions.Fraction uuid.UUID
-    uuid.SafeUUID typing.Any
-    """
+
+PickleMachine = Any
+"""The machine that asks for a value; it imports this module."""
+Build = Callable[..., Any]
+"""Takes the machine and the arguments of a call; returns the record of its value."""
+ARGUMENTS = (
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    OverflowError,
+    struct.error,
 )
-"""Tensors, storages, arrays, containers, and plain records: none of them acts when it is built."""
-SCRIPTED = _words(
-    "build_intlist build_tensorlist build_doublelist build_boollist build_tensor_from_id "
-    "restore_type_tag"
+"""What a builder raises when it is given arguments it does not take."""
+
+
+def _named(text: str) -> Iterator[Global]:
+    """Parse lines of `module: name name ...`; a line without a module continues the one above."""
+    module = ""
+    for word in text.split():
+        if word.endswith(":"):
+            module = word[:-1]
+        else:
+            yield Global(module, word)
+
+
+NAMED = frozenset(
+    _named(
+        """
+        builtins: set frozenset list dict tuple int float complex bool str bytes bytearray slice
+            range object Ellipsis NotImplemented
+        torch: strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc jagged
+            per_tensor_affine per_channel_affine per_tensor_symmetric per_channel_symmetric
+            per_channel_affine_float_qparams contiguous_format preserve_format channels_last
+        torch.storage: TypedStorage
+        torch.nn.functional: relu relu6 gelu silu leaky_relu elu selu celu mish sigmoid tanh
+            softmax softplus softsign hardswish hardsigmoid hardtanh logsigmoid glu
+        torch._C._nn: gelu silu softplus log_sigmoid leaky_relu
+        numpy: ndarray bool_ bool str_ bytes_ float16 float32 float64 longdouble int8 int16 int32
+            int64 uint8 uint16 uint32 uint64 complex64 complex128 datetime64 timedelta64
+        numpy.random._mt19937: MT19937
+        numpy.random._pcg64: PCG64 PCG64DXSM
+        numpy.random._philox: Philox
+        numpy.random._sfc64: SFC64
+        numpy.random.bit_generator: SeedSequence
+        numpy.random.mtrand: RandomState
+        numpy.random._generator: Generator
+        typing: Any
+        lightning.pytorch.callbacks.early_stopping: EarlyStopping
+        lightning.pytorch.callbacks.model_checkpoint: ModelCheckpoint
+        pytorch_lightning.callbacks.early_stopping: EarlyStopping
+        pytorch_lightning.callbacks.model_checkpoint: ModelCheckpoint
+        """
+    )
 )
-"""Functions of `torch.jit._pickle`: the lists of a TorchScript archive."""
-FRAMEWORKS = (
-    "torch.nn.",
-    "torch.optim.",
-    "torch.ao.nn.",
-    "torch.ao.quantization.",
-    "torch.amp.",
-    "torch.distributions.",
-    "torch.distributed.tensor.",
-    "torch.distributed._tensor.",
-    "torch.distributed.device_mesh.",
-    "torch.distributed._shard.",
-    "torch.utils.data.",
-    "transformers.training_args",
-    "transformers.trainer_utils",
-    "transformers.trainer_pt_utils",
-    "accelerate.state",
-    "accelerate.utils.dataclasses",
-    "lightning.fabric.utilities.data",
-    "lightning.pytorch.callbacks",
-    "lightning_fabric.utilities.data",
-    "pytorch_lightning.callbacks",
-    "omegaconf.",
-    "peft.utils.peft_types",
-    "deepspeed.runtime.zero.config",
-    "megatron.core.enums",
-    "megatron.core.transformer.enums",
+"""Types and values that may be referred to, but not called."""
+TYPES = frozenset(
+    Global(module, name)
+    for module in ("torch", "torch.cuda", "torch.storage")
+    for name in dtype_names.STORAGES
+) | frozenset(Global("torch", name) for name in (*dtype_names.SIZES, *dtype_names.ALIASES))
+"""Storages and element types of torch."""
+RECORDS = frozenset(
+    _named(
+        """
+        argparse: Namespace
+        types: SimpleNamespace
+        uuid: UUID
+        torch.nn.modules.activation: CELU ELU GELU GLU Hardshrink Hardsigmoid Hardswish Hardtanh
+            LeakyReLU LogSigmoid LogSoftmax Mish MultiheadAttention PReLU RReLU ReLU ReLU6 SELU
+            SiLU Sigmoid Softmax Softmax2d Softmin Softplus Softshrink Softsign Tanh Tanhshrink
+            Threshold
+        torch.nn.modules.adaptive: AdaptiveLogSoftmaxWithLoss
+        torch.nn.modules.batchnorm: BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm
+        torch.nn.modules.channelshuffle: ChannelShuffle
+        torch.nn.modules.container: ModuleDict ModuleList ParameterDict ParameterList Sequential
+        torch.nn.modules.conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d
+        torch.nn.modules.distance: CosineSimilarity PairwiseDistance
+        torch.nn.modules.dropout: AlphaDropout Dropout Dropout1d Dropout2d Dropout3d
+            FeatureAlphaDropout
+        torch.nn.modules.flatten: Flatten Unflatten
+        torch.nn.modules.fold: Fold Unfold
+        torch.nn.modules.instancenorm: InstanceNorm1d InstanceNorm2d InstanceNorm3d
+        torch.nn.modules.linear: Bilinear Identity Linear NonDynamicallyQuantizableLinear
+        torch.nn.modules.loss: BCELoss BCEWithLogitsLoss CTCLoss CosineEmbeddingLoss
+            CrossEntropyLoss GaussianNLLLoss HingeEmbeddingLoss HuberLoss KLDivLoss L1Loss MSELoss
+            MarginRankingLoss MultiLabelMarginLoss MultiLabelSoftMarginLoss MultiMarginLoss NLLLoss
+            PoissonNLLLoss SmoothL1Loss SoftMarginLoss TripletMarginLoss
+            TripletMarginWithDistanceLoss
+        torch.nn.modules.module: Module
+        torch.nn.modules.normalization: CrossMapLRN2d GroupNorm LayerNorm LocalResponseNorm RMSNorm
+        torch.nn.modules.padding: CircularPad1d CircularPad2d CircularPad3d ConstantPad1d
+            ConstantPad2d ConstantPad3d ReflectionPad1d ReflectionPad2d ReflectionPad3d
+            ReplicationPad1d ReplicationPad2d ReplicationPad3d ZeroPad1d ZeroPad2d ZeroPad3d
+        torch.nn.modules.pixelshuffle: PixelShuffle PixelUnshuffle
+        torch.nn.modules.pooling: AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d
+            AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d AvgPool1d AvgPool2d AvgPool3d
+            FractionalMaxPool2d FractionalMaxPool3d LPPool1d LPPool2d LPPool3d MaxPool1d MaxPool2d
+            MaxPool3d MaxUnpool1d MaxUnpool2d MaxUnpool3d
+        torch.nn.modules.rnn: GRU GRUCell LSTM LSTMCell RNN RNNCell
+        torch.nn.modules.sparse: Embedding EmbeddingBag
+        torch.nn.modules.transformer: Transformer TransformerDecoder TransformerDecoderLayer
+            TransformerEncoder TransformerEncoderLayer
+        torch.nn.modules.upsampling: Upsample UpsamplingBilinear2d UpsamplingNearest2d
+        torch.optim.swa_utils: AveragedModel
+        torch.utils.data.sampler: RandomSampler SequentialSampler BatchSampler SubsetRandomSampler
+            WeightedRandomSampler
+        torch.utils.data.dataset: TensorDataset Subset ConcatDataset
+        torch.distributed.checkpoint.metadata: ChunkStorageMetadata TensorProperties StorageMeta
+            TensorStorageMetadata Metadata BytesStorageMetadata MetadataIndex
+        torch.distributed.checkpoint.filesystem: _StorageInfo _StoragePrefix
+        torch.distributed.device_mesh: DeviceMesh
+        torch.distributed._mesh_layout: _MeshLayout _FlatLayout
+        torch.distributed.tensor._dtensor_spec: DTensorSpec
+        torch.distributed.tensor.placement_types: Shard Replicate Partial _StridedShard
+        transformers.training_args: TrainingArguments
+        transformers.training_args_seq2seq: Seq2SeqTrainingArguments
+        transformers.trainer_pt_utils: AcceleratorConfig
+        transformers.generation.configuration_utils: GenerationConfig
+        trl.trainer.sft_config: SFTConfig
+        trl.trainer.dpo_config: DPOConfig
+        trl.trainer.grpo_config: GRPOConfig
+        trl.trainer.reward_config: RewardConfig
+        accelerate.state: PartialState
+        accelerate.data_loader: SeedableRandomSampler
+        peft.tuners.lora.config: LoraConfig LoraRuntimeConfig
+        omegaconf.dictconfig: DictConfig
+        omegaconf.listconfig: ListConfig
+        omegaconf.base: ContainerMetadata Metadata
+        omegaconf.nodes: AnyNode IntegerNode FloatNode BooleanNode StringNode BytesNode PathNode
+            EnumNode
+        """
+    )
 )
-"""Modules with the classes that these libraries put into checkpoints: settings, states, layers."""
-TENSOR_FUNCTIONS = frozenset({"torch.nn.functional", "torch._C._nn"})
-"""Functions that a layer may keep, such as its activation: they may be named, not called."""
-LIBRARIES = frozenset(sys.stdlib_module_names) | _words(
-    """
-    commands popen2 imp cPickle urllib2 httplib distutils lib2to3 asyncore asynchat smtpd
-    telnetlib xdrlib pipes crypt numpy scipy pandas torch torchgen functorch pip setuptools
+"""Classes that are made without arguments and given a state, which does not act on it."""
+MAPPINGS = frozenset(
+    _named(
+        """
+        lightning.fabric.utilities.data: AttributeDict
+        lightning.pytorch.utilities.parsing: AttributeDict
+        lightning_fabric.utilities.data: AttributeDict
+        pytorch_lightning.utilities.parsing: AttributeDict
+        """
+    )
+)
+"""Subclasses of dict, which are made empty and filled."""
+ENUMS = frozenset(
+    _named(
+        """
+        uuid: SafeUUID
+        torch.distributed.checkpoint.metadata: _MEM_FORMAT_ENCODING
+        torch.distributed.checkpoint.filesystem: SerializationFormat
+        transformers.trainer_utils: IntervalStrategy SaveStrategy HubStrategy SchedulerType
+            EvaluationStrategy FSDPOption
+        transformers.training_args: OptimizerNames ParallelMode
+        accelerate.utils.dataclasses: DistributedType PrecisionType RNGType
+        peft.utils.peft_types: PeftType TaskType
+        deepspeed.runtime.zero.config: ZeroStageEnum
+        megatron.core.enums: ModelType
+        megatron.core.transformer.enums: AttnBackend AttnMaskType AttnType LayerType ModelType
+        """
+    )
+)
+"""Enums, which are called with their value."""
+SIGNATURES = {
+    "torch.device": "text int?",
+    "torch._C.Generator": "device",
+    "torch.serialization._get_layout": "text",
+    "torch._utils._rebuild_sparse_tensor": "layout tuple",
+    "torch._utils._rebuild_meta_tensor_no_storage": "dtype shape shape bool",
+    "torch._utils._rebuild_device_tensor_from_numpy": "array dtype device bool",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "tensor dtype device bool",
+    "torch._utils._rebuild_xla_tensor": "array dtype device bool",
+    "torch._utils._rebuild_nested_tensor": "tensor tensor tensor tensor",
+    "torch._utils._rebuild_wrapper_subclass":
+        "subclass dtype shape shape|none int|none layout device bool",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta": "shape shape dtype",
+    "torch.distributed.tensor._dtensor_spec.ShardOrderEntry": "int shape",
+    "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": "seeds int tuple|none",
+    "datetime.datetime": "bytes|text datetime.timezone?",
+    "datetime.date": "bytes|text",
+    "datetime.time": "bytes|text datetime.timezone?",
+    "datetime.timedelta": "int int int",
+    "datetime.timezone": "datetime.timedelta text?",
+    "decimal.Decimal": "text",
+    "fractions.Fraction": "text|int int?",
+    "types.SimpleNamespace": "",
+    "builtins.bytes": "",
+    "builtins.slice": "plain plain plain",
+    "builtins.range": "int int int?",
+    "builtins.type": "none",
+    "pathlib.PosixPath": "text*",
+    "pathlib.WindowsPath": "text*",
+    "pathlib.PurePosixPath": "text*",
+    "pathlib.PureWindowsPath": "text*",
+    "pathlib.Path": "text*",
+    "pathlib._local.PosixPath": "text*",
+    "pathlib._local.WindowsPath": "text*",
+    "pathlib._local.PurePosixPath": "text*",
+    "pathlib._local.PureWindowsPath": "text*",
+}  # fmt: skip
+"""Calls that stay records, with the kinds of their arguments (`?` optional, `*` any number)."""
+DTYPES = "Bool Int8 UInt8 Int16 UInt16 Int32 UInt32 Int64 UInt64 Float16 Float32 Float64 LongDouble"
+SIGNATURES |= {f"numpy.dtypes.{name}DType": "" for name in DTYPES.split()}
+STATEFUL = frozenset(
+    _named(
+        """
+        torch._C: Generator
+        torch.distributed.checkpoint.metadata: TensorProperties
+        torch.distributed.tensor.placement_types: Shard Replicate Partial _StridedShard
+        numpy.random._pickle: __randomstate_ctor __generator_ctor __bit_generator_ctor
+        numpy.random.bit_generator: __pyx_unpickle_SeedSequence
+        """
+    )
+)
+"""What has a state that is not a dict of attributes, read by compiled code or taken apart."""
+BIT_GENERATORS = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
+REBUILT = frozenset(
+    Global("torch._utils", f"_rebuild_{name}")
+    for name in ("tensor", "tensor_v2", "tensor_v3", "qtensor", "parameter", "wrapper_subclass")
+)
+"""Functions that the one function of torch that calls another may call."""
+TENSORS = frozenset(
+    _named(
+        """
+        torch: Tensor
+        torch.nn.parameter: Parameter Buffer
+        torch.distributed.tensor: DTensor
+        torch.distributed.tensor._api: DTensor
+        """
+    )
+)
+SCRIPTED = frozenset(
+    _named(
+        "torch.jit._pickle: build_intlist build_tensorlist build_doublelist build_boollist "
+        "build_tensor_from_id restore_type_tag"
+    )
+)
+"""The lists of a TorchScript archive, which is read by C++."""
+NUMBERS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b",
+           "u8": "Q", "u4": "I", "u2": "H", "u1": "B", "b1": "?"}  # fmt: skip
+"""Letter code of a numpy type -> that of `struct`."""
+ENCODINGS = ("latin1", "latin-1", "utf-8", "ascii")
+FACTORIES = ("list", "dict", "int", "float", "set", "str", "tuple", "bool")
+
+
+def build_value(machine: PickleMachine, what: Global, arguments: tuple[Any, ...]) -> Any:
+    """Return the record of `what(*arguments)`; a call that is not listed is noted."""
+    build = BUILDERS.get(what)
+    try:
+        if build is not None:
+            return build(machine, *arguments)
+        if what in CALLS:
+            _check_arguments(CALLS[what], arguments)
+        elif what in ENUMS:
+            _check_arguments(("text|int",), arguments)
+        elif not (what in MAPPINGS and not arguments):
+            machine.seen.names[what] = True
+        return PickledObject(what, arguments)
+    except ARGUMENTS as error:
+        raise Damaged("malformed", f"{what} is given arguments it cannot take: {error}") from None
+
+
+def is_listed(name: Any, *, scripted: bool = False) -> bool:
+    """Is the name on the list? Classes of a TorchScript archive exist in that archive only."""
+    if name in LISTED:
+        return True
+    return scripted and (name in SCRIPTED or name.module.split(".")[0] == "__torch__")
+
+
+def takes_state(what: Any, state: Any) -> bool:
+    """May what was made by a listed name be given this state?"""
+    # not a mapping: pickle asks it for `__setstate__`, and its items answer as attributes
+    return what in STATEFUL or (isinstance(state, dict) and what in RECORDS)
+
+
+Trust = Literal["needed", "unknown", "calls", "hostile"]
+_INSTALLED = """
+    __builtin__ commands popen2 imp cPickle urllib2 httplib distutils lib2to3 asyncore asynchat
+    smtpd telnetlib xdrlib pipes crypt numpy scipy pandas torch torchgen functorch pip setuptools
     pkg_resources wheel ensurepip dill cloudpickle joblib requests httpx aiohttp urllib3 cffi
     pytest _pytest jinja2 IPython
-    """
-)
-"""Packages that are installed nearly everywhere: of them only what is needed may be named.
+"""
+LIBRARIES = frozenset((*sys.stdlib_module_names, *_INSTALLED.split()))
+"""Packages that are installed nearly everywhere: what is not on the list is there to run code.
 
 The whole standard library is among them, with modules that newer versions of Python dropped.
 """
-Trust = Literal["needed", "unknown", "calls", "hostile"]
 
 
-def trust(name: Global, *, called: bool = False) -> Trust:
-    """Classify a name; `called` says that the stream calls it, as it must to run a function.
+def trust(name: Global, *, called: bool = False, scripted: bool = False) -> Trust:
+    """Classify a name; `called` says that the stream uses it in a way that is not on the list.
 
-    `unknown`: a class or value of a user's project, which is rebuilt without a call. `calls`: such
-    a class whose constructor is called with arguments from the file. `hostile`: it could run any
-    code.
+    `unknown`: a class or value that is rebuilt without a call. `calls`: a class that is called with
+    arguments from the file. `hostile`: it could run any code.
     """
-    if _reaches_inside(name):
-        return "hostile"
-    # eval, exec, getattr and __import__ are builtins: only listed ones are harmless
-    if name.module in BUILTINS:
-        return "needed" if name.name in HARMLESS_BUILTINS else "hostile"
-    if _is_needed(name):
+    if is_listed(name, scripted=scripted) and (scripted or not called):
         return "needed"
-    if name.module.partition(".")[0] in LIBRARIES and (called or not _may_be_kept(name)):
+    # STACK_GLOBAL follows dots, so every part of `F.torch.os.system` has to be spelled as a class
+    is_class = all(part.lstrip("_")[:1].isupper() for part in name.name.split("."))
+    package = name.module.partition(".")[0]
+    if package in LIBRARIES and (called or package != "torch" or not is_class):
         return "hostile"
-    # a class that is only named is built by __new__ and __setstate__ of its own; a call runs more
+    if any(part.startswith("__") and part.endswith("__") for part in name.name.split(".")):
+        return "hostile"
     if not called:
         return "unknown"
-    return "calls" if _is_class(name.name) else "hostile"
+    return "calls" if is_class else "hostile"
 
 
-def _reaches_inside(name: Global) -> bool:
-    """Find `OrderedDict.__init__.__globals__`, and extension codes, which may mean anything."""
-    dunder = any(part.startswith("__") and part.endswith("__") for part in name.name.split("."))
-    return dunder or (name.module == "copyreg" and name.name.startswith("extension "))
+def brief(value: Any) -> str:
+    """Describe a value of any size and depth in a few letters, for a message."""
+    # str() of an int with very many digits takes quadratic time, and Python refuses it
+    huge = isinstance(value, int) and value.bit_length() > 64
+    if isinstance(value, str | int | float | Global) and not huge:
+        return str(value)[:80]
+    return f"a {type(value).__name__}"
 
 
-def _is_needed(name: Global) -> bool:
-    return (
-        str(name) in NEEDED
-        or _is_torchscript(name)
-        or _is_torch_type(name)
-        or _is_numpy_type(name)
-        or _is_framework_class(name)
+def dtype_of(value: Any) -> str:
+    """Return the name of a dtype such as `torch.bfloat16`; empty for anything else."""
+    if not isinstance(value, Global) or value.module != "torch":
+        return ""
+    name = dtype_names.ALIASES.get(value.name, value.name)
+    return name if name in dtype_names.SIZES else ""
+
+
+def _made_by(value: Any, *names: str) -> bool:
+    return isinstance(value, PickledObject) and str(value.what) in names
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, TensorRecord) or _made_by(
+        value, *(name for name in SIGNATURES if name.startswith("torch._utils._rebuild_"))
     )
 
 
-def _may_be_kept(name: Global) -> bool:
-    """Allow a layer to refer to a class of torch, or to a function such as `F.gelu`."""
-    if name.module in TENSOR_FUNCTIONS:
-        return True
-    return name.module.partition(".")[0] == "torch" and _is_class(name.name)
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "text": lambda value: type(value) is str,
+    "int": lambda value: type(value) is int,
+    "bool": lambda value: type(value) is bool,
+    "none": lambda value: value is None,
+    "bytes": lambda value: isinstance(value, PickledBytes),
+    "plain": lambda value: value is None or type(value) in (str, int, float, bool),
+    "tuple": lambda value: type(value) is tuple,
+    "shape": lambda value: limits.is_shape(value),
+    "dtype": lambda value: bool(dtype_of(value)),
+    "layout": lambda value: _made_by(value, "torch.serialization._get_layout") or value in NAMED,
+    "device": lambda value: type(value) is str or _made_by(value, "torch.device"),
+    "array": lambda value: isinstance(value, ArrayRecord),
+    "tensor": _is_tensor,
+    "subclass": lambda value: value in TENSORS,
+    "seeds": lambda value: value == Global("numpy.random.bit_generator", "SeedSequence"),
+}
+"""Kind of an argument -> is this one? Other words are the name of what made the record."""
 
 
-def _is_class(word: str) -> bool:
-    """Tell a class by its spelling, as PEP 8 has it."""
-    # STACK_GLOBAL follows dots, so every part of `F.torch.os.system` has to be a class
-    return all(part.lstrip("_")[:1].isupper() for part in word.split("."))
+def _check_arguments(kinds: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
+    """Raise ValueError if the arguments are not of these kinds."""
+    for place, value in enumerate(arguments):
+        kind = kinds[min(place, len(kinds) - 1)] if kinds else ""
+        if place >= len(kinds) and not kind.endswith("*"):
+            raise ValueError(f"{len(arguments)} of them")
+        words = kind.rstrip("?*").split("|")
+        if not any(
+            KINDS[word](value) if word in KINDS else _made_by(value, word) for word in words
+        ):
+            raise ValueError(f"{brief(value)} is not of the kind {kind}")
+    required = [kind for kind in kinds if kind[-1] not in "?*"]
+    if len(arguments) < len(required):
+        raise ValueError(f"{len(arguments)} of them, at least {len(required)} are needed")
 
 
-def _is_framework_class(name: Global) -> bool:
-    """Accept classes of the listed modules; their functions and dotted names are not accepted."""
-    if "." in name.name or not _is_class(name.name):
-        return False
-    return f"{name.module}.".startswith(FRAMEWORKS)
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not limits.is_shape(value):
+        raise ValueError("sizes that no tensor has")
+    return tuple(value)
 
 
-def _is_torchscript(name: Global) -> bool:
-    """Accept classes of a TorchScript archive, which exist nowhere outside of it."""
-    if name.module.startswith("__torch__"):
-        return True
-    return name.module == "torch.jit._pickle" and name.name in SCRIPTED
+def _tensor(
+    machine: PickleMachine,
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    stride: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
+    metadata: Any = None,
+    *,
+    dtype: str = "",
+) -> TensorRecord:
+    if not isinstance(storage, StorageRecord) or type(offset) is not int:
+        raise ValueError(f"a {type(storage).__name__} where a storage belongs")
+    # torch writes an empty OrderedDict: hooks are not saved
+    if type(requires_grad) is not bool or hooks or not isinstance(metadata, dict | None):
+        raise ValueError("hooks or metadata that torch does not write")
+    return TensorRecord(storage, dtype or storage.dtype, offset, _sizes(shape), _sizes(stride))
 
 
-def _is_torch_type(name: Global) -> bool:
-    if name.name in dtype_names.STORAGES:
-        return name.module in ("torch", "torch.cuda", "torch.storage")
-    if name.module != "torch":
-        return False
-    return name.name in dtype_names.SIZES or name.name in dtype_names.ALIASES
+def _tensor_v3(
+    machine: PickleMachine,
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
+) -> TensorRecord:
+    """Build a tensor of a type that has no storage class of its own, such as uint16 or float8."""
+    name = dtype_of(dtype)
+    if not name:
+        raise ValueError(f"{brief(dtype)} is not a known element type")
+    return _tensor(machine, storage, offset, shape, stride, grad, hooks, metadata, dtype=name)
 
 
-def _is_numpy_type(name: Global) -> bool:
-    return name.module == "numpy.dtypes" and name.name.endswith("DType") and name.name.isalnum()
+def _quantized(
+    machine: PickleMachine,
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    stride: Any,
+    quantizer: Any,
+    grad: Any,
+    hooks: Any,
+) -> TensorRecord:
+    if not isinstance(quantizer, tuple) or quantizer[0] not in NAMED:
+        raise ValueError("a quantizer that torch does not write")
+    return _tensor(machine, storage, offset, shape, stride, grad, hooks)
+
+
+def _parameter(
+    machine: PickleMachine, data: Any, requires_grad: Any, hooks: Any, state: Any = None
+) -> Any:
+    if not _is_tensor(data) or type(requires_grad) is not bool or hooks:
+        raise ValueError(f"{brief(data)} where a tensor belongs")
+    machine.check_state(state)
+    if isinstance(data, TensorRecord):
+        data.parameter = True
+    return data
+
+
+def _tensor_subclass(
+    machine: PickleMachine, function: Any, kind: Any, arguments: Any, state: Any
+) -> Any:
+    """Build the tensor of a subclass, or of one with attributes: torch calls `function` for it."""
+    if function not in REBUILT:
+        machine.seen.names.update({function: True} if isinstance(function, Global) else {})
+        raise Damaged(
+            "hostile",
+            f"the pickle would call {brief(function)} by way of torch; nothing was run",
+        )
+    if not isinstance(kind, Global):
+        raise ValueError(f"{brief(kind)} where the class of a tensor belongs")
+    if kind not in TENSORS:
+        machine.seen.names[kind] = True
+    machine.check_state(state)
+    tensor = machine.call(function, arguments)
+    if isinstance(tensor, PickledObject):
+        tensor.state = state
+    return tensor
+
+
+def _nested_storage(machine: PickleMachine, raw: Any) -> StorageRecord:
+    """Build a storage that a plain pickle holds as a whole torch.save of its own."""
+    if not isinstance(raw, PickledBytes):
+        raise Damaged(
+            "hostile",
+            f"the pickle would load {brief(raw)} as another pickle, which does not stand in the "
+            "file as bytes; nothing was run",
+        )
+    machine.seen.nested[id(raw)] = raw
+    return StorageRecord("nested", "", 0, nested=raw)
+
+
+def _dict_of(machine: PickleMachine, items: Any = ()) -> dict[Any, Any]:
+    if isinstance(items, dict):
+        return items
+    found: dict[Any, Any] = {}
+    machine.seen.spend(8 * len(_container(items)))
+    for key, value in items:
+        # any other key may be deep or unhashable
+        if not isinstance(key, str | int | float | bytes):
+            key = PickledObject("key", (key,))
+        found[key] = value
+    return found
+
+
+def _default_dict(machine: PickleMachine, factory: Any = None, items: Any = ()) -> dict[Any, Any]:
+    names = ("OrderedDict", "defaultdict", "Counter", "deque")
+    known = [Global("builtins", name) for name in FACTORIES]
+    if factory not in (None, *known, *(Global("collections", name) for name in names)):
+        raise ValueError(f"{brief(factory)} where the type of missing values belongs")
+    return _dict_of(machine, items)
+
+
+def _container(items: Any) -> Any:
+    """Return a list, tuple or dict itself: a copy of one could be asked for without end."""
+    if not isinstance(items, list | tuple | dict):
+        raise ValueError(f"{brief(items)} where a container belongs")
+    return items
+
+
+def _new_container(machine: PickleMachine, items: Any = (), longest: Any = None) -> list[Any]:
+    if isinstance(items, list):
+        return items
+    machine.seen.spend(len(_container(items)))
+    return list(items)
+
+
+def _byte_array(machine: PickleMachine, raw: Any = None, encoding: Any = None) -> PickledBytes:
+    if raw is None:
+        return PickledBytes(-1, 0, b"")
+    if isinstance(raw, str):
+        return _encode(machine, raw, encoding)
+    if not isinstance(raw, PickledBytes):
+        raise ValueError(f"{brief(raw)} where bytes belong")
+    return raw
+
+
+def _complex(machine: PickleMachine, real: Any, imaginary: Any) -> tuple[float, float]:
+    return (real * 1.0, imaginary * 1.0)
+
+
+def _numpy_type(machine: PickleMachine, code: Any, *rest: Any) -> NumpyType:
+    text = code
+    if isinstance(code, PickledBytes) and code.data is not None:
+        text = code.data.decode("latin-1")
+    if not isinstance(text, str) or not text or not all(type(flag) in (int, bool) for flag in rest):
+        raise ValueError(f"{brief(code)} is not a numpy type")
+    order = text[0] if text[:1] in ("<", ">") else "<"
+    return NumpyType(text.lstrip("<>=|"), order)
+
+
+def _numpy_number(machine: PickleMachine, dtype: Any, raw: Any = None) -> Any:
+    if not isinstance(dtype, NumpyType) or not isinstance(raw, PickledBytes | str):
+        raise ValueError(f"{brief(raw)} where the bytes of a number belong")
+    if isinstance(raw, str) or raw.data is None or dtype.code not in NUMBERS:
+        return PickledObject(Global("numpy._core.multiarray", "scalar"), (dtype, raw))
+    order = ">" if dtype.order == ">" else "<"
+    return struct.unpack(order + NUMBERS[dtype.code], raw.data)[0]
+
+
+def _empty_array(machine: PickleMachine, kind: Any, shape: Any, code: Any) -> ArrayRecord:
+    if kind != Global("numpy", "ndarray") or not isinstance(code, PickledBytes | str):
+        raise ValueError(f"{brief(kind)} where numpy.ndarray belongs")
+    return ArrayRecord(None, "", _sizes(shape))
+
+
+def _array_from(
+    machine: PickleMachine, buffer: Any, dtype: Any, shape: Any, order: Any = "C", axes: Any = None
+) -> ArrayRecord:
+    if not isinstance(buffer, PickledBytes) or not isinstance(dtype, NumpyType):
+        raise ValueError(f"{brief(buffer)} where the bytes of an array belong")
+    return ArrayRecord(buffer, dtype.torch_name, _sizes(shape))
+
+
+def _generator(make: str) -> Build:
+    """Make the builder of a constructor of numpy that calls the class or function it is given."""
+    what = Global("numpy.random._pickle", make)
+    inner = Global("numpy.random._pickle", "__bit_generator_ctor")
+
+    def build(machine: PickleMachine, kind: Any = "MT19937", call: Any = inner) -> PickledObject:
+        named = kind if type(kind) is str else ""
+        if isinstance(kind, Global) and kind in NAMED and kind.module.startswith("numpy.random._"):
+            named = kind.name
+        is_made = _made_by(kind, str(inner)) and what != inner
+        if call != inner or not (named in BIT_GENERATORS or is_made):
+            raise Damaged(
+                "hostile",
+                f"{what} would call {brief(kind)} or {brief(call)}; nothing was run",
+            )
+        return PickledObject(what, (kind,))
+
+    return build
+
+
+def _encode(machine: PickleMachine, text: Any, encoding: Any = "utf-8") -> PickledBytes:
+    """Build bytes as protocol 2 writes them: as a text that `_codecs.encode` turns into bytes."""
+    if not isinstance(text, str) or encoding not in ENCODINGS:
+        raise ValueError("a text and a known encoding belong here")
+    machine.seen.spend(len(text) // 8)
+    data = text.encode(encoding)
+    # in the file they are UTF-8, not the bytes themselves, so there is no offset to give
+    return PickledBytes(-1, len(data), data)
+
+
+def _reconstructed(machine: PickleMachine, kind: Any, base: Any, state: Any) -> PickledObject:
+    """Build an object as protocol 0 and 1 do, by `base.__new__(kind, state)`."""
+    is_object = base == Global("builtins", "object") and state is None
+    is_dict = kind in MAPPINGS and base == Global("builtins", "dict") and state == {}
+    if not isinstance(kind, Global) or not (is_object or is_dict):
+        raise ValueError(f"{brief(kind)} made as a {brief(base)}")
+    if is_listed(kind) and kind not in RECORDS and kind not in MAPPINGS:
+        machine.seen.names[kind] = True
+    return PickledObject(kind)
+
+
+_BUILDERS: dict[str, Build] = {
+    "collections.OrderedDict": _dict_of,
+    "collections.defaultdict": _default_dict,
+    "collections.Counter": _dict_of,
+    "collections.deque": _new_container,
+    "builtins.set": _new_container,
+    "builtins.frozenset": _new_container,
+    "builtins.list": _new_container,
+    "builtins.tuple": _new_container,
+    "builtins.dict": _dict_of,
+    "builtins.bytearray": _byte_array,
+    "builtins.complex": _complex,
+    "torch.Size": lambda machine, sizes=(): _sizes(sizes),
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _tensor_subclass,
+    "torch.storage._load_from_bytes": _nested_storage,
+    "numpy.core.multiarray._reconstruct": _empty_array,
+    "numpy._core.multiarray._reconstruct": _empty_array,
+    "numpy.core.multiarray.scalar": _numpy_number,
+    "numpy._core.multiarray.scalar": _numpy_number,
+    "numpy.core.numeric._frombuffer": _array_from,
+    "numpy._core.numeric._frombuffer": _array_from,
+    "numpy.dtype": _numpy_type,
+    "numpy.random._pickle.__randomstate_ctor": _generator("__randomstate_ctor"),
+    "numpy.random._pickle.__generator_ctor": _generator("__generator_ctor"),
+    "numpy.random._pickle.__bit_generator_ctor": _generator("__bit_generator_ctor"),
+    "_codecs.encode": _encode,
+    "copyreg._reconstructor": _reconstructed,
+}
+
+
+def _global(full: str) -> Global:
+    module, _, name = full.rpartition(".")
+    return Global(module, name)
+
+
+BUILDERS = {_global(full): build for full, build in _BUILDERS.items()}
+"""What builds the record of a call whose value or arguments matter."""
+CALLS = {_global(full): tuple(kinds.split()) for full, kinds in SIGNATURES.items()}
+LISTED = NAMED | TYPES | TENSORS | RECORDS | MAPPINGS | ENUMS | BUILDERS.keys() | CALLS.keys()
+"""Every name that may be referred to."""
+
+
+def storage_of(pid: Any) -> StorageRecord:
+    """Parse a persistent id of torch.save: `("storage", type, key, location, elements[, view])`."""
+    if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):
+        raise Damaged("malformed", f"a persistent id that torch.save does not write: {brief(pid)}")
+    _, kind, key, location, elements = pid[:5]
+    dtype = dtype_names.STORAGES.get(kind.name) if isinstance(kind, Global) else None
+    is_count = type(elements) is int and elements >= 0
+    if dtype is None or type(key) is not str or type(location) is not str or not is_count:
+        raise Damaged(
+            "malformed",
+            f"a storage of {brief(kind)} named {brief(key)} with {brief(elements)} elements",
+        )
+    # `(key, offset, size)` of a view, where newer versions write None or nothing
+    if len(pid) > 5 and pid[5] is not None:
+        raise Damaged(
+            "format",
+            "storages that are views of others (torch before 0.4); save it again with torch.save",
+        )
+    return StorageRecord(key, dtype, elements)

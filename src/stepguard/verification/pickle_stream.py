@@ -15,10 +15,9 @@ from typing import Any
 from stepguard.verification import dtype_names
 from stepguard.verification.bounded_file import FileSlice
 from stepguard.verification.damage import Damaged
-from stepguard.verification.pickle_constructors import build_value, storage_of
-from stepguard.verification.pickle_opcodes import Globals
-from stepguard.verification.pickle_values import PickledBytes, StorageRecord
-from stepguard.verification.pickle_vm import read_pickle
+from stepguard.verification.pickle_globals import storage_of
+from stepguard.verification.pickle_machine import PickleMachine, PickleReferences
+from stepguard.verification.pickle_values import Global, PickledBytes, StorageRecord
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
@@ -37,111 +36,113 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class LegacyStream:
-    """The value of an old torch.save, the names it refers to, and where its storages lie."""
+    """The value of an old torch.save, and where its storages lie."""
 
     value: Any
-    globals: Globals
     storages: dict[str, ByteRange]
 
 
-def is_legacy(source: FileSlice) -> bool:
-    return source.at(0, len(LEGACY_START)) == LEGACY_START
+class PickleReader:
+    """Reads the pickles of one file, and those that they hold as byte strings."""
 
+    def __init__(self, source: FileSlice, *, scripted: bool = False, depth: int = 0) -> None:
+        self._source = source
+        self._file = source.reader()
+        self._depth = depth
+        self._storages: dict[str, StorageRecord] = {}
+        self.seen = PickleReferences(scripted=scripted)
+        self.nested: dict[int, LegacyStream] = {}
+        """Pickles inside the pickle, by the identity of their bytes."""
 
-def read_value(source: FileSlice) -> tuple[Any, Globals]:
-    """Return the value of a pickle, and every name it refers to."""
-    globals_seen: Globals = {}
-    nested = NestedPickles()
-    storages: dict[str, StorageRecord] = {}
+    def value(self) -> Any:
+        """Return the value of a file that is one pickle."""
+        found = self._next()
+        self._read_nested()
+        # torch.load goes on reading if the first value equals its magic number
+        left = self._source.size - self._file.tell()
+        if left:
+            raise Damaged(
+                "format", f"{left:,} bytes follow the end of the pickle; they were not read"
+            )
+        return found
 
-    def persistent(pid: Any) -> StorageRecord:
-        storage = storage_of(pid)
-        return storages.setdefault(storage.key, storage)
+    def legacy(self) -> LegacyStream:
+        """Read the pickles of an old torch.save and find its storages, which follow them."""
+        magic = self._next()
+        protocol = self._next()
+        self._next()  # byte order and sizes of the machine that wrote it
+        value = self._next()
+        keys = self._next()
+        if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL or not isinstance(keys, list):
+            raise Damaged("malformed", "its first pickles are not those of torch.save")
+        ranges = self._storage_ranges(keys)
+        self._read_nested()
+        return LegacyStream(value, ranges)
 
-    value = read_pickle(source, persistent, globals_seen, nested.build)
-    nested.add_globals(source, globals_seen)
-    return value, globals_seen
+    def _next(self) -> Any:
+        return PickleMachine(self._source, self._file, self._persistent, self.seen).load()
 
-
-def read_legacy(source: FileSlice, depth: int = 0) -> LegacyStream:
-    """Read the pickles of an old torch.save and find its storages, which follow them."""
-    globals_seen: Globals = {}
-    nested = NestedPickles()
-    storages: dict[str, StorageRecord] = {}
-
-    def persistent(pid: Any) -> Any:
+    def _persistent(self, pid: Any) -> Any:
         # the old format names the class and the source text of every module
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
-            return pid[1]
+            _, kind, file, text = pid
+            if (
+                isinstance(kind, Global)
+                and isinstance(file, str | None)
+                and isinstance(text, str | None)
+            ):
+                return kind
         storage = storage_of(pid)
-        return storages.setdefault(storage.key, storage)
+        return self._storages.setdefault(storage.key, storage)
 
-    def read_next() -> Any:
-        return read_pickle(source, persistent, globals_seen, nested.build)
+    def _storage_ranges(self, keys: list[Any]) -> dict[str, ByteRange]:
+        ranges: dict[str, ByteRange] = {}
+        at = self._file.tell()
+        for key in keys:
+            storage = self._storages.get(key) if isinstance(key, str) else None
+            if storage is None or key in ranges:
+                raise Damaged(
+                    "malformed",
+                    f"its list of storages names {str(key)[:40]!r}, which is unknown or doubled",
+                )
+            count = int.from_bytes(self._source.exactly(at, 8), "little", signed=True)
+            if count != storage.elements:
+                raise Damaged(
+                    "torn",
+                    f"storage {key} has {count:,} elements where the pickle says "
+                    f"{storage.elements:,}",
+                )
+            size = count * dtype_names.SIZES[storage.dtype]
+            self._source.part(at + 8, size)
+            ranges[key] = ByteRange(self._source.start + at + 8, size)
+            at += 8 + size
+        if at < self._source.size:
+            left = self._source.size - at
+            raise Damaged("format", f"{left:,} bytes follow the last storage; they were not read")
+        return ranges
 
-    magic = read_next()
-    protocol = read_next()
-    read_next()  # byte order and sizes of the machine that wrote it
-    value = read_next()
-    keys = read_next()
-    if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL or not isinstance(keys, list):
-        raise Damaged("malformed", "its first pickles are not those of torch.save")
-    ranges = _legacy_storages(source, keys, storages)
-    nested.add_globals(source, globals_seen, depth)
-    return LegacyStream(value, globals_seen, ranges)
-
-
-def _legacy_storages(
-    source: FileSlice, keys: list[Any], storages: dict[str, StorageRecord]
-) -> dict[str, ByteRange]:
-    """Find the raw storages: each is preceded by its number of elements, in eight bytes."""
-    ranges: dict[str, ByteRange] = {}
-    for key in keys:
-        storage = storages.get(key) if isinstance(key, str) else None
-        if storage is None or key in ranges:
-            raise Damaged(
-                "malformed",
-                f"its list of storages names {str(key)[:40]!r}, which is unknown or doubled",
-            )
-        count = int.from_bytes(source.read(8), "little", signed=True)
-        if count != storage.elements:
-            raise Damaged(
-                "torn",
-                f"storage {key} has {count:,} elements where the pickle says {storage.elements:,}",
-            )
-        size = count * dtype_names.SIZES[storage.dtype]
-        ranges[key] = ByteRange(source.start + source.tell(), size)
-        source.skip(size)
-    return ranges
-
-
-class NestedPickles:
-    """Byte strings of a stream that torch would load as pickles of their own, used or not."""
-
-    def __init__(self) -> None:
-        self._found: list[PickledBytes] = []
-
-    def build(self, what: Any, arguments: tuple[Any, ...]) -> Any:
-        """Build a value, and remember it if it is a nested pickle."""
-        value = build_value(what, arguments)
-        if isinstance(value, StorageRecord) and value.nested is not None:
-            self._found.append(value.nested)
-        return value
-
-    def add_globals(self, source: FileSlice, globals_seen: Globals, depth: int = 0) -> None:
-        """Add every name that they refer to, as if it stood in the stream itself."""
-        if self._found and depth >= DEEPEST_NESTED:
+    def _read_nested(self) -> None:
+        """Read byte strings that torch would load as pickles of their own, used or not."""
+        if self.seen.nested and self._depth >= DEEPEST_NESTED:
             raise Damaged("limit", f"pickles are nested more than {DEEPEST_NESTED} deep")
-        for raw in self._found:
-            with _slice_of(source, raw) as inner:
+        for raw in self.seen.nested.values():
+            with _slice_of(self._source, raw) as inner:
                 if not is_legacy(inner):
                     raise Damaged(
                         "format",
                         "it holds bytes that torch would load, and that are not an old "
                         "torch.save; not followed",
                     )
-                for name, called in read_legacy(inner, depth + 1).globals.items():
-                    globals_seen[name] = globals_seen.get(name, False) or called
+                reader = PickleReader(inner, depth=self._depth + 1)
+                try:
+                    self.nested[id(raw)] = reader.legacy()
+                finally:
+                    for name, called in reader.seen.names.items():
+                        self.seen.names[name] = self.seen.names.get(name, False) or called
+
+
+def is_legacy(source: FileSlice) -> bool:
+    return source.at(0, len(LEGACY_START)) == LEGACY_START
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""Add the value of a pickle to a file layout: offsets of its tensors, names it should not use."""
+"""Add the value of a pickle to a file layout: offsets of its tensors, names not on the list."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from stepguard.records.verification import Role
@@ -12,7 +14,7 @@ from stepguard.verification.damage import Damaged
 from stepguard.verification.file_layout import FileLayout
 from stepguard.verification.pickle_contents import PickleContents, PickledTensor
 from stepguard.verification.pickle_globals import Trust, trust
-from stepguard.verification.pickle_opcodes import Globals
+from stepguard.verification.pickle_machine import PickleReferences
 from stepguard.verification.pickle_stream import ByteRange
 from stepguard.verification.pickle_values import ArrayRecord, TensorRecord
 
@@ -22,13 +24,11 @@ NEEDLESS = "which a checkpoint of tensors does not need"
 def add_pickle(
     layout: FileLayout,
     value: Any,
-    globals_seen: Globals,
     storages: dict[str, ByteRange],
     role: Role | None,
     prefix: str = "",
 ) -> PickleContents:
-    """Add everything that the value of a pickle says: names, rates, numbers and tensors."""
-    report_globals(layout, globals_seen)
+    """Add everything that the value of a pickle says: rates, numbers and tensors."""
     contents = pickle_contents.walk(value, layout.problems, role)
     layout.add_contents(contents)
     for tensor in contents.tensors:
@@ -36,42 +36,55 @@ def add_pickle(
     return contents
 
 
-def report_globals(layout: FileLayout, globals_seen: Globals) -> None:
-    """Report every name that a checkpoint does not need, by what loading it would do."""
-    names: dict[Trust, list[str]] = {}
-    for name, called in globals_seen.items():
-        names.setdefault(trust(name, called=called), []).append(str(name))
-    for hostile in names.get("hostile", ()):
-        layout.problems.add(
-            "hostile",
-            f"names {hostile}, {NEEDLESS}; loading it with pickle could run code; nothing was run",
-        )
-    for called_class in names.get("calls", ()):
-        layout.problems.add(
-            "global",
-            f"names {called_class}, {NEEDLESS}; loading it with pickle would call it with "
-            "arguments from the file. Where it is a class of your own, save its value instead",
-        )
-    unknown = names.get("unknown")
-    if unknown:
-        detail = (
-            f"names {first_few(unknown, 5)}, {NEEDLESS}; loading it with pickle would import "
-            "them; here they are records"
-        )
-        layout.problems.add("global", detail, severity="warning")
+@contextmanager
+def names_reported(layout: FileLayout, seen: PickleReferences) -> Iterator[None]:
+    """Report every name that is not on the list, also where reading stops before the end."""
+    try:
+        yield
+    finally:
+        names = _by_trust(seen)
+        for hostile in names.get("hostile", ()):
+            layout.problems.add(
+                "hostile",
+                f"names {hostile}, {NEEDLESS}; loading it with pickle could run code; "
+                "nothing was run",
+            )
+        for called_class in names.get("calls", ()):
+            layout.problems.add(
+                "global",
+                f"names {called_class}, {NEEDLESS}; loading it with pickle would call it with "
+                "arguments from the file. Where it is a class of your own, save its value instead",
+            )
+        unknown = names.get("unknown")
+        if unknown:
+            layout.problems.add(
+                "global",
+                f"names {first_few(unknown, 5)}, {NEEDLESS}; loading it with pickle would import "
+                "and run code that is not on the list of stepguard. Where it is your own, save "
+                "the state_dict instead of the object",
+            )
 
 
-def refuse_hostile(globals_seen: Globals) -> None:
+@contextmanager
+def hostile_refused(seen: PickleReferences) -> Iterator[None]:
     """Raise Damaged for a pickle that was made to run code."""
-    hostile = []
-    for name, called in globals_seen.items():
-        if trust(name, called=called) == "hostile":
-            hostile.append(str(name))
-    if hostile:
-        raise Damaged(
-            "hostile",
-            f"it names {first_few(hostile, 5)}, {NEEDLESS}; loading it with pickle could run code",
-        )
+    try:
+        yield
+    finally:
+        hostile = _by_trust(seen).get("hostile")
+        if hostile:
+            raise Damaged(
+                "hostile",
+                f"it names {first_few(hostile, 5)}, {NEEDLESS}; loading it with pickle could run "
+                "code",
+            )
+
+
+def _by_trust(seen: PickleReferences) -> dict[Trust, list[str]]:
+    names: dict[Trust, list[str]] = {}
+    for name, called in seen.names.items():
+        names.setdefault(trust(name, called=called, scripted=seen.scripted), []).append(str(name))
+    return names
 
 
 def add_tensor(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from stepguard.verification import dtype_names, limits
+
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
+"""Shared by all objects without entries: a file may hold millions of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +31,8 @@ class PickledObject:
     what: Any
     arguments: tuple[Any, ...] = ()
     state: Any = None
-    items: list[Any] = field(default_factory=list)
-    entries: dict[Any, Any] = field(default_factory=dict)
+    items: Any = ()
+    entries: Any = field(default_factory=lambda: NOTHING)
 
     def states(self) -> tuple[Any, ...]:
         """Return the parts of the state: a class with slots pickles `(dict, slots)`."""
@@ -51,6 +56,10 @@ class PickledBytes:
     """In the file, not in the slice; -1 for bytes that do not lie in the file as they are."""
     size: int
     data: bytes | None = None
+
+
+class PickledSet(list[Any]):
+    """The members of a set as a list: they may be values that cannot be hashed."""
 
 
 @dataclass(slots=True, eq=False)

@@ -21,13 +21,15 @@ from stepguard._errors import StoreError
 from stepguard.records.verification import Problem, Verification
 from stepguard.state.atomic import sync, write_file
 from stepguard.verification.checkpoint_search import QUARANTINE, find_checkpoints
+from stepguard.verification.dcp_folder import DATA_SUFFIX, METADATA
+from stepguard.verification.file_formats import is_checkpoint_file, is_checkpoint_name
 from stepguard.verification.format_entry import CheckpointFiles
 from stepguard.verification.huggingface_folder import INDEX_SUFFIX
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
-UNPROVEN = frozenset({"limit", "unreadable", "format", "link", "lr", "global"})
-"""Errors that say that a file could not be judged, not that it is bad."""
+UNPROVEN = frozenset({"limit", "unreadable", "format", "link", "lr", "global", "diverged"})
+"""Errors that say that a file could not be judged, or not be resumed from, not that it is bad."""
 PIECE = 1 << 20
 MOST_REASONS = 10
 
@@ -111,6 +113,9 @@ def undo(root: Path) -> tuple[list[Move], list[tuple[Move, str]]]:
         if os.path.lexists(root / move.original):
             stays.append((move, f"{move.original} exists again"))
             continue
+        if not _is_what_was_moved(root, move):
+            stays.append((move, "is not the checkpoint that the manifest describes"))
+            continue
         _rename(root, move.place, move.original)
         back.append(move)
     if stays:
@@ -135,11 +140,34 @@ def read_manifest(root: Path) -> list[Move]:
         ) from error
     for move in moves:
         is_inside = _is_inside(move.original) and _is_inside(move.place)
-        if not is_inside or PurePosixPath(move.place).parts[0] != QUARANTINE:
+        # as `_free_place` names it: nothing else of the folder can be the goal of an undo
+        place = f"{QUARANTINE}/{move.original}"
+        number = str(move.place).removeprefix(place).removeprefix(".")
+        is_ours = str(move.place).startswith(place) and (not number or number.isdecimal())
+        if not is_inside or not is_ours or not isinstance(move.digests, dict):
             raise StoreError(
-                f"{path} names a place outside its folder; it was not written by stepguard."
+                f"{path} names a place outside its folder, or another one than a checkpoint was "
+                "moved to; it was not written by stepguard."
             )
     return moves
+
+
+def _is_what_was_moved(root: Path, move: Move) -> bool:
+    """Is the thing in quarantine a checkpoint, in no hidden folder, with the bytes it had?
+
+    A manifest that came with a download could put a file to where a program looks for one.
+    """
+    path = root / move.place
+    folders = PurePosixPath(move.original).parts[:-1]
+    if path.is_symlink() or any(part.startswith(".") for part in folders):
+        return False
+    if path.is_dir():
+        is_checkpoint = any(each.path == path for each in find_checkpoints(path).checkpoints)
+    else:
+        name = Path(move.original)
+        is_part = name.name.endswith((METADATA, DATA_SUFFIX, INDEX_SUFFIX))
+        is_checkpoint = is_part or is_checkpoint_name(name) or is_checkpoint_file(path)
+    return is_checkpoint and list(_digests(path).values()) == list(move.digests.values())
 
 
 def _paths_to_move(

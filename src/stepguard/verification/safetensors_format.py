@@ -80,8 +80,8 @@ def _header(source: FileSlice) -> tuple[list[HeaderEntry], int]:
     """Return the entries of the header, and the offset at which the data begins."""
     if source.size < 8:
         raise Damaged("torn", f"has {source.size} bytes; a safetensors file begins with a header")
-    length = int.from_bytes(source.read(8), "little")
-    if length > source.left:
+    length = int.from_bytes(source.exactly(0, 8), "little")
+    if length > source.size - 8:
         raise Damaged(
             "torn", f"its header should have {length:,} bytes, the file has {source.size:,}"
         )
@@ -91,7 +91,7 @@ def _header(source: FileSlice) -> tuple[list[HeaderEntry], int]:
             f"its header of {length:,} bytes is more than the {limits.LARGEST_HEADER:,} that are "
             f"read",
         )
-    header = parse_json(source.read(length), "its header")
+    header = parse_json(source.exactly(8, length), "its header")
     if not isinstance(header, dict):
         raise Damaged("malformed", f"its header is a JSON {type(header).__name__}, not an object")
     header.pop(METADATA, None)

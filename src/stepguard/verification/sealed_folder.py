@@ -36,11 +36,9 @@ def check_sealed(
         problems.add("seal", str(fault))
         return CheckedFolder([])
     if not seal.health.good:
-        problems.add(
-            "seal",
-            "was sealed without being good: it is complete, but its run was in trouble",
-            severity="warning",
-        )
+        why = seal.health.why or "its run was in trouble"
+        detail = f"is whole and finite, but not one to resume from: {why}"
+        problems.add("diverged", detail)
     owners = _seal_of_each_file(folder, seal, problems)
     layouts = []
     for name in sorted(seal.files):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 from stepguard.records.verification import Role
 from stepguard.report.phrases import first_few
-from stepguard.verification import zip_directory
+from stepguard.verification import limits, zip_directory
 from stepguard.verification.bounded_file import FileSlice
 from stepguard.verification.damage import Damaged
 from stepguard.verification.file_layout import ChecksumRange, FileLayout
@@ -16,14 +17,16 @@ from stepguard.verification.format_entry import (
     FileFormat,
 )
 from stepguard.verification.pickle_contents import PickleContents
-from stepguard.verification.pickle_opcodes import Globals
-from stepguard.verification.pickle_stream import ByteRange, read_value
-from stepguard.verification.pickle_tensors import add_pickle, refuse_hostile
+from stepguard.verification.pickle_stream import ByteRange, PickleReader
+from stepguard.verification.pickle_tensors import add_pickle, hostile_refused, names_reported
 from stepguard.verification.zip_directory import ZipRecord
 
-SIGNATURE = b"PK"
+SIGNATURE = b"PK\x03\x04"
 PICKLE = "data.pkl"
 STORAGES = "data/"
+SCRIPTED = "constants.pkl"
+"""Its presence makes torch.load hand the archive to torch.jit.load."""
+RUN_ON_LOAD = b"__setstate__"
 
 
 def read_zip(
@@ -31,36 +34,55 @@ def read_zip(
 ) -> PickleContents:
     """Fill the layout from the pickle and the records of its storages, each with its CRC."""
     records = zip_directory.records(source)
-    pickle = _pickle_record(records)
+    reader = _pickle_reader(source, records)
     # storages are written as they lie in memory, in the byte order of the machine
     if "byteorder" in records and source.at(records["byteorder"].start, 16).strip() == b"big":
         raise Damaged(
             "format", "it was saved on a big-endian machine, which is not read; save it again here"
         )
     _add_checksums(source, layout, records)
-    value, globals_seen = _read_record(source, pickle)
+    if reader.seen.scripted:
+        _check_script(source, layout, records)
+    with names_reported(layout, reader.seen):
+        value = reader.value()
     storages: dict[str, ByteRange] = {}
     # torch names the record of a storage by the key in its persistent id
     for key, record in records.items():
         if key.startswith(STORAGES):
             start = source.start + zip_directory.stored(record).start
             storages[key.removeprefix(STORAGES)] = ByteRange(start, record.size)
-    return add_pickle(layout, value, globals_seen, storages, role, prefix)
+    return add_pickle(layout, value, storages, role, prefix)
 
 
-def _pickle_record(records: dict[str, ZipRecord]) -> ZipRecord:
+def _pickle_reader(source: FileSlice, records: dict[str, ZipRecord]) -> PickleReader:
     if PICKLE not in records:
         raise Damaged(
             "format",
             f"the zip holds no {PICKLE} but {first_few(sorted(records), 5)}: "
             f"it is not from torch.save",
         )
-    return records[PICKLE]
+    record = zip_directory.stored(records[PICKLE])
+    return PickleReader(source.part(record.start, record.size), scripted=SCRIPTED in records)
 
 
-def _read_record(source: FileSlice, record: ZipRecord) -> tuple[Any, Globals]:
-    stored = zip_directory.stored(record)
-    return read_value(source.part(stored.start, stored.size))
+def _check_script(source: FileSlice, layout: FileLayout, records: dict[str, ZipRecord]) -> None:
+    """Report code that loading a TorchScript archive runs: its operators can write files."""
+    for key, record in records.items():
+        if not key.lower().startswith("code/"):
+            continue
+        packed = source.exactly(record.start, min(record.end - record.start, limits.LONGEST_TEXT))
+        text = packed
+        if record.packed is not None:
+            try:
+                text = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, limits.LONGEST_TEXT)
+            except zlib.error as error:
+                raise Damaged("torn", f"{record.name!r} cannot be unpacked: {error}") from None
+        if len(text) < record.size or RUN_ON_LOAD in text:
+            layout.problems.add(
+                "global",
+                f"{record.name} has a {RUN_ON_LOAD.decode()} in TorchScript, which torch.load "
+                "would run, or is too large to be read; nothing was run",
+            )
 
 
 def _add_checksums(source: FileSlice, layout: FileLayout, records: dict[str, ZipRecord]) -> None:
@@ -80,18 +102,17 @@ def _add_checksums(source: FileSlice, layout: FileLayout, records: dict[str, Zip
 
 
 def _content(source: FileSlice) -> Any:
-    records = zip_directory.records(source)
-    value, globals_seen = _read_record(source, _pickle_record(records))
-    refuse_hostile(globals_seen)
-    return value
+    reader = _pickle_reader(source, zip_directory.records(source))
+    with hostile_refused(reader.seen):
+        return reader.value()
 
 
 TORCH_ZIP = FileFormat(
     name="torch zip",
-    matches=lambda source, _: source.at(0, 2) == SIGNATURE,
+    matches=lambda source, _: source.at(0, len(SIGNATURE)) == SIGNATURE,
     read=read_zip,
     read_content=_content,
     suffixes=TORCH_SUFFIXES,
     shared_suffixes=TORCH_SHARED_SUFFIXES,
-    starts=(b"PK\x03\x04",),
+    starts=(SIGNATURE,),
 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from stepguard.records import Incident, Origin
+from stepguard.records import Incident, Origin, Remedy
 from stepguard.state.batch_rows import batch_without
 from stepguard.state.steps_before import WindowStep
 from stepguard.tensors.names import optimizer_parameters
@@ -63,6 +63,8 @@ class Candidate:
     wide: str | None = None
     """Module to run in float32; "" is the whole model."""
     own: OwnFix | None = None
+    fix: Remedy | None = None
+    """A change of the program's lines."""
 
     @property
     def value(self) -> float | None:
@@ -72,7 +74,7 @@ class Candidate:
     @property
     def late(self) -> bool:
         """Does it change nothing before the bad step?"""
-        early = self.settings or self.wide is not None or self.own is not None
+        early = self.settings or self.wide is not None or self.own is not None or self.fix
         scaled = self.lr_factor != 1.0 or self.scale_factor != 1.0 or self.clip_norm is not None
         return not (early or scaled or self.rates_at_most)
 
@@ -126,7 +128,8 @@ def candidates(
     """
     finite = [rate for rate in bad.lr if math.isfinite(rate) and rate > 0.0]
     rates = tuple(finite) if len(finite) == len(bad.lr) else ()
-    found = [SKIP, lower_rate(0.5, 8, rates), lower_rate(0.1, 11, rates)]
+    found = _of_panel(incident)
+    found += [SKIP, lower_rate(0.5, 8, rates), lower_rate(0.1, 11, rates)]
     found += _left_out(incident, bad)
     found += _of_rates(way, bad)
     found += _of_settings(optimizer)
@@ -141,6 +144,24 @@ def candidates(
     if own is not None:
         found.append(_own(own))
     return sorted(found, key=lambda candidate: candidate.cost)
+
+
+def _of_panel(incident: Incident) -> list[Candidate]:
+    """The change of the program that the panel offers, where the step was run with it."""
+    for finding in incident.findings[:1]:
+        for remedy in finding.remedies:
+            if remedy.proven:
+                return [
+                    Candidate(
+                        name="fix",
+                        label=f"the fix for {finding.code} in your own line",
+                        cost=1,
+                        change=f"{remedy.title} (`stepguard fix` writes it)",
+                        codes=(finding.code,),
+                        fix=remedy,
+                    )
+                ]
+    return []
 
 
 def _left_out(incident: Incident, bad: WindowStep) -> list[Candidate]:

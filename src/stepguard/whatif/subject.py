@@ -13,6 +13,10 @@ from stepguard.state.steps_before import Window, WindowStep
 
 MOST_AFTER = 8
 MOST_HELD_OUT = 4
+LEAST_STEPS = 2
+"""Steps before the bad one without which nothing is known of a run that went well."""
+SAME_LOSS = 1e-3
+"""A loss that differs by less is the same."""
 
 
 @dataclass(slots=True)
@@ -33,6 +37,10 @@ class LeadUp:
     """Healthy steps from before the snapshot."""
     failed_before: list[WindowStep] = field(default_factory=list)
     """Bad steps shortly before this one, oldest first."""
+    committed: int = 0
+    """Updates that the run had made by then."""
+    first: LeadUp | None = None
+    """The first bad step of a chain of them, with no good one between."""
 
 
 @dataclass(slots=True)
@@ -45,7 +53,19 @@ class TrialSubject:
     run_state: RunState
     incident: Incident
     failed_before: list[WindowStep] = field(default_factory=list)
-    """Bad steps shortly before, of a cause that no single sample brings: it may come again."""
+    """Bad steps shortly before or after, of a cause that no single sample brings: it may come
+    again."""
+    failed_next: int | None = None
+    """The step after the bad one, where it failed as well."""
+
+    @property
+    def no_skip(self) -> str:
+        """Why leaving the step out cannot be called a success, in words; empty where it can."""
+        if self.bad.index < LEAST_STEPS:
+            return "it cannot be tried: nothing was trained before the bad step"
+        if not self.after:
+            return "it cannot be tried: no other step of the run was kept"
+        return ""
 
     @property
     def limit(self) -> float | None:
@@ -58,7 +78,10 @@ class TrialSubject:
             return None
         before = [one.loss for one in self.window.steps if one.loss is not None]
         usual = statistics.median(before) if before else 0.0
-        return usual + (loss - usual) / 2.0
+        if usual >= loss:
+            # the way to it was no better: then only what is clearly below it has helped
+            usual = min(before)
+        return min(usual + (loss - usual) / 2.0, loss - SAME_LOSS * abs(loss))
 
     @property
     def after(self) -> list[WindowStep]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stepguard.locate.patched_source import with_edits
 from stepguard.records.whatif import TrialOutcome
 from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
 from stepguard.state.batch_rows import batch_without
@@ -126,6 +127,12 @@ class Trials:
             answers=answered(candidate, codes),
         )
         assert self._before_bad is not None, "the way to the bad step is run first"
+        subject = self._subject
+        if candidate.skip and subject.no_skip:
+            return replace(base, why_not=subject.no_skip)
+        if candidate.skip and subject.failed_next is not None:
+            after = "the run left the step out, and the next one failed as well"
+            return replace(base, bad_step=subject.failed_next, bad_value=after)
         try:
             with self._changed(candidate) as course:
                 return self._measured(base, candidate, course)
@@ -359,6 +366,8 @@ class Trials:
             if candidate.wide is not None:
                 module = dict(named_modules(self._roots))[candidate.wide]
                 stack.enter_context(in_float32(module, whole=not candidate.wide))
+            if candidate.fix is not None:
+                stack.enter_context(with_edits(candidate.fix.edits, candidate.fix.needs))
             if candidate.own is not None:
                 stack.enter_context(kept_program(list(self._roots.values()), self._optimizer))
                 # settings that it makes are to win over those of the state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,3 +144,24 @@ def test_extreme_batch_stays_the_cause_in_a_diverging_run() -> None:
         evidence=Evidence(sample_max=3e20, others_max=2.0),
     )
     assert codes(where, facts=RunFacts(losses=DIVERGED, committed=5))[0] == "SG103"
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "limit"),
+    [
+        ("aten.exp", "float32", "exp takes at most 88.7 in float32"),
+        ("aten.exp", "float16", "exp takes at most 11.1 in float16"),
+        ("aten.exp2", "float32", "exp2 takes at most 128.0 in float32"),
+        ("aten.expm1", "float64", "expm1 takes at most 709.8 in float64"),
+        ("aten.square", "float32", "power 2 takes at most 1.84e+19 in float32"),
+    ],
+)
+def test_limit_is_that_of_the_operand(op: str, dtype: str, limit: str) -> None:
+    where = origin(
+        "forward",
+        op,
+        replace(tensor("self", (3, 2), 0.1, 1e30), dtype=dtype),
+        output=replace(out(posinf=1), dtype=dtype),
+        evidence=Evidence(batch_max=1e30, others_max=1.5),
+    )
+    assert limit in " | ".join(found("SG103", where).evidence)

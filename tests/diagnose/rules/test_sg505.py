@@ -169,7 +169,7 @@ def test_constant_rate_is_still_said_not_to_have_jumped() -> None:
     assert "lr is 0.1 and did not jump" in finding.evidence
 
 
-def test_spike_without_a_measured_sign_is_less_certain() -> None:
+def test_divergence_is_a_conclusion_and_never_certain() -> None:
     facts = RunFacts(losses=DIVERGED, committed=9)
     alone = found("SG505", None, kind="spike", loss=9e4, grads_finite=True, lr=(0.1,), facts=facts)
     shown = found(
@@ -182,7 +182,7 @@ def test_spike_without_a_measured_sign_is_less_certain() -> None:
         facts=facts,
         said={"older_loss": 2.0},
     )
-    assert (alone.certainty, shown.certainty) == ("likely", "certain")
+    assert (alone.certainty, shown.certainty) == ("likely", "likely")
 
 
 def test_temperature_annealed_to_nothing_is_not_a_certain_divergence() -> None:

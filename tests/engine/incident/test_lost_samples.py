@@ -137,10 +137,11 @@ def test_id_key_names_the_sample_also_without_a_loader(tmp_path: Path) -> None:
         for batch in loader(17):
             guard.step(loss_fn, batch)
         (incident,) = guard.incidents
-    assert incident.origin is not None and incident.origin.rows == ("id images/17.png",)
-    assert (
-        known_bad(tmp_path)[0].ids == ("images/17.png",) and known_bad(tmp_path)[0].indices is None
-    )
+    # the row is learned from the DataLoader; which pass and batch it is, only from a loader given
+    assert incident.origin is not None and incident.origin.rows == ("row 17 (id images/17.png)",)
+    (entry,) = known_bad(tmp_path)
+    assert (entry.ids, entry.indices) == (("images/17.png",), (17,))
+    assert (entry.epoch, entry.batch) == (None, None)
 
 
 def test_row_and_id_are_both_told(tmp_path: Path) -> None:
@@ -322,7 +323,7 @@ class TwoRanks:
     size, rank = 2, 0
 
     def together(
-        self, tell: Callable[[], dict[str, Any]], what: str, *, asked: bool
+        self, tell: Callable[[], dict[str, Any]], what: str, *, seconds: float
     ) -> list[dict[str, Any]]:
         return [tell(), {"lost": [[1, 2, 0, 2]]}]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+import stepguard
 from engine.parts import origin_of, step_of
 from stepguard.engine.incident.sample_identity import BatchPart, name_samples, parts_of
 from stepguard.state.delivered_batches import Delivered, FoundBatch
@@ -18,6 +21,8 @@ ROWS = (40, 41, 42, 43, 44, 45, 46, 47)
 
 class Loader:
     """A stand-in for the guard's loader: what it delivered for a step, and what it recognizes."""
+
+    observed = False
 
     def __init__(self, delivered: list[Delivered], found: FoundBatch | None = None) -> None:
         self._delivered = delivered
@@ -106,8 +111,23 @@ def test_data_set_of_whole_batches_names_the_batch_for_each_row() -> None:
     assert name_samples(origin_of(samples=(1, 6)), step, loader, None).rows == ("row 9", "row 9")
 
 
-def test_origin_without_samples_or_means_to_name_them_stays_as_it_is() -> None:
+def test_origin_without_samples_or_means_to_name_them_gets_no_names() -> None:
     bare = origin_of()
     assert name_samples(bare, step_of((WHOLE,)), None, "name") is bare
     guilty = origin_of(samples=(1,))
-    assert name_samples(guilty, step_of((WHOLE,)), None, None) is guilty
+    found = name_samples(guilty, step_of((WHOLE,)), None, None)
+    assert found == replace(guilty, content=found.content) and found.rows == ()
+
+
+def test_panel_shows_what_the_guilty_sample_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(6, 4)
+    x[2] = 0.0
+    with stepguard.Guard(model, optimizer) as guard:
+        batch = {"x": x, "y": torch.arange(6)}
+        guard.step(lambda b: model(b["x"] / b["x"].sum(1, keepdim=True)).mean(), batch)
+    origin = guard.incidents[0].origin
+    assert origin is not None
+    assert origin.content == "batch:x float32 [4], all 0; batch:y int64 [], all 2"
+    assert f"sample 2: {origin.content}" in " ".join(capsys.readouterr().err.split())

@@ -26,7 +26,10 @@ from guard.scenes import (
 )
 from stepguard import ConfigError, Guard
 from stepguard.journal import read_run
+from stepguard.records import Incident, Reading, Verdict
 from stepguard.records.whatif import TrialOutcome, WhatIf
+from stepguard.state.steps_before import Window, WindowStep
+from stepguard.whatif.subject import TrialSubject
 
 DATA = batches(48)
 BAD = 40
@@ -246,3 +249,46 @@ def test_losses_are_those_of_the_run() -> None:
     skipped = by_name(found)["skip"].losses
     assert skipped[: found.window] == pytest.approx(recorded, rel=1e-6)
     assert all(math.isfinite(loss) for loss in skipped)
+
+
+def test_second_bad_step_in_a_row_is_asked_about_from_the_first() -> None:
+    """The window that led to the first one is kept until a good step has been made."""
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [*DATA[:BAD], poisoned(DATA[BAD], NAN), poisoned(DATA[BAD + 1], NAN)]
+    policy = stepguard.Policy(actions=("skip", "rewind", "stop"))
+    found = run_to_the_end(model, optimizer, data, policy=policy).whatif()
+    assert found.step == BAD and found.window > 0
+    assert by_name(found)["leave out"].works
+    assert by_name(found)["skip"].bad_step == BAD + 1
+
+
+def test_panels_fix_is_the_first_candidate() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, config=quiet(locate=True))
+    code = loss_with_a_log.__code__
+    for step, batch in enumerate(DATA[: BAD + 1]):
+        guard.step(lambda given, step=step: loss_with_a_log(model, given, step), batch)
+    found = guard.whatif()
+    assert found.outcomes[0].name == "fix" and found.outcomes[0].works
+    assert "safe_log" in found.outcomes[0].change
+    assert loss_with_a_log.__code__ is code
+
+
+def loss_with_a_log(model: nn.Module, batch: Batch, step: int) -> Tensor:
+    level = batch[0].abs().mean() * (step != BAD)
+    return loss_of(model, batch) + 0.01 * torch.log(level * model(batch[0]).abs().mean())
+
+
+def test_spike_that_is_the_same_again_is_not_called_over() -> None:
+    """Where the losses before it were no lower, half-way to them is no limit."""
+    before = [WindowStep(index=i, micro_batches=(), rng=[], loss=9.0) for i in range(3)]
+    bad = WindowStep(index=3, micro_batches=(), rng=[])
+    subject = TrialSubject.__new__(TrialSubject)
+    subject.bad = bad
+    subject.window = Window(start=None, steps=before)  # type: ignore[arg-type]
+    verdict = Verdict(kind="spike", severity="incident", summary="")
+    reading = Reading(step=3, loss=8.0)
+    subject.incident = Incident(id="3", step=3, verdict=verdict, reading=reading)
+    assert subject.limit is not None and subject.limit < 8.0

@@ -61,7 +61,7 @@ def test_checkpoints_of_another_run_and_of_later_steps_are_not_rewound_to(guard:
 
 def test_state_that_is_not_called_good_is_kept_but_not_rewound_to(guard: Guard) -> None:
     guard._context.step = 3
-    assert _archive(guard).offer(3, _state(guard), good=False)
+    assert _archive(guard).offer(3, _state(guard), "the run has diverged")
     _archive(guard).background.wait()
     assert [entry.step for entry in _archive(guard).store.list()] == [3]
     assert _archive(guard).steps() == []

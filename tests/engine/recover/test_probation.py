@@ -7,9 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from guard.scenes import batches, plain_net, quiet
 from stepguard import Guard
+from stepguard.engine.incident.closer_look import accept, stored_trouble
 from stepguard.state.snapshot import Snapshot, Standing
 
 DATA = batches(8)
@@ -55,7 +58,6 @@ def test_incident_that_finds_the_weights_hurt_makes_young_snapshots_bad(guard: G
     probation = guard._rewinder.probation
     probation.incident(4, hurt=True)
     assert _standing(snapshot) == "bad" and probation.hurt_at == 4
-    assert not probation.worth_keeping(snapshot)
     probation.rewound(snapshot)
     assert _standing(snapshot) == "young" and probation.hurt_at is None
 
@@ -88,15 +90,91 @@ def test_distance_of_the_weights_is_measured_from_the_newest_good_snapshot(guard
     assert probation.moved_since_good() == pytest.approx(1.0)
 
 
-def test_lost_level_counts_as_ruin_only_where_the_weights_confirm_it(guard: Guard) -> None:
+def test_high_loss_is_a_divergence_only_where_the_weights_confirm_it(guard: Guard) -> None:
     history = guard._context.history
-    history.losses.extend([1.0] * 9)
-    history.first.append(2.0)
-    history.best = 0.5
-    history.ruined_at = 3
     probation = guard._rewinder.probation
-    assert not probation.ruined
+    guard.step(lambda batch: guard._context.model(batch[0]).square().mean(), DATA[0])
+    history.first[:] = [2.0]
+    history.best = 2.0
     history.losses.extend([1e6] * 9)
-    assert probation.ruined
-    history.ruined_at = None
-    assert not probation.ruined
+    history.diverged_at = 1
+    assert not probation.divergence()
+    with torch.no_grad():
+        for parameter in guard._context.model.parameters():
+            parameter.mul_(50.0)
+    assert "grown to" in probation.divergence()
+    history.diverged_at = None
+    history.losses.extend([1.0] * 9)
+    history.best = 1.0
+    assert not probation.divergence()
+
+
+def test_exploded_weights_are_a_divergence_where_the_loss_shows_nothing(guard: Guard) -> None:
+    model = guard._context.model
+    guard.step(lambda batch: 0.0 * model(batch[0]).sum() + 1.0, DATA[0])
+    assert not guard._rewinder.probation.divergence()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1e17)
+    assert "grown to" in guard._rewinder.probation.divergence()
+    snapshot = _taken(guard)
+    guard._rewinder.probation.commit(11)
+    assert _standing(snapshot) == "bad"
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class _Capped(nn.Module):
+    """A sentinel buffer whose name is the end of a parameter's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((3,), math.inf))
+        self.sub = _Scaled()
+        self.out = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.sub(torch.minimum(x, self.get_buffer("scale"))))
+        return found
+
+
+def test_sentinel_buffer_does_not_excuse_a_parameter_whose_name_ends_alike() -> None:
+    model = _Capped()
+    average = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    settings = quiet(snapshot_every=1, probation=2)
+    with Guard(model, optimizer, state={"average": average}, config=settings) as guard:
+        for step in range(12):
+            if step == 8:
+                with torch.no_grad():
+                    model.sub.scale[1] = math.nan
+            result = guard.step(lambda b: model(b).square().mean(), torch.randn(4, 3))
+            assert bool(model.sub.scale.isfinite().all())
+            if result.incident is not None:
+                assert result.incident.decision is not None
+                assert (step, result.incident.decision.rewound_to) == (8, 6)
+        bad = {"model/scale", "model/sub.scale", "extra:average/module.scale"}
+        meant = guard._rewinder.probation.meant_nonfinite(bad)
+    assert meant == {"model/scale", "extra:average/module.scale"}
+    assert len(guard.incidents) == 1
+
+
+def test_accepted_slot_of_one_parameter_does_not_excuse_that_of_another(guard: Guard) -> None:
+    context = guard._context
+    first, second = context.parameters[:2]
+    context.optimizer.state[first] = {"exp_avg": torch.full_like(first, math.nan)}
+    context.optimizer.state[second] = {"exp_avg": torch.zeros_like(second)}
+    assert stored_trouble(context) == ["opt:exp_avg"]
+    accept(context, ["opt:exp_avg"])
+    assert stored_trouble(context) == []
+    saved = {"optimizer/0.weight/exp_avg", "optimizer/0.bias/exp_avg"}
+    assert guard._rewinder.probation.meant_nonfinite(saved) == {"optimizer/0.weight/exp_avg"}
+    context.optimizer.state[second]["exp_avg"].fill_(math.inf)
+    assert stored_trouble(context) == ["opt:exp_avg"]

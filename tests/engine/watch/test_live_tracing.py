@@ -199,7 +199,7 @@ def test_with_several_guards_every_line_says_which_one_speaks(
             optimizers[1].step()
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("stepguard")]
     assert len(lines) >= 3
-    assert all("(optimizer 1: Adam of Critic)" in line for line in lines)
+    assert all("(optimizer 1: Adam of critic)" in line for line in lines)
 
 
 def test_the_only_guard_does_not_name_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -246,7 +246,7 @@ def test_the_second_incident_is_placed_by_the_live_trace(
     assert notes[0].startswith("tracing the next 20 steps, then every 10th up to 200")
 
 
-def test_a_value_born_in_the_data_code_before_the_model_is_input() -> None:
+def test_a_value_computed_before_the_model_is_called_is_no_input() -> None:
     torch.manual_seed(0)
     model, bad = Net(), (1, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -263,9 +263,10 @@ def test_a_value_born_in_the_data_code_before_the_model_is_input() -> None:
     assert origin(first).op is None
     assert (origin(second).op, origin(second).phase, origin(second).source) == (
         "aten.log",
-        "input",
+        "loss",
         line("data"),
     )
+    assert (second.findings[0].code, second.findings[0].certainty) == ("SG202", "certain")
 
 
 def test_values_are_bit_identical_while_armed() -> None:

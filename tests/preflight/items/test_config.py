@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from preflight.asking import CONFIG, HEALTHY, ask, ask_one, assert_found, built, saved, written
+from stepguard.preflight import Subject
+from stepguard.preflight.inspection import CheckContext, Inspection
+from stepguard.preflight.items import config as config_items
+from stepguard.preflight.run import run_item
+from stepguard.preflight.settings.settings_file import read_settings
 
 FAULTS = [
     ("other_accumulation", "launcher.agrees", "fail", "gradient_accumulation_steps=2", "has 8"),
@@ -66,7 +72,7 @@ def test_numbers_read_as_text_are_found(tmp_path: Path) -> None:
     outcome = ask(str(path), "config.types", config=None).outcome("config.types")
     assert outcome.status == "fail"
     assert (
-        "trainer.lr: '1e-5'" in outcome.evidence[0]
+        "text for PyYAML: trainer.lr: 1e-5" in outcome.evidence[0]
         and "trainer.amp: 'False'" in outcome.evidence[1]
     )
 
@@ -79,3 +85,31 @@ def test_impossible_values_are_found(tmp_path: Path) -> None:
         "optimizer.lr=-0.0001 must be above 0, optimizer.beta2=9.99 must lie between 0 and 1, "
         "dropout is NaN",
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "status"),
+    [
+        ("lr: 2e-3", "", "warn"),
+        ("lr: 2e-3\ndecay: 1e-4", "import omegaconf", "pass"),
+        ("lr: 2e-3", "optimizer", "pass"),
+        ("lr: 2e-3\ndecay: 1e-4", "optimizer", "warn"),
+        ("lr: '2e-3'", "optimizer", "fail"),
+        ("lr: 2.0e-3\nname: e3", "", "pass"),
+    ],
+)
+def test_unquoted_exponent_is_a_number_where_the_program_takes_it_for_one(
+    tmp_path: Path, text: str, source: str, status: str
+) -> None:
+    (tmp_path / "train.py").write_text(source)
+    (tmp_path / "c.yaml").write_text(text)
+    model = nn.Linear(2, 2)
+    optimizer = None
+    if source == "optimizer":
+        optimizer = torch.optim.SGD(model.parameters(), lr=2e-3)
+    subject = Subject(model=model, optimizer=optimizer, config=read_settings(tmp_path / "c.yaml"))
+    run = Inspection(subject, CheckContext(tmp_path, script=tmp_path / "train.py"))
+    outcome = run_item(config_items.types, run)
+    assert outcome.status == status, outcome
+    if status == "warn":
+        assert "1.0e-4 instead of 1e-4" in outcome.fix

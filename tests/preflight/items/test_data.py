@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from preflight.asking import assert_found
+from stepguard.preflight import Subject, check
 
 FAULTS = [
     (
@@ -47,3 +51,36 @@ def test_planted_fault_is_found_with_its_numbers(
     build: str, item: str, status: str, first: str, second: str
 ) -> None:
     assert_found(build, item, status, first, second)
+
+
+def text(length: int, *, used: int) -> torch.Tensor:
+    """Ids from 1 to 9, padded with 0."""
+    row = torch.zeros(length, dtype=torch.long)
+    row[:used] = torch.arange(used) % 9 + 1
+    return row
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_a_row_that_is_all_padding_is_a_constant_input(as_dict: bool) -> None:
+    rows: list[Any] = [(text(12, used=3 + n % 9), n % 2) for n in range(30)]
+    rows[17] = (text(12, used=0), 1)
+    if as_dict:
+        rows = [
+            {"ids": ids, "attention_mask": (ids > 0).long(), "types": 0 * ids, "labels": label}
+            for ids, label in rows
+        ]
+    outcome = check(Subject(dataset=rows), only=["data.constant"]).outcome("data.constant")
+    assert outcome.status == "warn" and "17" in outcome.evidence[0]
+    assert "= 0 in all 12 places" in outcome.evidence[0]
+    assert outcome.evidence[0].startswith("1 input in")
+
+
+def test_masks_types_and_class_maps_may_be_constant() -> None:
+    rows = []
+    for number in range(40):
+        ids = text(16, used=16)
+        background = torch.full((16,), 3) if number % 2 else ids
+        rows.append({"ids": ids, "mask": ids * 0 + 1, "types": ids * 0, "map": background})
+    assert check(Subject(dataset=rows), only=["data.constant"]).outcome("data.constant").status == (
+        "pass"
+    )

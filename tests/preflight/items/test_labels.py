@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from preflight.asking import assert_found
+from stepguard.preflight import Subject, check
 
 FAULTS = [
     ("no_label_counts", "labels.empty", "fail", "1 example of 24", "5 (id chat-0-5)"),
@@ -24,3 +26,16 @@ def test_planted_fault_is_found_with_its_numbers(
     build: str, item: str, status: str, first: str, second: str
 ) -> None:
     assert_found(build, item, status, first, second)
+
+
+@pytest.mark.parametrize("between", [(), (torch.tensor(7),)])
+def test_the_last_part_of_a_tuple_is_the_target(between: tuple[torch.Tensor, ...]) -> None:
+    rows = [(torch.rand(4), *between, torch.tensor(n % 3)) for n in range(12)]
+    result = check(Subject(dataset=rows), only=["labels.range"])
+    assert "targets span 0 to 2" in result.outcome("labels.range").evidence[0]
+
+
+def test_real_targets_of_a_tuple_are_not_classes() -> None:
+    rows = [(torch.rand(4), torch.rand(1)) for _ in range(12)]
+    outcome = check(Subject(dataset=rows), only=["labels.range"]).outcome("labels.range")
+    assert outcome.status == "not_applicable"

@@ -73,7 +73,8 @@ class ResTran(nn.Module):
         for enter, block, connection in zip(self.enter, self.blocks, self.mhc, strict=True):
             x = self._stage(enter(x), block, connection)
         x = self.fusion(F.adaptive_avg_pool2d(x, (1, None)), number).squeeze(2).transpose(1, 2)
-        out: Tensor = self.head(self.reader(x + self.places[:, : x.shape[1]])).log_softmax(-1)
+        scores = self.head(self.reader(x + self.places[:, : x.shape[1]]))
+        out: Tensor = scores.float().log_softmax(-1)  # CTC adds up what float16 rounds away
         self.probes.predictions(out)
         return out
 
@@ -88,10 +89,12 @@ class ResTran(nn.Module):
             streams = connection(streams, block)
         return streams.mean(1)
 
+    def gates(self) -> dict[str, Tensor]:
+        """`mhc.0.alpha_pre` and the others: above 1 the routing is unstable."""
+        return {name: p.detach() for name, p in self.named_parameters() if ".alpha_" in name}
+
     def largest_alpha(self) -> float:
-        """The largest gate of all hyper-connections; above 1 the routing is unstable."""
-        gates = [p.detach().abs().max() for name, p in self.named_parameters() if ".alpha_" in name]
-        return float(torch.stack(gates).max()) if gates else 0.0
+        return max((float(gate.abs().max()) for gate in self.gates().values()), default=0.0)
 
 
 def read(log_probabilities: Tensor) -> list[str]:

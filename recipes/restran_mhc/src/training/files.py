@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 
 if TYPE_CHECKING:
     from src.training.trainer import Trainer
@@ -49,9 +50,20 @@ def states(trainer: Trainer) -> dict[str, Any]:
         "model": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
         "scheduler": trainer.scheduler.state_dict(),
+        "scaler": trainer.scaler.state_dict(),
         "plates": trainer.plates.generator.get_state(),
         "step": trainer.step,
+        "best": trainer.best,
+        "config": asdict(trainer.config),
     }
+
+
+class OneCycle(OneCycleLR):
+    """Stays at its end; torch's takes one step more than it has rates, and the rate rises again."""
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch + 1 < self.total_steps:
+            super().step(epoch)
 
 
 def use_rate(optimizer: Optimizer, rate: float) -> None:

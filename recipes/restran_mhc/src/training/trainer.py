@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.amp import GradScaler
 from tqdm import tqdm
 
 from configs.config import Config
 from src.data.plates import Plates, spelled
 from src.models.probes import NonFiniteForward
 from src.models.restran import ResTran, read
-from src.training.files import Files, not_finite, states, use_rate
+from src.training.files import Files, OneCycle, not_finite, states, use_rate
 from stepguard import Guard, GuardConfig, Policy, TrainingHalted
 from stepguard.numerics import ctc_loss
 
@@ -46,12 +46,14 @@ class Trainer:
             self.model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY
         )
         self.total_steps = config.EPOCHS * config.STEPS_PER_EPOCH
-        self.scheduler = OneCycleLR(
+        self.scheduler = OneCycle(
             self.optimizer, config.LEARNING_RATE, total_steps=self.total_steps
         )
+        self.scaler = GradScaler("cpu", enabled=config.AMP == "fp16")
         self.plates = Plates(config, config.SEED)
         self.history = History()
-        self.best = -1.0
+        self.best = (-1.0, 0.0)
+        """Accuracy and negative loss of the best validation."""
         self._steps, self._told = 0, False
         self.guard = self._guarded() if config.GUARD == "stable" else None
 
@@ -64,7 +66,13 @@ class Trainer:
             lr=self.config.LEARNING_RATE,
             anomalies="act",  # its loss is ruined long before the first NaN
         )
-        return Guard(self.model, self.optimizer, scheduler=self.scheduler, config=settings)
+        return Guard(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            scaler=self.scaler if self.scaler.is_enabled() else None,
+            config=settings,
+        )
 
     @property
     def step(self) -> int:
@@ -83,7 +91,10 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler.is_enabled() and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
         self.plates.generator.set_state(state["plates"])
+        self.best = tuple(state.get("best", self.best))
         brought = float(self.optimizer.param_groups[0]["max_lr"])
         if rate is not None:
             use_rate(self.optimizer, rate)
@@ -95,7 +106,7 @@ class Trainer:
         return said + (f"; {rate:g} is used" if rate is not None and rate != brought else "")
 
     def train(self, *, bar: bool = True) -> History:
-        """Train all epochs that are left; end early when validation accuracy stops improving."""
+        """Train all epochs that are left; end early when the validation stops improving."""
         stale = 0
         try:
             while self.step < self.total_steps and stale < self.config.EARLY_STOPPING:
@@ -103,8 +114,7 @@ class Trainer:
                 if bar:
                     self.check_parameters(epoch)
                 facts = self.one_epoch(epoch, bar=bar)
-                stale = 0 if facts["val_acc"] > self.best else stale + 1
-                self._keep(facts)
+                stale = 0 if self._keep(facts) else stale + 1
         except KeyboardInterrupt:
             tqdm.write(f"stopped by Ctrl+C; {self.save('last')}")
             raise
@@ -174,17 +184,19 @@ class Trainer:
 
     def _guarded_step(self, batch: Batch) -> tuple[float, float]:
         assert self.guard is not None
+        rate = self.rate
         try:
             result = self.guard.step(self._followed_loss, batch)
         except TrainingHalted as halted:
-            story = "\n".join(
-                [
-                    *map(str, self.model.probes.sightings),
-                    "   Stopping training to prevent corruption...",
-                ]
-            )
+            seen = [*map(str, self.model.probes.sightings)]
+            story = "\n".join([*seen, "   Stopping training to prevent corruption..."])
+            if not seen:  # the forward pass was fine: the guard says what was not
+                tqdm.write(story)
+                raise
             raise NonFiniteForward(f"{story}\n{NonFiniteForward.REASON}") from halted
         if result.incident is not None and not self._told:
+            epoch, batch_number = divmod(result.incident.step, self.config.STEPS_PER_EPOCH)
+            tqdm.write(f"   epoch {epoch + 1}, batch {batch_number + 1}, lr={rate:.2e}")
             for line in self.model.probes.story():
                 tqdm.write(line)
         self._told = result.incident is not None  # a repeated incident is one line of the guard's
@@ -193,26 +205,39 @@ class Trainer:
     def _original_step(self, batch: Batch) -> tuple[float, float]:
         self.optimizer.zero_grad()
         loss = self.loss(batch)
-        loss.backward()
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.GRAD_CLIP)
-        self.optimizer.step()
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self._steps += 1
-        if self._steps < self.total_steps:
+        if self.scaler.get_scale() >= scale:  # else the update was left out
             self.scheduler.step()
         return float(loss.detach()), float(norm)
 
     def _followed_loss(self, batch: Batch) -> Tensor:
-        """The loss; the largest gate and routing score go into the journal beside it."""
+        """The loss; every gate, the largest of them and the largest routing score go into the
+        journal beside it.
+        """
         assert self.guard is not None
         loss = self.loss(batch)
+        for name, gate in self.model.gates().items():
+            self.guard.follow(name, gate)
         self.guard.follow("alpha", self.model.largest_alpha())
         self.guard.follow("routing", self.model.probes.largest())
         return loss
 
     def loss(self, batch: Batch) -> Tensor:
         """CTC over the plates of a batch."""
-        frames, texts = batch
-        log_probabilities = self.model(frames)
+        return self._ctc(self._forward(batch[0]), batch[1])
+
+    def _forward(self, frames: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16, enabled=self.scaler.is_enabled()):
+            log_probabilities: Tensor = self.model(frames)
+        return log_probabilities
+
+    def _ctc(self, log_probabilities: Tensor, texts: Tensor) -> Tensor:
         number, times = log_probabilities.shape[:2]
         lengths = torch.full((number,), times), torch.full((number,), texts.shape[1])
         return ctc_loss(log_probabilities.transpose(0, 1), texts + 1, *lengths)
@@ -222,18 +247,25 @@ class Trainer:
         """Share of plates read right, and the loss, on plates never trained on."""
         frames, texts = Plates(self.config, seed=99).draw(self.config.VALIDATION_PLATES)
         self.model.eval()
-        found, loss = read(self.model(frames)), float(self.loss((frames, texts)))
+        log_probabilities = self._forward(frames)
         self.model.train()
+        found = read(log_probabilities)
         right = sum(a == b for a, b in zip(found, spelled(texts), strict=True))
-        return right / len(found), loss
+        return right / len(found), float(self._ctc(log_probabilities, texts))
 
-    def _keep(self, facts: dict[str, float]) -> None:
+    def _keep(self, facts: dict[str, float]) -> bool:
+        """Save; returns whether this is the best validation so far, by its loss where no plate more
+        is read.
+        """
         if self.files is not None:
             self.files.history(self.history.epochs)
-        if facts["val_acc"] > self.best:
-            self.best = facts["val_acc"]
+        score = (facts["val_acc"], -facts["val_loss"])
+        better = score > self.best
+        if better:
+            self.best = score
             self.save("best")
         self.save("last")
+        return better
 
     def save(self, name: str) -> str:
         """Guarded, only a state that is finite. Returns what to say."""

@@ -8,6 +8,8 @@ from stepguard.diagnose.wording import at_index, counts, spell
 
 
 def recognise(case: Case) -> Proof | None:
+    if case.verdict.finite_anomaly:
+        return None
     return _in_batch(case) or _number(case) or _constant(case) or _only_listed(case)
 
 
@@ -15,7 +17,10 @@ def _in_batch(case: Case) -> Proof | None:
     named = case.tensor.startswith("batch:") and case.tensor in case.reading.bad_inputs
     if case.origin is None or not (named or case.phase == "input"):
         return None
-    which = case.tensor or ", ".join(case.reading.bad_inputs) or "an input"
+    which = case.tensor or ", ".join(case.reading.bad_inputs)
+    if not which:
+        # a tensor that no operation made, read before the model was called
+        return likely(f"a tensor from outside {_amount(case)}", case.confirmed_samples)
     return certain(f"`{which}` {_amount(case)}", case.confirmed_samples)
 
 

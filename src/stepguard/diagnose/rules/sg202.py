@@ -65,4 +65,4 @@ def _gradient(case: Case) -> Proof | None:
     return None
 
 
-RULE = Rule(code="SG202", recognise=recognise, yields_to=("SG301", "SG302"))
+RULE = Rule(code="SG202", recognise=recognise, yields_to=("SG104", "SG301", "SG302"))

@@ -10,7 +10,6 @@ from stepguard.diagnose.rule import Proof, Rule, certain, likely
 from stepguard.diagnose.wording import at_index, describe, spell
 from stepguard.records import Operand
 
-LOG2_E = 1.4426950408889634
 POLYNOMIAL = 4
 """Powers up to here are products: it is the number that is too large, not its exponent."""
 REPEATED_PRODUCTS = ("prod", "cumprod", "_linalg_matrix_exp", "linalg_matrix_exp", "matrix_exp")
@@ -29,7 +28,7 @@ def recognise(case: Case) -> Proof | None:
 
 
 def _exponential(case: Case, exponent: Operand) -> Proof | None:
-    limit = exp_limit(case.dtype) * (LOG2_E if "exp2" in case.op else 1.0)
+    limit = exp_limit(case.dtype, case.op)
     largest = reach(exponent) if case.op in EVEN else high(exponent)
     # the limit is that of exact arithmetic, so a rounded operand may show just below it
     if not largest > limit * 0.99:

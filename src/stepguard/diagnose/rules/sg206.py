@@ -70,4 +70,4 @@ def _infinities(operand: Operand) -> str:
     return describe(operand)
 
 
-RULE = Rule(code="SG206", recognise=recognise, yields_to=("SG301", "SG403"))
+RULE = Rule(code="SG206", recognise=recognise, yields_to=("SG204", "SG301", "SG403"))

@@ -87,5 +87,5 @@ def _static_scale(case: Case) -> Proof:
 RULE = Rule(
     code="SG301",
     recognise=recognise,
-    yields_to=("SG402", "SG403", "SG501", "SG502", "SG504", "SG505", "SG703"),
+    yields_to=("SG103", "SG402", "SG403", "SG501", "SG502", "SG504", "SG505", "SG703"),
 )

@@ -20,8 +20,9 @@ def recognise(case: Case) -> Proof | None:
         limit += f"; the largest gradient element is {case.magnitude:.3g}"
     true_norm = case.evidence.finite_norm
     ran_away = rising(case) or lr_jump(case) is not None
+    stored = case.evidence.huge_buffer or case.evidence.huge_parameter
     prove = certain
-    if ran_away:
+    if ran_away or stored:
         prove = likely
     return prove(
         "no gradient element is NaN or Inf, but their 2-norm in float32 is infinite",
@@ -50,4 +51,4 @@ def _clipped_away(case: Case) -> str:
     )
 
 
-RULE = Rule(code="SG501", recognise=recognise)
+RULE = Rule(code="SG501", recognise=recognise, yields_to=("SG601", "SG602"), shown_by="record")

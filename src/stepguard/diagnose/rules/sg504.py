@@ -58,4 +58,4 @@ def _consequence(case: Case) -> tuple[str, ...]:
     return grown, case.verdict.summary, ratio
 
 
-RULE = Rule(code="SG504", recognise=recognise)
+RULE = Rule(code="SG504", recognise=recognise, shown_by="record")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepguard.diagnose.arithmetic import overflow
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import Proof, Rule
-from stepguard.diagnose.rules.sg103 import EXTREME_INPUT, EXTREME_OPERAND
+from stepguard.diagnose.rules.sg103 import EXTREME_INPUT, EXTREME_OPERAND, outlier_of
 from stepguard.diagnose.rules.sg504 import FINITE_ANOMALIES
 from stepguard.diagnose.trends import growth, lr_climb, lr_jump, lr_not_a_number, rising
 from stepguard.diagnose.wording import spell
@@ -29,7 +29,7 @@ def recognise(case: Case) -> Proof | None:
     certainty = _certainty(case)
     if certainty is None:
         return None
-    if case.impure or _number_explains(case) or _stood_still(case):
+    if case.impure or _number_explains(case) or _stood_still(case) or outlier_of(case):
         certainty = "possible"
     return Proof(
         certainty=certainty, sentences=_sentences(case), remedies=_bound_the_schedule(case)
@@ -189,4 +189,4 @@ def _surfaced(case: Case) -> str:
     )
 
 
-RULE = Rule(code="SG505", recognise=recognise)
+RULE = Rule(code="SG505", recognise=recognise, shown_by="inference")

@@ -23,4 +23,4 @@ def recognise(case: Case) -> Proof | None:
     )
 
 
-RULE = Rule(code="SG506", recognise=recognise)
+RULE = Rule(code="SG506", recognise=recognise, shown_by="record")

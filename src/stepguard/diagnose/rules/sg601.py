@@ -14,18 +14,19 @@ def recognise(case: Case) -> Proof | None:
 def _uninitialised(case: Case) -> Proof | None:
     if not case.evidence.uninitialised:
         return None
+    # the memory itself was seen; which parameter or table should have filled it was not
     text = f"{case.place} read memory that torch.empty left uninitialised"
-    return certain(text, _amount(case))
+    return likely(text, _amount(case))
 
 
 def _huge(case: Case) -> Proof | None:
     which = case.evidence.huge_parameter
     if which is None or case.facts.committed != 0:
         return None
-    text = f"`{which}` holds values of 1e15 and more before the first update"
+    text = f"`{which}` is finite but absurdly large before the first update"
     more = (
-        f"{case.place} overflowed on it; no initialisation gives such values, memory that "
-        f"nobody filled does"
+        f"what {case.place} made of it overflowed; no initialisation gives such values, memory "
+        f"that nobody filled does"
     )
     return certain(text, more)
 

@@ -1,14 +1,31 @@
-"""SG602: a buffer is NaN or Inf."""
+"""SG602: a buffer is NaN or Inf, or finite garbage that overflows what is computed with it."""
 
 from __future__ import annotations
 
-from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule, certain, possible
-from stepguard.diagnose.wording import counts, describe
+from stepguard.diagnose.case import Case, reach
+from stepguard.diagnose.rule import Proof, Rule, certain, likely, possible
+from stepguard.diagnose.wording import counts, describe, spell
 
 
 def recognise(case: Case) -> Proof | None:
-    return _kept_outside(case) or _buffer(case)
+    return _kept_outside(case) or _garbage(case) or _buffer(case)
+
+
+def _garbage(case: Case) -> Proof | None:
+    """Finite values that no buffer holds on purpose, as memory that nobody filled does."""
+    which = case.evidence.huge_buffer
+    if which is None:
+        return None
+    stored = next((operand for operand in case.inputs if operand.name == which), None)
+    reaches = "" if stored is None else f", up to {spell(reach(stored))}"
+    what = "what overflowed was multiplied by it"
+    if case.reading.grads_finite and case.loss_finite:
+        what = "the gradients are as large as it makes them, and their norm overflows"
+    return likely(
+        f"`{which}` is finite but absurdly large{reaches}: {what}",
+        describe(stored, which) if stored is not None else f"{case.place} overflowed",
+        "memory that torch.empty left unwritten looks like this; no gradient ever repairs a buffer",
+    )
 
 
 def _kept_outside(case: Case) -> Proof | None:

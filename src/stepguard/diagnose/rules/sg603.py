@@ -29,4 +29,4 @@ def _brought_in(case: Case) -> Proof | None:
     return likely(text, "no step of this process has changed it")
 
 
-RULE = Rule(code="SG603", recognise=recognise)
+RULE = Rule(code="SG603", recognise=recognise, shown_by="record")

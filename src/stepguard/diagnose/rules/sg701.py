@@ -24,4 +24,4 @@ def recognise(case: Case) -> Proof | None:
     )
 
 
-RULE = Rule(code="SG701", recognise=recognise)
+RULE = Rule(code="SG701", recognise=recognise, shown_by="record")

@@ -67,4 +67,4 @@ def _not_a_function(case: Case) -> Proof:
     )
 
 
-RULE = Rule(code="SG702", recognise=recognise)
+RULE = Rule(code="SG702", recognise=recognise, shown_by="inference")

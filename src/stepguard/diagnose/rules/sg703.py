@@ -17,4 +17,4 @@ def recognise(case: Case) -> Proof | None:
     return certain(first, case.verdict.summary)
 
 
-RULE = Rule(code="SG703", recognise=recognise)
+RULE = Rule(code="SG703", recognise=recognise, shown_by="record")

@@ -27,4 +27,4 @@ def recognise(case: Case) -> Proof | None:
     return certain(same, weights, rates, who)
 
 
-RULE = Rule(code="SG704", recognise=recognise)
+RULE = Rule(code="SG704", recognise=recognise, shown_by="record")

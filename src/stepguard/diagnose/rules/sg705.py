@@ -16,4 +16,4 @@ def recognise(case: Case) -> Proof | None:
     return certain(case.verdict.summary, samplers)
 
 
-RULE = Rule(code="SG705", recognise=recognise)
+RULE = Rule(code="SG705", recognise=recognise, shown_by="record")

@@ -45,4 +45,4 @@ def _half_weights(case: Case) -> str:
     )
 
 
-RULE = Rule(code="SG801", recognise=recognise)
+RULE = Rule(code="SG801", recognise=recognise, shown_by="record")

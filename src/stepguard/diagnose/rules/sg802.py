@@ -35,4 +35,4 @@ def _rates_above_configured(case: Case) -> list[str]:
     return sentences
 
 
-RULE = Rule(code="SG802", recognise=recognise)
+RULE = Rule(code="SG802", recognise=recognise, shown_by="record")

@@ -17,4 +17,4 @@ def recognise(case: Case) -> Proof | None:
     return certain(labels, zero, case.verdict.summary)
 
 
-RULE = Rule(code="SG803", recognise=recognise)
+RULE = Rule(code="SG803", recognise=recognise, shown_by="record")

@@ -5,6 +5,7 @@ it back.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+LENGTH_KEYS = ("total_steps", "T_max", "total_iters")
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
@@ -43,6 +45,22 @@ def one_schedule(given: Any) -> Any:
     return SeveralSchedules(given)
 
 
+def scheduler_of(optimizer: Optimizer) -> LRScheduler | None:
+    """The scheduler that drives this optimizer; the outermost where schedulers are chained."""
+    ours = [s for s in gc.get_objects() if _drives(s, optimizer)]
+    nested: set[int] = set()
+    for scheduler in ours:
+        # SequentialLR and ChainedScheduler keep the schedulers inside them under this name.
+        nested.update(map(id, getattr(scheduler, "_schedulers", ())))
+    outer = [s for s in ours if id(s) not in nested]
+    return outer[0] if len(outer) == 1 else None
+
+
+def _drives(item: Any, optimizer: Optimizer) -> bool:
+    # type() and not isinstance: proxies answer isinstance with side effects
+    return issubclass(type(item), LRScheduler) and getattr(item, "optimizer", None) is optimizer
+
+
 def advance(scheduler: Any) -> list[str]:
     """One step of every scheduler that needs nothing for it; the names of those that do, which stay
     where they are.
@@ -65,6 +83,18 @@ def wants_a_value(scheduler: Any) -> bool:
         return False
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(p.default is inspect.Parameter.empty and p.kind in by_position for p in parameters)
+
+
+def named_position(scheduler: Any) -> str:
+    """`OneCycleLR at 33 of 100`; empty without a schedule that counts."""
+    for member in members(scheduler):
+        if member is not None and hasattr(member, "last_epoch"):
+            said = f"{type(member).__name__} at {member.last_epoch}"
+            for key in LENGTH_KEYS:
+                if isinstance(getattr(member, key, None), int):
+                    return f"{said} of {getattr(member, key)}"
+            return said
+    return ""
 
 
 class ScheduleCopy:

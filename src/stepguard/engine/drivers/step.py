@@ -166,6 +166,8 @@ class StepDriver:
         if verdict.bad:
             return self._refuse(step, pending, reading, verdict)
         if verdict.kind == "scale_calibration":
+            # a loop would have clipped before its scaler refused the update
+            self._clip(pending, reading, outliers_kept_out=False)
             update_scaler(self.context)
             self._end(step, reading, committed=False)
             return StepResult().resolve(reading, committed=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from stepguard.engine.context import Context
 from stepguard.engine.forecast_check import ForecastCheck
 from stepguard.engine.looks import Looks
@@ -45,7 +47,8 @@ class StepEnd:
         """The update went through. `reading` is None where a disarmed guard did not read it."""
         for hook in self._context.commit_hooks:
             hook()
-        self.looks.finish(committed=True)
+        # an infinity that the loss shows is not one that the model has absorbed
+        self.looks.finish(committed=reading is None or not reading.loss_overflow)
         if reading is None or not self._protect.armed:
             return
         with self._protect.region:
@@ -97,7 +100,7 @@ def add_to_history(context: Context, step: Step, reading: Reading) -> None:
 def keep_anchor(context: Context, step: Step, reading: Reading) -> None:
     """Remember this step as healthy, so that its batch can be tried on later weights."""
     loss = reading.judged_loss
-    if step.replayable and loss is not None:
+    if step.replayable and loss is not None and math.isfinite(loss):
         context.anchor = (step, loss)
 
 

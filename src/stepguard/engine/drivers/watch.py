@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,10 +29,12 @@ from stepguard.engine.drivers.optimizer_kinds import (
     needs_closure,
 )
 from stepguard.engine.drivers.scaler import present_scale
+from stepguard.engine.drivers.update_check import UpdateCheck
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import count_labels
 from stepguard.engine.recover.rewind import Rewinder
-from stepguard.engine.wiring import Wiring
+from stepguard.engine.watch.schedule_rollback import ScheduleRollback
+from stepguard.engine.wiring import Wiring, owners
 from stepguard.sentinel.torch_patches import Update, inside_backward, listen
 from stepguard.state.step import LossFn, total_loss, unwrapped
 
@@ -54,17 +57,39 @@ class WatchDriver(JudgedStep):
         resources.callback(self.model_calls.close)
         resources.callback(listen(self))
         resources.callback(self.tracing.close)
-        self._hook(context.optimizer, self._before_step, self._after_step)
-        inner = inner_optimizer(context.optimizer)
+        self._hooks = ExitStack()
+        resources.callback(lambda: self._hooks.close())
+        self._hook_optimizer()
+        wiring.adopt = self.adopt
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Guard this optimizer, which is about to step, in the place of the one before."""
+        self._begin()
+        context = self.context
+        before = context.optimizer
+        context.adopt(optimizer)
+        owners[optimizer] = owners.pop(before)
+        snapshots = self.rewinder.snapshots
+        snapshots.run_state.adopt(optimizer, context.scheduler)
+        snapshots.kept.broken(context.step)
+        self.rollback = ScheduleRollback(context)
+        self._check = UpdateCheck(context, self.protect)
+        self._stepping = 0
+        self._hooks.close()
+        self._hook_optimizer()
+
+    def _hook_optimizer(self) -> None:
+        optimizer = self.context.optimizer
+        self._hook(optimizer, self._before_step, self._after_step)
+        inner = inner_optimizer(optimizer)
         if inner is not None:
             self._hook(inner, self._before_inner, self._after_inner)
 
     def _hook(self, optimizer: Optimizer, before: Any, after: Any) -> None:
         # where `optimizer.step` is compiled, hooks must stay out of the graph
         outside: Any = torch.compiler.disable
-        resources = self.context.resources
-        resources.callback(optimizer.register_step_pre_hook(outside(before)).remove)
-        resources.callback(optimizer.register_step_post_hook(outside(after)).remove)
+        self._hooks.callback(optimizer.register_step_pre_hook(outside(before)).remove)
+        self._hooks.callback(optimizer.register_step_post_hook(outside(after)).remove)
 
     # --- calls of patched torch functions -------------------------------------------------------
 
@@ -116,6 +141,7 @@ class WatchDriver(JudgedStep):
         ours = False
         with self.protect.region, self.looks.paused():
             ours = self.observed.after_backward(failed=failed)
+        self.looks.backward_over()
         self.wiring.backward(ours)
         with self.protect.part("live tracing"):
             self.tracing.after_backward(ours=ours)

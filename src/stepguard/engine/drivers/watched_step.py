@@ -170,6 +170,7 @@ class WatchedStep:
         step = Step(
             *(context.step, context.model, context.optimizer, context.modules, context.buffers),
             sharded=context.sharded,
+            summed_in_half=all(loss.summed_in_half for loss in self.observed.losses),
         )
         scale = (reading.scale if reading is not None else None) or 1.0
         if self.micro_batches.complete(step, len(self.observed.losses)):

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from stepguard.engine.context import Context
 from stepguard.locate.impurity import kept_loss_function_state
+from stepguard.locate.overflowed_reduction import overflowed_in_replay
 from stepguard.records import Evidence, Origin, Reading
 from stepguard.records.origin import with_evidence
 from stepguard.sentinel.gradients import gradient_norm
-from stepguard.sentinel.rank_agreement import RankFault
+from stepguard.sentinel.rank_agreement import ASKED, RankFault
 from stepguard.sentinel.stored_tensors import (
     bad_buffers,
     bad_parameters,
@@ -24,6 +25,7 @@ from stepguard.sentinel.stored_tensors import (
 )
 from stepguard.state.batch import bad_batch_tensors
 from stepguard.state.replay import gradients_came_back_finite, kept_buffers, model_finite, rerun
+from stepguard.state.run_state import extra_tensors
 from stepguard.state.step import Step
 from stepguard.tensors.names import optimizer_parameters, parameter_names
 from stepguard.tensors.values import dense_real, is_finite
@@ -57,13 +59,33 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
         bad_state = buffers_after
     if not buffers_after:
         ignore_sentinels(context)
-    return replace(
+    found = replace(
         reading,
         bad_state=tuple(bad_state),
         state_born=made_now,
         bad_inputs=tuple(bad_batch_tensors(step.micro_batches)),
         bad_grads=tuple(_bad_gradients(context, step)),
     )
+    return replace(found, loss_overflow=_only_loss_overflows(context, step, found))
+
+
+def _only_loss_overflows(context: Context, step: Step, reading: Reading) -> bool:
+    """Is an infinite loss all that is wrong, made by adding up finite values?"""
+    if reading.bad_state or reading.bad_inputs or not reading.grads_finite:
+        return False
+    bad = reading.bad_micro_batches
+    infinite = bool(bad) and all(math.isinf(reading.micro_losses[index]) for index in bad)
+    if not infinite or not math.isfinite(reading.grad_norm or 0.0):
+        return False
+    if not step.replayable:
+        return step.summed_in_half
+    context.loss_overflows += 1
+    # the user's loss function is not run again for each of a long series
+    power_of_two = context.loss_overflows & (context.loss_overflows - 1) == 0
+    if power_of_two and not overflowed_in_replay(step, bad):
+        context.loss_overflows = 0
+        return False
+    return True
 
 
 def _only_gradients(context: Context, reading: Reading) -> bool:
@@ -79,9 +101,14 @@ def stored_trouble(context: Context) -> list[str]:
     found = [
         *bad_parameters(context.roots, context.optimizer, _elsewhere(context)),
         *bad_buffers(context.roots),
-        *bad_slots(context.optimizer),
+        *bad_slots(context.roots, context.optimizer),
     ]
-    return _unaccepted(context, found)
+    return list(dict.fromkeys(map(_label, _unaccepted(context, found))))
+
+
+def _label(name: str) -> str:
+    """As records name it: an optimizer's slot without its parameter."""
+    return f"opt:{name.rpartition('/')[2]}" if name.startswith("opt:") else name
 
 
 def _unaccepted(context: Context, names: list[str]) -> list[str]:
@@ -143,7 +170,7 @@ def agreed_trouble(context: Context, *, together: bool) -> tuple[str, ...]:
         return tuple(stored_trouble(context))
     try:
         told = context.agreement.together(
-            lambda: {"bad": stored_trouble(context)}, "a look at the weights", asked=True
+            lambda: {"bad": stored_trouble(context)}, "a look at the weights", seconds=ASKED
         )
     except RankFault:
         # a rank whose guard has disarmed itself does not take part
@@ -156,7 +183,12 @@ def agreed_trouble(context: Context, *, together: bool) -> tuple[str, ...]:
 
 def accept(context: Context, names: Iterable[str]) -> None:
     """Ignore state that was bad from the start: the policy lets it pass."""
-    context.accepted.update(names)
+    bad = set(names)
+    slots = bad_slots(context.roots, context.optimizer)
+    context.accepted.update(name for name in bad if not name.startswith("opt:"))
+    context.accepted.update(slot for slot in slots if _label(slot) in bad)
+    copies = extra_tensors(context.extra).items()
+    context.accepted.update(name for name, tensor in copies if not is_finite(tensor))
     stored = [
         *context.parameters,
         *norm_statistics(context.roots),

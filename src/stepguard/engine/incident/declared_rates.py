@@ -19,7 +19,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stepguard.engine.drivers.schedule import members, wants_a_value
+from stepguard.engine.drivers.schedule import (
+    LENGTH_KEYS,
+    members,
+    named_position,
+    wants_a_value,
+)
 
 READ_FIRST = 4
 """First steps at which the groups are read."""
@@ -32,7 +37,6 @@ MOST_SEARCHES = 8
 GROUP_KEYS = ("lr", "initial_lr", "max_lr")
 SCHEDULE_KEYS = ("base_lrs", "max_lrs")
 FACTOR_KEYS = ("start_factor", "end_factor", "factor")
-LENGTH_KEYS = ("total_steps", "T_max", "total_iters")
 SAME_RATE = 1e-9
 
 
@@ -76,6 +80,16 @@ class DeclaredRates:
             self._known = _highest([self._known, _stated(self._optimizer)])
             return self._known
         return ()
+
+    def position(self, rates: tuple[float, ...]) -> str:
+        """Name and position of the schedule of a watched loop, looked for among all objects; the
+        name alone where it has moved on since the step had these rates.
+        """
+        for scheduler in _schedules_of(self._optimizer):
+            if _equal(_per_group(getattr(scheduler, "_last_lr", None), len(rates)), rates):
+                return named_position(scheduler)
+            return type(scheduler).__name__
+        return ""
 
     def _search(self, rates: tuple[float, ...]) -> tuple[float, ...]:
         """A rate is far above everything known: has a schedule declared it all along?"""

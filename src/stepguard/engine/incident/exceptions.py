@@ -22,7 +22,7 @@ from stepguard.locate.exception_origin import (
 )
 from stepguard.policy import Budget
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
-from stepguard.state.rng import capture_rng, restore_rng
+from stepguard.state.rng import capture_rng, kept_rng
 from stepguard.state.step import Step
 
 MARK = "_stepguard_incident"
@@ -46,18 +46,17 @@ class Exceptions:
     def in_step(self, step: Step, error: Exception) -> Incident | None:
         """Record what the user's code raised inside `guard.step`; the incident if it is skipped.
 
-        Buffers, counters and random numbers are put back as they were before the step; its
-        gradients are dropped.
+        Buffers and counters are put back as they were before the step; its gradients are dropped.
+        Random numbers go on from where the exception left them, as in a loop without a guard.
         """
         if isinstance(error, StepguardError) or not self._protect.armed:
             return None
         incident: Incident | None = None
-        with self._protect.part("state before an exception"):
-            self._take_back(step)
-        with self._protect.part("record of an exception"):
-            incident = self._record(step, error, None, may_skip=True)
-        if step.start is not None:
-            restore_rng(step.start)
+        with kept_rng():
+            with self._protect.part("state before an exception"):
+                self._take_back(step)
+            with self._protect.part("record of an exception"):
+                incident = self._record(step, error, None, may_skip=True)
         if incident is None or incident.decision is None or incident.decision.action != "skip":
             return None
         return incident
@@ -71,7 +70,7 @@ class Exceptions:
         if not self._protect.armed or ours or not isinstance(error, Exception):
             return
         if not recorded(error):
-            with self._protect.part("record of an exception"):
+            with kept_rng(), self._protect.part("record of an exception"):
                 self._record(step, error, attempt, may_skip=False)
 
     def _take_back(self, step: Step) -> None:
@@ -89,7 +88,7 @@ class Exceptions:
             summary=in_words(error),
             evidence={"type": type(error).__name__},
         )
-        reading = Reading(step=step.index, lr=context.lr)
+        reading = Reading(step=step.index, lr=context.lr, schedule=context.schedule)
         incident = self._transaction.open_incident(step, reading, verdict)
         origin = traceback_origin(error, step.index, step.named_roots())
         with self._protect.part("place of an exception"):
@@ -173,7 +172,9 @@ def out_of_memory(error: BaseException) -> bool:
     return any(words in said for words in NO_MEMORY)
 
 
-def tell_end(context: Context, error: BaseException | None, *, armed: bool) -> None:
+def tell_end(
+    context: Context, error: BaseException | None, *, armed: bool, by_signal: str = ""
+) -> None:
     """Write the last line of an attempt: how far it came, and by what it ended."""
     fields: dict[str, Any] = {
         "attempt": context.attempt,
@@ -184,6 +185,8 @@ def tell_end(context: Context, error: BaseException | None, *, armed: bool) -> N
     told = ending(error)
     if told:
         fields["error"] = told
+    if by_signal:
+        fields["signal"] = by_signal
     context.outputs.line("end", fields)
 
 

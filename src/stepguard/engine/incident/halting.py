@@ -11,25 +11,61 @@ from stepguard._errors import EXIT_HALTED, TrainingHalted
 from stepguard.engine.context import Context
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.records import Incident
+from stepguard.report import screen
 
-Restart = Literal["helps", "same-place", "no"]
-"""`helps`: the fault was transient, or the restart passes over it. `same-place`: a restart with the
-same data and settings comes to the same stop. `no`: nothing good is left to start from, or the
-program itself has to be changed.
+Restart = Literal["helps", "same-fault", "change-code"]
+"""`helps`: the state is healthy and the same program gets past the fault from there. `same-fault`:
+the state is healthy, and nothing shows that the same program would not come from there to the same
+fault. `change-code`: there is no healthy state to resume from.
 """
+BORN_IN_THE_STEP = ("nonfinite_loss", "nonfinite_gradient", "infinite_norm")
+"""Verdicts on what forward and backward made: another step need not make it again."""
 
 
 def halt(context: Context, rewinder: Rewinder, incident: Incident, state: Path | None) -> None:
     """Raise TrainingHalted; `state` is where the newest good state was left."""
-    restart: Restart = "no"
-    if state is not None:
-        restart = "same-place" if incident.step in rewinder.past.stopped_at else "helps"
+    restart = restart_after(context, rewinder, incident, state)
     cause = incident.findings[0].code if incident.findings else incident.verdict.kind
     line = exit_line(step=incident.step, cause=cause, restart=restart, state=state)
-    context.outputs.halted(incident, line)
+    try:
+        context.outputs.halted(incident, line)
+    finally:
+        if context.agreement.world_rank == 0:
+            # not one of the outputs: launchers read it whatever people want to see
+            screen.put(f"{line}\n", sys.stderr)
     exit_with_code_three()
     where = str(state) if state is not None else None
     raise TrainingHalted(incident, state=where, restart=restart)
+
+
+def restart_after(
+    context: Context, rewinder: Rewinder, incident: Incident, state: Path | None
+) -> Restart:
+    """Say what the same program would come to if it were started again from `state`.
+
+    A promise is made only where something shows that the fault does not return: the replay did not
+    show it, or it is in samples that a restart passes over, because the guard knows the loader.
+    """
+    if state is None:
+        return "change-code"
+    reading = incident.reading
+    in_the_step = incident.verdict.kind in (*BORN_IN_THE_STEP, "nonfinite_input")
+    if _recurred(context, rewinder, incident) or not in_the_step or reading.bad_state:
+        return "same-fault"
+    origin = incident.origin
+    transient = origin is not None and origin.reproduced is False
+    in_samples = bool(reading.bad_inputs or (origin is not None and origin.samples))
+    return "helps" if transient or (in_samples and context.feed is not None) else "same-fault"
+
+
+def _recurred(context: Context, rewinder: Rewinder, incident: Incident) -> bool:
+    """Has it come more than once: in a row, in spite of all rewinds, or in an earlier attempt?"""
+    if incident.step in rewinder.past.stopped_at or incident.step == rewinder.retried:
+        return True
+    budget = context.budget
+    policy = context.config.policy
+    spent = 0 < policy.max_rewinds <= budget.rewinds or bool(budget.exceeded(policy))
+    return budget.consecutive > 1 or (spent and budget.total > 1)
 
 
 def exit_line(
@@ -37,7 +73,7 @@ def exit_line(
 ) -> str:
     """The line on stderr by which a launcher learns that the run stopped and if a restart helps.
 
-    `stepguard: HALTED step=48 cause=SG204 restart=same-place state=runs/a/checkpoints/step-40`,
+    `stepguard: HALTED step=48 cause=SG204 restart=same-fault state=runs/a/checkpoints/step-40`,
     without a newline. `cause` is the code of the first finding, or the kind of the verdict where
     nothing was found. `state` is where the newest good state lies; it stands last, so that a path
     with blanks is everything up to the end of the line.

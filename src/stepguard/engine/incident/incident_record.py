@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -117,7 +118,11 @@ def incident_folder(run_dir: Path, name: str, rank: int) -> Path:
 
 def _folder(context: Context, incident: Incident) -> Path:
     assert context.config.run_dir is not None
-    return incident_folder(Path(context.config.run_dir), incident.id, incident.rank)
+    folder = incident_folder(Path(context.config.run_dir), incident.id, incident.rank)
+    with suppress(OSError):  # whoever writes into it says why it cannot be made
+        # for this user only: capsules hold training data
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 def _wants_capsule(context: Context, incident: Incident, step: Step) -> bool:

@@ -22,9 +22,10 @@ SHORTLY = 4
 def keep_lead_up(context: Context, snapshots: Snapshots, incident: Incident, step: Step) -> None:
     """Keep what trials need of this step: references, and a snapshot that is not overwritten."""
     last = context.lead_up
-    if last is not None and last.snapshot is not None:
-        last.snapshot.held = False
     context.lead_up = None
+    for one in (last, last.first if last is not None else None):
+        if one is not None and one.snapshot is not None:
+            one.snapshot.held = False
     if why_not(context, step):
         return
     lead_up = LeadUp(
@@ -32,12 +33,18 @@ def keep_lead_up(context: Context, snapshots: Snapshots, incident: Incident, ste
         step=step,
         bad=window_step(step, incident.reading.loss, incident.reading.lr),
         timeline=context.budget.rewinds,
+        committed=context.history.committed,
     )
     if last is not None and last.timeline == lead_up.timeline:
         recent = [*last.failed_before, last.bad]
         since = step.index - SHORTLY
         lead_up.failed_before = [one for one in recent if since <= one.index < step.index]
+        if last.committed == lead_up.committed:
+            # what led to the first of them is what a trial has to begin with
+            lead_up.first = last.first or last
     _hold_window(snapshots, lead_up)
+    if lead_up.first is not None and lead_up.first.snapshot is not None:
+        lead_up.first.snapshot.held = True
     context.lead_up = lead_up
 
 

@@ -15,6 +15,7 @@ from stepguard.ledger import Ledger, read_ledger
 from stepguard.records import Incident, Origin, Reading
 from stepguard.records.bad_samples import BadSamples, Extent, Identity
 from stepguard.records.place import place_and_phase
+from stepguard.sentinel.rank_agreement import ASKED
 from stepguard.state.skipped_batches import Place
 from stepguard.state.step import Step
 
@@ -48,7 +49,7 @@ def with_sample_names(
     def found(step: Step, reading: Reading) -> Origin:
         origin = find(step, reading)
         try:
-            return name_samples(origin, step, context.feed, context.config.id_key)
+            return name_samples(origin, step, context.recent, context.config.id_key)
         except Exception:
             # the names of the samples are not worth losing where the step broke
             return origin
@@ -105,7 +106,7 @@ def _agreed(context: Context, entries: list[BadSamples]) -> list[BadSamples]:
         return entries
     present = context.feed.epoch if context.feed is not None else -1
     own = [_moment(entry) for entry in entries if entry.epoch == present]
-    told = context.agreement.together(lambda: {"lost": own}, "the lost samples", asked=True)
+    told = context.agreement.together(lambda: {"lost": own}, "the lost samples", seconds=ASKED)
     common = set(map(tuple, own))
     for facts in told:
         common &= set(map(tuple, facts["lost"]))
@@ -136,7 +137,7 @@ def _loses_samples(incident: Incident) -> bool:
 
 def _entries(context: Context, step: Step, incident: Incident) -> list[BadSamples]:
     """One entry for each micro-batch that was lost."""
-    parts = parts_of(step, context.feed, context.config.id_key) or [BatchPart()]
+    parts = parts_of(step, context.recent, context.config.id_key) or [BatchPart()]
     guilty = _guilty(incident, len(parts))
     shared = _shared_fields(context, parts, incident)
     origin = incident.origin

@@ -262,7 +262,7 @@ class RankComparison:
         context = self._context
         step = bare_step(context)
         verdict = Verdict(kind=kind, severity="incident", summary=summary, evidence=said)
-        reading = Reading(step=step.index, lr=context.lr)
+        reading = Reading(step=step.index, lr=context.lr, schedule=context.schedule)
         run_dir = context.config.run_dir
         incident = Incident(
             id=incident_record.free_id(context, f"{step.index:08d}-{kind}"),

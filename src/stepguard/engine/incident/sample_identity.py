@@ -11,10 +11,18 @@ from torch import Tensor
 
 from stepguard.records import Origin
 from stepguard.records.bad_samples import Identity
+from stepguard.state.batch import named_tensors, tensor_label
 from stepguard.state.batch_rows import part_named, samples_in
-from stepguard.state.delivered_batches import Delivered, FoundBatch, first_tensors
-from stepguard.state.resumable_loader import ResumableLoader
+from stepguard.state.delivered_batches import (
+    Delivered,
+    FoundBatch,
+    RecentBatches,
+    first_tensors,
+)
 from stepguard.state.step import Step
+
+MOST_SHOWN = 4
+"""Tensors of a sample that are described."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +54,61 @@ class BatchPart:
         return _picked(self.ids, rows)
 
 
-def parts_of(step: Step, feed: ResumableLoader | None, id_key: str | None) -> list[BatchPart]:
+def parts_of(step: Step, recent: RecentBatches | None, id_key: str | None) -> list[BatchPart]:
     """One part for each micro-batch; for each delivered batch where micro-batches are not known."""
-    delivered = [] if feed is None else feed.of_step(step.index)
+    delivered = [] if recent is None else recent.of_step(step.index)
     if not step.micro_batches:
+        if recent is not None and recent.observed:
+            return []
         return [_whole_batch(each) for each in delivered]
     parts: list[BatchPart] = []
     for batch in step.micro_batches:
         size = samples_in(batch)
         parts.append(BatchPart(size=size, ids=_ids(batch, id_key, size)))
-    if feed is None:
+    if recent is None:
         return parts
     found: list[FoundBatch] = []
     for batch in step.micro_batches:
-        known = feed.find(batch)
+        known = recent.find(batch)
         if known is not None:
             found.append(known)
     if len(found) == len(parts):
         return _recognized(found, parts)
+    if recent.observed:
+        # a framework fetches ahead, and other loaders are observed as well: only values tell
+        delivered = [each for each in delivered if _equals_one(each, step.micro_batches)]
     return _by_order(delivered, parts, step.micro_batches)
 
 
+def delivered_beside(step: Step, recent: RecentBatches | None) -> list[tuple[Delivered, int]]:
+    """The delivered batches that the step's micro-batches are or hold parts of, each with its
+    micro-batch: a model's call holds no target.
+    """
+    found: list[tuple[Delivered, int]] = []
+    if recent is None:
+        return found
+    for micro, batch in enumerate(step.micro_batches):
+        known = recent.find(batch)
+        if known is not None and known.rows is None:
+            found.append((known.delivered, micro))
+    if not found:
+        delivered = recent.of_step(step.index)
+        if recent.observed:
+            delivered = [each for each in delivered if _equals_one(each, step.micro_batches)]
+        return [(each, micro) for micro, each in enumerate(delivered)]
+    return found
+
+
 def name_samples(
-    origin: Origin, step: Step, feed: ResumableLoader | None, id_key: str | None
+    origin: Origin, step: Step, recent: RecentBatches | None, id_key: str | None
 ) -> Origin:
-    """The same origin, with the names of its samples."""
-    if not origin.samples or (feed is None and id_key is None):
+    """The same origin, with the names of its samples and what the first of them holds."""
+    if not origin.samples:
         return origin
-    parts = parts_of(step, feed, id_key)
+    origin = replace(origin, content=_content(origin.samples[0], origin.micro_batch or 0, step))
+    if origin.rows or (recent is None and id_key is None):
+        return origin
+    parts = parts_of(step, recent, id_key)
     micro = origin.micro_batch or 0
     if micro >= len(parts):
         return origin
@@ -85,6 +120,25 @@ def name_samples(
         indices = (indices[0],) * count
     names = tuple(_name(indices, ids, position) for position in range(count))
     return replace(origin, rows=names) if all(names) else origin
+
+
+def _content(sample: int, micro: int, step: Step) -> str:
+    """Dtype, shape and range of the sample's tensors, in words."""
+    said: list[str] = []
+    tensors = named_tensors(step.micro_batches[micro]) if micro < len(step.micro_batches) else ()
+    for name, tensor in tensors:
+        plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_complex()
+        if len(said) == MOST_SHOWN or not plain or not tensor.dim() or sample >= len(tensor):
+            continue
+        row = tensor[sample].detach().to(torch.float64)
+        finite = row[torch.isfinite(row)]
+        span = "nothing finite"
+        if finite.numel():
+            low, high = float(finite.min()), float(finite.max())
+            span = f"all {low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        said.append(f"{tensor_label(name)} {dtype} {list(row.shape)}, {span}")
+    return "; ".join(said)
 
 
 def _name(indices: Sequence[Identity] | None, ids: Sequence[Identity] | None, position: int) -> str:
@@ -105,7 +159,7 @@ def _picked(values: tuple[Identity, ...], rows: Sequence[int]) -> tuple[Identity
 def _whole_batch(each: Delivered) -> BatchPart:
     indices = each.indices
     size = len(indices) if indices is not None and len(indices) > 1 else None
-    return BatchPart(size=size, indices=indices, place=(each.epoch, each.number))
+    return BatchPart(size=size, indices=indices, place=each.place)
 
 
 def _recognized(found: list[FoundBatch], parts: list[BatchPart]) -> list[BatchPart]:
@@ -116,7 +170,7 @@ def _recognized(found: list[FoundBatch], parts: list[BatchPart]) -> list[BatchPa
     known: list[BatchPart] = []
     for each, part in zip(found, parts, strict=True):
         complete = each.rows is None or len(seen[id(each.delivered)]) == each.of
-        place = (each.delivered.epoch, each.delivered.number) if complete else None
+        place = each.delivered.place if complete else None
         known.append(replace(part, indices=each.indices, place=place))
     return known
 
@@ -139,7 +193,7 @@ def _one_to_one(
     for each, part, batch in zip(delivered, parts, batches, strict=True):
         if _contradicts(each, batch):
             return parts
-        known.append(replace(part, indices=each.indices, place=(each.epoch, each.number)))
+        known.append(replace(part, indices=each.indices, place=each.place))
     return known
 
 
@@ -154,9 +208,19 @@ def _cut_from(whole: Delivered, parts: list[BatchPart], batches: Sequence[Any]) 
         if _contradicts(whole, batch, start):
             return parts
         indices = whole.indices[start : start + size]
-        known.append(replace(part, indices=indices, place=(whole.epoch, whole.number)))
+        known.append(replace(part, indices=indices, place=whole.place))
         start += size
     return known
+
+
+def _equals_one(delivered: Delivered, batches: Sequence[Any]) -> bool:
+    """Is a tensor of it, or a row of one, seen to be what the loop trains on?"""
+    for batch in batches:
+        for tensor in first_tensors(batch):
+            for whole in delivered.tensors:
+                if _alike(whole, tensor) and _equal(whole[: len(tensor)], tensor):
+                    return True
+    return False
 
 
 def _contradicts(delivered: Delivered, batch: Any, start: int = 0) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from stepguard.detect.anomalies import MOVED
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.outer_optimizer import voting_manager
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
@@ -139,14 +138,10 @@ class SituationReader:
         return weights_ruined(incident.origin) or self._diverged(incident.reading)
 
     def _diverged(self, reading: Reading) -> bool:
-        """Had the loss run far above everything, on moved weights, before it was non-finite?"""
-        history = self._context.history
-        if reading.bad_inputs or reading.overflow or not history.losses:
+        """Had the run diverged before it was non-finite? Ranks would have to ask together."""
+        if reading.bad_inputs or reading.overflow or self._context.agreement.size > 1:
             return False
-        if self._context.agreement.size > 1 or not history.level > history.far_limit:
-            return False
-        moved = self._rewinder.probation.moved_since_good()
-        return moved is not None and not moved < MOVED
+        return bool(self._rewinder.probation.divergence())
 
     def _new_scale(self, step: Step, reading: Reading) -> float | None:
         """A static loss scale that works on every rank, where the present one overflows."""

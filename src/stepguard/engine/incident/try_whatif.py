@@ -32,7 +32,7 @@ def try_what_helps(context: Context, snapshots: Snapshots, own: OwnFix | None) -
     """
     if not context.incidents:
         raise ConfigError("there is no incident yet: whatif looks at what went wrong.")
-    subject = _subject(context, snapshots, context.incidents[-1])
+    subject = _subject(context, snapshots)
     quiet = context.config.terminal != "auto"
     try:
         with kept_rng(), table.progress_bar(None if quiet else sys.stderr) as progress:
@@ -44,19 +44,27 @@ def try_what_helps(context: Context, snapshots: Snapshots, own: OwnFix | None) -
     return found
 
 
-def _subject(context: Context, snapshots: Snapshots, incident: Incident) -> TrialSubject:
+def _subject(context: Context, snapshots: Snapshots) -> TrialSubject:
+    """The last bad step; of several in a row, the first."""
     lead_up = context.lead_up
-    if lead_up is None or lead_up.incident != incident.id:
+    if lead_up is None or lead_up.incident != context.incidents[-1].id:
         why = why_not(context, bare_step(context))
         raise ConfigError(why or "nothing was kept of the last incident to try anything on.")
+    failed = [*lead_up.failed_before, lead_up.bad]
+    lead_up = lead_up.first or lead_up
+    failed = [one for one in failed if one.index != lead_up.bad.index]
+    incident = next(one for one in context.incidents if one.id == lead_up.incident)
     window = _window(context, snapshots, lead_up, incident)
+    following = lead_up.bad.index + 1
+    failed_next = any(one.step == following for one in context.incidents)
     return TrialSubject(
         step=lead_up.step,
         bad=lead_up.bad,
         window=window,
         run_state=snapshots.run_state,
         incident=incident,
-        failed_before=lead_up.failed_before if _by_no_sample(incident) else [],
+        failed_before=failed if _by_no_sample(incident) else [],
+        failed_next=following if failed_next else None,
     )
 
 
@@ -89,7 +97,8 @@ def _nothing_moved_since(context: Context, lead_up: LeadUp, incident: Incident) 
     decision = incident.decision
     if decision is None or decision.action not in NOTHING_MOVED or decision.rewound_to is not None:
         return False
-    return context.step - lead_up.bad.index in (0, 1)
+    unmoved = context.history.committed == lead_up.committed
+    return unmoved or context.step - lead_up.bad.index in (0, 1)
 
 
 def window_on_disk(capsule: Path, others: list[WindowStep]) -> Window:

@@ -15,6 +15,7 @@ from stepguard.engine.incident.lead_up import as_window
 from stepguard.engine.recover.snapshots import Snapshots
 from stepguard.records import Action, Decision, Incident
 from stepguard.records.whatif import TrialOutcome, WhatIf
+from stepguard.report.phrases import count
 from stepguard.state.steps_before import Window
 from stepguard.whatif.candidates import Candidate
 from stepguard.whatif.comparison import compare_candidates
@@ -145,7 +146,7 @@ def _subject(
 
 def _why(found: WhatIf, best: TrialOutcome) -> str:
     failed = [one.name for one in found.outcomes if not one.works and one.cost < best.cost]
-    said = f"whatif: {best.label} keeps the bad value away for {found.after} steps"
+    said = f"whatif: {best.label} keeps the bad value away for {count(found.after, 'step')}"
     if failed:
         said += f"; not so {', '.join(failed)}"
     return said

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from stepguard._errors import StepguardError
 from stepguard.checkpoints import Background, Entry, Health, Select, Store
 from stepguard.engine.context import Context
+from stepguard.engine.recover.peer_healing import SLOTS_APART
 from stepguard.engine.recover.probation import Probation
 from stepguard.engine.recover.rank_weights import APART, RankWeights, add_parts, state_of_rank
 from stepguard.engine.recover.shared_save import SharedSave, begin_together
@@ -116,35 +119,79 @@ class Archive:
                     state.facts.setdefault(kind, {})[str(rank)] = facts
         bad = {name for name, tensor in state.tensors.items() if not is_finite(tensor)}
         state.facts["nonfinite_ok"] = sorted(self._probation.meant_nonfinite(bad))
+        first = self._context.first_size
+        state.facts["first_size"] = None if first is None else float(first)
 
     def begin_shared(
-        self, state: SavedState, step: int, *, good: bool = True
+        self, state: SavedState, step: int, why: str = ""
     ) -> tuple[SharedSave | None, str]:
-        """Begin a save that every rank writes a part of; or say why not. All ranks call."""
-        folder, why = begin_together(self._context, self.store, step)
+        """Begin a save that every rank writes a part of; or say why not. All ranks call.
+
+        `why` it is not good, here and in `offer`; empty where it is.
+        """
+        folder, refused = begin_together(self._context, self.store, step)
         if folder is None:
-            return None, why
+            return None, refused
         allowed = frozenset(state.facts["nonfinite_ok"])
-        health = self.health(good=good)
+        health = self.health(why)
         where = (self._context, self.store, folder)
         return SharedSave(*where, step, state, health, allowed, self._sealed), ""
 
-    def health(self, *, good: bool = True) -> Health:
-        """What the seal of a checkpoint says about the run."""
+    def why_not_alone(self) -> str:
+        """What only the other ranks hold, in words; empty where all hold the same state."""
+        context = self._context
+        model = context.model
+        if self.shared:
+            return "each rank holds a part of the parameters"
+        if not isinstance(model, DistributedDataParallel):
+            return "nothing keeps the ranks' weights equal that the guard knows of"
+        if not context.agreement.in_step_throughout or context.outer is not None:
+            return "the ranks made steps of their own, so that their weights may differ"
+        if type(context.optimizer).__name__ in SLOTS_APART:
+            return f"each rank holds a part of the state of {type(context.optimizer).__name__}"
+        if model.parameters_to_ignore:
+            return f"{min(model.parameters_to_ignore)} is each rank's own"
+        return ""
+
+    def save_alone(self, state: SavedState) -> Path | None:
+        """Write the state that all ranks hold alike, without what each has of its own."""
+        agreement = self._context.agreement
+        others = [str(rank) for rank in agreement.members if rank != agreement.world_rank]
+        own = (
+            "random numbers" if self._context.feed is None else "random numbers, places in the data"
+        )
+        model = self._context.model
+        if isinstance(model, DistributedDataParallel) and not model.broadcast_buffers:
+            own += ", buffers"
+        ranks = "rank" if len(others) == 1 else "ranks"
+        missing = f"{own} of {ranks} {', '.join(others)}"
+        self.complete(state, [])
+        state.facts["saved_alone"] = agreement.size
+        path = self.save(state, missing=missing)
+        if path is not None:
+            self._say(
+                f"{path.name} was saved by rank {agreement.world_rank} alone, without the {missing}"
+            )
+        return path
+
+    def health(self, why: str = "", *, missing: str = "") -> Health:
+        """What the seal of a checkpoint says about the run; `why` the state is not good."""
         context = self._context
         return Health(
             loss=context.history.last_loss,
             level=context.history.level if context.history.losses else None,
             steps_watched=context.config.probation,
             incidents=context.budget.total,
-            good=good,
+            good=not why,
+            why=why,
             run=context.run_id,
+            missing=missing,
         )
 
-    def save(self, state: SavedState) -> Path | None:
+    def save(self, state: SavedState, why: str = "", *, missing: str = "") -> Path | None:
         """Write a completed state now; None, and a line, where the disk refuses it."""
         step = self._context.step
-        health = self.health()
+        health = self.health(why, missing=missing)
         try:
             path = self.store.save(step, state.tensors, state.facts, health)
         except Exception as fault:
@@ -153,15 +200,17 @@ class Archive:
         self._sealed(step, path, health)
         return path
 
-    def offer(self, step: int, state: SavedState, *, good: bool = True) -> bool:
+    def offer(self, step: int, state: SavedState, why: str = "") -> bool:
         """Write a completed state in the background; False while another one is being written."""
-        return self.background.offer(step, state.tensors, state.facts, self.health(good=good))
+        return self.background.offer(step, state.tensors, state.facts, self.health(why))
 
     def _say(self, summary: str) -> None:
         self._context.outputs.note("checkpoint", summary)
 
     def _sealed(self, step: int, path: Path, health: Health) -> None:
         """Put a written checkpoint on record; people are told of what is not written only."""
-        summary = f"sealed {path.name}" if health.good else f"kept {path.name}, not called good"
+        summary = (
+            f"sealed {path.name}" if health.good else f"kept {path.name}, not good: {health.why}"
+        )
         fields = {"step": step, "path": path.name, "good": health.good, "summary": summary}
         self._context.outputs.line("checkpoint", fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,22 @@ from stepguard.engine.interception import borrowing
 from stepguard.engine.recover.checkpoint_archive import Archive
 from stepguard.engine.recover.restore import restore_checkpoint
 from stepguard.engine.recover.rewind import Rewinder
+from stepguard.locate.source import Line, user_stack
 from stepguard.records import Incident
-from stepguard.sentinel.rank_agreement import RankAbsent, RankFault
+from stepguard.sentinel.rank_agreement import ASKED, RankAbsent, RankFault
 from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
+
+SAVE = "guard.save()"
+LATE = "others save"
+"""Under this name other ranks than the first say that they come to a save, if late."""
+ALONE_AFTER = 5.0
+"""Seconds after which the first rank saves alone what all ranks hold alike.
+
+Ranks that train in lock step and all save come within milliseconds.
+"""
+LOCK_STEP = 10.0
+"""Seconds after which it refuses to, where it cannot save alone."""
 
 
 class Checkpoints:
@@ -30,6 +43,8 @@ class Checkpoints:
         """The checkpoint on probation: its snapshot, or its step where this rank has none."""
         self._lent: Snapshot | None = None
         """The snapshot that is being written."""
+        self._alone_at: set[tuple[Line, ...]] = set()
+        """Places of the user's at which not all ranks came to a save."""
         self._seen = -1
         """The last step at which a checkpoint was due."""
         rewinder.after_commit.append(self.committed)
@@ -54,40 +69,77 @@ class Checkpoints:
 
     # --- when asked
 
-    def save(self, *, asked: bool = True) -> Path | None:
+    def save(self, *, asked: bool = True, kept: bool = False) -> Path | None:
         """Save the present state now; None, and a line, where it is not good.
 
-        `asked`: by the user, who may have other ranks come later.
+        `asked`: by the user, who may have other ranks come later. `kept`: a finite state that is
+        not good is sealed as such.
         """
         archive = self._needed("guard.save()")
         archive.background.wait()
         state: SavedState | None = None
-        why = self._why_not_good()
+        bad = stored_trouble(self._context)
+        doubt = self._doubt()
+        why = f"{bad[0]} is not finite" if bad else "" if kept else doubt
         if not why:
             try:
                 state = self._snapshots.present()
             except StateError as fault:
                 why = str(fault)
+        place = user_stack()
+        agreement = self._context.agreement
         try:
-            told = self._context.agreement.together(
-                lambda: {"why": why, "own": archive.rank_part(state)}, "guard.save()", asked=asked
+            told = agreement.together(
+                lambda: {"why": why, "own": archive.rank_part(state)},
+                SAVE,
+                seconds=self._patience(archive, place) if asked else None,
             )
         except RankAbsent as absent:
-            self._refuse(f"NOT saved, all ranks have to call guard.save(): {absent}")
-            return None
+            self._alone_at.add(place)
+            if agreement.rank:
+                agreement.tell(LATE, "yes")
+            saved = agreement.alone(
+                SAVE, partial(self._save_alone, archive, state, why, str(absent))
+            )
+            return Path(saved) if saved else None
         except RankFault as fault:
             self._refuse(f"NOT saved, the ranks could not agree: {fault}")
             return None
         refused = _first_refusal(told)
         if refused or state is None:
-            self._refuse(f"NOT saved, the state is not good: {refused.removesuffix('.')}")
+            way_out = " (GuardConfig(anomalies='off') judges no losses)" if doubt else ""
+            self._refuse(f"NOT saved, the state is not good: {refused.removesuffix('.')}{way_out}")
             return None
         parts = [facts["own"] for facts in told]
         weights, why = archive.own_weights(state, parts)
         if why:
             self._refuse(f"NOT saved: {why}")
             return None
-        return self._write_now(archive, state, parts, weights)
+        return self._write_now(archive, state, parts, weights, doubt)
+
+    def _patience(self, archive: Archive, place: tuple[Line, ...]) -> float:
+        """Seconds for which the other ranks are expected to come to a save."""
+        agreement = self._context.agreement
+        if agreement.rank:
+            # they come to the first one, which may be late: it evaluates, or logs
+            return ASKED
+        if place in self._alone_at and not agreement.told(LATE):
+            # this very call was made by one rank alone before
+            return 0.0
+        return LOCK_STEP if archive.why_not_alone() else ALONE_AFTER
+
+    def _save_alone(self, archive: Archive, state: SavedState | None, why: str, absent: str) -> str:
+        """The others do not come: save what all ranks hold alike, or say why that is not enough."""
+        only_together = archive.why_not_alone()
+        if why or state is None:
+            self._refuse(f"NOT saved, the state is not good: {why.removesuffix('.')}")
+        elif only_together:
+            self._refuse(
+                f"NOT saved, all ranks have to call guard.save(), for {only_together}: {absent}"
+            )
+        else:
+            return str(archive.save_alone(state) or "")
+        return ""
 
     def _write_now(
         self,
@@ -95,6 +147,7 @@ class Checkpoints:
         state: SavedState,
         parts: list[dict[str, Any]],
         weights: dict[str, Any],
+        doubt: str,
     ) -> Path | None:
         """Rank 0 writes, or every rank its part, and every rank learns where."""
         if archive.shared:
@@ -105,10 +158,10 @@ class Checkpoints:
             if self._context.agreement.rank:
                 return {}
             archive.complete(state, parts, weights)
-            path = archive.save(state)
+            path = archive.save(state, doubt)
             return {"path": None if path is None else str(path)}
 
-        path = self._context.agreement.together(write, "writing", asked=True)[0]["path"]
+        path = self._context.agreement.together(write, "writing", seconds=ASKED)[0]["path"]
         return None if path is None else Path(path)
 
     def _write_together(self, archive: Archive, state: SavedState) -> Path | None:
@@ -122,23 +175,16 @@ class Checkpoints:
         self._say(f"checkpoint of step {step} NOT saved, training goes on: {why}")
         return None
 
-    def _why_not_good(self) -> str:
-        """What speaks against the present state, in words; empty when it is good."""
+    def _doubt(self) -> str:
+        """What speaks against the present state, if it is finite; empty when it is good."""
         context = self._context
-        bad = stored_trouble(context)
-        if bad:
-            return f"{bad[0]} is not finite"
         hurt = self._rewinder.probation.hurt_at
         probation = context.config.probation
         if hurt is not None and context.step - hurt <= probation:
             since = f"have not been good for {probation} steps"
             return f"the weights were hurt at step {hurt} and {since}"
-        if self._rewinder.probation.ruined:
-            history = context.history
-            reached = f"{history.best:.6g} was reached before step {history.ruined_at}"
-            way_out = "GuardConfig(anomalies='off') judges no losses"
-            return f"the loss has risen to {history.level:.6g}, {reached} ({way_out})"
-        return ""
+        why = self._rewinder.probation.divergence()
+        return f"the run has diverged: {why}" if why else ""
 
     def restore(self, which: str | Path) -> int:
         """Load a checkpoint and return the optimizer steps done; damaged ones are passed over."""
@@ -172,7 +218,7 @@ class Checkpoints:
         snapshot = self._snapshots.at(self._seen) or self._snapshots.take(must=True)
         if snapshot is None and self._context.agreement.size == 1:
             # no memory for a copy: the state as it is, while training waits
-            self.save()
+            self.save(kept=True)
             return
         if snapshot is None:
             self._pending = self._seen
@@ -203,7 +249,9 @@ class Checkpoints:
             return
         if state is None or not all(facts["kept"] for facts in told):
             step = _step(pending)
-            self._refuse(f"the state of step {step} has not proved good: no checkpoint of it", step)
+            self._refuse(
+                f"the state of step {step} is not finite, or not whole: no checkpoint of it", step
+            )
             return
         assert isinstance(pending, Snapshot)
         if archive.shared and not all(facts["idle"] for facts in told):
@@ -224,21 +272,21 @@ class Checkpoints:
         if why:
             self._refuse(f"no checkpoint of step {pending.step}: {why}", pending.step)
             return
-        good = all(facts["good"] for facts in told)
+        why = _first_refusal(told)
         if archive.shared:
             archive.complete(state, parts, weights)
-            self._lend_shards(archive, pending, state, good=good)
+            self._lend_shards(archive, pending, state, why)
         elif self._context.agreement.rank == 0:
             archive.complete(pending.state, parts, weights)
-            self._lend(pending, archive.offer(pending.step, pending.state, good=good))
+            self._lend(pending, archive.offer(pending.step, pending.state, why))
 
     def _lend_shards(
-        self, archive: Archive, snapshot: Snapshot, state: SavedState, *, good: bool
+        self, archive: Archive, snapshot: Snapshot, state: SavedState, why: str
     ) -> None:
-        """Have the shards of a snapshot written by all ranks."""
-        save, why = archive.begin_shared(state, snapshot.step, good=good)
+        """Have the shards of a snapshot written by all ranks; `why`: it is not good."""
+        save, refused = archive.begin_shared(state, snapshot.step, why)
         if save is None:
-            self._refuse(f"no checkpoint of step {snapshot.step}: {why}", snapshot.step)
+            self._refuse(f"no checkpoint of step {snapshot.step}: {refused}", snapshot.step)
             return
         self._lend(snapshot, archive.background.offer_job(snapshot.step, save.run))
 
@@ -253,13 +301,17 @@ class Checkpoints:
         self, archive: Archive, pending: Snapshot | int, state: SavedState | None
     ) -> list[dict[str, Any]]:
         """What every rank has of this checkpoint; nothing, and a line, where not all came."""
-        proved = _proved(pending)
+        why = ""
+        if isinstance(pending, Snapshot) and pending.standing != "good":
+            why = "an incident found the weights hurt"
+            if pending.memory["diverged"]:
+                why = f"the run has diverged: {pending.memory['diverged']}"
 
         def own() -> dict[str, Any]:
             kept = state is not None
             # a rank that still writes the one before cannot begin another
             idle = archive.background.idle()
-            return {"kept": kept, "good": proved, "idle": idle, "own": archive.rank_part(state)}
+            return {"kept": kept, "why": why, "idle": idle, "own": archive.rank_part(state)}
 
         try:
             return self._context.agreement.together(own, "a checkpoint")
@@ -271,9 +323,7 @@ class Checkpoints:
         if not isinstance(pending, Snapshot):
             return None
         pending.lent = False
-        if not self._rewinder.probation.worth_keeping(pending):
-            return None
-        return pending.state
+        return pending.state if self._rewinder.probation.sound(pending) else None
 
     def rewound(self) -> None:
         """Drop a pending checkpoint that the run has gone back from."""
@@ -336,10 +386,6 @@ def _step(pending: Snapshot | int) -> int:
     if isinstance(pending, Snapshot):
         return pending.step
     return pending
-
-
-def _proved(pending: Snapshot | int) -> bool:
-    return isinstance(pending, Snapshot) and pending.standing == "good"
 
 
 def _first_refusal(told: list[dict[str, Any]]) -> str:

@@ -68,7 +68,7 @@ def _best_first(snapshots: Snapshots) -> list[Snapshot]:
     """Good snapshots whose level of the loss is known, the lowest first."""
     levelled: list[Snapshot] = []
     for snapshot in snapshots.ring.good():
-        if snapshot.memory["level"] is not None and not snapshot.memory["ruined"]:
+        if snapshot.memory["level"] is not None and not snapshot.memory["diverged"]:
             levelled.append(snapshot)
     return sorted(levelled, key=lambda snapshot: float(snapshot.memory["level"]))
 

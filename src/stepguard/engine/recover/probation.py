@@ -1,24 +1,25 @@
 """Judge snapshots: one is good once a number of healthy steps have followed it.
 
-A run that has lost what it learned makes no good snapshots. Its loss says so first, and its weights
-must confirm it: a new task, a policy or a generator raises the loss as much, on weights that move
-as they always did.
+A run that has diverged makes no good snapshots. `History.divergence` judges that, by the loss and
+by what is measured of the weights here.
 """
 
 from __future__ import annotations
 
-import torch
+import math
+from dataclasses import replace
 
-from stepguard.detect.anomalies import MOVED
-from stepguard.detect.history import SUDDEN
+import torch
+from torch import Tensor
+
+from stepguard.detect.history import EXPLODED, LEAST_SIZE, SUDDEN, Weights
 from stepguard.engine.context import Context
 from stepguard.engine.incident.run_facts import update_ratio
+from stepguard.sentinel.stored_tensors import root_mean_square
 from stepguard.state.run_state import RunState
 from stepguard.state.snapshot import Ring, Snapshot
+from stepguard.tensors.names import dotted
 from stepguard.tensors.values import is_finite
-
-LARGE_STEP = 0.1
-"""Of the norm of the weights, in one update: a hundred times what is usual."""
 
 
 class Probation:
@@ -32,19 +33,26 @@ class Probation:
         """The step of the last incident."""
         self.hurt_at: int | None = None
         """The last step that found the weights hurt, where nothing was done about it."""
-        self._ruin_confirmed: int | None = None
-        """`History.ruined_at` when the weights confirmed it."""
+        self._diverged: tuple[int | None, str] | None = None
+        """The judgement in words, with `History.diverged_at` at that moment; None: not diverged."""
 
     def commit(self, done: int) -> None:
         """Promote or reject the snapshots whose probation ends after `done` steps."""
+        began = self._context.history.diverged_at
+        since = 0 if began is None else done - began
+        if self._diverged is not None and self._diverged[0] not in (None, began):
+            self.divergence()
+        elif 0 < since <= SUDDEN and since & (since - 1) == 0:
+            # measuring reads every weight: rarely, and soon enough for what is sudden
+            self.divergence()
         for snapshot in self._ring.snapshots:
             if snapshot.standing != "young":
                 continue
             if done - snapshot.watched_from < self._context.config.probation:
                 continue
-            snapshot.standing = "good"
-            if self.ruined or snapshot.memory["ruined"]:
-                snapshot.standing = "bad"
+            why = snapshot.memory["diverged"] or self._judged(snapshot.memory["size"])
+            snapshot.memory["diverged"] = why
+            snapshot.standing = "bad" if why else "good"
             self._ring.keep_best()
 
     def incident(self, step: int, *, hurt: bool) -> None:
@@ -69,7 +77,8 @@ class Probation:
             snapshot.watched_from = snapshot.step
 
     def forget(self) -> None:
-        """Forget the incidents: another state has been loaded."""
+        """Forget incidents and divergence: another state has been loaded."""
+        self._diverged = None
         self.hurt_at = None
         self.incident_at = -1
 
@@ -86,46 +95,63 @@ class Probation:
         # asked every time: parameters may have been added or removed since
         return not self._run_state.misfit(snapshot.state, own_only=True)
 
-    def worth_keeping(self, snapshot: Snapshot) -> bool:
-        """Can training go on from it? Finite, and no incident found the weights hurt since."""
-        if snapshot.standing == "good":
-            return True
-        return self.sound(snapshot) and not snapshot.memory.get("hurt")
-
     def meant_nonfinite(self, names: set[str]) -> set[str]:
         """Those tensors that may be non-finite: sentinels, and a bad start that was let pass."""
         if not names:
             return set()
-        endings: list[str] = []
-        for label in self._context.on_purpose():
-            name = label.partition(":")[2]
-            endings += [f"/{name}", f".{name}"]
-        return {name for name in names if name.endswith(tuple(endings))}
+        accepted = self._context.on_purpose()
+        return {name for name in names if not accepted.isdisjoint(_full_names(name))}
 
     # --- what the present weights are worth
 
-    @property
-    def ruined(self) -> bool:
-        """Is most of what this run had learned lost, by its loss and by its weights?"""
-        began = self._context.history.ruined_at
-        if self._context.config.anomalies == "off" or began is None:
-            self._ruin_confirmed = None
-            return False
-        if self._ruin_confirmed != began and self._weights_confirm_ruin():
-            self._ruin_confirmed = began
-        return self._ruin_confirmed == began
+    def divergence(self) -> str:
+        """Why the present state counts as diverged; empty where it does not. Reads the weights."""
+        return self._judged(root_mean_square(self._context.parameters))
 
-    def _weights_confirm_ruin(self) -> bool:
+    def exploded(self, snapshot: Snapshot) -> bool:
+        """Were its weights exploded when it was taken, whatever its loss said then?"""
         history = self._context.history
-        if history.level > history.far_limit:
-            # no task is a hundred times as hard as the first one was
-            return True
-        if history.rates:
-            ratio = update_ratio(self._context.optimizer, history.rates[-1])
-            if ratio is not None and ratio >= LARGE_STEP:
-                return True
-        moved = self._moved_since(self._context.step - SUDDEN)
-        return moved is not None and not moved < MOVED
+        return bool(history.divergence(Weights(growth=self._growth(snapshot.memory["size"]))))
+
+    def _judged(self, size: Tensor | None) -> str:
+        """Judge the run by its loss and by weights of this size, and tell where that has changed.
+
+        Where neither is suspicious nothing else is read.
+        """
+        context = self._context
+        history = context.history
+        began = history.diverged_at
+        if context.config.anomalies == "off":
+            return ""
+        if began is not None and self._diverged is not None and self._diverged[0] == began:
+            return history.told(self._diverged[1])
+        weights = Weights(growth=self._growth(size))
+        if began is not None or weights.grown(EXPLODED):
+            update = None
+            if history.rates:
+                update = update_ratio(context.optimizer, history.rates[-1])
+            moved = self._moved_since(context.step - SUDDEN)
+            weights = replace(weights, update=update, moved=moved)
+        shown = history.divergence(weights)
+        why = history.told(shown) if shown else ""
+        if why and self._diverged is None:
+            after = "its states are sealed as diverged from here on, and last-good stays"
+            context.outputs.note("diverged", f"the run has diverged: {why}; {after}", diverged=why)
+        elif not why and self._diverged is not None:
+            context.outputs.note("diverged", "the run is back from its divergence", diverged="")
+        self._diverged = (began, shown) if shown else None
+        return why
+
+    def _growth(self, size: Tensor | None) -> float | None:
+        """Size of the weights over that before the first step; None where it is not known."""
+        first = self._context.first_size
+        if size is None or first is None:
+            return None
+        growth = float(size) / max(float(first), LEAST_SIZE)
+        # squares of huge weights overflow; weights that are not finite are no matter of size
+        if math.isfinite(growth) or all(map(is_finite, self._context.parameters)):
+            return growth
+        return None
 
     def moved_since_good(self) -> float | None:
         """Distance of the weights from the newest good snapshot, over their norm; None if none."""
@@ -136,6 +162,24 @@ class Probation:
             if snapshot.step >= oldest and self.sound(snapshot):
                 return self._run_state.distance(snapshot.state)
         return None
+
+
+def _full_names(saved: str) -> set[str]:
+    """What `Context.accepted` may call a tensor of a saved state."""
+    if saved.startswith("rank/"):
+        saved = saved.split("/", 2)[2]
+    kind, _, name = saved.partition("/")
+    if kind.startswith("extra:"):
+        return {saved}
+    if kind == "model" or kind.startswith("module:"):
+        path = dotted(kind.partition(":")[2], name)
+        return {f"param:{path}", f"buffer:{path}"}
+    if kind == "optimizer_inner":
+        name = name.partition("/")[2]
+    # the slot may hold a list, whose tensors are numbered; further modules are cut off by a slash
+    parts = name.split("/")
+    ends = range(1, len(parts))
+    return {f"opt:{'.'.join(parts[:end])}/{parts[end]}" for end in ends}
 
 
 def wait_for_copies() -> None:

@@ -10,6 +10,7 @@ from stepguard.engine.recover.kept_steps import KeptStep
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.result import StepResult
 from stepguard.records import Incident
+from stepguard.report.phrases import number
 from stepguard.sentinel.rank_agreement import RankFault
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.step import LossFn, Step
@@ -91,8 +92,8 @@ def _why_not_on(runs: Runs, kept: KeptStep, result: StepResult, *, same: bool) -
     if all(facts["same"] for facts in told):
         return ""
     return (
-        f"step {kept.step.index} gave loss {kept.loss} and gives {result.loss} when run again: its "
-        f"loss function depends on more than the batch it is given"
+        f"step {kept.step.index} gave loss {number(kept.loss)}, and {number(result.loss)} when "
+        f"run again: its loss function depends on more than the batch it is given"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from stepguard.engine.recover.rank_weights import refuse_other_size, state_of_ra
 from stepguard.engine.recover.resumed_data import resume_data
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.budget import budget_from
+from stepguard.sentinel.rank_agreement import ASKED
 from stepguard.state.run_state import SavedState
 from stepguard.state.tree_json import tree_from_json
 
@@ -63,6 +63,11 @@ def restore_checkpoint(
         checkpoint=opened.path.name,
         run=context.run_id,
     )
+    if opened.health.missing:
+        context.outputs.note(
+            "checkpoint",
+            f"{opened.path.name} was saved by one rank, without: {opened.health.missing}",
+        )
     _mention_newer(context, store, opened)
     if difference is not None:
         applied = context.config.resume_lr == "config"
@@ -102,15 +107,44 @@ def _open_together(context: Context, archive: Archive, which: str | Path) -> Ope
     """
     passed: list[PassedOver] = []
     while True:
-        opened, path, why = _open_candidate(context, archive, which, passed)
-        told = context.agreement.together(partial(dict, why=why), WHAT, asked=True)
-        reason = _first_reason([facts["why"] for facts in told])
+        opened, path, reason = _open_candidate(context, archive, which, passed)
         if not reason:
-            assert opened is not None
+            assert isinstance(opened, Opened)
             return replace(opened, passed_over=opened.passed_over or tuple(passed))
         if which != LAST_GOOD or path is None:
             raise StoreError(reason)
         passed.append(PassedOver(path, reason))
+
+
+def _open_candidate(
+    context: Context, archive: Archive, which: str | Path, passed: Sequence[PassedOver]
+) -> tuple[Opened | StoreError | None, Path | None, str]:
+    """What this rank reads of the first rank's choice, its path, and why it cannot be taken.
+
+    Reading takes time, and is done inside the exchanges: once all ranks are there, each waits for
+    all of them.
+    """
+    agreement = context.agreement
+    opened: Opened | StoreError | None = None
+
+    def choose() -> dict[str, Any]:
+        nonlocal opened
+        opened = None if agreement.rank else _opened(archive, which, passed)
+        if isinstance(opened, StoreError):
+            return {"why": str(opened), "path": ""}
+        return {"why": "", "path": "" if opened is None else str(opened.path)}
+
+    first = agreement.together(choose, WHAT, seconds=ASKED)[0]
+    path = None if first["why"] else Path(first["path"])
+
+    def follow() -> dict[str, Any]:
+        nonlocal opened
+        if path is not None and agreement.rank:
+            opened = _opened(archive, path, ())
+        return {"why": str(opened) if isinstance(opened, StoreError) else first["why"]}
+
+    told = agreement.together(follow, WHAT, seconds=ASKED)
+    return opened, path, _first_reason([facts["why"] for facts in told])
 
 
 def _first_reason(reasons: Sequence[str]) -> str:
@@ -119,28 +153,6 @@ def _first_reason(reasons: Sequence[str]) -> str:
         if reason:
             return reason if all(reasons) else f"rank {rank}: {reason}"
     return ""
-
-
-def _open_candidate(
-    context: Context, archive: Archive, which: str | Path, passed: Sequence[PassedOver]
-) -> tuple[Opened | None, Path | None, str]:
-    """What this rank reads of the first rank's choice, its path, and why it could not be read."""
-    rank = context.agreement.rank
-    opened = None if rank else _opened(archive, which, passed)
-    mine = {"why": "", "path": ""}
-    if isinstance(opened, StoreError):
-        mine["why"] = str(opened)
-    elif opened is not None:
-        mine["path"] = str(opened.path)
-    first = context.agreement.together(lambda: mine, WHAT, asked=True)[0]
-    if first["why"]:
-        return None, None, str(first["why"])
-    if rank:
-        opened = _opened(archive, Path(first["path"]), ())
-    path = Path(first["path"])
-    if isinstance(opened, StoreError):
-        return None, path, str(opened)
-    return opened, path, ""
 
 
 def _opened(
@@ -165,7 +177,7 @@ def _state_that_fits(context: Context, rewinder: Rewinder, opened: Opened) -> Sa
 
 def _raise_together(context: Context, why: str, kind: type[StepguardError]) -> None:
     """Raise on all ranks what one of them has against going on."""
-    told = context.agreement.together(lambda: {"why": why}, WHAT, asked=True)
+    told = context.agreement.together(lambda: {"why": why}, WHAT, seconds=ASKED)
     for rank, facts in enumerate(told):
         if facts["why"]:
             same = why == facts["why"] or len(told) == 1
@@ -182,6 +194,7 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     context.loss_scale = own["loss_scale"]
     context.history = history_from(own["history"])
     context.history.configured_lr = configured
+    context.first_size = state.facts.get("first_size", context.first_size)
     # a restart by the user accepts what was lost: each attempt may lose its own share
     context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
     context.resumed = True
@@ -198,13 +211,10 @@ def _mention_newer(context: Context, store: Store, opened: Opened) -> None:
     for entry in store.list():
         if entry.good or entry.step <= opened.step:
             continue
-        level = ""
-        if entry.health.level is not None:
-            level = f", loss {entry.health.level:.6g}"
         context.outputs.note(
             "checkpoint",
-            f"{entry.path.name} is newer, whole and finite{level}, and not called good because "
-            f"the run had lost what it learned; guard.restore('newest') takes it",
+            f"{entry.path.name} is newer, whole and finite, and not good: {entry.health.why}; "
+            f"guard.restore('newest') takes it",
         )
         return
 

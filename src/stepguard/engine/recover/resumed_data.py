@@ -31,12 +31,18 @@ def resume_data(
     elif shared is not None:
         feed.go_to_number(*shared)
     if agreement.rank == 0 and len(stored) != agreement.size:
-        story = _story(stored.keys(), agreement.size, shared)
+        same_ranks = state.facts.get("saved_alone") == agreement.size
+        story = _story(stored.keys(), agreement.size, shared, same_ranks=same_ranks)
         context.outputs.note("checkpoint", story)
 
 
-def _story(stored: Collection[int], size: int, shared: tuple[int, int] | None) -> str:
-    """What becomes of the data with another number of ranks than the checkpoint has places for."""
+def _story(
+    stored: Collection[int], size: int, shared: tuple[int, int] | None, *, same_ranks: bool
+) -> str:
+    """What becomes of the data with another number of ranks than the checkpoint has places for.
+
+    `same_ranks`: there were as many, and one of them saved alone.
+    """
     if not stored:
         return "the checkpoint holds no place in the data: the loader starts at the beginning"
     said = f"the checkpoint holds places in the data for {len(stored)} ranks, this run has {size}"
@@ -47,5 +53,7 @@ def _story(stored: Collection[int], size: int, shared: tuple[int, int] | None) -
         epoch, number = shared or (0, 0)
         place = f"batch {number} of pass {epoch}, as the others"
         said += f": ranks {', '.join(without)} go on at {place}, with random numbers of their own"
+    if same_ranks:
+        return said
     share = "each rank's share of the data is another one now"
     return f"{said}; {share}: until this pass ends some samples come twice and some not at all"

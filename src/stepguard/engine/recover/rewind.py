@@ -93,7 +93,12 @@ class Rewinder:
             self._context.outputs.note("rewind", trouble)
         own = tree_from_json(snapshot.state.facts["guard"], {})
         context.step = own["step"]
+        rates = context.history
         context.history = history_from(own["history"])
+        if self.snapshots.run_state.before_adoption(snapshot.state):
+            # the rates of that time were those of another optimizer
+            context.history.first_lr, context.history.top_lr = rates.first_lr, rates.top_lr
+            context.history.configured_lr = rates.configured_lr
         context.anchor = snapshot.memory.get("anchor")
         self._bound_rates()
         self.probation.rewound(snapshot)

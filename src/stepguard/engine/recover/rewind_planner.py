@@ -115,7 +115,7 @@ class RewindPlanner:
         state = self.archive.read(step) if self.archive is not None else None
         if state is None or self._whole.misfit(state, own_only=True):
             return {"there": False}
-        memory = {"anchor": None, "ruined": False, "level": None}
+        memory = {"anchor": None, "diverged": "", "size": None, "level": None}
         self._fetched = Snapshot(step, 0, state, memory)
         return {"there": True}
 
@@ -149,11 +149,13 @@ class RewindPlanner:
 
     def _level_was_good(self, snapshot: Snapshot) -> bool:
         """Was the loss near this run's best when the snapshot was taken?"""
+        if self._snapshots.probation.exploded(snapshot):
+            return False
         level = snapshot.memory["level"]
         history = self._context.history
         if level is None or history.best is None:
-            return not snapshot.memory["ruined"]
-        return bool(level <= history.back_limit)
+            return not snapshot.memory["diverged"]
+        return bool(level <= history.progress.back_limit)
 
 
 def _offer_of(snapshot: Snapshot) -> Offer:

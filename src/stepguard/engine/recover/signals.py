@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -23,7 +24,8 @@ ECHO = 3.0
 """Seconds within which a second signal may be the first one again: Slurm and a terminal signal all
 processes of a job, and torchrun passes on to its ranks what it gets itself."""
 
-_listening: list[Signals] = []
+_listening: list[weakref.ref[Signals]] = []
+"""Weak: a guard whose model and optimizer are gone has nothing left to save."""
 _before: dict[int, Any] = {}
 _heard: dict[int, float] = {}
 """When each signal came last."""
@@ -62,13 +64,13 @@ class Signals:
             _install()
         if self._stop is not None and not _stuck:
             _stuck.append(StuckProcess(_ends_process, grace))
-        _listening.append(self)
+        _listening.append(weakref.ref(self, _left))
 
     def stop_listening(self) -> None:
-        if self in _listening:
-            _listening.remove(self)
-            if not _listening:
-                _uninstall()
+        for reference in _listening:
+            if reference() is self:
+                _left(reference)
+                return
 
     def due(self) -> bool:
         """Is this the moment to act upon a signal, of this rank or of another one?"""
@@ -90,10 +92,10 @@ class Signals:
         for process in _stuck:
             process.acted()
         self._save(number, self._agreed)
-        if any(other.waiting is not None for other in _listening):
+        if any(other.waiting is not None for other in _alive()):
             return
         before = _before.get(number, signal.SIG_DFL)
-        for guard in list(_listening):
+        for guard in _alive():
             guard._close()
         _usual_effect(number, before)
 
@@ -106,14 +108,26 @@ class Signals:
         self._say(f"{name}: the state is saved when {when}; {second}")
 
 
+def _alive() -> list[Signals]:
+    return [guard for reference in _listening if (guard := reference()) is not None]
+
+
+def _left(reference: weakref.ref[Signals]) -> None:
+    """A guard no longer listens, or is gone; the collector may run in any thread."""
+    if reference in _listening:
+        _listening.remove(reference)
+    if not _listening and threading.current_thread() is threading.main_thread():
+        _uninstall()
+
+
 def _handle(number: int, frame: FrameType | None) -> None:
     if _stuck and number in _heard and time.monotonic() - _heard[number] < ECHO:
         return
     _heard[number] = time.monotonic()
-    if any(guard.waiting is not None for guard in _listening):
+    if not _alive() or any(guard.waiting is not None for guard in _alive()):
         _usual_effect(number, _before.get(number, signal.SIG_DFL), frame)
         return
-    for guard in _listening:
+    for guard in _alive():
         guard.mark(number)
 
 
@@ -133,8 +147,9 @@ def _ends_process(number: int) -> bool:
 def _install() -> None:
     for number in SIGNALS:
         before = signal.getsignal(number)
-        # None: the handler was installed outside of Python and cannot be put back
-        if before not in (signal.SIG_IGN, None):
+        # None: the handler was installed outside of Python and cannot be put back; ours is still
+        # there where the last guard was collected in another thread
+        if before not in (signal.SIG_IGN, None, _handle):
             _before[number] = before
             signal.signal(number, _handle)
 

@@ -14,6 +14,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.recover.kept_steps import KeptSteps
 from stepguard.engine.recover.probation import Probation
 from stepguard.engine.recover.rank_cadence import cadence_of
+from stepguard.sentinel.stored_tensors import root_mean_square
 from stepguard.state.attached_state import AttachedState, averager
 from stepguard.state.run_state import RunState, SavedState
 from stepguard.state.snapshot import Ring, Snapshot
@@ -139,7 +140,8 @@ class Snapshots:
         snapshot.memory = {
             "anchor": context.anchor,
             "level": context.history.level if context.history.losses else None,
-            "ruined": self.probation.ruined,
+            "size": root_mean_square(context.parameters),
+            "diverged": self.probation.divergence() if context.history.diverged_at else "",
             "timeline": context.budget.rewinds,
         }
         self.cadence.took(context.step, self.cadence.clock() - began)

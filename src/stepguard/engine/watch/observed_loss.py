@@ -9,8 +9,10 @@ from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.engine.reader import MicroLoss
+from stepguard.locate.overflowed_reduction import summed_in_half_precision
 from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.risky_update import is_custom
+from stepguard.sentinel.torch_patches import unscaled
 from stepguard.tensors.values import HALVES, dense_values
 
 Marks = list[tuple[int, int]]
@@ -43,9 +45,11 @@ class ObservedLoss:
         if root.numel() != 1 or not root.requires_grad or torch.compiler.is_compiling():
             return
         self._heard = True
-        value = root.detach()
+        before = unscaled(root)
+        value = root.detach() if before is None else before
         scaler = self._context.scaler
-        if scaler is not None and self._context.scaling():
+        scaled = before is None and scaler is None
+        if before is None and scaler is not None and self._context.scaling():
             scale = scaler._get_scale_async()
             if scale is not None:
                 value = value / scale
@@ -53,7 +57,16 @@ class ObservedLoss:
         if self.losses and self._at_start != self._at_end:
             # their gradients have been dropped since, so they are part of no update
             self.losses = []
-        self.losses.append(MicroLoss(value, labels=self.labels))
+        first = (root, *self._context.parameters[:1])
+        half = any(tensor.dtype is torch.float16 for tensor in first)
+        self.losses.append(
+            MicroLoss(
+                value,
+                labels=self.labels,
+                summed_in_half=half and summed_in_half_precision(root),
+                scaled=scaled,
+            )
+        )
         self._announce(value)
 
     def after_backward(self, *, failed: bool) -> bool:
@@ -71,7 +84,9 @@ class ObservedLoss:
         """The losses heard so far carry this factor, which was not known then."""
         if scale is not None:
             for loss in self.losses:
-                loss.total = loss.total / scale
+                if loss.scaled:
+                    loss.total = loss.total / scale
+                    loss.scaled = False
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Clipping took the norm of all gradients: no need to take it again."""
@@ -136,7 +151,7 @@ class ObservedLoss:
         scale = getattr(self._context.optimizer, "grad_scale", None)
         if scale is None:
             return None
-        scaled = gradient_norm(self._gradients())
+        scaled = gradient_norm(self._gradients(), wide=True)
         if scaled is None:
             return None
         return GradientNorm(scaled.total / scale, scaled.clip)

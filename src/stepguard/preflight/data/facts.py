@@ -19,6 +19,8 @@ from stepguard.report.phrases import count
 KEPT_NAMES = 50
 LEAST_ELEMENTS = 16
 """A tensor with fewer elements may be constant by chance."""
+LEAST_IDS = 8
+"""Of whole numbers in a row: the chance that ids agree is smaller."""
 IDENTITIES = frozenset({*NAMING, "index"})
 """Keys that name an example and are not part of its content."""
 
@@ -51,6 +53,8 @@ class Column:
     """Integers or booleans only: an id or a class, not a measurement."""
     largest: list[tuple[float, str]] = field(default_factory=list)
     """Largest magnitude of each example, with its name."""
+    flat: Named = field(default_factory=Named)
+    """Rows of whole numbers that are one value throughout: a text that is all padding."""
 
 
 @dataclass(slots=True)
@@ -133,9 +137,13 @@ def _measure(facts: DataFacts, name: str, key: str, tensor: Tensor) -> None:
     image = tensor.dtype == torch.uint8 and tensor.dim() >= 2
     if real or image:
         column.largest.append((max(abs(low), abs(high)), name))
-        if low == high and tensor.numel() >= LEAST_ELEMENTS:
-            place = f"{name}{_in_brackets(key)}"
-            facts.constant.add(f"{place} = {low:g} in all {tensor.numel():,} places")
+    measured = real or image
+    if low == high and tensor.numel() >= (LEAST_ELEMENTS if measured else LEAST_IDS):
+        place = f"{name}{_in_brackets(key)} = {low:g} in all {tensor.numel():,} places"
+        if measured:
+            facts.constant.add(place)
+        elif tensor.dtype != torch.bool:
+            column.flat.add(place)
 
 
 def _bounds(tensor: Tensor) -> tuple[float, float]:

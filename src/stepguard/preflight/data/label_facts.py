@@ -24,7 +24,7 @@ class LabelFacts:
     """Filled example by example."""
 
     key: str | None = None
-    """Given by the user, or the first usual name that occurs."""
+    """Given by the user, or the first usual name that occurs; of a tuple, its last part."""
     ignore_index: int = -100
     examples: int = 0
     """Examples that have integer targets."""
@@ -73,6 +73,9 @@ class LabelFacts:
         for name in names:
             if name in tensors:
                 return name
+        # Of (x, y) and (x, lengths, y) the last part is the target.
+        if self.key is None and len(tensors) > 1 and all(name.isdigit() for name in tensors):
+            return max(tensors, key=int)
         return None
 
     def _bounds(self, name: str, low: int, high: int) -> None:

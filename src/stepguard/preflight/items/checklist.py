@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from stepguard.diagnose.dtypes import FORMATS
 from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, failed, passed, warned
 from stepguard.preflight.inspection import Inspection
@@ -23,9 +25,6 @@ WARMUP_SHARE = 0.01
 """Of the run: 2000 steps are meant for runs of 200 000."""
 USUAL_ACCUMULATION = (2, 4)
 RAREST_CHECKPOINTS = 1000
-GUARDS = ("Guard", "watch", "GuardCallback", "guard")
-FINITE_TESTS = ("isnan", "isinf")
-NORM_NAMES = ("clip_grad_norm_", "get_total_norm", "grad_norm", "total_norm", "vector_norm")
 
 
 @item("checklist.lr", "learning rate suits the size (5e-5 or lower)")
@@ -49,31 +48,47 @@ def lr(run: Inspection) -> Answer:
     )
 
 
-@item("checklist.clip", "gradients are clipped (0.5 or lower)")
+@item("checklist.clip", "gradients are clipped (to 0.5 or lower; under Adam to any norm)")
 def clip(run: Inspection) -> Answer:
     value, said = _guarded_or_configured(run, "clip_norm", "clip")
-    if value is None or value <= 0:
+    program = run.program
+    place = ""
+    if value is None and run.context.script is not None:
+        value, place = program.clip_norm, program.clipping
+        said = f"the program clips at {place}" + (f" to {value:g}" if value is not None else "")
+    if not place and (value is None or value <= 0):
+        if run.subject.config is None and run.subject.guard is None and run.context.script is None:
+            raise NotGiven("give TARGET as module:function, --config FILE, or return `guard`")
         return warned(
-            "no clipping norm is configured",
-            fix="GuardConfig(clip_norm=1.0), or clip_grad_norm_ in the loop.",
+            "no clipping norm is configured, and the program clips nowhere",
+            fix=f"GuardConfig(clip_norm={LARGEST_CLIP}), or clip_grad_norm_(model.parameters(), "
+            f"{LARGEST_CLIP}) before optimizer.step().",
         )
-    if value <= LARGEST_CLIP:
-        return passed(said)
     name = "an unknown optimizer"
     if run.subject.optimizer is not None:
         name = type(run.subject.optimizer).__name__
+    if value is None:
+        return passed(f"{said}, to a norm that is not written there as a number")
+    if value <= LARGEST_CLIP:
+        return passed(said)
     if "adam" in name.lower():
         return passed(
-            f"{said}; above 0.5, but {name}'s update does not depend on the gradient's scale"
+            f"{said}; above {LARGEST_CLIP}, but {name}'s update does not depend on the gradient's "
+            "scale"
         )
-    return warned(f"{said} with {name}", fix="0.5, or a threshold from the run's own norms.")
+    return warned(
+        f"{said} with {name}", fix=f"{LARGEST_CLIP}, or a threshold from the run's own norms."
+    )
+
+
+def _settings_of(guard: Any) -> Any:
+    """GuardConfig of a guard; the build function may return either of them."""
+    return getattr(guard, "config", guard)
 
 
 def _guarded_or_configured(run: Inspection, field: str, meaning: str) -> tuple[float | None, str]:
     """A number of the GuardConfig, else of the configuration, and which of them names it."""
-    if run.subject.config is None and run.subject.guard is None:
-        raise NotGiven("give --config FILE, or return `guard`")
-    guarded = getattr(run.subject.guard, field, None)
+    guarded = getattr(_settings_of(run.subject.guard), field, None)
     if guarded is not None:
         return float(guarded), f"GuardConfig.{field}={guarded:.12g}"
     return run.number(meaning), str(run.setting(meaning))
@@ -84,19 +99,18 @@ def loss_checked(run: Inspection) -> Answer:
     place = _guarded_at(run)
     if place:
         return passed(f"stepguard reads the loss and every gradient of each step ({place})")
-    calls = run.project.calls
-    if "isfinite" in calls:
-        return passed(f"isfinite at {calls['isfinite']}")
+    tests = run.program.loss_tests
+    said = ", ".join(f"{name} at {place}" for name, place in tests.items())
+    if "isfinite" in tests or {"isnan", "isinf"} <= tests.keys():
+        _is_of_this_program(run, said)
+        return passed(f"{said}, of the loss")
     why = "nothing tests the loss"
-    tests = []
-    for name in FINITE_TESTS:
-        if name in calls:
-            tests.append(f"{name} at {calls[name]}")
-    if tests:
-        why = f"only {', '.join(tests)}: an infinite loss passes isnan"
+    if said:
+        why = f"only {said}: an infinite loss passes isnan, a NaN passes isinf"
     return warned(
-        f"{why} in {run.project.files} source files",
-        fix="guard = stepguard.watch(model, optimizer), one line before the loop.",
+        f"{why} in {count(run.program.files, 'source file')}",
+        fix="guard = stepguard.watch(model, optimizer), one line before the loop, or start it with "
+        "`stepguard run`.",
     )
 
 
@@ -106,13 +120,19 @@ def _guarded_at(run: Inspection) -> str:
         return "the returned `guard`"
     if run.subject.model is None and run.subject.config is None:
         raise NotGiven("give TARGET as module:function, or a configuration in the project's folder")
-    if not run.project.files:
+    if not run.program.files:
         raise NotGiven("start the check in the project's folder: there is no source below this one")
-    if "stepguard" in run.project.mentions:
-        for name in GUARDS:
-            if name in run.project.calls:
-                return run.project.calls[name]
-    return ""
+    if run.program.guard:
+        _is_of_this_program(run, f"a guard at {run.program.guard}")
+    return run.program.guard
+
+
+def _is_of_this_program(run: Inspection, found: str) -> None:
+    """Raise NotGiven where what was found may be a line of another program in the folder."""
+    if run.context.script is None:
+        raise NotGiven(
+            f"{found} may belong to another program: give TARGET as module:function of this one"
+        )
 
 
 @item("checklist.divisions", "divisors stay away from 0")
@@ -237,17 +257,19 @@ def norms(run: Inspection) -> Answer:
     place = _guarded_at(run)
     if place:
         return passed(f"stepguard records the norm of every step ({place})")
-    for name in NORM_NAMES:
-        if name in run.project.mentions:
-            return passed(f"{name} at {run.project.mentions[name]}")
+    for name, place in run.program.norms.items():
+        _is_of_this_program(run, f"{name} at {place}")
+        return passed(f"{name} at {place}")
     return warned(
-        f"no gradient norm is computed in {run.project.files} source files",
+        f"no gradient norm is computed in {count(run.program.files, 'source file')}",
         fix="guard = stepguard.watch(model, optimizer) records it; clip_grad_norm_ returns it.",
     )
 
 
 @item("checklist.checkpoints", "checkpoints every 1000 steps or more often")
 def checkpoints(run: Inspection) -> Answer:
+    if run.subject.config is None and run.subject.guard is None:
+        raise NotGiven("give --config FILE, or return `guard`")
     every, said = _guarded_or_configured(run, "checkpoint_every", "save_every")
     fix = f"checkpoint_every={RAREST_CHECKPOINTS} or less."
     if every is None or every <= 0:
@@ -262,7 +284,7 @@ def checkpoints(run: Inspection) -> Answer:
 
 @item("checklist.recovery", "automatic recovery from the last good state")
 def recovery(run: Inspection) -> Answer:
-    guard = run.subject.guard
+    guard = _settings_of(run.subject.guard)
     actions = ", ".join(getattr(getattr(guard, "policy", None), "actions", ()))
     if actions and "rewind" not in actions.split(", "):
         return warned(
@@ -271,7 +293,8 @@ def recovery(run: Inspection) -> Answer:
     place = _guarded_at(run)
     if not place:
         return warned(
-            f"nothing goes back to a good state by itself in {run.project.files} source files",
+            "nothing goes back to a good state by itself in "
+            f"{count(run.program.files, 'source file')}",
             fix="guard = stepguard.Guard(model, optimizer, config=GuardConfig(run_dir=..., "
             "checkpoint_every=1000)).",
         )

@@ -16,6 +16,7 @@ from stepguard.preflight.answers import (
 )
 from stepguard.preflight.inspection import Inspection
 from stepguard.preflight.item import item
+from stepguard.preflight.schedule import peak_rates
 from stepguard.preflight.settings.keys import (
     Setting,
     as_number,
@@ -24,6 +25,7 @@ from stepguard.preflight.settings.keys import (
     names,
     spells_number,
 )
+from stepguard.preflight.settings.settings_file import UnquotedNumber
 from stepguard.preflight.tracking import plain, unread
 from stepguard.report.phrases import count, first_few
 
@@ -49,25 +51,47 @@ DIFFERENT_EVERY_START = names(
 def types(run: Inspection) -> Answer:
     leaves = list(flat(run.needed_config()))
     numbers = []
+    doubtful = []
     switches = []
     for leaf in leaves:
         if not isinstance(leaf.value, str) or leaf.key.rpartition(".")[2] in TEXTS:
             continue
         if spells_number(leaf.value):
-            numbers.append(f"{leaf.key}: {leaf.value!r}")
+            if isinstance(leaf.value, UnquotedNumber):
+                if not _became_a_number(run, leaf):
+                    doubtful.append(f"{leaf.key}: {leaf.value}")
+            else:
+                numbers.append(f"{leaf.key}: {leaf.value!r}")
         elif leaf.value.strip().lower() in SWITCHES:
             switches.append(f"{leaf.key}: {leaf.value!r}")
     said = []
-    if numbers:
-        # YAML 1.1, which PyYAML reads, wants a point in a number with an exponent.
+    if doubtful:
         said.append(
-            f"read as text: {first_few(numbers, 4)} (YAML takes 1e-4 for a number only as 1.0e-4)"
+            f"a number for YAML 1.2 and OmegaConf, but text for PyYAML: {first_few(doubtful, 4)}"
         )
+    if numbers:
+        said.append(f"numbers in quotes: {first_few(numbers, 4)}")
     if switches:
         said.append(f"read as text, and every text is true: {first_few(switches, 4)}")
-    if said:
-        return failed(*said, fix="Write 1.0e-4 instead of 1e-4, and true or false without quotes.")
+    if numbers or switches:
+        return failed(*said, fix="Write numbers, true and false without quotes.")
+    if doubtful:
+        return warned(
+            *said, fix="Write 1.0e-4 instead of 1e-4, which every reader takes for a number."
+        )
     return passed(f"{len(leaves)} values, none of them a number or switch in disguise")
+
+
+def _became_a_number(run: Inspection, leaf: Setting) -> bool:
+    """Does the program read such a text as a number? OmegaConf does, and the optimizer shows it."""
+    if run.program.imports & {"omegaconf", "hydra"}:
+        return True
+    if run.subject.optimizer is None or run.setting("lr") != leaf:
+        return False
+    wanted = as_number(leaf.value)
+    return wanted is not None and any(
+        math.isclose(rate, wanted, rel_tol=1e-3) for rate in peak_rates(run.subject.optimizer)
+    )
 
 
 @item("config.values", "values are possible")

@@ -13,6 +13,8 @@ from stepguard.report.phrases import count, first_few
 
 OUTLIER = 1000.0
 """Times the median example."""
+RARE = 0.1
+"""Of the examples."""
 LEAST_EXAMPLES = 8
 """With fewer examples neither a constant column nor an outlier says anything."""
 
@@ -56,17 +58,21 @@ def missing(run: Inspection) -> Answer:
 def constant(run: Inspection) -> Answer:
     data = run.data
     said = []
-    if data.constant.number:
-        said.append(
-            f"{count(data.constant.number, 'input')} in {data.scope}: "
-            f"{first_few(data.constant.names, 4)}"
-        )
+    number = data.constant.number
+    names = list(data.constant.names)
     columns = []
     for key, column in data.columns.items():
+        # Masks are 0 or 1 throughout by right, and so are types of tokens and class maps: only a
+        # row that is unlike nearly all others is one that went wrong.
+        if column.high - column.low > 1 and column.flat.number <= RARE * column.numbers:
+            number += column.flat.number
+            names += column.flat.names
         # Whole numbers are ids or classes, which may all be the same.
         measured = column.scalar and not column.whole and column.numbers >= LEAST_EXAMPLES
         if measured and column.low == column.high:
             columns.append(f"{key} = {column.low:g}")
+    if number:
+        said.append(f"{count(number, 'input')} in {data.scope}: {first_few(names, 4)}")
     if columns:
         said.append(f"the same value in every example: {first_few(columns, 4)}")
     if not said:

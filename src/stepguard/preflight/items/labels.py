@@ -14,7 +14,7 @@ def _labels(run: Inspection) -> LabelFacts:
     labels = run.data.labels
     if labels.examples:
         return labels
-    wanted = "key labels, label, target or y"
+    wanted = "key labels, label, target or y, nor in the last part of a tuple"
     if run.subject.label_key:
         wanted = f"key {run.subject.label_key!r}"
     raise NotApplicable(f"no integer targets under the {wanted}; --label-key names another")

@@ -50,14 +50,14 @@ def configured(run: Inspection) -> Answer:
     named = set(places.values()) - {None}
     if len(named) <= 1 and not run.launcher.conflicts:
         return passed(*said)
-    winner = "one of them, silently"
+    winner = "one of them silently"
     if run.framework.dtype:
-        winner = "the code, which wins over the launcher silently"
+        winner = "the code silently"
     return failed(
         *said,
         *run.launcher.conflicts,
         fix="Name one precision in one place and leave it out elsewhere; at present "
-        f"{winner} decides.",
+        f"{winner} wins over the others.",
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from stepguard._errors import ConfigError
+from stepguard.preflight.settings.keys import spells_number
 
 LARGEST = 16 * 2**20
 """Bytes; a larger file is not a configuration."""
@@ -49,9 +50,27 @@ def read_settings(path: Path, what: str = "configuration") -> dict[str, Any]:
     return found
 
 
+class UnquotedNumber(str):
+    """`1e-4` in YAML, without quotes: PyYAML (YAML 1.1) reads a text, OmegaConf a number."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """PyYAML's own reading, with a mark at texts that were meant as numbers."""
+
+
+def _text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+    value = str(loader.construct_scalar(node))
+    if node.style is None and spells_number(value):
+        return UnquotedNumber(value)
+    return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _text)
+
+
 def _yaml(text: str) -> Any:
     # An empty file is None to PyYAML.
-    return yaml.safe_load(text) or {}
+    return yaml.load(text, _Loader) or {}
 
 
 def _python(text: str) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 // The card of one incident: what, where, operands, cause, what was done, sample, replay.
 
-function incidentCard(incident, total, move) {
+// `whose`: the optimizer or the run it is of, where the page shows several.
+function incidentCard(incident, total, move, whose = "") {
   const card = element("article", "card");
   card.setAttribute("aria-label", `incident at step ${incident.step}`);
-  card.append(cardHead(incident, total, move));
+  card.append(cardHead(incident, total, move, whose));
   card.append(element("p", "summary", incident.summary));
   const lists = [
     section("What was done", donePart(incident)),
@@ -19,9 +20,9 @@ function incidentCard(incident, total, move) {
   return card;
 }
 
-function cardHead(incident, total, move) {
+function cardHead(incident, total, move, whose) {
   const head = element("header", "card-head");
-  const title = element("h2", "", `Step ${incident.step.toLocaleString("en-US")}`);
+  const title = element("h2", "", `${whose ? `${whose}step` : "Step"} ${incident.step.toLocaleString("en-US")}`);
   const kind = element("span", `chip ${incident.weight}`, incident.title);
   head.append(title, kind);
   if (total > 1 && move) {

@@ -1,9 +1,11 @@
 // Follows a run that is still training: the server sends the rows that came since, in order.
 
 class Live {
-  constructor(page, address) {
+  // `lane`: which optimizer of the run it follows.
+  constructor(page, address, lane) {
     this.page = page;
     this.address = address;
+    this.lane = lane;
     this.events = 0;
     this.rows = 0;
     this.lost = 0;
@@ -19,8 +21,8 @@ class Live {
   }
 
   connect() {
-    const run = this.page.runs[0];
-    const from = `from=${run.rowCount}&number=${run.number}&version=${run.version}`;
+    const run = this.page.runs[this.lane];
+    const from = `from=${run.rowCount}&number=${run.number}&version=${run.version}&lane=${this.lane}`;
     const joiner = this.address.includes("?") ? "&" : "?";
     this.source = new EventSource(`${this.address}${joiner}${from}`);
     this.source.addEventListener("rows", (event) => this.take(JSON.parse(event.data)));
@@ -30,7 +32,7 @@ class Live {
   }
 
   take(message) {
-    const run = this.page.runs[0];
+    const run = this.page.runs[this.lane];
     this.events += 1;
     if (message.from > run.rowCount) {
       // Never draw a line over rows that are missing: ask for them again.
@@ -50,6 +52,9 @@ class Live {
     if (message.parts) run.parts = message.parts;
     else if (run.parts.length) run.parts[run.parts.length - 1].last = run.rowCount;
     Object.assign(run, message.always, message.facts || {});
+    const { tiles, verdict } = message.always;
+    // Of the whole run, whichever optimizer it came with.
+    for (const one of this.page.runs) Object.assign(one, { tiles, verdict });
     this.page.refresh(Boolean(message.facts));
     this.show("live");
   }

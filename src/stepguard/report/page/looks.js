@@ -5,7 +5,7 @@ function showLooks(host, runs) {
   const looked = runs.filter((run) => run.looks);
   host.hidden = !looked.length;
   for (const run of looked) {
-    host.append(element("h2", "", "Looks"), element("p", "soft", run.looks.line));
+    host.append(element("h2", "", runs.length > 1 ? `Looks: ${run.name}` : "Looks"), element("p", "soft", run.looks.line));
     if (run.looks.findings.length) host.append(lookFindings(run.looks.findings));
     run.looks.tables.forEach((table, place) => host.append(lookTable(table, place === 0)));
     if (run.looks.remarks.length) {

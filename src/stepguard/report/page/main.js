@@ -16,7 +16,7 @@ class Page {
     this.document = documentData;
     this.all = runs.map(prepare);
     this.compares = documentData.mode === "compare";
-    this.runs = this.compares ? this.all : [this.all[this.all.length - 1]];
+    this.runs = this.compares ? this.all : this.groupOf(this.all[this.all.length - 1]);
     this.view = new View(this.runs);
     this.panels = [];
     this.buildHead();
@@ -27,12 +27,25 @@ class Page {
     this.bind();
     this.showRange();
     this.tellState();
-    if (documentData.live) this.live = new Live(this, documentData.live.events);
+    if (documentData.live) {
+      this.lives = this.runs.map((_, lane) => new Live(this, documentData.live.events, lane));
+      this.live = this.lives[0];
+    }
+  }
+
+  // A run with several optimizers has a lane for each.
+  groupOf(run) {
+    return this.all.filter((one) => one.group === run.group);
+  }
+
+  // Whose something is, where the page shows several runs or several optimizers of one.
+  whose(run) {
+    return this.runs.length > 1 ? `${run.name}: ` : "";
   }
 
   buildHead() {
     const run = this.runs[0];
-    byId("run-name").textContent = this.compares ? this.runs.map((one) => one.name).join(" and ") : run.name;
+    byId("run-name").textContent = this.compares ? this.runs.map((one) => one.name).join(" and ") : run.title;
     byId("run-line").textContent = this.compares ? this.runs.map((one) => one.line).join("  |  ") : run.line;
     document.title = `${byId("run-name").textContent} · stepguard`;
     const verdict = byId("verdict");
@@ -51,7 +64,7 @@ class Page {
     const list = byId("concerns");
     list.textContent = "";
     for (const run of this.runs) {
-      const whose = this.compares ? `${run.name}: ` : "";
+      const whose = this.whose(run);
       for (const [weight, text] of run.concerns) list.append(element("li", weight, whose + text));
     }
   }
@@ -70,17 +83,18 @@ class Page {
   // A folder that was used for several runs shows the newest; the others can be chosen.
   buildChooser() {
     const box = byId("chooser");
-    box.hidden = this.compares || this.all.length < 2;
+    const firsts = this.all.filter((run) => !run.lane);
+    box.hidden = this.compares || firsts.length < 2;
     const select = byId("chosen-run");
-    if (select.options.length === this.all.length) return;
+    if (select.options.length === firsts.length) return;
     select.textContent = "";
-    this.all.forEach((run, place) => {
+    firsts.forEach((run, place) => {
       const option = element("option", "", run.label);
       option.value = String(place);
       select.append(option);
     });
-    select.value = String(this.all.length - 1);
-    select.addEventListener("change", () => this.show([this.all[Number(select.value)]]));
+    select.value = String(firsts.length - 1);
+    select.addEventListener("change", () => this.show(this.groupOf(firsts[Number(select.value)])));
   }
 
   show(runs) {
@@ -132,11 +146,8 @@ class Page {
     host.textContent = "";
     if (!every.length) return;
     const shown = this.view.selected || every[0];
-    host.append(incidentCard(shown, this.ownTotal(shown), (by) => this.step(by)));
-  }
-
-  ownTotal(incident) {
-    return this.runs.find((run) => run.incidents.includes(incident))?.incidents.length || 0;
+    const run = this.runs.find((one) => one.incidents.includes(shown));
+    host.append(incidentCard(shown, run.incidents.length, (by) => this.step(by), this.whose(run)));
   }
 
   step(by) {
@@ -170,7 +181,7 @@ class Page {
     const first = element("td");
     first.append(button);
     row.append(first);
-    const whose = this.compares ? `${run.name}: ` : "";
+    const whose = this.whose(run);
     for (const text of [whose + incident.summary, incident.where?.text || "", incident.cause, incident.done]) {
       row.append(element("td", "", text));
     }
@@ -187,7 +198,7 @@ class Page {
         const button = element("button", "link when", event.steps);
         button.type = "button";
         button.addEventListener("click", () => this.view.set(event.first - 20, event.last + 20));
-        const whose = this.compares ? `${run.name}: ` : "";
+        const whose = this.whose(run);
         item.append(button, element("span", "", whose + event.text));
         list.append(item);
       }
@@ -201,7 +212,7 @@ class Page {
       for (const group of run.groups) {
         const box = element("details", "fact-group");
         box.open = group.open;
-        const title = element("summary", "", group.title);
+        const title = element("summary", "", this.whose(run) + group.title);
         box.append(title, pairsOrTriples(group.rows));
         host.append(box);
       }
@@ -225,7 +236,8 @@ class Page {
     this.buildTiles(this.runs[0]);
     if (structural) this.keepSelection();
     const known = new Set(this.panels.map((panel) => panel.spec.id));
-    if (this.runs[0].panels.some((spec) => !known.has(spec.id))) this.buildPanels();
+    const panels = this.runs.flatMap((run) => run.panels);
+    if (panels.some((spec) => !known.has(spec.id))) this.buildPanels();
     else this.panels.forEach((panel) => panel.setRuns(this.runs));
     if (structural) {
       this.buildHead();

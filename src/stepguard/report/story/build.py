@@ -34,35 +34,45 @@ FOREIGN = 10**12
 
 
 def build_story(
-    path: Path, lanes: Mapping[int, Lane], main: int, journal: Path, elsewhere: tuple[Path, ...]
+    path: Path,
+    lanes: Mapping[int, Lane],
+    main: int,
+    journal: Path,
+    elsewhere: tuple[Path, ...],
+    alive: bool | None = None,
 ) -> Story:
-    """The story of one folder. Pure: the same lines give the same story."""
+    """The story of one folder. Pure: the same lines give the same story.
+
+    `alive`: does the process that started last still exist?
+    """
     torn = sum(lane.torn for lane in lanes.values())
     lane = lanes.get(main) or Lane(journal, main)
     processes = processes_of(lane)
-    others: list[tuple[Lane, list[tuple[Process, int]]]] = []
+    others: list[tuple[Lane, dict[int, list[Process]]]] = []
     for rank, other in lanes.items():
         if rank != main:
             others.append((other, matched(processes_of(other), processes, rank)))
     runs = []
     for number, (name, members) in enumerate(grouped(lane, processes), start=1):
-        own = _of_run(lane, list(zip(processes, range(len(processes)), strict=True)), members)
-        theirs = [_of_run(other, pairs, members) for other, pairs in others]
-        attempts = _attempts(own, [processes[place] for place in members], members, len(processes))
+        own = _of_run(lane, {place: [processes[place]] for place in members}, members)
+        theirs = [_of_run(other, by_place, members) for other, by_place in others]
+        attempts = _attempts(own, members, len(processes), alive)
         runs.append(_run(name, number, lane, attempts, own, theirs, torn))
     if not runs:
         runs.append(_run("", 1, lane, (), lay_out(lane, [], []), [], torn))
     return Story(path=path, runs=tuple(runs), torn=torn, elsewhere=elsewhere)
 
 
-def _of_run(lane: Lane, pairs: Sequence[tuple[Process, int]], members: Sequence[int]) -> RunRows:
+def _of_run(
+    lane: Lane, by_place: Mapping[int, Sequence[Process]], members: Sequence[int]
+) -> RunRows:
     """The rows of one rank that belong to a run, given the places of its processes."""
     own = []
     numbers = []
-    for process, place in pairs:
-        if place in members:
+    for number, place in enumerate(members):
+        for process in by_place.get(place, ()):
             own.append(process)
-            numbers.append(members.index(place))
+            numbers.append(number)
     return lay_out(lane, own, numbers)
 
 
@@ -106,13 +116,13 @@ def _run(
 
 
 def _attempts(
-    rows: RunRows, own: Sequence[Process], members: Sequence[int], starts: int
+    rows: RunRows, members: Sequence[int], starts: int, alive: bool | None
 ) -> tuple[Attempt, ...]:
     attempts = []
-    for position, process in enumerate(own):
+    for position, process in enumerate(rows.processes):
         first, end = rows.spans[position]
         last_start = members[position] == starts - 1
-        ending, error = _ending(process, running=last_start)
+        ending, error = _ending(process, running=last_start and alive is not False)
         restored = process.restored.fields if process.restored else {}
         step = restored.get("step")
         attempts.append(
@@ -125,18 +135,28 @@ def _attempts(
                 restored=step if isinstance(step, int) else None,
                 checkpoint=str(restored.get("checkpoint") or ""),
                 error=error,
+                signal=_signal(process),
+                alive=alive if last_start else None,
             )
         )
     return tuple(attempts)
 
 
+def _signal(process: Process) -> str:
+    ends = [line.fields for line in process.notes if line.fields["type"] == "end"]
+    return str(ends[-1].get("signal") or "") if ends else ""
+
+
 def _ending(process: Process, *, running: bool) -> tuple[Ending, str]:
     ends = [line.fields for line in process.notes if line.fields["type"] == "end"]
-    error = str(ends[-1].get("error") or "") if ends else ""
+    last = ends[-1] if ends else {}
+    error = str(last.get("error") or "")
     if _stopped_last(process):
         return "stopped", error
     if error:
         return "error", error
+    if last.get("signal"):
+        return "signal", ""
     if ends:
         return "closed", ""
     return ("running" if running else "killed"), ""

@@ -20,6 +20,21 @@ PLAIN = ("loss", "grad_norm", "clip_factor", "scale", "labels", "seconds")
 NAMED = {"components": "loss/", "followed": "followed/"}
 """Fields that hold numbers by the user's names, and what goes before these in the series."""
 LARGEST_STEP = 2**62
+LATEST_TIME = 2.5e11
+HEADER: dict[str, type | tuple[type, ...]] = {
+    "time": (int, float),
+    "run": str,
+    "attempt": int,
+    "rank": int,
+    "world": int,
+    "optimizer": str,
+    "parameters": int,
+    "lr": list,
+    "versions": dict,
+    "config": dict,
+    "settings": dict,
+}
+"""Kinds of the header's fields; one of another kind was not written by us, and is left out."""
 
 
 @dataclass(slots=True)
@@ -94,7 +109,7 @@ class Lane:
             # A journal that was not begun by a guard of ours.
             self.starts.append(Start({}, 0, 0))
         if kind == "run":
-            self.starts.append(Start(fields, len(self.step), self.lines))
+            self.starts.append(Start(_header(fields), len(self.step), self.lines))
         elif kind == "incident":
             self._take_incident(fields)
         else:
@@ -152,6 +167,18 @@ class Lane:
             number = float("inf")
         column.rows.append(row)
         column.values.append(number)
+
+
+def _header(fields: dict[str, Any]) -> dict[str, Any]:
+    fitting: dict[str, Any] = {
+        name: value for name, value in fields.items() if isinstance(value, HEADER.get(name, object))
+    }
+    # Beyond the years that a calendar has, or no time at all.
+    if not 0 <= fitting.get("time", 0) < LATEST_TIME:
+        del fitting["time"]
+    if not all(isinstance(rate, int | float) for rate in fitting.get("lr", ())):
+        del fitting["lr"]
+    return fitting
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

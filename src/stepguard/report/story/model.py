@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +30,12 @@ act on.
 LeftBy = Literal["rewind", "restart", "restore", "repeat"]
 CheckpointState = Literal["good", "kept", "refused", "rewound_to", "restored"]
 """`kept`: whole and finite, but not called good. `refused`: not written; the text says why."""
-Ending = Literal["running", "closed", "error", "stopped", "killed"]
-"""How an attempt ended. `running`: no end was written and nothing came after it."""
+Ending = Literal["running", "closed", "error", "signal", "stopped", "killed"]
+"""How an attempt ended.
+
+`running`: no end was written, nothing came after it, and its process is not known to be gone.
+`killed`: no end was written, and the process is gone or another one has started since.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,6 +244,10 @@ class Attempt:
     checkpoint: str = ""
     error: str = ""
     """The exception that ended it, in words."""
+    signal: str = ""
+    """The name of the signal that ended it."""
+    alive: bool | None = None
+    """Does its process still exist? None where that cannot be known, or does not matter."""
 
     @property
     def time(self) -> float | None:
@@ -269,6 +277,18 @@ class Run:
     """Deep looks at healthy steps, oldest first."""
     torn: int = 0
     """Lines of the whole folder that cannot be read."""
+    further: tuple[Run, ...] = ()
+    """The same run as the guards of its further optimizers have recorded it."""
+
+    @property
+    def lanes(self) -> tuple[Run, ...]:
+        """One for each optimizer, the first one's included."""
+        return (replace(self, further=()), *self.further) if self.further else (self,)
+
+    @property
+    def name(self) -> str:
+        """What the user calls the optimizer."""
+        return str(self.header.get("name") or self.header.get("optimizer") or "optimizer")
 
     @property
     def header(self) -> Mapping[str, Any]:
@@ -287,8 +307,9 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Was the last attempt closed, by whatever?"""
-        return bool(self.attempts) and self.attempts[-1].ending != "running"
+        """Was the last attempt closed, by whatever, with all its optimizers?"""
+        over = bool(self.attempts) and self.attempts[-1].ending != "running"
+        return over and all(lane.ended for lane in self.further)
 
     @property
     def goings_back(self) -> tuple[Left, ...]:
@@ -311,7 +332,7 @@ class Story:
     """Oldest first; at least one, which may be empty."""
     torn: int = 0
     elsewhere: tuple[Path, ...] = ()
-    """Folders below with journals of further guards of the same process."""
+    """Folders below with journals of other runs."""
 
     @property
     def latest(self) -> Run:

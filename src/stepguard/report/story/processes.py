@@ -69,52 +69,50 @@ def _place_of(lane: Lane, line: Written) -> int:
 
 def grouped(lane: Lane, processes: Sequence[Process]) -> list[tuple[str, list[int]]]:
     """Ids of the runs, and the positions of their processes; in the order of their last start."""
-    runs: list[tuple[str, list[int]]] = []
+    runs: dict[int, tuple[str, list[int]]] = {}
+    by_name: dict[str, int] = {}
+    reached: dict[int, int] = {}
+    latest = -1
     for place, process in enumerate(processes):
-        known = [run for run in runs if process.run and run[0] == process.run]
-        if not known and runs and _goes_on(lane, processes, runs[-1][1], process):
-            known = [runs[-1]]
-        if known:
-            runs.remove(known[0])
-            runs.append((known[0][0], [*known[0][1], place]))
-        else:
-            runs.append((process.run, [place]))
-    return runs
+        key = by_name.get(process.run, -1) if process.run else -1
+        if key < 0 and latest >= 0 and _goes_on(process, reached[latest]):
+            key = latest
+        if key < 0:
+            key = place
+            runs[key] = (process.run, [])
+            by_name.setdefault(process.run, key)
+        # Last in the order of the dict: this run was started last.
+        runs[key] = runs.pop(key)
+        runs[key][1].append(place)
+        steps = max(lane.step[process.first : process.end], default=-1) + 1
+        reached[key] = max(reached.get(key, 0), steps)
+        latest = key
+    return list(runs.values())
 
 
-def _goes_on(
-    lane: Lane, processes: Sequence[Process], members: list[int], process: Process
-) -> bool:
+def _goes_on(process: Process, reached: int) -> bool:
     """A framework may load its own checkpoint: then steps go on above 0, where others ended."""
     if process.restored is not None or not process.first_step:
         return False
-    reached = 0
-    for place in members:
-        before = processes[place]
-        reached = max(reached, max(lane.step[before.first : before.end], default=-1) + 1)
     return process.first_step <= reached
 
 
-def matched(
-    own: Sequence[Process], main: Sequence[Process], rank: int
-) -> list[tuple[Process, int]]:
-    """The processes of another rank, each with the place of the one it was started with."""
-    found = []
-    for process in own:
-        candidates = [place for place, other in enumerate(main) if _has_rank(other, rank)]
-        if not candidates:
-            continue
-        place = min(candidates, key=lambda place: _apart(process, main[place]))
-        found.append((process, place))
+def matched(own: Sequence[Process], main: Sequence[Process], rank: int) -> dict[int, list[Process]]:
+    """The processes of another rank, by the place of the one each was started with."""
+    candidates = [process for process in main if _has_rank(process, rank)]
+    by_start = [(float(process.start), process.start) for process in candidates]
+    by_time = sorted((one.time, one.start) for one in candidates if one.time is not None)
+    found: dict[int, list[Process]] = {}
+    for process in own if candidates else ():
+        timed = process.time is not None and bool(by_time)
+        wanted = process.time if process.time is not None and timed else float(process.start)
+        keys = by_time if timed else by_start
+        after = bisect_right(keys, (wanted, len(main)))
+        _, place = min(keys[max(0, after - 1) : after + 1], key=lambda one: abs(one[0] - wanted))
+        found.setdefault(place, []).append(process)
     return found
 
 
 def _has_rank(process: Process, rank: int) -> bool:
     world = process.header.get("world")
     return not isinstance(world, int) or rank < world
-
-
-def _apart(first: Process, second: Process) -> float:
-    if first.time is None or second.time is None:
-        return abs(first.start - second.start)
-    return abs(first.time - second.time)

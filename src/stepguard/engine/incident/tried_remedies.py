@@ -1,0 +1,338 @@
+"""Run the bad step with each code fix before it is offered.
+
+A fix is written into the user's own line, in memory, and the step is run with it as a replay is:
+same batch, weights, buffers and random numbers, and everything is put back afterwards. It is
+offered as tried if loss and gradients are finite and what was finite before has kept its value.
+Where the step then fails at another place (the root that a divisor came from), the fix of that
+place is added and both are tried together.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepguard.diagnose import RunFacts, diagnose
+from stepguard.diagnose.operand_names import name_operands
+from stepguard.diagnose.remedies import without_examples
+from stepguard.diagnose.rules import RULES
+from stepguard.diagnose.source_line import import_of
+from stepguard.locate.find_origin import search
+from stepguard.locate.impurity import kept_loss_function_state
+from stepguard.locate.locate_budget import LocateBudget
+from stepguard.locate.model_replay import ModelReplayer
+from stepguard.locate.origin_record import origin_of
+from stepguard.locate.patched_source import SEEN, PatchError, difference, edited, with_files
+from stepguard.locate.replay import Replayer, ReplayError
+from stepguard.records import Edit, Finding, Incident, Remedy, Statement
+from stepguard.sentinel.gradients import gradient_norm
+from stepguard.state.isolation import untouched
+from stepguard.state.step import Step
+from stepguard.tensors.values import HALVES
+
+FINITE = "tried on this step: loss and gradients finite"
+MODEL_FINITE = "tried on the model's part of this step: outputs and gradients finite"
+NO_LOSS = "the loss expression cannot be run again (guard.loss(loss_fn, batch) makes it so)"
+NO_TIME = "running the step once more would exceed locate_budget"
+MOST_ROUNDS = 3
+"""Places that one fix may change, one after the other."""
+TRACE = 4.0
+"""What a traced run is taken to cost, in runs of the step."""
+ROUNDING = 1e-3
+ROUNDING_OF_HALF = 2e-2
+ROUNDING_OF_LOSS = 1e-3
+FAR_ABOVE = 1e6
+"""Times the losses of the run so far."""
+MOST_CHANGE = 0.1
+"""Of a value that was fine, by a fix that is known to change some."""
+
+
+class _NoFixError(Exception):
+    """The step is not mended by this fix."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The user's files with a fix in them."""
+
+    remedy: Remedy
+    titles: list[str]
+    needs: set[str]
+    files: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, remedy: Remedy) -> None:
+        """Write one more change into the files."""
+        for edit in remedy.edits:
+            lines = self.files.get(edit.file) or linecache.getlines(edit.file)
+            self.files[edit.file] = edited(lines, [edit])
+        self.needs.update(remedy.needs)
+
+    def finished(self, tried: str, loss: float | None) -> Remedy:
+        """The remedy with all changes, and what came of it."""
+        edits: list[Edit] = []
+        for file, lines in self.files.items():
+            edits += difference(file, linecache.getlines(file), lines)
+        needs = tuple(sorted(self.needs))
+        code = [line for edit in edits for line in edit.new]
+        if len(self.titles) == 1 and self.remedy.snippet:
+            snippet = self.remedy.snippet
+        else:
+            snippet = "\n".join(([import_of(needs)] if needs else []) + [c.strip() for c in code])
+        return replace(
+            self.remedy,
+            title="; and ".join(self.titles),
+            snippet=snippet,
+            edits=tuple(edits),
+            needs=needs,
+            tried=tried,
+            proven=True,
+            loss=loss,
+        )
+
+
+def try_remedies(incident: Incident, step: Step, facts: RunFacts, budget: LocateBudget) -> Incident:
+    """The incident whose code fixes have been run, or say why not. The step ends as it began.
+
+    Only the fixes of the first finding are run, until one mends the step; those that do not mend it
+    are left out.
+    """
+    if not any(remedy.edits for finding in incident.findings for remedy in finding.remedies):
+        return incident
+    first, *others = incident.findings
+    others = [_not_tried(finding, "another cause is likelier") for finding in others]
+    why_not = _why_not(incident, step)
+    if why_not or not any(remedy.edits for remedy in first.remedies):
+        first = _not_tried(first, why_not)
+    else:
+        first = _with_trials(first, incident, step, facts, budget)
+    return replace(incident, findings=(first, *others))
+
+
+def _not_tried(finding: Finding, why: str) -> Finding:
+    remedies = [
+        replace(remedy, tried=f"not tried: {why}") if remedy.edits else remedy
+        for remedy in finding.remedies
+        if remedy.snippet or not remedy.edits
+    ]
+    return replace(finding, remedies=tuple(remedies))
+
+
+def _why_not(incident: Incident, step: Step) -> str:
+    origin = incident.origin
+    if origin is None or origin.statement is None:
+        return "the place is not known exactly"
+    if origin.rank is not None and origin.rank != incident.rank:
+        return f"rank {origin.rank} has the batch"
+    if step.sharded and not step.gathered:
+        return "the model is sharded"
+    if origin.phase not in ("input", "forward", "loss", "backward"):
+        return "forward and backward are run on trial, not an update"
+    if origin.method == "live" or not (step.replayable or step.model_only):
+        return NO_LOSS
+    if not origin.reproduced:
+        return "the replay does not show the bad value again"
+    return ""
+
+
+def _with_trials(
+    finding: Finding, incident: Incident, step: Step, facts: RunFacts, budget: LocateBudget
+) -> Finding:
+    kept: list[Remedy] = []
+    proven = False
+    with untouched(step) as keeper, kept_loss_function_state(step) as own:
+        replayer = Replayer(step, keeper, budget)
+        if step.model_only:
+            replayer = ModelReplayer(step, keeper, budget)
+            replayer.any_gradient = True
+        replayer.loss_fn_state = own
+        trial = _Trial(replayer, incident, facts)
+        waiting = list(finding.remedies)
+        while waiting:
+            remedy = waiting.pop(0)
+            if not remedy.edits:
+                kept.append(remedy)
+                continue
+            if proven:
+                continue
+            try:
+                kept.append(trial.tried(remedy))
+            except (_NoFixError, ReplayError):
+                continue
+            except PatchError as why:
+                kept.append(replace(remedy, tried=f"not tried: {why}"))
+            proven = kept[-1].proven
+            if remedy.snippet:
+                continue
+            # A fix that is not shown untried may be followed by the same in words.
+            if not proven:
+                kept.pop()
+            elif waiting and not waiting[0].edits:
+                waiting.pop(0)
+    if not kept:
+        kept = list(_of_the_page(finding.code))
+    return replace(finding, remedies=tuple(kept))
+
+
+def _of_the_page(code: str) -> Sequence[Remedy]:
+    return next(without_examples(rule.ordered) for rule in RULES if rule.code == code)
+
+
+class _Trial:
+    """Runs one step with other lines; use it inside `untouched`."""
+
+    def __init__(self, replayer: Replayer, incident: Incident, facts: RunFacts) -> None:
+        self._replayer = replayer
+        self._incident = incident
+        self._facts = facts
+
+    def tried(self, remedy: Remedy) -> Remedy:
+        """The remedy with what it came to. Raises _NoFixError where the step stays bad."""
+        budget = self._replayer.budget
+        draft = _Draft(remedy, [remedy.title], set())
+        draft.add(remedy)
+        for round_ in range(1, MOST_ROUNDS + 1):
+            if not budget.affords(1.0):
+                return replace(remedy, tried=f"not tried: {NO_TIME}")
+            with with_files(draft.files, draft.needs):
+                loss, bad = self._run()
+                if bad is None:
+                    break
+                further = None
+                if round_ < MOST_ROUNDS and budget.affords(TRACE):
+                    further = self._next_fix(bad)
+            if further is None:
+                raise _NoFixError
+            draft.add(further)
+            draft.titles.append(further.title)
+        else:
+            raise _NoFixError
+        usual = max(map(abs, self._facts.losses), default=math.inf)
+        if remedy.safety != "safe" and abs(loss or 0.0) > FAR_ABOVE * max(usual, 1.0):
+            # finite, but a bound of ours that leaves such a loss mends nothing
+            raise _NoFixError
+        told = MODEL_FINITE if self._replayer.step.model_only else FINITE
+        changed = self._changed(draft, loss)
+        if changed > 0.0:
+            if remedy.safety == "safe" or changed > MOST_CHANGE:
+                raise _NoFixError
+            told += f"; values that were fine change by up to {changed:.2g}"
+        return draft.finished(told, loss)
+
+    def _run(self) -> tuple[float | None, int | None]:
+        """The loss of the whole step, and its first bad micro-batch; None where all are fine."""
+        replayer = self._replayer
+        replayer.clear_gradients()
+        total = 0.0
+        for micro in range(len(replayer.step.micro_batches)):
+            ran = replayer.run(micro)
+            if not ran.clean:
+                return None, micro
+            if ran.loss is not None and not replayer.step.model_only:
+                total += float(ran.loss)
+        # a guard refuses gradients whose norm overflows, so a fix must not end there
+        norm = gradient_norm([p.grad for p in replayer.parameters.values() if p.grad is not None])
+        if norm is not None and not math.isfinite(float(norm.total)):
+            raise _NoFixError
+        return (None if replayer.step.model_only else total), None
+
+    def _next_fix(self, micro: int) -> Remedy | None:
+        """What to change beside, by where the changed step is bad."""
+        replayer = self._replayer
+        replayer.clear_gradients()
+        traced, found = search(replayer, micro, replayer.step.micro_batches[micro])
+        if found is None:
+            return None
+        origin = name_operands(origin_of(found, traced, replayer))
+        loss = 0.0 if traced.ran.loss_finite else math.nan
+        reading = replace(
+            self._incident.reading,
+            loss=loss,
+            micro_losses=(),
+            grads_finite=traced.ran.grads_finite,
+        )
+        found_now = diagnose(replace(self._incident, origin=origin, reading=reading), self._facts)
+        for remedy in found_now[0].remedies if found_now else ():
+            if remedy.edits:
+                return remedy
+        return None
+
+    def _changed(self, draft: _Draft, loss: float | None) -> float:
+        """How far values that were finite have moved, relative; 0 where only by rounding."""
+        incident = self._incident
+        before = incident.reading.loss
+        if loss is not None and before is not None and math.isfinite(before):
+            moved = abs(loss - before) / max(abs(before), 1e-6)
+            if moved > ROUNDING_OF_LOSS:
+                return moved
+        assert incident.origin is not None
+        if incident.origin.evidence.unselected:
+            # nobody has seen the values of that branch
+            return 0.0
+        statement = incident.origin.statement
+        assert statement is not None
+        was = linecache.getlines(statement.file)
+        old = _wrapped(statement, was)
+        new = _wrapped(statement, draft.files.get(statement.file, was))
+        if old is None or new is None or not self._replayer.budget.affords(1.0):
+            return 0.0
+        values = []
+        for files in ({statement.file: old}, {**draft.files, statement.file: new}):
+            seen: list[Tensor] = []
+            with with_files(files, draft.needs, **{SEEN: _remember(seen)}):
+                self._replayer.run(incident.origin.micro_batch or 0, backward=False)
+            values.append(seen)
+        return _moved(*values)
+
+
+def _remember(seen: list[Tensor]) -> Any:
+    def look(value: Any) -> Any:
+        seen.append(torch.as_tensor(value).detach().clone())
+        return value
+
+    return look
+
+
+def _wrapped(statement: Statement, lines: Sequence[str]) -> list[str] | None:
+    """The lines with a look at the value of the operation; None where more than it has changed."""
+    first = statement.line - 1
+    count = statement.text.count("\n") + 1
+    old = statement.text.encode()
+    now = "".join(lines[first : first + count]).rstrip("\n").encode()
+    before, after = old[: statement.start], old[statement.end :]
+    if not now.startswith(before) or not now.endswith(after):
+        return None
+    inside = now[len(before) : len(now) - len(after)].decode()
+    text = f"{before.decode()}{SEEN}({inside}){after.decode()}\n"
+    new = text.splitlines(keepends=True)
+    return [*lines[:first], *new, *["\n"] * (count - len(new)), *lines[first + count :]]
+
+
+def _moved(old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
+    """The largest relative change of an element that was finite, up to the first bad value.
+
+    What is computed after a bad value may have been spoiled by it.
+    """
+    most = 0.0
+    for was, now in zip(old, new, strict=False):
+        if was.shape != now.shape:
+            return math.inf
+        if was.is_complex():
+            was, now = torch.view_as_real(was), torch.view_as_real(now)
+        fine = torch.isfinite(was)
+        tolerated = ROUNDING_OF_HALF if was.dtype in HALVES else ROUNDING
+        kept, present = was[fine].double(), now[fine].double()
+        if kept.numel():
+            # bounded slopes cost a little at the pole itself, where the value may be 0
+            scale = kept.abs() + kept.abs().max().clamp_min(1.0)
+            moved = float(((present - kept).abs() / scale).max())
+            if not moved <= tolerated:
+                most = max(most, moved) if math.isfinite(moved) else math.inf
+        if not bool(fine.all()):
+            break
+    return most
