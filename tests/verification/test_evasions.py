@@ -135,6 +135,7 @@ PICKLES = {
     + LAZY
     + LAZY
     + b"t\x86R",
+    "number of a billion digits": named("fractions", "Fraction") + text("1e999999999") + b"\x85R",
     "storage that is longer than its record": b"("
     + text("storage")
     + named("torch", "FloatStorage")

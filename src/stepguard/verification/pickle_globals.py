@@ -211,7 +211,7 @@ SIGNATURES = {
     "datetime.timedelta": "int int int",
     "datetime.timezone": "datetime.timedelta text?",
     "decimal.Decimal": "text",
-    "fractions.Fraction": "text|int int?",
+    "fractions.Fraction": "ratio|int int?",
     "types.SimpleNamespace": "",
     "builtins.slice": "plain plain plain",
     "builtins.range": "int int int?",
@@ -267,6 +267,7 @@ SCRIPTED = frozenset(
 NUMBERS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b",
            "u8": "Q", "u4": "I", "u2": "H", "u1": "B", "b1": "?"}  # fmt: skip
 """Letter code of a numpy type -> that of `struct`."""
+RATIO = re.compile(r"-?[0-9]{1,4000}(/[0-9]{1,4000})?")
 ENCODINGS = ("latin1", "latin-1", "utf-8", "ascii")
 FACTORIES = ("list", "dict", "int", "float", "set", "str", "tuple", "bool")
 
@@ -388,6 +389,8 @@ def _is_tensor(value: Any) -> bool:
 KINDS: dict[str, Callable[[Any], bool]] = {
     "text": lambda value: type(value) is str,
     "int": lambda value: type(value) is int,
+    # not `1e999999999`, which takes all memory there is
+    "ratio": lambda value: type(value) is str and bool(RATIO.fullmatch(value)),
     "bool": lambda value: type(value) is bool,
     "none": lambda value: value is None,
     "bytes": lambda value: isinstance(value, PickledBytes),
