@@ -27,6 +27,8 @@ from verification import saved
 
 RUN = b"\x80\x04" + named("os", "system") + text("false") + b"\x85R."
 HOSTILE = fuzz.zip_file(fuzz.archive(RUN))
+PICKLER: Any = pickle._Pickler
+"""Typeshed does not know its parts."""
 SCALAR = named("numpy._core.multiarray", "scalar")
 OBJECT = named("numpy", "dtype") + text("O8") + b"\x89\x88\x87R"
 VOID = named("numpy", "dtype") + text("V8") + b"\x89\x88\x87R"
@@ -294,7 +296,7 @@ def test_piece_whose_place_is_changed_afterwards_is_read_where_torch_reads_it(
     stored[index].length = len(HOSTILE)
     kept: list[Any] = []
 
-    class Changing(pickle._Pickler):
+    class Changing(PICKLER):
         def again(self, value: Any, *entries: Any) -> None:
             """Put entries into a dict that was written before."""
             kept.append(value)
@@ -305,7 +307,7 @@ def test_piece_whose_place_is_changed_afterwards_is_read_where_torch_reads_it(
                 self.write(pickle.SETITEM)
             self.write(pickle.POP)
 
-        def save_reduce(  # type: ignore[override]
+        def save_reduce(
             self, func: Any, args: Any, state: Any = None, *more: Any, obj: Any = None
         ) -> None:
             if way != "state" or obj is not stored[index]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -58,7 +60,8 @@ def test_byte_order_of_a_type_comes_with_its_state() -> None:
     "code", ["f8", ">f4", "O", "U5", "S3", "V7", "M8[ns]", "m8[s]", "?", "c16"]
 )
 def test_state_that_numpy_writes_for_a_type_is_taken(code: str) -> None:
-    _, (word, *_), state = np.dtype(code).__reduce__()
+    reduced: Any = np.dtype(code).__reduce__()
+    word, state = reduced[1][0], reduced[2]
     kind = NumpyType(word, is_copy=True)
     kind.set_state(state)
     assert kind.order == state[1]
