@@ -7,6 +7,7 @@ The import is most of what a short process costs. Every run of the tests has one
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -104,13 +105,24 @@ def _ask(
     }
     server = _started()
     assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps(asked) + "\n")
-    server.stdin.flush()
-    child = int(server.stdout.readline())
-    ended, _, _ = select.select([server.stdout], [], [], seconds)
-    if not ended:
-        os.killpg(child, signal.SIGKILL)
-    code = int(server.stdout.readline())
+    child = 0
+    try:
+        server.stdin.write(json.dumps(asked) + "\n")
+        server.stdin.flush()
+        child = int(server.stdout.readline())
+        ended, _, _ = select.select([server.stdout], [], [], seconds)
+        if not ended:
+            os.killpg(child, signal.SIGKILL)
+        code = int(server.stdout.readline())
+    except BaseException:
+        # a test that ran out of time leaves an answer unread: the next one gets another server
+        if child:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+        _server.remove(server)
+        server.kill()
+        server.communicate()
+        raise
     return code if ended else None
 
 
@@ -123,16 +135,15 @@ def _started() -> subprocess.Popen[str]:
                 stdout=subprocess.PIPE,
                 text=True,
                 bufsize=1,
+                cwd=TESTS,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
         )
-        atexit.register(_stop)
     return _server[0]
 
 
+@atexit.register
 def _stop() -> None:
-    server = _server.pop()
-    assert server.stdin is not None
-    server.stdin.close()
-    server.wait()
+    for server in _server:
+        server.communicate()
