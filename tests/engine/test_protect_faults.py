@@ -8,6 +8,7 @@ import io
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from guard.scenes import (
     quiet,
     state_of,
 )
+from pairwise import pairwise
 from stepguard import Policy
 from stepguard.engine.outputs import OutputLost
 from stepguard.engine.protect import GuardDisarmed, NotExplained, PartFailed
@@ -142,10 +144,9 @@ def _armed_at_the_end(run_dir: Path) -> bool:
     return bool(end["armed"])
 
 
-@pytest.mark.parametrize("after", [0, 3])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("spot", WEAK_SPOTS)
+@pytest.mark.parametrize(
+    ("spot", "loop", "kind", "after"), pairwise(product(WEAK_SPOTS, LOOPS, KINDS, [0, 3]))
+)
 def test_fault_disarms_and_the_run_goes_on_as_if_bare(
     spot: str, loop: str, kind: str, after: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -167,10 +168,10 @@ def test_fault_disarms_and_the_run_goes_on_as_if_bare(
     assert record.notes[-1]["type"] == "end" and record.notes[-1]["armed"] is False
 
 
-@pytest.mark.parametrize("after", [0, 3])
-@pytest.mark.parametrize("kind", ["plain", "fused-scaled"])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("spot", SPARED)
+@pytest.mark.parametrize(
+    ("spot", "loop", "kind", "after"),
+    pairwise(product(SPARED, LOOPS, ["plain", "fused-scaled"], [0, 3])),
+)
 def test_fault_in_what_no_verdict_needs_costs_that_part_and_not_the_protection(
     spot: str, loop: str, kind: str, after: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -187,9 +188,10 @@ def test_fault_in_what_no_verdict_needs_costs_that_part_and_not_the_protection(
     assert _armed_at_the_end(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["plain", "fused", "closure"])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("spot", AFTER_THE_VERDICT)
+@pytest.mark.parametrize(
+    ("spot", "loop", "kind"),
+    pairwise(product(AFTER_THE_VERDICT, LOOPS, ["plain", "fused", "closure"])),
+)
 def test_step_known_to_be_bad_stays_vetoed_whatever_fails_afterwards(
     spot: str, loop: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
