@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -71,14 +72,37 @@ def test_warm_up_of_2000_steps_is_long_enough_however_it_is_counted(first: int) 
         assert [outcome.status for outcome in found] == [status]
 
 
-def test_latents_are_judged_by_the_target_of_a_real_step() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        nn.functional.mse_loss,
+        lambda x, y: (x - y).pow(2).mean(),
+        lambda x, y: ((y - x) ** 2).mean(),
+        lambda x, y: (x - y).square().mean() + (x - torch.randn(16, 4)).square().mean(),
+    ],
+    ids=["mse_loss", "pow", "power", "two targets"],
+)
+def test_latents_are_judged_by_the_target_of_a_real_step(
+    error: Callable[[Tensor, Tensor], Tensor],
+) -> None:
     model = nn.Linear(4, 4)
     for scale, status in ((1.0, "pass"), (1e3, "warn"), (1e-3, "warn")):
         target = scale * torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
         subject = Subject(
             model=model,
-            loss_fn=lambda x, y=target: nn.functional.mse_loss(model(x), y),
+            loss_fn=lambda x, y=target: error(model(x), y),
             batch=torch.ones(16, 4),
         )
         found = check(subject, only=("checklist.latents",)).outcomes
         assert [outcome.status for outcome in found] == [status]
+
+
+def test_variance_that_is_computed_by_hand_is_no_squared_error() -> None:
+    model = nn.Linear(4, 4)
+    subject = Subject(
+        model=model,
+        loss_fn=lambda x: (model(x) - model(x).mean()).pow(2).mean(),
+        batch=torch.ones(16, 4),
+    )
+    found = check(subject, only=("checklist.latents",)).outcomes
+    assert [outcome.status for outcome in found] == ["not_applicable"]
