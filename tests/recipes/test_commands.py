@@ -244,6 +244,9 @@ def run_typed(folder: Path, command: Typed) -> None:
         "MPLBACKEND": "Agg",
         "COLUMNS": "150",
     }
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # inherited where a shell started pytest in the background; programs would ignore Ctrl+C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         ["bash", "-c", command.line],
         cwd=folder,
