@@ -66,11 +66,7 @@ class Meeting:
 
         `whatever_failed`: a rank that has given up in this step comes, too.
         """
-        # Named by step, so that a call that only one rank made does not shift all that follow.
-        self._times[what, step] += 1
-        if len(self._times) > REMEMBERED:
-            del self._times[next(iter(self._times))]
-        place = f"{self._name}/{what}/{step}/{self._times[what, step]}"
+        place = f"{self._name}/{self.arrive(what, step)}"
         store = default_store()
         word = f"{place}/word"
         store.set(f"{place}/{self._own}", "here")
@@ -90,6 +86,14 @@ class Meeting:
             kind = RankJoined if JOINED in said else RankAbsent
             raise kind(f"{said} for {what} of step {step}")
         self._tidy_up(store, place)
+
+    def arrive(self, what: str, step: int) -> str:
+        """Count that this rank comes to a meeting; returns its name, the same on all ranks."""
+        # Named by step, so that a call that only one rank made does not shift all that follow.
+        self._times[what, step] += 1
+        if len(self._times) > REMEMBERED:
+            del self._times[next(iter(self._times))]
+        return f"{what}/{step}/{self._times[what, step]}"
 
     def times(self, what: str, step: int) -> int:
         """How often this rank has come to a meeting of this name in this step."""
@@ -142,10 +146,12 @@ class Meeting:
         return ""
 
     def claim(self, about: str) -> bool:
-        """Is this rank the first to ask for it?"""
-        key = f"{self._name}/{about}/by"
-        claimed: bytes = default_store().compare_set(key, "", str(self._own))
-        return claimed.decode() == str(self._own)
+        """Is this rank the first to ask for it? Where the store is gone, nobody else can."""
+        with contextlib.suppress(Exception):
+            key = f"{self._name}/{about}/by"
+            claimed: bytes = default_store().compare_set(key, "", str(self._own))
+            return claimed.decode() == str(self._own)
+        return True
 
     def word_of(self, about: str, seconds: float) -> str:
         """What a rank tells about this, for which it may take its time; empty if nothing."""

@@ -25,7 +25,7 @@ from stepguard.engine.recover.past_attempts import (
     failed_starts,
     past_of,
 )
-from stepguard.engine.recover.rank_weights import refuse_other_size, state_of_rank
+from stepguard.engine.recover.rank_weights import missing_in, refuse_other_size, state_of_rank
 from stepguard.engine.recover.resumed_data import resume_data
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.budget import budget_from
@@ -63,10 +63,10 @@ def restore_checkpoint(
         checkpoint=opened.path.name,
         run=context.run_id,
     )
-    if opened.health.missing:
+    missing = missing_in(opened.facts)
+    if missing:
         context.outputs.note(
-            "checkpoint",
-            f"{opened.path.name} was saved by one rank, without: {opened.health.missing}",
+            "checkpoint", f"{opened.path.name} was saved by one rank, without: {missing}"
         )
     _mention_newer(context, store, opened)
     if difference is not None:
