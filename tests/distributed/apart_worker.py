@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 import stepguard
 from process_group import gloo
 from stepguard import Guard, GuardConfig, StoreError
-from stepguard.checkpoints import read_seal
+from stepguard.checkpoints import Store, read_seal
 from stepguard.engine.protect import GuardDisarmed
+from stepguard.sentinel import rank_meeting
 
 FEATURES, STEPS, BAD_STEP, BAD_RANK = 4, 6, 2, 1
-WRITING = ("rank0_save", "joined_checkpoint")
+WRITING = ("rank0_save", "rank0_restore", "joined_checkpoint")
 """Scenarios that need a folder."""
 ALL_COME = GuardConfig(terminal="quiet", agree_timeout=30.0)
 NOT_ALL_COME = GuardConfig(terminal="quiet", agree_timeout=0.5)
@@ -243,11 +245,17 @@ def rank0_save(out: Path, wrap: str) -> dict[str, Any]:
     running = Loop("step", model, optimizer, config)
     guard = running.guard
     assert guard is not None
+    inner = model.module if wrap == "ddp" else model
+    inner.seen.fill_(1.0 + dist.get_rank())
     running.step(data(0))
-    alone = guard.save() if dist.get_rank() == 0 else None
+    with mock.patch.object(rank_meeting.time, "sleep", wraps=time.sleep) as waits:
+        alone = guard.save() if dist.get_rank() == 0 else None
     for step in range(1, STEPS):
         running.step(data(step))
     saved = guard.save()
+    drawn, seen = torch.get_rng_state(), inner.seen.clone()
+    dist.barrier()
+    held = Store(folder / "checkpoints").open().facts
     # made by one rank, loaded by all
     restored = guard.restore(folder / "checkpoints" / "step-1") if wrap == "ddp" else 0
     refused = ""
@@ -260,7 +268,34 @@ def rank0_save(out: Path, wrap: str) -> dict[str, Any]:
     told = (folder / "journal.jsonl").read_text()
     missing = read_seal(alone).health.missing if alone else ""
     facts = {"saved": saved is not None, "missing": missing, "restored": restored, "journal": told}
-    return {**running.end(), "alone": alone, "refused": refused, **facts}
+    facts |= {"waits": waits.call_count, "held": held}
+    out = {**running.end(), "alone": alone, "refused": refused, **facts}
+    if wrap == "ddp":
+        torch.manual_seed(1)
+        model, optimizer = built(wrap=wrap)
+        again = Loop("step", model, optimizer, config)
+        assert again.guard is not None
+        out["done"] = again.guard.restore()
+        out["drawn"] = torch.equal(torch.get_rng_state(), drawn)
+        out["seen"] = torch.equal(model.module.seen, seen)
+        again.end()
+    return out
+
+
+def rank0_restore(out: Path, loop: str) -> dict[str, Any]:
+    """Only rank 0 restores before the first step; rank 1 begins to train."""
+    model, optimizer = built()
+    running = Loop(loop, model, optimizer, replace(ALL_COME, run_dir=out / "rank0_restore"))
+    refused = ""
+    try:
+        if dist.get_rank() == 0:
+            assert running.guard is not None
+            running.guard.restore()
+    except StoreError as why:
+        refused = str(why)
+    for step in range(STEPS):
+        running.step(data(step))
+    return {**running.end(), "refused": refused}
 
 
 def rank0_reads() -> dict[str, Any]:
@@ -327,8 +362,8 @@ def subgroup(loop: str) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
     for function in (
-        *(own_trouble, last_look, born, late, rank0, rank0_save, rank0_reads),
-        *(joined, joined_checkpoint, local_sgd, subgroup),
+        *(own_trouble, last_look, born, late, rank0, rank0_save, rank0_restore),
+        *(rank0_reads, joined, joined_checkpoint, local_sgd, subgroup),
     )
 }
 

@@ -25,6 +25,7 @@ LATE += ["late-gradient-watch"]
 RANK0 = ["-".join(("rank0", *p)) for p in product(["closed", "guard"], WRAPS)]
 UNEVEN = ["joined-step", "joined-watch", "local_sgd-step", "local_sgd-watch"]
 SINGLE = ["rank0_save-ddp", "rank0_save-manual", "rank0_reads", "joined_checkpoint"]
+SINGLE += ["rank0_restore-step", "rank0_restore-watch"]
 SUBGROUPS = ["subgroup-step", "subgroup-watch"]
 # Without DDP a guard that only rank 0 builds must not shift those after it: first.
 NAMES = ["rank0-guard-manual", *HEALTHY, *TROUBLE, *LAST_ONE, *LAST_ALL, *BORN, *LATE]
@@ -131,11 +132,26 @@ def test_bad_step_of_a_rank_that_runs_on_its_own_is_vetoed(name: str, outcomes: 
 def test_one_rank_saves_what_all_hold_and_says_what_is_missing(outcomes: Outcomes) -> None:
     first, other = outcomes["rank0_save-ddp"]
     assert first["alone"].name == "step-1"
+    assert first["waits"] == 0
     assert first["missing"] == "random numbers, buffers of rank 1"
     for rank in (first, other):
         assert rank["saved"] and rank["armed"]
         assert rank["restored"] == 1
     assert _same(first, other)
+
+
+def test_save_by_all_ranks_holds_what_each_has_of_its_own(outcomes: Outcomes) -> None:
+    for rank in outcomes["rank0_save-ddp"]:
+        assert rank["held"]["rng"].keys() == {"0", "1"}
+        assert rank["held"]["ranks"]["1"]["has"] == ["model/seen"]
+        assert rank["done"] == STEPS and rank["drawn"] and rank["seen"]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_restore_on_one_rank_is_refused_once_another_trains(loop: str, outcomes: Outcomes) -> None:
+    first, other = outcomes[f"rank0_restore-{loop}"]
+    assert "rank 1 has begun to train, so it did not come" in first["refused"]
+    assert first["armed"] and other["armed"] and _same(first, other)
 
 
 def test_save_on_one_rank_is_refused_where_weights_may_differ(outcomes: Outcomes) -> None:

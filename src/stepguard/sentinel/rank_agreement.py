@@ -286,6 +286,10 @@ class Agreement:
         answer: dict[str, Any] = facts
         return answer
 
+    def begin(self) -> None:
+        """This rank begins its first step: nobody waits for it before the training any more."""
+        self._meeting.begin()
+
     def tell(self, about: str, text: str) -> None:
         """Leave a word for all ranks, for which nobody waits; the empty text takes it back."""
         self._meeting.tell(about, text)

@@ -52,6 +52,8 @@ class Meeting:
         self._times: Counter[tuple[str, int]] = Counter()
         self.joining = False
         """This rank is inside torch's Join, in which ranks may run out of data."""
+        self._began = False
+        """This rank has begun its first step."""
         self._over: list[str] = []
         """Keys of the last meeting, which every rank has read once all are at the next one."""
         self.solo = False
@@ -74,6 +76,8 @@ class Meeting:
             store.compare_set(word, "", GO)
         seconds = self._seconds * patience
         ended = [f"{self._name}/left"]
+        if not self._began:
+            ended.append(f"{self._name}/began")
         if self.joining:
             ended.append(self._joined)
         if not whatever_failed:
@@ -126,6 +130,12 @@ class Meeting:
             store.set(f"{self._name}/left", f"rank {self._own} {why}, so it did not come")
             if for_good:
                 store.set(f"{self._name}/closed", str(self._own))
+
+    def begin(self) -> None:
+        """A rank that has not begun its first step waits in vain for one that has."""
+        if not self._began:
+            self._began = True
+            self.tell("began", f"rank {self._own} has begun to train, so it did not come")
 
     def tell(self, about: str, text: str) -> None:
         """Leave a word for all ranks; nobody waits for it. The empty text takes it back."""
