@@ -185,6 +185,39 @@ def born(loop: str) -> dict[str, Any]:
     return {**out, "before": before}
 
 
+def overflow(loop: str, who: str, kind: str) -> dict[str, Any]:
+    """Losses in float16, of one rank or of all, overflow in their sum; each gradient is finite."""
+    ends = []
+    for guarded in ("bare", loop):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(FEATURES, FEATURES).half())
+        make = torch.optim.AdamW if kind == "fused" else torch.optim.SGD
+        optimizer = make(model.parameters(), lr=1e-3, fused=kind == "fused")
+        running = Loop(guarded, model, optimizer, ALL_COME)
+        source = torch.Generator().manual_seed(dist.get_rank())
+        infinite = 0
+        for _ in range(STEPS):
+            inputs = torch.randn(64, FEATURES, generator=source)
+            large = 40.0 if who == "all" or dist.get_rank() == BAD_RANK else 1.0
+
+            def loss_of(batch: Tensor, model: nn.Module = model, large: float = large) -> Tensor:
+                error: Tensor = model(batch.half()) - (batch * large).half()
+                return error.square().sum()
+
+            if guarded == "step":
+                assert running.guard is not None
+                loss = running.guard.step(loss_of, inputs).loss
+            else:
+                optimizer.zero_grad()
+                error = loss_of(inputs)
+                error.backward()
+                optimizer.step()
+                loss = error.item()
+            infinite += loss == torch.inf
+        ends.append(running.end())
+    return {**ends[1], "bare": ends[0]["weights"], "infinite": infinite}
+
+
 SPOILED_UPDATE: dict[str, bool] = {}
 """Not an attribute of the optimizer, which going back would restore."""
 
@@ -362,7 +395,7 @@ def subgroup(loop: str) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
     for function in (
-        *(own_trouble, last_look, born, late, rank0, rank0_save, rank0_restore),
+        *(own_trouble, last_look, born, overflow, late, rank0, rank0_save, rank0_restore),
         *(rank0_reads, joined, joined_checkpoint, local_sgd, subgroup),
     )
 }

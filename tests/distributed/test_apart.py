@@ -22,6 +22,7 @@ LAST_ALL = ["last_look-step-ddp-all"]
 BORN = ["born-step", "born-watch"]
 LATE = ["late-update-step", "late-update-watch", "late-rate-watch", "late-fused_rate-watch"]
 LATE += ["late-gradient-watch"]
+OVERFLOW = ["-".join(("overflow", *p)) for p in product(LOOPS, ["one", "all"], ["plain", "fused"])]
 RANK0 = ["-".join(("rank0", *p)) for p in product(["closed", "guard"], WRAPS)]
 UNEVEN = ["joined-step", "joined-watch", "local_sgd-step", "local_sgd-watch"]
 SINGLE = ["rank0_save-ddp", "rank0_save-manual", "rank0_reads", "joined_checkpoint"]
@@ -29,7 +30,7 @@ SINGLE += ["rank0_restore-step", "rank0_restore-watch"]
 SUBGROUPS = ["subgroup-step", "subgroup-watch"]
 # Without DDP a guard that only rank 0 builds must not shift those after it: first.
 NAMES = ["rank0-guard-manual", *HEALTHY, *TROUBLE, *LAST_ONE, *LAST_ALL, *BORN, *LATE]
-NAMES += [*UNEVEN, *SINGLE, *(name for name in RANK0 if name not in NAMES)]
+NAMES += [*OVERFLOW, *UNEVEN, *SINGLE, *(name for name in RANK0 if name not in NAMES)]
 Outcomes = dict[str, list[Any]]
 
 
@@ -93,6 +94,15 @@ def test_update_that_makes_nan_on_one_rank_is_undone_on_all(name: str, outcomes:
         assert rank["incidents"] == [(BAD_STEP, "nonfinite_parameter", (1,), "undo")]
         assert rank["armed"]
         assert all(map(torch.equal, rank["weights"], rank["before"]))
+
+
+@pytest.mark.parametrize("name", OVERFLOW)
+def test_loss_that_overflows_in_its_last_sum_is_a_step(name: str, outcomes: Outcomes) -> None:
+    for place, rank in enumerate(outcomes[name]):
+        assert rank["infinite"] == (0 if "one" in name and place == 0 else STEPS)
+        assert rank["incidents"] == [] and rank["armed"]
+        assert all(map(torch.equal, rank["weights"], rank["bare"]))
+    assert _same(*outcomes[name])
 
 
 @pytest.mark.parametrize("name", LATE)

@@ -78,9 +78,10 @@ class FusedUpdate:
             return reading
         return None
 
-    @staticmethod
-    def vetoed(reading: Reading) -> bool:
+    def vetoed(self, reading: Reading) -> bool:
         """Did the device leave the parameters alone? The test of `Pending.suspect`, on the host."""
+        if self.pending.overflow_passes and reading.loss_overflow:
+            return False
         if reading.alarm or reading.bad_state or not all(map(math.isfinite, reading.lr)):
             return True
         seen = (reading.loss, reading.grad_norm, *reading.micro_losses)

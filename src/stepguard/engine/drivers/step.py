@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.fused import FusedUpdate, read_later
@@ -124,16 +123,16 @@ class StepDriver:
                 restore_rng(step.rng[index])
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
-            self._announce(seen.total)
+            self._announce(seen)
             torch.autograd.backward(scaled(context, loss))
         unscale(context)
         return losses
 
-    def _announce(self, loss: Tensor) -> None:
+    def _announce(self, loss: MicroLoss) -> None:
         """Before backward, whose exchange of gradients tells other ranks of a bad loss."""
         if self.protect.armed:
             with self.protect.region, self.looks.paused():
-                self.reader.announce(loss)
+                self.reader.announce(loss.total, summed_in_half=loss.summed_in_half)
 
     def _issue(self, losses: list[MicroLoss]) -> Pending | None:
         if self.protect.armed:
