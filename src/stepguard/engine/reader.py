@@ -385,6 +385,11 @@ class Reader:
 
 def own_norm(context: Context) -> GradientNorm | None:
     """Return the norm of the gradients; where sharded ones are clipped, that of all ranks."""
+    scale = getattr(context.optimizer, "grad_scale", None)
+    if scale is not None:
+        # the fused kernel is to divide by it: the gradients still carry the factor of a scaler
+        scaled = gradient_norm(_gradients(context), wide=True)
+        return scaled and GradientNorm(scaled.total / scale, scaled.clip)
     each = is_custom(context.optimizer)
     max_norm = context.config.clip_norm
     if context.shares is not None and max_norm is None:

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.fused import FusedUpdate, read_later
+from stepguard.engine.drivers.fused import (
+    FusedUpdate,
+    kernel_unscales,
+    leaves_unscaling,
+    read_later,
+)
 from stepguard.engine.drivers.outer_optimizer import step_without_gradients, update
 from stepguard.engine.drivers.scaler import hold_scaler, scaled, unscale, update_scaler
 from stepguard.engine.drivers.step_end import StepEnd, UpdateNotCalled
@@ -70,11 +75,12 @@ class StepDriver:
             if incident is None:
                 raise
             return self.without_step(incident)
-        pending = self._issue(losses)
+        with kernel_unscales(self.context):
+            pending = self._issue(losses)
+            if pending is not None and read_later(self.context):
+                return self._update_fused(step, pending)
         if pending is None:
             return unguarded_update(self.context)
-        if read_later(self.context):
-            return self._update_fused(step, pending)
         return self._update(step, pending)
 
     def between(self) -> None:
@@ -125,7 +131,8 @@ class StepDriver:
             losses.append(seen)
             self._announce(seen)
             torch.autograd.backward(scaled(context, loss))
-        unscale(context)
+        if only is not None or not leaves_unscaling(context):
+            unscale(context)
         return losses
 
     def _announce(self, loss: MicroLoss) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
-from stepguard.engine.reader import MicroLoss, summed_in_half
+from stepguard.engine.reader import MicroLoss, own_norm, summed_in_half
 from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.risky_update import is_custom
 from stepguard.sentinel.torch_patches import unscaled
@@ -142,12 +142,7 @@ class ObservedLoss:
     def _scaled_norm(self) -> GradientNorm | None:
         """Where a scaler leaves dividing to the fused kernel, gradients still carry its factor."""
         scale = getattr(self._context.optimizer, "grad_scale", None)
-        if scale is None:
-            return None
-        scaled = gradient_norm(self._gradients(), wide=True)
-        if scaled is None:
-            return None
-        return GradientNorm(scaled.total / scale, scaled.clip)
+        return None if scale is None else own_norm(self._context)
 
     def clear(self) -> None:
         """An update has used what was observed."""
