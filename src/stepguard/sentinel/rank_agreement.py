@@ -106,6 +106,8 @@ class Agreement:
         self._meeting = Meeting(self.name, self.members, self.world_rank, seconds)
         self._acted: dict[str, int] = {}
         """What this rank did for all, which is still to be read in the store, and in which step."""
+        self._first_acts = False
+        """The first rank has acted for all before: it comes, if late."""
         self._met: bool | None = None
         """Do all ranks take part in the reductions? None before the first one."""
         self.apart = False
@@ -306,7 +308,9 @@ class Agreement:
         """
         about = self._meeting.arrive(what, self.now())
         if self.rank:
-            self._meeting.word_of(f"{about}/by", HEAD_START)
+            patience = ASKED if self._first_acts else HEAD_START
+            by = self._meeting.word_of(f"{about}/by", patience)
+            self._first_acts |= by == str(self.members[0])
         if not self._meeting.claim(about):
             word = self._meeting.word_of(about, seconds)
             if word or self.rank:

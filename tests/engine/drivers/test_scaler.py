@@ -126,7 +126,9 @@ def test_scaler_of_a_fused_optimizer_calibrates_and_leaves_the_gradients_of_a_ba
         assert torch.allclose(theirs, ours, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("mode", ["step", "watch", "watch-alone"])
-def test_nan_under_a_scaler_that_is_calibrating_is_found(mode: str) -> None:
-    _, incidents = _calibrated(mode, nan_at=2)
+@pytest.mark.parametrize(
+    ("mode", "fused"), [("step", False), ("step", True), ("watch", False), ("watch-alone", False)]
+)
+def test_nan_under_a_scaler_that_is_calibrating_is_found(mode: str, fused: bool) -> None:
+    _, incidents = _calibrated(mode, nan_at=2, fused=fused)
     assert [(i.step, i.verdict.kind) for i in incidents] == [(2, "nonfinite_input")]

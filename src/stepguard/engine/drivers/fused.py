@@ -118,6 +118,13 @@ class FusedUpdate:
                 return True
         return False
 
+    def waits_for_ranks(self, transaction: Transaction) -> bool:
+        """Was it refused, so that all ranks have to come to what is done about it?"""
+        if transaction.context.agreement.size == 1:
+            return False
+        reading = self.read(transaction)
+        return reading is not None and self.vetoed(reading)
+
     def take_back(self, context: Context, *, calibrating: bool, schedule: bool = True) -> None:
         """Undo what the host did on the assumption that the update would go through."""
         if self._schedule is not None and schedule:

@@ -360,6 +360,10 @@ class StepDriver:
         vetoed = fused.vetoed(reading) if reading is not None else bool(fused.flag)
         fused.result.resolve(reading, committed=not vetoed)
 
+    def waits_for_ranks(self) -> bool:
+        """Was the last step refused by the device, and have the ranks not dealt with it yet?"""
+        return self._fused is not None and self._fused.waits_for_ranks(self.transaction)
+
     def settle(self) -> None:
         """Read a fused step whose verdict is still on the device."""
         fused = self._fused

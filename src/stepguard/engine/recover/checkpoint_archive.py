@@ -26,6 +26,8 @@ from stepguard.state.run_state import RunState, SavedState
 from stepguard.tensors.values import is_finite
 
 PLACES = "places in the data"
+RUN = "run"
+"""Under this the first rank tells the others the name of the run."""
 
 
 class Archive:
@@ -41,6 +43,8 @@ class Archive:
         self._rank_weights = RankWeights(context)
         self.store = Store(folder, keep=config.keep, keep_every=config.keep_every)
         self.background = Background(self.store, self._say, self._sealed)
+        if context.agreement.size > 1 and context.agreement.rank == 0:
+            context.agreement.tell(RUN, context.run_id)
         context.resources.callback(self.store.close)
         context.resources.callback(self.background.close)
 
@@ -173,8 +177,11 @@ class Archive:
         self.complete(state, [])
         ranks = list(self._context.agreement.members)
         state.facts["saved_alone"] = {"ranks": ranks, "own": ", ".join(own)}
+        context = self._context
+        if context.agreement.rank and not context.resumed:
+            context.run_id = context.agreement.told(RUN) or context.run_id
         path = self.save(state, missing=missing_in(state.facts))
-        if self._context.agreement.rank:
+        if context.agreement.rank:
             # the first rank is the one that writes, unless it does not come
             self.store.close()
         return path
