@@ -29,7 +29,7 @@ from stepguard.engine.protect import GuardDisarmed
 from stepguard.sentinel import rank_meeting
 
 FEATURES, STEPS, BAD_STEP, BAD_RANK = 4, 6, 2, 1
-WRITING = ("rank0_save", "rank0_restore", "joined_checkpoint")
+WRITING = ("rank0_save", "rank0_save_bad", "rank0_restore", "joined_checkpoint")
 """Scenarios that need a folder."""
 ALL_COME = GuardConfig(terminal="quiet", agree_timeout=30.0)
 NOT_ALL_COME = GuardConfig(terminal="quiet", agree_timeout=0.5)
@@ -331,6 +331,21 @@ def rank0_restore(out: Path, loop: str) -> dict[str, Any]:
     return {**running.end(), "refused": refused}
 
 
+def rank0_save_bad(out: Path, loop: str) -> dict[str, Any]:
+    """Only rank 0 saves, right after a fused step that was bad."""
+    model, optimizer = built(fused=True)
+    folder = out / f"rank0_save_bad-{loop}"
+    running = Loop(loop, model, optimizer, replace(ALL_COME, run_dir=folder))
+    assert running.guard is not None
+    saved = []
+    for step in range(STEPS):
+        running.step(data(step, bad=here(step)))
+        if dist.get_rank() == 0 and step in (BAD_STEP, STEPS - 1):
+            saved.append(running.guard.save())
+        dist.barrier()
+    return {**running.end(), "saved": saved}
+
+
 def rank0_reads() -> dict[str, Any]:
     """A fused step is bad, and only rank 0 looks at its result; then all reduce a metric."""
     model, optimizer = built(fused=True)
@@ -396,7 +411,7 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
     for function in (
         *(own_trouble, last_look, born, overflow, late, rank0, rank0_save, rank0_restore),
-        *(rank0_reads, joined, joined_checkpoint, local_sgd, subgroup),
+        *(rank0_save_bad, rank0_reads, joined, joined_checkpoint, local_sgd, subgroup),
     )
 }
 

@@ -26,7 +26,7 @@ OVERFLOW = ["-".join(("overflow", *p)) for p in product(LOOPS, ["one", "all"], [
 RANK0 = ["-".join(("rank0", *p)) for p in product(["closed", "guard"], WRAPS)]
 UNEVEN = ["joined-step", "joined-watch", "local_sgd-step", "local_sgd-watch"]
 SINGLE = ["rank0_save-ddp", "rank0_save-manual", "rank0_reads", "joined_checkpoint"]
-SINGLE += ["rank0_restore-step", "rank0_restore-watch"]
+SINGLE += ["-".join(p) for p in product(["rank0_restore", "rank0_save_bad"], LOOPS)]
 SUBGROUPS = ["subgroup-step", "subgroup-watch"]
 # Without DDP a guard that only rank 0 builds must not shift those after it: first.
 NAMES = ["rank0-guard-manual", *HEALTHY, *TROUBLE, *LAST_ONE, *LAST_ALL, *BORN, *LATE]
@@ -147,6 +147,20 @@ def test_one_rank_saves_what_all_hold_and_says_what_is_missing(outcomes: Outcome
     for rank in (first, other):
         assert rank["saved"] and rank["armed"]
         assert rank["restored"] == 1
+    assert _same(first, other)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_save_on_one_rank_leaves_a_bad_fused_step_to_all_of_them(
+    loop: str, outcomes: Outcomes
+) -> None:
+    first, other = outcomes[f"rank0_save_bad-{loop}"]
+    early, saved = first["saved"]
+    # a watched loop whose forward writes buffers has all ranks deal with it inside the step
+    assert (early is None) == (loop == "step") and saved.name == f"step-{STEPS}"
+    for rank in (first, other):
+        assert rank["incidents"] == [(BAD_STEP, "nonfinite_input", (1,), "skip")]
+        assert rank["armed"]
     assert _same(first, other)
 
 

@@ -50,6 +50,10 @@ ASKED = 30.0
 """Seconds, `agree_timeout` at most, that ranks wait for each other in a call of the user's own: one
 that has not come by then was not asked to.
 """
+ASKED_IN_LOCK_STEP = 5.0
+"""Seconds that the first rank waits where all ranks train in lock step: if the others were asked,
+they come within milliseconds. They may wait longer for it, which evaluates, or logs.
+"""
 _numbers: Counter[tuple[str, tuple[int, ...]]] = Counter()
 """The next guard's number. Guards of one kind and the same ranks are built in the same order on
 each, but for those that never meet the others: these give their number back.

@@ -14,16 +14,11 @@ from stepguard.engine.recover.restore import restore_checkpoint
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.recover.shared_save import writing_time
 from stepguard.records import Incident
-from stepguard.sentinel.rank_agreement import ASKED, RankAbsent, RankFault
+from stepguard.sentinel.rank_agreement import ASKED, ASKED_IN_LOCK_STEP, RankAbsent, RankFault
 from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
 
 SAVE = "guard.save()"
-LOCK_STEP = 5.0
-"""Seconds after which the first rank refuses to save what only all ranks together hold.
-
-Ranks that train in lock step and all save come within milliseconds.
-"""
 
 
 class Checkpoints:
@@ -90,7 +85,7 @@ class Checkpoints:
                 lambda: {"why": why, "own": archive.rank_part(state)},
                 SAVE,
                 # the others come to the first rank, which may be late: it evaluates, or logs
-                seconds=ASKED if agreement.rank else LOCK_STEP,
+                seconds=ASKED if agreement.rank else ASKED_IN_LOCK_STEP,
             )
         except RankAbsent as absent:
             self._refuse(
