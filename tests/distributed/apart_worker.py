@@ -332,9 +332,9 @@ def rank0_restore(out: Path, loop: str) -> dict[str, Any]:
 
 
 def rank0_save_bad(out: Path, loop: str) -> dict[str, Any]:
-    """Only rank 0 saves, right after a fused step that was bad."""
+    """Only rank 0 has a folder, and saves right after a fused step that was bad."""
     model, optimizer = built(fused=True)
-    folder = out / f"rank0_save_bad-{loop}"
+    folder = out / f"rank0_save_bad-{loop}" if dist.get_rank() == 0 else None
     running = Loop(loop, model, optimizer, replace(ALL_COME, run_dir=folder))
     assert running.guard is not None
     saved = []

@@ -141,6 +141,7 @@ class Agreement:
 
     def announced(self) -> None:
         """After backward: the gradients carry it, a later backward must not carry it again."""
+        self._meeting.began = True
         self.apart = self._reduces is False
         self._parted |= self.apart
         self._reduces = None

@@ -52,7 +52,7 @@ class Meeting:
         self._times: Counter[tuple[str, int]] = Counter()
         self.joining = False
         """This rank is inside torch's Join, in which ranks may run out of data."""
-        self._began = False
+        self.began = False
         """This rank has begun its first step."""
         self._over: list[str] = []
         """Keys of the last meeting, which every rank has read once all are at the next one."""
@@ -76,7 +76,7 @@ class Meeting:
             store.compare_set(word, "", GO)
         seconds = self._seconds * patience
         ended = [f"{self._name}/left"]
-        if not self._began:
+        if not self.began:
             ended.append(f"{self._name}/began")
         if self.joining:
             ended.append(self._joined)
@@ -133,9 +133,8 @@ class Meeting:
 
     def begin(self) -> None:
         """A rank that has not begun its first step waits in vain for one that has."""
-        if not self._began:
-            self._began = True
-            self.tell("began", f"rank {self._own} has begun to train, so it did not come")
+        self.began = True
+        self.tell("began", f"rank {self._own} has begun to train, so it did not come")
 
     def tell(self, about: str, text: str) -> None:
         """Leave a word for all ranks; nobody waits for it. The empty text takes it back."""
