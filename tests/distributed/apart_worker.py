@@ -302,17 +302,17 @@ def rank0_save(out: Path, wrap: str) -> dict[str, Any]:
     missing = read_seal(alone).health.missing if alone else ""
     facts = {"saved": saved is not None, "missing": missing, "restored": restored, "journal": told}
     facts |= {"waits": waits.call_count, "held": held}
-    out = {**running.end(), "alone": alone, "refused": refused, **facts}
+    found = {**running.end(), "alone": alone, "refused": refused, **facts}
     if wrap == "ddp":
         torch.manual_seed(1)
         model, optimizer = built(wrap=wrap)
         again = Loop("step", model, optimizer, config)
         assert again.guard is not None
-        out["done"] = again.guard.restore()
-        out["drawn"] = torch.equal(torch.get_rng_state(), drawn)
-        out["seen"] = torch.equal(model.module.seen, seen)
+        found["done"] = again.guard.restore()
+        found["drawn"] = torch.equal(torch.get_rng_state(), drawn)
+        found["seen"] = torch.equal(model.module.seen, seen)
         again.end()
-    return out
+    return found
 
 
 def rank0_restore(out: Path, loop: str) -> dict[str, Any]:
