@@ -152,6 +152,11 @@ class Archive:
         where = (self._context, self.store, folder)
         return SharedSave(*where, step, state, health, allowed, self._sealed), ""
 
+    @property
+    def replicated(self) -> bool:
+        """Do several ranks hold the same state, so that one of them can save it for all?"""
+        return self._context.agreement.size > 1 and not self.why_not_alone()
+
     def why_not_alone(self) -> str:
         """What only the other ranks hold, in words; empty where all hold the same state."""
         context = self._context

@@ -74,8 +74,7 @@ class Checkpoints:
             except StateError as fault:
                 why = str(fault)
         agreement = self._context.agreement
-        only_together = archive.why_not_alone() if agreement.size > 1 else ""
-        if agreement.size > 1 and not only_together:
+        if archive.replicated:
             if state is None:
                 self._refuse_bad(why, doubt)
                 return None
@@ -88,6 +87,7 @@ class Checkpoints:
                 seconds=ASKED if agreement.rank else ASKED_IN_LOCK_STEP,
             )
         except RankAbsent as absent:
+            only_together = archive.why_not_alone()
             self._refuse(
                 f"NOT saved, all ranks have to call guard.save(), for {only_together}: {absent}"
             )
