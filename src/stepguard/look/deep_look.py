@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepguard.locate.finite import plain
@@ -44,7 +44,7 @@ class DeepLook:
         self._roots = roots
         self._optimizer = optimizer
         self._owned = owned
-        self._observer = Observer(roots)
+        self._observer = Observer(roots, optimizer_parameter_ids(optimizer), owned)
         self._observer.backward_begins = self._backward_begins
         self._updates: Updates | None = None
         self._seconds = 0.0
@@ -108,6 +108,15 @@ class DeepLook:
             number = self._observer.numbers.add(torch.cat(parts).sum().reshape(1))
         self._kept_gradients.append(number)
 
+    def loss_seen(self, root: Tensor) -> None:
+        """A backward pass begins at this loss."""
+        self._observer.loss.backward_begins(root)
+
+    @property
+    def outsiders(self) -> list[Tensor]:
+        """Tensors that got a gradient and belong to no model and no optimizer."""
+        return [one for one in self._observer.loss.outsiders if one.grad is not None]
+
     def gradients_ready(self) -> None:
         """Forward and backward are over."""
         self._observer.stop()
@@ -140,7 +149,7 @@ class DeepLook:
             attention=tuple(layers.attention(values)[:MOST_ROWS]),
             norms=tuple(layers.norms(values)[:MOST_ROWS]),
             units=tuple(layers.units(values)[:MOST_ROWS]),
-            facts=self._facts(layers.facts(values), values),
+            facts=self._facts(self._observer.loss.facts(layers.facts(values), values), values),
             left_out=max(0, len(tensors) - MOST_ROWS) + max(0, len(parameters) - MOST_ROWS),
         )
         self._seconds += time.thread_time() - began
@@ -164,6 +173,7 @@ class DeepLook:
             dropout=tuple(dropout),
             norms_in_eval=tuple(norms),
             kept_gradients=self._gradients_were_kept(values),
+            without_gradient=self._updates.without_gradient if self._updates else (),
         )
 
     def _gradients_were_kept(self, values: list[list[float]]) -> bool:

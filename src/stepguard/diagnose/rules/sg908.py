@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule, certain
+from stepguard.diagnose.rule import Proof, Rule, certain, likely
 from stepguard.diagnose.seen import last_looks, trained
+from stepguard.records.look import Look
 
 
 def recognise(case: Case) -> Proof | None:
@@ -14,13 +17,30 @@ def recognise(case: Case) -> Proof | None:
     for look in looks:
         rows = trained(look)
         if not rows or any(one.gradient_zeros < 1.0 for one in rows):
-            return None
+            return _part_without(looks)
     loss = case.reading.loss
+    if all(look.facts.single_class for look in looks):
+        return certain(
+            f"the loss of steps {looks[0].step} and {looks[-1].step} takes a softmax over one "
+            "class, which is always 1: every gradient is exactly 0"
+        )
     if loss == 0.0:
         return None  # converged: the loss is all there is to lose
     return certain(
         f"every gradient is exactly 0 at steps {looks[0].step} and {looks[-1].step}"
         + (f", with a loss of {loss:.4g}" if loss is not None else "")
+    )
+
+
+def _part_without(looks: Sequence[Look]) -> Proof | None:
+    """A term that goes up and down with the model, and that the backward pass takes as constant."""
+    parts = min(look.facts.parts_without_gradient for look in looks)
+    if not parts:
+        return None
+    terms = "a term" if parts == 1 else f"{parts} terms"
+    return likely(
+        f"{terms} of the loss of steps {looks[0].step} and {looks[-1].step} comes from the model "
+        "and has no gradient (requires_grad=False): nothing is learned from it"
     )
 
 

@@ -125,6 +125,7 @@ class StepDriver:
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
             self._announce(seen.total)
+            self.looks.loss_seen(loss)
             torch.autograd.backward(scaled(context, loss))
         unscale(context)
         return losses

@@ -1,0 +1,56 @@
+"""SG921: a classifier that knows how frequent the classes are, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+from stepguard.diagnose.case import Case
+from stepguard.diagnose.rule import Proof, Rule, possible
+from stepguard.records.look import Look
+
+ENOUGH_LOOKS = 8
+LONG = 96
+"""Steps after which something would have been learned."""
+CLOSE = 0.02
+"""Mean distance of the loss from the entropy, beside the entropy."""
+LEAST_ENTROPY = 0.3
+NEARLY_ALL = 0.9
+FEWEST_TARGETS = 256
+
+
+def recognise(case: Case) -> Proof | None:
+    looks = [look for look in case.looks if look.facts.classes]
+    if len(looks) < ENOUGH_LOOKS:
+        return None
+    counts = [sum(column) for column in zip(*_of_one_size(looks), strict=True)]
+    total = sum(counts)
+    if total < FEWEST_TARGETS:
+        return None
+    share = max(counts) / total
+    if share >= NEARLY_ALL and (share == 1.0 or len(counts) > 2):
+        return possible(
+            f"{share:.0%} of the {total:,} targets seen at {len(looks)} looks are class "
+            f"{counts.index(max(counts))} of {len(counts)}: a model that always answers so is "
+            "right as often"
+        )
+    entropy = -sum(count / total * math.log(count / total) for count in counts if count)
+    late = [look.facts.cross_entropy for look in looks[len(looks) // 2 :]]
+    losses = [loss for loss in late if loss is not None]
+    if looks[-1].step < LONG or entropy < LEAST_ENTROPY or not losses:
+        return None
+    if abs(fmean(losses) - entropy) > CLOSE * entropy:
+        return None
+    return possible(
+        f"the cross entropy is {fmean(losses):.4g} up to step {looks[-1].step}, and that of the "
+        f"label frequencies alone is {entropy:.4g}: the inputs tell the model nothing about the "
+        "labels"
+    )
+
+
+def _of_one_size(looks: list[Look]) -> list[tuple[int, ...]]:
+    size = len(looks[-1].facts.classes)
+    return [look.facts.classes for look in looks if len(look.facts.classes) == size]
+
+
+RULE = Rule(code="SG921", recognise=recognise)
