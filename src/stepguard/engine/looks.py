@@ -234,7 +234,7 @@ class Looks:
     def loss_seen(self, root: Tensor) -> None:
         """A backward pass of the loop begins at this loss."""
         if self._running is not None:
-            with self._protect.part(PART):
+            with self._protect.part(PART), self.paused():
                 self._running.loss_seen(root)
 
     def backward_over(self) -> None:

@@ -39,17 +39,18 @@ class SilentCheck:
         """Learning rates of the newest step."""
         self._highest: tuple[float, ...] = ()
         self._faded_since: int | None = None
-        self._first_norm: float | None = None
+        self._first: Reading | None = None
+        self._look_is_new = False
+        """It is judged with the reading of its step, which comes after it."""
 
     def committed(self, reading: Reading) -> None:
         """A step went through."""
         self._recent.append(reading)
         self._steps += 1
-        if self._first_norm is None:
-            self._first_norm = reading.grad_norm
+        self._first = self._first or reading
         if reading.lr != self._rates:
             self._rates_changed(reading)
-        if self._steps % EVERY == 0:
+        if self._look_is_new or self._steps % EVERY == 0:
             self._check()
 
     def _rates_changed(self, reading: Reading) -> None:
@@ -68,7 +69,7 @@ class SilentCheck:
     def looked(self, look: Look) -> None:
         """A deep look was taken."""
         self._looks.append(look)
-        self._check()
+        self._look_is_new = True
 
     def run_ended(self) -> None:
         """The run is over, and by itself: only now is late what happens once an epoch."""
@@ -76,13 +77,17 @@ class SilentCheck:
         self._check(ended=True, schedule_stood_for=self._steps if stood else 0)
 
     def _check(self, *, ended: bool = False, schedule_stood_for: int = 0) -> None:
+        self._look_is_new = False
+        first = self._first or Reading(step=0)
         found = silent_findings(
             self._looks,
             self._recent,
             ended=ended,
             schedule_stood_for=schedule_stood_for,
+            habits=self._context.habits.counts,
             faded_since=self._faded_since,
-            first_norm=self._first_norm,
+            first_norm=first.grad_norm,
+            first_loss=abs(first.loss) if first.loss is not None else None,
             shrinks_by=_shrinks_by(self._context.optimizer),
         )
         for finding in found:

@@ -29,6 +29,8 @@ from stepguard.tensors.values import is_lazy
 
 MOST_ROWS = 400
 """Rows of each kind that a record keeps, the worst ones."""
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules whose parts a model calls one by one, or chooses from."""
 GRADIENT_SAMPLE = 256
 """Elements of each gradient that say whether it is 0."""
 
@@ -109,7 +111,10 @@ class DeepLook:
         self._kept_gradients.append(number)
 
     def loss_seen(self, root: Tensor) -> None:
-        """A backward pass begins at this loss."""
+        """A backward pass begins at this loss. One that does not call the model before it goes
+        unobserved, and counts.
+        """
+        self._backward_begins()
         self._observer.loss.backward_begins(root)
 
     @property
@@ -173,8 +178,24 @@ class DeepLook:
             dropout=tuple(dropout),
             norms_in_eval=tuple(norms),
             kept_gradients=self._gradients_were_kept(values),
-            without_gradient=self._updates.without_gradient if self._updates else (),
+            without_gradient=self._without_gradient(),
         )
+
+    def _without_gradient(self) -> tuple[str, ...]:
+        """Parameters without a gradient, less those of a container of which others have one.
+
+        An expert or the head of a task is used when its turn comes.
+        """
+        if self._updates is None:
+            return ()
+        names = self._updates.without_gradient
+        owned = [name for name, parameter in named_parameters(self._roots) if parameter.requires_grad]
+        for prefix, module in named_modules(self._roots):
+            if isinstance(module, CONTAINERS):
+                inside = {name for name in owned if name.startswith(f"{prefix}.")}
+                if not inside <= set(names):
+                    names = tuple(name for name in names if name not in inside)
+        return names
 
     def _gradients_were_kept(self, values: list[list[float]]) -> bool:
         """Every backward pass of the step found gradients.

@@ -159,7 +159,7 @@ class LossFacts:
         else:
             self._logs.append(self.numbers.add(_log_sums(values, 1)))
         classes = values.shape[1]
-        if classes <= MOST_CLASSES and args[2] is None:
+        if values.dim() == 2 and classes <= MOST_CLASSES and args[2] is None:
             counted = torch.where(target == args[4], classes, target).reshape(-1)
             counts = torch.bincount(counted, minlength=classes + 1)[:classes]
             self._classes.append(self.numbers.add(counts.to(torch.float64)))

@@ -123,7 +123,9 @@ def _without(one: Sampled, record: ParameterLook) -> bool:
     """No gradient, or nothing but zeros in one that was seen whole."""
     if one.gradient is None:
         return one.parameter.grad is None
-    return record.gradient_zeros >= 1.0 and len(one.gradient) == one.parameter.numel()
+    # the gradients of a bias may cancel out
+    whole = one.parameter.dim() > 1 and len(one.gradient) == one.parameter.numel()
+    return whole and record.gradient_zeros >= 1.0
 
 
 def _rows_are_copies(parameter: Tensor) -> Tensor:

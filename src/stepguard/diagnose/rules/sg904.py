@@ -29,13 +29,11 @@ def recognise(case: Case) -> Proof | None:
 
 def _nowhere(case: Case) -> Proof | None:
     """Parameters that no look has seen with a gradient, wherever they are in the model."""
-    looks = case.looks
+    # without any gradient the loss is at fault (SG908), or there was nothing to learn
+    looks = [look for look in case.looks if any(one.gradient for one in trained(look))]
     if len(looks) < ENOUGH or looks[-1].step - looks[0].step < LONG:
         return None
     names = in_all(looks, lambda look: set(look.facts.without_gradient))
-    # without any gradient the loss is at fault (SG908)
-    if not any(one.name not in names for one in trained(looks[-1])):
-        return None
     if not names:
         return None
     return possible(
@@ -50,7 +48,8 @@ def _first_without_gradient(look: Look) -> list[str]:
     rows = [one for one in look.parameters if one.trainable and one.owned]
     found: list[str] = []
     for one in rows:
-        if one.name not in look.facts.without_gradient:
+        sparse = one.gradient is None and one.name not in look.facts.without_gradient
+        if sparse or (one.gradient is not None and one.gradient_zeros < 1.0):
             break
         found.append(one.name)
     # without any gradient the loss is at fault (SG908), not a layer

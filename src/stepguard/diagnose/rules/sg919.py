@@ -8,6 +8,8 @@ from stepguard.diagnose.seen import in_all, last_looks, named
 from stepguard.records.look import Look
 
 ENOUGH_LOOKS = 3
+LASTING, LONG = 6, 48
+"""Looks and steps after which a model that gives one answer has collapsed."""
 COLLAPSED = 1e-3
 """Deviation of the outputs between samples, beside their size and beside that of the beginning."""
 
@@ -20,9 +22,17 @@ def recognise(case: Case) -> Proof | None:
             f"all units of {named(copies)} have the same weights and get the same gradients at "
             f"steps {looks[0].step} to {looks[-1].step}: they stay copies of one unit"
         )
+    return _collapsed(case)
+
+
+def _collapsed(case: Case) -> Proof | None:
+    """Outputs that have stayed the same for all samples: for a while they may, on a plateau."""
+    looks = last_looks(case, LASTING)
     first = case.looks[0].facts.spread if case.looks else None
     spreads = [look.facts.spread for look in looks]
     if not first or not spreads or any(spread is None for spread in spreads):
+        return None
+    if looks[-1].step - looks[0].step < LONG:
         return None
     most = max(spread or 0.0 for spread in spreads)
     if first < COLLAPSED or most > COLLAPSED * min(1.0, first):

@@ -17,6 +17,8 @@ CLOSE = 0.02
 LEAST_ENTROPY = 0.3
 NEARLY_ALL = 0.9
 FEWEST_TARGETS = 256
+LEARNED = 0.8
+"""Loss, beside the entropy of the labels, below which something is learned from the inputs."""
 
 
 def recognise(case: Case) -> Proof | None:
@@ -28,15 +30,16 @@ def recognise(case: Case) -> Proof | None:
     if total < FEWEST_TARGETS:
         return None
     share = max(counts) / total
-    if share >= NEARLY_ALL and (share == 1.0 or len(counts) > 2):
-        return possible(
-            f"{share:.0%} of the {total:,} targets seen at {len(looks)} looks are class "
-            f"{counts.index(max(counts))} of {len(counts)}: a model that always answers so is "
-            "right as often"
-        )
     entropy = -sum(count / total * math.log(count / total) for count in counts if count)
     late = [look.facts.cross_entropy for look in looks[len(looks) // 2 :]]
     losses = [loss for loss in late if loss is not None]
+    learned = bool(losses) and fmean(losses) < LEARNED * entropy
+    if share >= NEARLY_ALL and len(counts) > 1 and not learned and looks[-1].step >= LONG:
+        return possible(
+            f"{share:.0%} of the {total:,} targets seen at {len(looks)} looks are class "
+            f"{counts.index(max(counts))} of {len(counts)}: a model that always answers so is "
+            "right as often, and the loss is no lower than its"
+        )
     if looks[-1].step < LONG or entropy < LEAST_ENTROPY or not losses:
         return None
     if abs(fmean(losses) - entropy) > CLOSE * entropy:
