@@ -12,8 +12,9 @@ from stepguard.records.look import Look
 ENOUGH_LOOKS = 8
 LONG = 96
 """Steps after which something would have been learned."""
-CLOSE = 0.02
-"""Mean distance of the loss from the entropy, beside the entropy."""
+BELOW, ABOVE = 0.98, 1.03
+"""Mean loss, beside the entropy, of a model that knows no more; one that is trained on noise is a
+little above."""
 LEAST_ENTROPY = 0.3
 NEARLY_ALL = 0.9
 FEWEST_TARGETS = 256
@@ -42,13 +43,19 @@ def recognise(case: Case) -> Proof | None:
         )
     if looks[-1].step < LONG or entropy < LEAST_ENTROPY or not losses:
         return None
-    if abs(fmean(losses) - entropy) > CLOSE * entropy:
+    if not BELOW <= fmean(losses) / entropy <= ABOVE or _falls(losses):
         return None
     return possible(
         f"the cross entropy is {fmean(losses):.4g} up to step {looks[-1].step}, and that of the "
         f"label frequencies alone is {entropy:.4g}: the inputs tell the model nothing about the "
         "labels"
     )
+
+
+def _falls(losses: list[float]) -> bool:
+    """A slow start is not the end."""
+    half = len(losses) // 2
+    return fmean(losses[half:]) < BELOW * fmean(losses[:half])
 
 
 def _of_one_size(looks: list[Look]) -> list[tuple[int, ...]]:
