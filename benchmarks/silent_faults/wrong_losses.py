@@ -407,5 +407,3 @@ def nearly_all_background(loop: Loop, wrong: bool) -> None:
         return F.cross_entropy(rows, targets.flatten())
 
     loop.loss = flat
-
-

@@ -189,7 +189,9 @@ class DeepLook:
         if self._updates is None:
             return ()
         names = self._updates.without_gradient
-        owned = [name for name, parameter in named_parameters(self._roots) if parameter.requires_grad]
+        owned = [
+            name for name, parameter in named_parameters(self._roots) if parameter.requires_grad
+        ]
         for prefix, module in named_modules(self._roots):
             if isinstance(module, CONTAINERS):
                 inside = {name for name in owned if name.startswith(f"{prefix}.")}

@@ -28,10 +28,26 @@ RANGES = {
     "ReluBackward0": ("relu", 0.0, float("inf")),
 }
 """Activations that bound the output of a model."""
-SHAPES_ONLY = (
-    "View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Transpose T Permute Expand Clone "
-    "ToCopy Alias Split Unbind Index Flatten"
-).split()
+SHAPES_ONLY = [
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Squeeze",
+    "Unsqueeze",
+    "Select",
+    "Slice",
+    "Transpose",
+    "T",
+    "Permute",
+    "Expand",
+    "Clone",
+    "ToCopy",
+    "Alias",
+    "Split",
+    "Unbind",
+    "Index",
+    "Flatten",
+]
 """Operations that leave values as they are."""
 LOG_SOFTMAX = aten("_log_softmax")
 NLL = aten("nll_loss_forward nll_loss2d_forward")

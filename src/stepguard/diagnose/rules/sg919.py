@@ -39,8 +39,8 @@ def _collapsed(case: Case) -> Proof | None:
         return None
     return possible(
         f"the outputs of different samples differ by {most:.1g} of their size at steps "
-        f"{looks[0].step} to {looks[-1].step} ({first:.1g} at step {case.looks[0].step}): the model "
-        "gives every sample the same answer"
+        f"{looks[0].step} to {looks[-1].step} ({first:.1g} at step {case.looks[0].step}): the "
+        "model gives every sample the same answer"
     )
 
 
