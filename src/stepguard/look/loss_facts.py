@@ -208,8 +208,7 @@ class LossFacts:
         if name != "aten.add" and fixed is one:
             self._product = (storage_key(fixed), learned)
         if one.numel() == 1 and other.numel() == 1:
-            own = storage_key(fixed) in self._cut and storage_key(fixed) != storage_key(learned)
-            if own and fixed.is_floating_point():
+            if self._is_cut_off(fixed, learned):
                 # the node was made, and numbered, before its operation runs
                 self._constant_terms.add(next_sequence_number() - 1)
         elif one.shape == other.shape:
@@ -218,6 +217,11 @@ class LossFacts:
         elif _spreads_by_chance(learned, fixed):
             shapes = (str(list(learned.shape)), str(list(fixed.shape)))
             self.broadcast = (name.removeprefix("aten."), *shapes)
+
+    def _is_cut_off(self, fixed: Tensor, learned: Tensor) -> bool:
+        """Computed from what is trained, and a constant to the backward pass."""
+        memory = storage_key(fixed)
+        return memory in self._cut and memory != storage_key(learned) and fixed.is_floating_point()
 
     def _note_reach(self, output: Tensor, target: Tensor, *, logits: bool = False) -> None:
         known = RANGES.get(_maker(output))

@@ -26,6 +26,10 @@ def recognise(case: Case) -> Proof | None:
             f"the loss of steps {looks[0].step} and {looks[-1].step} takes a softmax over one "
             "class, which is always 1: every gradient is exactly 0"
         )
+    return _flat(case, looks)
+
+
+def _flat(case: Case, looks: Sequence[Look]) -> Proof | None:
     losses = {reading.step: reading.loss for reading in case.recent}
     seen = [losses.get(look.step) for look in looks]
     known = [abs(loss) for loss in seen if loss is not None]

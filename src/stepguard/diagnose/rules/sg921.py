@@ -30,6 +30,12 @@ def recognise(case: Case) -> Proof | None:
     total = sum(counts)
     if total < FEWEST_TARGETS:
         return None
+    return _answers_by_frequency(looks, counts)
+
+
+def _answers_by_frequency(looks: list[Look], counts: list[int]) -> Proof | None:
+    """Nearly all targets are one class, or the loss is that of their frequencies."""
+    total = sum(counts)
     share = max(counts) / total
     entropy = -sum(count / total * math.log(count / total) for count in counts if count)
     late = [look.facts.cross_entropy for look in looks[len(looks) // 2 :]]
@@ -41,9 +47,7 @@ def recognise(case: Case) -> Proof | None:
             f"{counts.index(max(counts))} of {len(counts)}: a model that always answers so is "
             "right as often, and the loss is no lower than its"
         )
-    if looks[-1].step < LONG or entropy < LEAST_ENTROPY or not losses:
-        return None
-    if not BELOW <= fmean(losses) / entropy <= ABOVE or _falls(losses):
+    if looks[-1].step < LONG or entropy < LEAST_ENTROPY or not _stays_at(entropy, losses):
         return None
     return possible(
         f"the cross entropy is {fmean(losses):.4g} up to step {looks[-1].step}, and that of the "
@@ -52,10 +56,12 @@ def recognise(case: Case) -> Proof | None:
     )
 
 
-def _falls(losses: list[float]) -> bool:
-    """A slow start is not the end."""
+def _stays_at(entropy: float, losses: list[float]) -> bool:
+    """A slow start that still falls is not the end."""
     half = len(losses) // 2
-    return fmean(losses[half:]) < BELOW * fmean(losses[:half])
+    if not half or not BELOW <= fmean(losses) / entropy <= ABOVE:
+        return False
+    return fmean(losses[half:]) >= BELOW * fmean(losses[:half])
 
 
 def _of_one_size(looks: list[Look]) -> list[tuple[int, ...]]:
