@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.silent_faults import wrong_data, wrong_models, wrong_updates
+from benchmarks.silent_faults import wrong_data, wrong_losses, wrong_models, wrong_updates
 from benchmarks.silent_faults.plant import PLANTS, Plant
 
-MODULES = (wrong_data, wrong_models, wrong_updates)
+MODULES = (wrong_data, wrong_losses, wrong_models, wrong_updates)
 
 
 def chosen(names: list[str] | None = None) -> list[Plant]:

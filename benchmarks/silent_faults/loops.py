@@ -53,7 +53,7 @@ class Loop:
         for _ in range(self.micro_batches):
             inputs, targets = self.batch(number)
             loss = self.loss(self.forward(inputs), targets) / self.micro_batches
-            torch.autograd.backward(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         self.update()
         self.after(number)

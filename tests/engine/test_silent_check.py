@@ -134,3 +134,167 @@ def test_forgotten_zero_grad_is_told_with_default_settings(tmp_path: Path) -> No
             optimizer.step()
     notes = read_run(tmp_path).notes
     assert [note["code"] for note in notes if note.get("kind") == "silent"] == ["SG902"]
+
+
+# --- mistakes that are told with default settings ---------------------------------------------
+
+
+Step = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def mistaken(
+    folder: Path, step: Step, model: nn.Module | None = None, steps: int = 14
+) -> list[str]:
+    """Codes that a short watched run was told; `step` is one step of the loop."""
+    torch.manual_seed(0)
+    model = model or nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with stepguard.watch(model, optimizer, config=GuardConfig(run_dir=folder, terminal="quiet")):
+        for _ in range(steps):
+            step(model, optimizer)
+    return [str(n["code"]) for n in read_run(folder).notes if n.get("kind") == "silent"]
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return (model(torch.randn(16, 8)) - 1.0).square().mean()
+
+
+def zeroed_inside_accumulation(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+    optimizer.step()
+
+
+def thrown_away_before_the_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss_of(model).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def attacked_inputs(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    inputs = torch.randn(16, 8, requires_grad=True)
+    model(inputs).square().mean().backward()
+    assert inputs.grad is not None
+    optimizer.zero_grad()
+    model((inputs + 0.1 * inputs.grad.sign()).detach()).square().mean().backward()
+    optimizer.step()
+
+
+def gradients_of_two_tasks_combined(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    kept = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        kept.append([parameter.grad for parameter in model.parameters()])
+    for parameter, one, other in zip(model.parameters(), *kept, strict=True):
+        assert one is not None and other is not None
+        parameter.grad = one + other
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::stepguard.engine.wiring.WiringWarning")
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (zeroed_inside_accumulation, ["SG902"]),
+        (thrown_away_before_the_update, ["SG902"]),
+        (attacked_inputs, []),
+        (gradients_of_two_tasks_combined, []),
+    ],
+)
+def test_gradients_zeroed_at_the_wrong_time(
+    step: Step, expected: list[str], tmp_path: Path
+) -> None:
+    assert mistaken(tmp_path, step) == expected
+
+
+def test_gradients_left_by_the_loss_of_another_optimizer(tmp_path: Path) -> None:
+    other = nn.Linear(8, 8)
+    theirs = torch.optim.SGD(other.parameters(), lr=1e-3)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        model(other(torch.randn(16, 8))).mean().backward()
+        theirs.step()
+        loss_of(model).backward()
+        optimizer.step()
+
+    assert mistaken(tmp_path, step) == ["SG902"]
+
+
+def ordinary(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Step:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        inputs = torch.randn(64, 8)
+        loss(model(inputs), inputs).backward()
+        optimizer.step()
+
+    return step
+
+
+TEMPERATURE = nn.Parameter(torch.ones(1))
+F = nn.functional
+MISTAKES = {
+    "nll of probabilities": (lambda z, x: F.nll_loss(z.softmax(1), x[:, :4].argmax(1)), "SG914"),
+    "nll of logits": (lambda z, x: F.nll_loss(z, x[:, :4].argmax(1)), "SG914"),
+    "nll over the batch": (lambda z, x: F.nll_loss(z.log_softmax(0), x[:, :4].argmax(1)), "SG914"),
+    "sigmoid twice": (
+        lambda z, x: F.binary_cross_entropy_with_logits(z.sigmoid(), (x[:, :4] > 0).float()),
+        "SG914",
+    ),
+    "kl_div of probabilities": (
+        lambda z, x: F.kl_div(z.softmax(1), x[:, :4].softmax(1), reduction="batchmean"),
+        "SG914",
+    ),
+    "(n, 1) beside (n,)": (lambda z, x: (z[:, :1] - x[:, 0]).abs().mean(), "SG915"),
+    "sigmoid and wide targets": (lambda z, x: F.mse_loss(z.sigmoid(), 5 * x[:, :4]), "SG916"),
+    "a thresholded term": (lambda z, x: z.square().mean() + (z > 0).float().mean(), "SG908"),
+    "a temperature": (lambda z, x: (z * TEMPERATURE - 1.0).square().mean(), "SG903"),
+}
+HEALTHY = {
+    "nll of a logarithm": lambda z, x: F.nll_loss(z.softmax(1).log(), x[:, :4].argmax(1)),
+    "kl_div": lambda z, x: F.kl_div(z.log_softmax(1), x[:, :4].softmax(1), reduction="batchmean"),
+    "all pairs": lambda z, x: (z[:, 0][:, None] - x[:, 0][None]).square().mean(),
+    "targets in range": lambda z, x: F.mse_loss(z.tanh(), x[:, :4].clamp(-1, 1)),
+    "a detached weight": lambda z, x: z.square().mean() * (1.0 + z.detach().square().mean()),
+    "a squared difference": lambda z, x: (z.mean() - z.detach().mean() - 1.0).square(),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_loss_that_is_given_what_it_does_not_take(name: str, tmp_path: Path) -> None:
+    loss, code = MISTAKES[name]
+    assert mistaken(tmp_path, ordinary(loss)) == [code]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_loss_that_looks_like_a_mistake_is_not_told(name: str, tmp_path: Path) -> None:
+    assert mistaken(tmp_path, ordinary(HEALTHY[name])) == []
+
+
+def test_inputs_of_a_physical_model_are_not_the_same_batch_again(tmp_path: Path) -> None:
+    place = torch.rand(16, 4, requires_grad=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.cat([place, place], 1)).square().mean().backward()
+        optimizer.step()
+
+    assert mistaken(tmp_path, step) == []
+
+
+def test_loss_that_was_0_at_the_look_is_not_told(tmp_path: Path) -> None:
+    """As of a policy without a reward: the newest loss says nothing of the step looked at."""
+    steps = iter(range(100))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        rewarded = next(steps) not in (2, 4, 8, 13)
+        (float(rewarded) * loss_of(model)).backward()
+        optimizer.step()
+
+    assert mistaken(tmp_path, step) == []

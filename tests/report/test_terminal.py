@@ -163,6 +163,26 @@ def test_notes_of_a_kind_are_thinned_to_powers_of_two(out: io.StringIO) -> None:
     )
 
 
+def test_rise_that_goes_on_is_one_line(out: io.StringIO) -> None:
+    terminal = Terminal(out)
+    for step in (*range(40, 60), *range(90, 95)):
+        terminal.note("note", note("drift", "loss has risen", step))
+    steps = [int(line.split()[2].rstrip(":")) for line in out.getvalue().splitlines()]
+    assert steps == [40, 90]
+
+
+def test_spike_within_the_known_tail_is_no_news(out: io.StringIO) -> None:
+    terminal = Terminal(out)
+    for step, size in enumerate((10.0, 12.0, 9.0, 30.0, 25.0, 31.0)):
+        fields = note("spike", "loss is high", step)
+        terminal.note("note", {**fields, "evidence": {"deviations": size}})
+    explained = {"deviations": 8.0, "outlier": "row 300 reaches 2e6"}
+    terminal.note("note", {**note("spike", "loss is high", 6), "evidence": explained})
+    terminal.note("note", {**note("spike", "loss is high", 7), "evidence": explained})
+    steps = [int(line.split()[2].rstrip(":")) for line in out.getvalue().splitlines()]
+    assert steps == [0, 3, 7]
+
+
 def test_fault_says_that_training_goes_on_unguarded(out: io.StringIO) -> None:
     Terminal(out).note("fault", {"error": "RuntimeError: boom"})
     expected = (

@@ -29,6 +29,18 @@ class Case:
     """The run is over: what would have happened once an epoch did not."""
     schedule_stood_for: int = 0
     """Steps of a run that is over and never stepped the schedule it gave to the guard."""
+    faded_since: int | None = None
+    """Step since which every learning rate is next to nothing beside its highest one."""
+    habits: dict[str, int] = field(default_factory=dict)
+    """How many of the last updates used gradients of the update before (`carried`), dropped some
+    before they were used (`discarded`, `thrown`), or used some of another optimizer's loss
+    (`foreign`)."""
+    first_norm: float | None = None
+    """Gradient norm of the first step."""
+    first_loss: float | None = None
+    """Size of the loss of the first step."""
+    shrinks_by: float = 0.0
+    """Share of a weight that weight decay takes in one update: learning rate times decay."""
 
     @property
     def phase(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rules import RULES
@@ -15,20 +16,19 @@ from stepguard.records import Finding, Reading
 from stepguard.records.look import Look
 from stepguard.records.verdict import OK
 
-SERIES = ("SG90", "SG91")
+SERIES = ("SG90", "SG91", "SG92")
 HEALTHY_SERIES = "SG9"
 """Of a run in which every step is finite: these and forecasts."""
 
 
 def silent_findings(
-    looks: Sequence[Look],
-    recent: Sequence[Reading],
-    *,
-    ended: bool = False,
-    schedule_stood_for: int = 0,
+    looks: Sequence[Look], recent: Sequence[Reading], **known: Any
 ) -> tuple[Finding, ...]:
-    """What the run does wrong without a bad value, by code. Pure."""
-    case = replace(healthy_case(looks, recent), ended=ended, schedule_stood_for=schedule_stood_for)
+    """What the run does wrong without a bad value, by code. Pure.
+
+    `known`: further fields of the case, such as `ended`.
+    """
+    case = replace(healthy_case(looks, recent), **known)
     found = []
     for rule in RULES:
         if rule.code.startswith(SERIES):

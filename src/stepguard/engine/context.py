@@ -21,6 +21,7 @@ from stepguard.engine.drivers.schedule import advance, named_position, scheduler
 from stepguard.engine.incident.declared_rates import DeclaredRates, group_rates
 from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.outputs import Outputs
+from stepguard.engine.watch.gradient_habits import GradientHabits
 from stepguard.ledger import Ledger
 from stepguard.locate.locate_budget import LocateBudget
 from stepguard.policy import Budget
@@ -145,6 +146,8 @@ class Context:
     """Steps in a row that a scaler's own scale has overflowed."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     """Values the user follows: name -> the step it was given in, and the value on its device."""
+    habits: GradientHabits = field(default_factory=GradientHabits)
+    """What a watched loop does with its gradients."""
     effort: LocateBudget = field(default_factory=LocateBudget)
     """What placing an incident may cost."""
     own_reading: Reading | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stepguard.engine.context import Context, guarded
 from stepguard.engine.drivers.optimizer_kinds import needs_closure
@@ -155,6 +157,9 @@ class Looks:
         self._next_batch: SeenBatch | None = None
         """That of the step after it, until that step is over."""
         self._batch_after: NextBatch = "unknown"
+        self._outsiders: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Tensors that get gradients beside model and optimizer, and the number of each."""
+        self._counted = itertools.count()
         self._closure = needs_closure(context.optimizer)
         self._said: set[str] = set()
         """What was said already of looks that failed or could not be taken."""
@@ -226,6 +231,12 @@ class Looks:
             with self._protect.part(PART):
                 self._running.resume()
 
+    def loss_seen(self, root: Tensor) -> None:
+        """A backward pass of the loop begins at this loss."""
+        if self._running is not None:
+            with self._protect.part(PART), self.paused():
+                self._running.loss_seen(root)
+
     def backward_over(self) -> None:
         """A backward pass of the loop is over; others may follow before the update."""
         if self._running is not None:
@@ -271,7 +282,7 @@ class Looks:
                     reason=f"a look failed: {type(fault).__name__}: {fault}",
                 )
             if committed and look.fault is None and is_finite(taken):
-                self._tell(taken)
+                self._tell(taken, look.outsiders)
             self._last_batch = look.batch
             self._next_batch = SeenBatch()
             return
@@ -285,8 +296,13 @@ class Looks:
         self._last_batch = None
         self._next_batch = None
 
-    def _tell(self, look: Look) -> None:
-        facts = replace(look.facts, averages=self._averages(), batch_after=self._batch_after)
+    def _tell(self, look: Look, outsiders: list[Tensor]) -> None:
+        facts = replace(
+            look.facts,
+            averages=self._averages(),
+            batch_after=self._batch_after,
+            outsiders=self._numbered(outsiders),
+        )
         if facts.batch:
             facts = replace(facts, repeats=self._batches[facts.batch])
             self._batches[facts.batch] += 1
@@ -294,6 +310,17 @@ class Looks:
         self._context.outputs.look(look)
         for tell in self.heard:
             tell(look)
+
+    def _numbered(self, outsiders: list[Tensor]) -> dict[str, str]:
+        """What they are, by number and version: who updates one gives it another version."""
+        found = {}
+        for one in outsiders:
+            if one not in self._outsiders:
+                self._outsiders[one] = next(self._counted)
+            number = self._outsiders[one]
+            kind = "Parameter" if isinstance(one, nn.Parameter) else "tensor with requires_grad"
+            found[f"{number}.{one._version}"] = f"a {kind} of shape {list(one.shape)}"
+        return found
 
     def _averages(self) -> dict[str, str]:
         """Digests of those further objects that look like an average of the weights."""

@@ -269,7 +269,11 @@ class Wiring:
         """An optimizer is about to step."""
         if optimizer is self._context.optimizer:
             self._alone += 1
-        elif optimizer not in guarded and not self._stepping:
+        elif not _inside_each_other(optimizer, self._context.optimizer):
+            self._context.habits.other_steps += 1
+        if optimizer is self._context.optimizer:
+            return
+        if optimizer not in guarded and not self._stepping:
             self.follow(optimizer)
 
     def follow(self, optimizer: Optimizer) -> bool:
@@ -414,8 +418,11 @@ class Wiring:
 
     # --- both ---
 
-    def no_gradient(self) -> None:
-        """An update is due and none of the optimizer's parameters has a gradient."""
+    def no_gradient(self, *, reached: bool = False) -> None:
+        """An update is due and none of the optimizer's parameters has a gradient.
+
+        `reached`: a backward pass gave them one, and it is gone.
+        """
         if self._shared and not self._parameters_in_model():
             self._warn(
                 f"{REPLACED}, so nothing is learned; build optimizer and guard after replacing the "
@@ -426,8 +433,13 @@ class Wiring:
         if self._without_gradient == LOOKED_AT:
             self._warn(
                 f"no parameter of the optimizer has got a gradient in {LOOKED_AT} steps: nothing "
-                f"is learned; build the "
-                "optimizer from the parameters of the model that the loss comes from"
+                f"is learned; "
+                + (
+                    "the backward pass left some, so call zero_grad() before it and not after it"
+                    if reached
+                    else "build the optimizer from the parameters of the model that the loss comes "
+                    "from"
+                )
             )
 
     def _look_for_replaced_parts(self) -> None:
@@ -467,9 +479,10 @@ class Wiring:
         if self._steps == 0:
             self._look_for_anomaly_mode()
         self._steps += 1
+        reached = self._backwards > 0
         self._backwards = 0
         if norm is None:
-            self.no_gradient()
+            self.no_gradient(reached=reached)
         else:
             self._without_gradient = -LOOKED_AT
             self._look_for_replaced_parts()

@@ -26,6 +26,8 @@ class SeenBatch:
         """Empty where nothing was seen that could differ between two batches."""
         self._tensors: list[weakref.ref[Tensor]] = []
         self._rows: Counter[int] = Counter()
+        self._computed = False
+        """A part of it has a gradient: coordinates of a physical model, which stay."""
 
     @property
     def samples(self) -> int:
@@ -37,6 +39,7 @@ class SeenBatch:
         self.digest = digest_of(batch, self.digest)
         for leaf in tree_flatten(batch)[0]:
             if isinstance(leaf, Tensor):
+                self._computed |= leaf.requires_grad
                 # the memory behind a view, which may be made anew in every step
                 owner = leaf if leaf._base is None else leaf._base
                 self._tensors.append(weakref.ref(owner))
@@ -45,7 +48,7 @@ class SeenBatch:
 
     def compared(self, later: SeenBatch) -> NextBatch:
         """What the step after this one was given."""
-        if not self.digest or not later.digest:
+        if not self.digest or not later.digest or self._computed:
             return "unknown"
         if self.digest != later.digest:
             return "other"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepguard.locate.finite import plain
@@ -29,6 +29,8 @@ from stepguard.tensors.values import is_lazy
 
 MOST_ROWS = 400
 """Rows of each kind that a record keeps, the worst ones."""
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules whose parts a model calls one by one, or chooses from."""
 GRADIENT_SAMPLE = 256
 """Elements of each gradient that say whether it is 0."""
 
@@ -44,7 +46,7 @@ class DeepLook:
         self._roots = roots
         self._optimizer = optimizer
         self._owned = owned
-        self._observer = Observer(roots)
+        self._observer = Observer(roots, optimizer_parameter_ids(optimizer), owned)
         self._observer.backward_begins = self._backward_begins
         self._updates: Updates | None = None
         self._seconds = 0.0
@@ -108,6 +110,18 @@ class DeepLook:
             number = self._observer.numbers.add(torch.cat(parts).sum().reshape(1))
         self._kept_gradients.append(number)
 
+    def loss_seen(self, root: Tensor) -> None:
+        """A backward pass begins at this loss. One that does not call the model before it goes
+        unobserved, and counts.
+        """
+        self._backward_begins()
+        self._observer.loss.backward_begins(root)
+
+    @property
+    def outsiders(self) -> list[Tensor]:
+        """Tensors that got a gradient and belong to no model and no optimizer."""
+        return [one for one in self._observer.loss.outsiders if one.grad is not None]
+
     def gradients_ready(self) -> None:
         """Forward and backward are over."""
         self._observer.stop()
@@ -140,7 +154,7 @@ class DeepLook:
             attention=tuple(layers.attention(values)[:MOST_ROWS]),
             norms=tuple(layers.norms(values)[:MOST_ROWS]),
             units=tuple(layers.units(values)[:MOST_ROWS]),
-            facts=self._facts(layers.facts(values), values),
+            facts=self._facts(self._observer.loss.facts(layers.facts(values), values), values),
             left_out=max(0, len(tensors) - MOST_ROWS) + max(0, len(parameters) - MOST_ROWS),
         )
         self._seconds += time.thread_time() - began
@@ -164,7 +178,26 @@ class DeepLook:
             dropout=tuple(dropout),
             norms_in_eval=tuple(norms),
             kept_gradients=self._gradients_were_kept(values),
+            without_gradient=self._without_gradient(),
         )
+
+    def _without_gradient(self) -> tuple[str, ...]:
+        """Parameters without a gradient, less those of a container of which others have one.
+
+        An expert or the head of a task is used when its turn comes.
+        """
+        if self._updates is None:
+            return ()
+        names = self._updates.without_gradient
+        owned = [
+            name for name, parameter in named_parameters(self._roots) if parameter.requires_grad
+        ]
+        for prefix, module in named_modules(self._roots):
+            if isinstance(module, CONTAINERS):
+                inside = {name for name in owned if name.startswith(f"{prefix}.")}
+                if not inside <= set(names):
+                    names = tuple(name for name in names if name not in inside)
+        return names
 
     def _gradients_were_kept(self, values: list[list[float]]) -> bool:
         """Every backward pass of the step found gradients.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from stepguard.locate.modules import ModuleSpans
 from stepguard.locate.operators import TAKES_INFINITY, TESTS, UNINITIALISED, Operator, describe
 from stepguard.locate.shared_tracer import leave
 from stepguard.look.layers import LayerFacts
+from stepguard.look.loss_facts import LossFacts
 from stepguard.look.statistics import Numbers, rounded_to_zero, vector_of
 from stepguard.records.look import Stage
 from stepguard.state import faked_collectives
@@ -54,12 +55,22 @@ class ObservedResult:
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches the operations between `start` and `stop`. A fault of its own ends the look only."""
 
-    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        trained: Iterable[int] = (),
+        owned: Iterable[int] = (),
+    ) -> None:
+        """`trained`: identities of what this guard's optimizer updates, `owned`: of what any
+        optimizer of the process does.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules = ModuleSpans(dict(roots))
         self.numbers = Numbers()
         self.seen: list[ObservedResult] = []
         self.layers = LayerFacts(self.numbers)
+        known = {id(one) for root in roots.values() for one in root.parameters()}
+        self.loss = LossFacts(self.numbers, set(trained), known | {*trained, *owned})
         self.fault: Exception | None = None
         self.layer_fault: Exception | None = None
         """Why nothing more is noted of layers; everything else is measured on."""
@@ -129,6 +140,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = [entry.value for entry in entries if isinstance(entry.value, Tensor)]
             # before it runs: an operation in place overwrites what it reads
             self._note_layer(self.layers.before, operator, args, kwargs)
+            if self._stage() == "forward":
+                self._note_loss(self.loss.before, operator, args, kwargs)
             return tensors
         except Exception as fault:
             self.fault = fault
@@ -152,6 +165,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_conversion(given[-1], results[0])
             if stage == "forward":
                 self._note_layer(self.layers.after, operator, args, kwargs, results)
+                made = _tensors(result) or results
+                self._note_loss(self.loss.after, operator, args, kwargs, made)
         except Exception as fault:
             self.fault = fault
         finally:
@@ -161,6 +176,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.layer_fault is None:
             try:
                 note(*given, self._module())
+            except Exception as fault:
+                self.layer_fault = fault
+
+    def _note_loss(self, note: Callable[..., None], *given: Any) -> None:
+        if self.layer_fault is None:
+            try:
+                note(*given, self.modules.current)
             except Exception as fault:
                 self.layer_fault = fault
 

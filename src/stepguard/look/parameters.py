@@ -20,6 +20,8 @@ from stepguard.tensors.names import (
 )
 from stepguard.tensors.values import is_lazy
 
+MOST_ROWS, MOST_COLUMNS = 64, 256
+"""Units of a weight that are compared, and inputs of each."""
 MOMENTS = ("exp_avg_sq", "square_avg", "sum", "v")
 """Names that optimizers give to their second moments."""
 
@@ -34,7 +36,7 @@ class Sampled:
     before: Tensor
     gradient: Tensor | None
     numbers: int
-    """Size of the weight, size of the gradient, share of zeros in it."""
+    """Size of the weight; of the gradient: size, share of zeros, whether its rows are equal."""
     epsilon: float | None
 
 
@@ -53,6 +55,8 @@ class Updates:
         self._epsilons = epsilons(optimizer)
         self._updated = optimizer_parameter_ids(optimizer)
         self._sampled = []
+        self.without_gradient: tuple[str, ...] = ()
+        """Trainable parameters of this optimizer that have none, known once the update is over."""
         copies = _shapes_outside(roots, optimizer)
         for parameter, name in parameter_names(roots, optimizer):
             if not is_lazy(parameter) and parameter.is_floating_point() and parameter.numel():
@@ -70,7 +74,7 @@ class Updates:
                 # a scaler leaves it to the fused kernel to divide by its factor
                 gradient = gradient.float() / scale
             zeros = (gradient == 0).to(torch.float64).mean().reshape(1)
-            numbers += [root_mean_square(gradient), zeros]
+            numbers += [root_mean_square(gradient), zeros, _rows_are_copies(parameter)]
         number = self._numbers.add(torch.cat(numbers))
         epsilon = self._epsilons.get(id(parameter))
         return Sampled(name, parameter, owned, before, gradient, number, epsilon)
@@ -82,8 +86,13 @@ class Updates:
             after.append(self._after(one) if committed else None)
         values = self._numbers.read()
         found = []
+        without = []
         for one, number in zip(self._sampled, after, strict=True):
-            found.append(_record(one, values[one.numbers], values[number] if number else []))
+            record = _record(one, values[one.numbers], values[number] if number else [])
+            found.append(record)
+            if id(one.parameter) in self._updated and record.trainable and _without(one, record):
+                without.append(one.name)
+        self.without_gradient = tuple(without)
         return tuple(found)
 
     def _after(self, one: Sampled) -> int | None:
@@ -112,6 +121,27 @@ class Updates:
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 return sampled(plain(value))
         return None
+
+
+def _without(one: Sampled, record: ParameterLook) -> bool:
+    """No gradient, or nothing but zeros in one that was seen whole."""
+    if one.gradient is None:
+        return one.parameter.grad is None
+    # the gradients of a bias may cancel out
+    whole = one.parameter.dim() > 1 and len(one.gradient) == one.parameter.numel()
+    return whole and record.gradient_zeros >= 1.0
+
+
+def _rows_are_copies(parameter: Tensor) -> Tensor:
+    """1.0 where all units have equal weights and equal gradients, so that they stay equal."""
+    equal = [torch.zeros((), dtype=torch.bool, device=parameter.device)]
+    if parameter.dim() > 1 and parameter.shape[0] > 1 and parameter.grad is not None:
+        equal = []
+        for values in (plain(parameter), plain(parameter.grad)):
+            rows = values.reshape(values.shape[0], -1)[:MOST_ROWS, :MOST_COLUMNS]
+            equal.append((rows == rows[:1]).all())
+        equal.append((rows != 0).any())
+    return torch.stack(equal).all().to(torch.float64).reshape(1)
 
 
 def epsilons(optimizer: Optimizer) -> dict[int, float]:
@@ -150,6 +180,7 @@ def _shapes_outside(roots: Mapping[str, nn.Module], optimizer: Optimizer) -> set
 
 def _record(one: Sampled, before: list[float], after: list[float]) -> ParameterLook:
     known = dict(zip(("weight", "gradient", "gradient_zeros"), before, strict=False))
+    copies = len(before) > 3 and before[3] > 0.0
     moved = dict(zip(("update", "lost", "variance_zeros", "variance"), after, strict=False))
     return ParameterLook(
         name=one.name,
@@ -158,6 +189,7 @@ def _record(one: Sampled, before: list[float], after: list[float]) -> ParameterL
         trainable=one.parameter.requires_grad,
         owned=one.owned,
         epsilon=one.epsilon,
+        copies=copies,
         **known,
         **moved,
     )

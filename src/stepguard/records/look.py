@@ -67,6 +67,9 @@ class ParameterLook:
     """Smallest second moment that is not 0."""
     epsilon: float | None = None
     """What the optimizer adds to the root of a second moment, in the dtype of the parameter."""
+    copies: bool = False
+    """All rows of the weight are equal, and so are all rows of its gradient: every unit does the
+    same."""
 
     @property
     def ratio(self) -> float | None:
@@ -144,6 +147,29 @@ class StepFacts:
     """The logits of a cross entropy are probabilities already."""
     kept_gradients: bool = False
     """The step began with the gradients of the one before."""
+    mixed_up: dict[str, str] = field(default_factory=dict)
+    """Loss function -> what it was given (`probabilities`, `logits`) and does not take."""
+    broadcast: tuple[str, ...] = ()
+    """Operation of the loss and the two shapes that it spread over each other."""
+    bound: str = ""
+    """The activation that the output of the model ends in, where it cannot reach its targets."""
+    beyond: float = 0.0
+    """Share of the targets that it cannot reach."""
+    parts_without_gradient: int = 0
+    """Terms of the loss that were computed from the model and have no gradient."""
+    single_class: bool = False
+    """The loss takes a softmax over one class, which is always 1."""
+    without_gradient: tuple[str, ...] = ()
+    """Trainable parameters of the optimizer that have no gradient, or one of zeros only."""
+    outsiders: dict[str, str] = field(default_factory=dict)
+    """Tensors that get gradients and belong to no model and no optimizer: number and version of
+    each -> what it is."""
+    classes: tuple[int, ...] = ()
+    """How many targets of the step each class has."""
+    cross_entropy: float | None = None
+    """Mean loss of those targets."""
+    spread: float | None = None
+    """Deviation of the loss function's input between samples, beside its size."""
     averages: dict[str, str] = field(default_factory=dict)
     """Average of weights that the guard was given -> digest of what it holds."""
 

@@ -19,6 +19,8 @@ THINNED_OUT = frozenset(
     {*phrases.VERDICT_TITLES, "tracing", "outlier", "parameters", "filtered", "adopted"}
 )
 """Kinds of notes that may come with every step: the 1st, 2nd, 4th, 8th, ... are printed."""
+RECORD = 2.0
+"""Times the largest spike before it that a spike must be to be worth another line."""
 
 
 class Terminal(Sink):
@@ -42,6 +44,10 @@ class Terminal(Sink):
         self._answers: Counter[tuple[str, ...]] = Counter()
         self._notes: Counter[str] = Counter()
         self._shown: set[str] = set()
+        self._rising = -2
+        """The last step of a rising loss."""
+        self._largest = 0.0
+        """Deviations of the largest spike."""
 
     def incident(self, incident: Incident) -> None:
         """Print the first of its kind as a panel, then the 2nd, 4th, 8th, ... as a line.
@@ -92,8 +98,25 @@ class Terminal(Sink):
         """Print one line; other lines of the journal than notes and faults are for programs."""
         if kind == "fault":
             self._line(messages.disarmed(fields), "bold red")
-        elif kind == "note":
+        elif kind == "note" and self._is_news(fields):
             self._note(str(fields.get("kind")), messages.note_line(fields))
+
+    def _is_news(self, fields: Mapping[str, Any]) -> bool:
+        """A rise that goes on is one rise. A spike that is not the largest by far is a tail of the
+        losses that is known by now, unless a row of the batch explains it.
+        """
+        if fields.get("kind") == "drift":
+            step = int(fields.get("step") or 0)
+            goes_on = step - self._rising == 1
+            self._rising = step
+            return not goes_on
+        evidence = fields.get("evidence") or {}
+        size = evidence.get("deviations")
+        if fields.get("kind") == "spike" and size is not None and "outlier" not in evidence:
+            if size < RECORD * self._largest:
+                return False
+            self._largest = size
+        return True
 
     def _note(self, kind: str, text: str) -> None:
         self._notes[kind] += 1

@@ -10,6 +10,8 @@ from stepguard.records.look import Look, ParameterLook
 MOST_LOST = 0.5
 """Share of the elements with a gradient that an update may leave as they were."""
 NARROW = ("bfloat16", "float16")
+VANISHED = 1e-8
+"""Root mean square of a gradient below which Adam's epsilon is larger."""
 
 
 def recognise(case: Case) -> Proof | None:
@@ -27,6 +29,8 @@ def recognise(case: Case) -> Proof | None:
     )
     if set(dtypes) <= set(NARROW):
         return certain(sentence, "bfloat16 holds 8 bits: a change below 0.4 % of a weight is lost")
+    if all((one.gradient or 0.0) < VANISHED for one in rows):
+        return None  # there is nothing to round: the gradients are next to 0 themselves
     if _lost_share(case.looks[0]) < MOST_LOST:
         return None  # it has moved before: float32 is fine enough, the run has converged
     return likely(sentence)

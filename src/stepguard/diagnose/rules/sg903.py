@@ -7,6 +7,9 @@ from stepguard.diagnose.rule import Proof, Rule, likely
 from stepguard.diagnose.seen import in_all, last_looks, named, unchanged
 from stepguard.records.look import Look
 
+UNCHANGED_LOOKS = 3
+"""Looks at which a tensor beside the model must have been the same."""
+
 
 def recognise(case: Case) -> Proof | None:
     looks = last_looks(case)
@@ -16,7 +19,8 @@ def recognise(case: Case) -> Proof | None:
     # an optimizer without a guard, or one of copies in float32, may update what looks unowned
     outside = [name for name in in_all(looks, _without_optimizer) if name in still]
     frozen = in_all(looks, _frozen_in_the_optimizer)
-    if not outside and not frozen:
+    beside = in_all(last_looks(case, UNCHANGED_LOOKS), lambda look: set(look.facts.outsiders))
+    if not outside and not frozen and not beside:
         return None
     sentences = []
     if outside:
@@ -28,6 +32,12 @@ def recognise(case: Case) -> Proof | None:
         sentences.append(
             f"{named(frozen)} are in the optimizer and have requires_grad=False, beside others of "
             "the same module that train"
+        )
+    if beside:
+        kinds = [looks[-1].facts.outsiders[number] for number in beside]
+        sentences.append(
+            f"{named(kinds)} takes part in the loss, gets gradients and stays as it is: it belongs "
+            "neither to the model nor to an optimizer"
         )
     return likely(*sentences)
 

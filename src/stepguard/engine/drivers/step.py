@@ -130,6 +130,7 @@ class StepDriver:
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
             self._announce(seen)
+            self.looks.loss_seen(loss)
             torch.autograd.backward(scaled(context, loss))
         if only is not None or not leaves_unscaling(context):
             unscale(context)

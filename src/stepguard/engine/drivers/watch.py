@@ -128,6 +128,7 @@ class WatchDriver(JudgedStep):
             self.reader.start()
             self.observed.before_backward(root)
             self.micro_batches.heard(root)
+        self.looks.loss_seen(root)
         with self.protect.part("live tracing"):
             self.tracing.before_backward(root)
 

@@ -88,6 +88,7 @@ class WatchedStep:
 
     def _model_called(self, arguments: dict[str, Any]) -> None:
         self.boundary.root_called()
+        self.context.habits.calls += 1
         self.tracing.model_called(arguments)
         self.looks.saw_batch(arguments)
 
@@ -235,6 +236,9 @@ class WatchedStep:
 
     def _end_step(self, *, counts: bool = True) -> None:
         """The update is over. `counts`: it was a step of this guard."""
+        if counts and not self.vetoing and self.protect.armed:
+            with self.protect.part("silent failures"):
+                self.observed.update_made()
         self._reading = None
         self._incident = None
         self.vetoing = False

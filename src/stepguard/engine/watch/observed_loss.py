@@ -53,7 +53,11 @@ class ObservedLoss:
             if scale is not None:
                 value = value / scale
         self._at_start = self._gradient_marks()
-        if self.losses and self._at_start != self._at_end:
+        dropped = self._at_start != self._at_end
+        self._context.habits.backward_begins(
+            root, self._context.parameters, first=not self.losses, dropped=dropped
+        )
+        if self.losses and dropped:
             # their gradients have been dropped since, so they are part of no update
             self.losses = []
         summed = summed_in_half(root, self._context)
@@ -71,7 +75,14 @@ class ObservedLoss:
         ours = not failed and self._at_end != self._at_start
         if self.losses and not ours:
             self.losses.pop()
+        if ours:
+            self._context.habits.backward_over(self._context.parameters)
         return ours
+
+    def update_made(self) -> None:
+        """The optimizer has made an update of what was observed."""
+        if self.losses:
+            self._context.habits.update_made(self._context.parameters, self._at_end)
 
     def divide(self, scale: Tensor | None) -> None:
         """The losses heard so far carry this factor, which was not known then."""
