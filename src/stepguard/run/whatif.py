@@ -81,7 +81,8 @@ def capsule_of(
 ) -> tuple[Path, int | None]:
     """The capsule at this path; of a run, the first one of its last chain of incidents.
 
-    The first that is `wanted`, if any is. Beside it the step after that one, where the journal shows that it failed as well.
+    The first that is `wanted`, if any is. Beside it the step after that one, where the journal
+    shows that it failed as well.
     """
     folder = path.parent if path.name == "journal.jsonl" else path
     if not (folder / "incidents").is_dir():
