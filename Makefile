@@ -10,7 +10,7 @@ BENCHES := overhead $(filter-out overhead crash soak table _%,$(patsubst benchma
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test quick test-newest coverage browser check format bench verify-recipes \
+.PHONY: help venv demo test test-all quick test-newest coverage browser check format bench verify-recipes \
 	recipes-real \
 	crash-campaign fuzz docs docs-serve pictures clean
 
@@ -35,8 +35,12 @@ demo: $(CORE) ## a run that hits NaN, is diagnosed and continues
 	$(RUN) -m examples.demo
 
 # two workers: most tests wait for processes they start, and each has its own seed and folder
-test: venv ## every test
+test: venv ## every test; of large products enough for every pair of values
 	$(RUN) -m pytest -n 2 --dist worksteal
+
+# each of its processes is fresh, each product whole, and every case of the zoo proven
+test-all: venv ## the same at full length: for a night or a release
+	STEPGUARD_FULL=1 $(RUN) -m pytest -n 2 --dist worksteal
 
 quick: venv ## fast tests that start no process, in less than a minute
 	$(RUN) -m pytest -n 2 --dist worksteal -m 'not process and not slow'

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
+
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 
@@ -18,8 +20,9 @@ def run(
     """`python ARGUMENTS` in the recipe's folder, or `python -m MODULE ARGUMENTS` in the
     repository's.
     """
-    command = [sys.executable, *(("-m", module) if module else ()), *arguments]
-    return _ended(command, ROOT if module and module.startswith("recipes") else RECIPES / recipe)
+    words = [*(("-m", module) if module else ()), *arguments]
+    folder = ROOT if module and module.startswith("recipes") else RECIPES / recipe
+    return forked.python(words, folder=folder, variables=_variables(), seconds=280)
 
 
 def typed(folder: Path, line: str, *more: str) -> subprocess.CompletedProcess[str]:
@@ -28,18 +31,18 @@ def typed(folder: Path, line: str, *more: str) -> subprocess.CompletedProcess[st
     torchrun's `--standalone` comes from the environment: two tests at a time must not meet at its
     usual port.
     """
-    return _ended([*shlex.split(line), *more], folder, PET_STANDALONE="1")
-
-
-def _ended(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    paths = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "PATH": programs}
     return subprocess.run(
-        command,
+        [*shlex.split(line), *more],
         cwd=folder,
-        env={**os.environ, **paths, **variables, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        env={**_variables(), "PET_STANDALONE": "1"},
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
+
+
+def _variables() -> dict[str, str]:
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    paths = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "PATH": programs}
+    return {**os.environ, **paths, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}

@@ -420,6 +420,22 @@ PARTS: tuple[bytes, ...] = (
     b"\x95" + struct.pack("<Q", 3) + b"N",
     b"(" + text("module") + named("torch.nn.modules.linear", "Linear") + b"NNtQ",
     named("collections", "defaultdict") + named("os", "getcwd") + b"\x85R",
+    *(
+        named("numpy._core.multiarray", "scalar")
+        + named("numpy", "dtype")
+        + text(code)
+        + b"\x89\x88\x87R(K\x03"
+        + text("|")
+        + b"NNN"
+        + 2 * b"J\xff\xff\xff\xff"
+        + b"K"
+        + flags
+        + b"tb"
+        + raw(b"A" * 8)
+        + b"\x86R"
+        for code in ("O8", "f8", "U2")
+        for flags in (b"\0", b"?")
+    ),
 )
 """Each leaves a value on the stack; most would run something."""
 PLAIN: tuple[bytes, ...] = (
@@ -631,6 +647,9 @@ def differ(cases: int, seed: int, keep: Path | None, loader: Loader | None = Non
                 found = loader.load(path)
                 counts["good"] += 1
                 counts[found["outcome"]] += 1
+                # bytes that became pointers end the process
+                if found["outcome"] == "crashed":
+                    found["reached"] = ["the process ended"]
                 if found["reached"]:
                     if keep is not None:
                         keep.mkdir(parents=True, exist_ok=True)

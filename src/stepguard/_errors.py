@@ -127,6 +127,8 @@ class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the de
         """
         self.restart = restart
         """Can a new start help: `helps`, `same-fault`, or `change-code`."""
+        self.printed = False
+        """Has this process printed the line for launchers, which says the same?"""
 
     @property
     def __traceback__(self) -> TracebackType | None:

@@ -23,9 +23,10 @@ def test_opaque_function_is_the_origin(number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", opaque.DRIVERS)
 def test_opaque_functions_are_the_origin_under_every_driver(driver: str) -> None:
-    faults = {
-        scene.name: opaque.wrong(scene, opaque.incidents_of(scene, driver)) for scene in SCENES
-    }
+    """Also with the two thirds of the scenes that the cases above have under another one."""
+    others = [s for n, s in enumerate(SCENES) if driver != opaque.DRIVERS[n % len(opaque.DRIVERS)]]
+    assert len(others) >= 2 * len(SCENES) // 3
+    faults = {s.name: opaque.wrong(s, opaque.incidents_of(s, driver)) for s in others}
     assert not any(faults.values()), faults
 
 

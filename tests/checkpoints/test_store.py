@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from benchmarks.disk.faults import Failing, Lying, Recorder
 from benchmarks.disk.states import GOOD, facts_at, state_at
 
+import forked
 from checkpoints.kit import SIZE, held, names, saved
 from stepguard._errors import StepguardError, StoreError
 from stepguard.checkpoints import Store, read_seal, writing
@@ -78,10 +78,8 @@ def test_neither_saving_nor_opening_needs_a_second_copy(kind: str, tmp_path: Pat
 
     def works(work: str, spare: int) -> bool:
         search = os.pathsep.join(filter(None, sys.path))
-        command = [sys.executable, "-c", LIMITED, work, str(tmp_path), kind, str(spare)]
-        ended = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": search}, capture_output=True, check=False
-        )
+        words = ["-c", LIMITED, work, str(tmp_path), kind, str(spare)]
+        ended = forked.python(words, variables={**os.environ, "PYTHONPATH": search})
         return ended.returncode == 0
 
     assert works("save", size // 2)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import stepguard
 from stepguard.journal import Journal
 from stepguard.records import Decision, Finding, Incident, Origin, Reading, Verdict
@@ -54,7 +54,4 @@ def run_stepguard(*words: str, **settings: str) -> subprocess.CompletedProcess[s
     """`python -m stepguard WORDS`, with its output piped."""
     source = str(Path(stepguard.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": source, "COLUMNS": "100", **settings}
-    command = [sys.executable, "-m", "stepguard", *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, encoding="utf-8", env=env, timeout=120
-    )
+    return forked.python(["-m", "stepguard", *words], variables=env)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import stepguard
 from stepguard.journal import read_run
 from stepguard.records import Incident, Origin
@@ -62,7 +62,13 @@ def line_of(script: str, mark: str = "# BORN HERE") -> int:
 
 
 def python(
-    folder: Path, *words: str, timeout: float = 120, given: str | None = None, **variables: str
+    folder: Path,
+    *words: str,
+    timeout: float = 120,
+    given: str | None = None,
+    ranks: int = 0,
+    fresh: bool = False,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """`python WORDS` in `folder`; `given` is what it reads from stdin."""
     env = {
@@ -72,9 +78,14 @@ def python(
         "OMP_NUM_THREADS": "1",
         **variables,
     }
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, cwd=folder, env=env, input=given, capture_output=True, text=True, timeout=timeout
+    return forked.python(
+        words,
+        folder=folder,
+        variables=env,
+        given=given,
+        seconds=timeout,
+        ranks=ranks,
+        fresh=fresh,
     )
 
 

@@ -92,9 +92,11 @@ dist.destroy_process_group()
 """
 
 
-def torchrun(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    return python(folder, *launcher, *words, timeout=280, **variables)
+def torchrun(
+    folder: Path, *words: str, fresh: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Two ranks as torchrun starts them; `fresh` ones by torchrun itself."""
+    return python(folder, *words, timeout=280, ranks=2, fresh=fresh, **variables)
 
 
 def parallel(*, bad: bool = False, tried: str = "", early: str = EARLY) -> str:
@@ -113,7 +115,8 @@ def test_a_nan_on_rank_1_is_skipped_by_both_ranks_and_placed_there(
     tmp_path: Path, tried: str
 ) -> None:
     script = write(tmp_path, parallel(bad=True, tried=tried))
-    done = torchrun(tmp_path, "-m", "stepguard", "run", "--run-dir", "run", "train.py")
+    words = ("-m", "stepguard", "run", "--run-dir", "run", "train.py")
+    done = torchrun(tmp_path, *words, fresh=not tried)
     assert done.returncode == 0, done.stderr
     assert by_rank(done, 0)[-1].split()[-1] == by_rank(done, 1)[-1].split()[-1] != "nan"
     for rank in (0, 1):
@@ -146,9 +149,8 @@ def test_the_threads_of_a_process_group_end_before_python_does(tmp_path: Path) -
         parallel(early="").replace("del model, optimizer, loss", "held = model, optimizer, loss"),
     )
     write(tmp_path, WATCHED_TO_THE_END, "under.py")
-    done = torchrun(
-        tmp_path, "under.py", PYTHONPATH=os.pathsep.join([SOURCE, str(Path(__file__).parents[1])])
-    )
+    paths = os.pathsep.join([SOURCE, str(Path(__file__).parents[1])])
+    done = torchrun(tmp_path, "under.py", fresh=True, PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("threads")] == [
         "threads 0",

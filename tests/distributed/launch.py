@@ -9,11 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import stepguard
+import forked
+from forked import PATHS, TESTS, TORCHRUN
 
-TESTS = Path(__file__).parents[1]
-PATHS = [str(Path(stepguard.__file__).parents[1]), str(TESTS), str(TESTS.parent)]
-"""The package, the tests and the benchmarks, for processes of their own."""
+__all__ = ["PATHS", "TESTS", "launch"]
 
 
 def launch(
@@ -22,33 +21,32 @@ def launch(
     arguments: list[str],
     seconds: int,
     ranks: int = 2,
-    options: Sequence[str] = (),
+    options: Sequence[str] | None = None,
+    imports: Sequence[str] = (),
 ) -> tuple[int | None, str]:
     """Exit code and what was said; None when the ranks had to be killed.
 
-    `options`: further ones of torchrun.
+    The ranks are forked with torch and `imports` imported, unless `options` of torchrun are given:
+    then it starts them.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        *options,
-    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
     log = out / "log"
+    words = [str(worker), str(out), *arguments]
+    if options is None and not forked.FULL:
+        log.write_text("")
+        code = forked.logged(words, ranks, log, environment, seconds, imports)
+        return code, log.read_text()
+    command = [sys.executable, *TORCHRUN, "--nproc-per-node", str(ranks), *(options or ())]
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [*command, str(worker), str(out), *arguments],
+            [*command, *words],
             stdout=stream,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
         try:
-            code: int | None = process.wait(seconds)
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

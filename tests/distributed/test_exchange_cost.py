@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 from distributed.launch import PATHS
 
 WORKER = Path(__file__).with_name("exchange_worker.py")
@@ -24,14 +23,8 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Counts:
     """Collectives and bytes of each step of one rank, by wrapper, layers and ranks."""
     out = tmp_path_factory.mktemp("exchanges")
     paths = os.pathsep.join([*PATHS, str(ROOT)])
-    command = [sys.executable, str(WORKER), str(out), "2", "4"]
-    ran = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    known = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    ran = forked.python([str(WORKER), str(out), "2", "4"], variables=known, seconds=200)
     assert ran.returncode == 0, ran.stderr[-3000:]
     found: Counts = {}
     for name, ends in json.loads((out / "found.json").read_text()).items():

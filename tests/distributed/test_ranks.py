@@ -173,6 +173,6 @@ def test_rank_that_skips_alone_ruins_or_hangs_the_run(tmp_path: Path) -> None:
 
 
 def test_uncaught_halt_gives_every_rank_exit_code_three(tmp_path: Path) -> None:
-    code, log = launch(WORKER, tmp_path, ["uncaught"], 60)
+    code, log = launch(WORKER, tmp_path, ["uncaught"], 60, options=())
     assert code == 1, log  # torchrun's own code for ranks that failed
     assert "exitcode  : 3" in log and "training halted at step 2" in log

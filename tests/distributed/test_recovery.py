@@ -4,10 +4,6 @@ everybody's.
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import stepguard
+from distributed.launch import launch
 from guard.scenes import difference
 
 WORKER = Path(__file__).with_name("recovery_worker.py")
-PATHS = [str(Path(stepguard.__file__).parents[1]), str(WORKER.parents[1])]
 BOTH = ["-".join(parts) for parts in product(["step", "watch"], ["ddp", "manual"])]
 NAMES = [
     f"{kind}-{how}"
@@ -32,29 +27,8 @@ NAMES = [
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Every scenario, run by one pair of processes."""
     out = tmp_path_factory.mktemp("ranks")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
-    with (out / "log").open("w") as stream:
-        process = subprocess.Popen(
-            [*command, str(WORKER), str(out), *NAMES],
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(150)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait() and None
-    assert code == 0, (out / "log").read_text()[-4000:]
+    code, log = launch(WORKER, out, NAMES, 150)
+    assert code == 0, log[-4000:]
     return {
         n: [torch.load(out / f"{n}.{rank}.pt", weights_only=False) for rank in (0, 1)]
         for n in NAMES

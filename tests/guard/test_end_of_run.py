@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from torch.optim import SGD
 from typer.testing import CliRunner
 
+import forked
 import stepguard
 from distributed.launch import PATHS, launch
 from stepguard.cli.app import app
@@ -84,8 +84,7 @@ def run(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(folder / "run"), how]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return forked.python([str(script), str(folder / "run"), how], variables=environment)
 
 
 def last_line(folder: Path, rank: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 import stepguard
 from guard.optimizers import OPTIMIZERS, SAM
 from guard.scenes import QUIET, Batch, batches, calm_net, difference, poisoned
+from pairwise import pairwise
 from stepguard import Guard
 
 DATA = batches(9)
@@ -114,9 +116,18 @@ def test_watched_healthy_run_is_the_bare_one(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_vetoed_step_moves_nothing_under_step(name: str, first: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "when", "loop"),
+    pairwise(product(OPTIMIZERS, ["first", "later"], ["step", "watch"])),
+)
+def test_vetoed_step_moves_nothing(name: str, when: str, loop: str) -> None:
+    if loop == "step":
+        veto_of_a_step(name, when == "first")
+    else:
+        veto_of_a_loop(loop_step, name, when == "first")
+
+
+def veto_of_a_step(name: str, first: bool) -> None:
     model, optimizer = built(name)
     data = DATA if not first else DATA[BAD:]
     with Guard(model, optimizer, config=QUIET) as guard:
@@ -127,13 +138,6 @@ def test_vetoed_step_moves_nothing_under_step(name: str, first: bool) -> None:
             result = guard.step(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), given)
             assert result.committed is not bad
             assert (difference(everything(model, optimizer), before) == "") is bad
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_vetoed_step_moves_nothing_under_watch(name: str, first: bool) -> None:
-    veto_of_a_loop(loop_step, name, first)
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])

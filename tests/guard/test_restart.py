@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import forked
 import stepguard
 from guard.scenes import plain_net, quiet
 from stepguard import Guard, Policy, TrainingHalted
@@ -217,10 +216,8 @@ class Ended:
 
 
 def _launched(script: Path, run_dir: Path) -> Ended:
-    command = [sys.executable, "-m", "stepguard", "run", "--run-dir", str(run_dir)]
-    done = subprocess.run(
-        [*command, "--restore", "auto", str(script)], capture_output=True, text=True, check=False
-    )
+    words = ["-m", "stepguard", "run", "--run-dir", str(run_dir), "--restore", "auto"]
+    done = forked.python([*words, str(script)])
     return Ended(done.returncode, [n for n in done.stderr.splitlines() if "HALTED" in n])
 
 

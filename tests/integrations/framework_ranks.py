@@ -97,9 +97,9 @@ def train(folder: str) -> None:
 def say(part: str, rank: int, model: torch.nn.Module, watching: Any, **more: Any) -> None:
     common = {"part": part, "rank": rank, "bad": bad_tensors(model), "weights": weights(model)}
     told = json.dumps({**common, "incidents": places(watching.incidents), **more})
-    Path(sys.argv[3], f"{part}-{rank}.json").write_text(told)
+    Path(sys.argv[1], f"{part}-{rank}.json").write_text(told)
 
 
-script(sys.argv[1])
-train(sys.argv[2])
+script(f"{sys.argv[1]}/state")
+train(f"{sys.argv[1]}/out")
 part()

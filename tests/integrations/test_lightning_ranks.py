@@ -21,7 +21,7 @@ WORKER = Path(__file__).with_name("lightning_worker.py")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every scenario, run by one pair of processes."""
     folder = tmp_path_factory.mktemp("lightning")
-    code, said = launch(WORKER, folder, [], 150)
+    code, said = launch(WORKER, folder, [], 150, imports=("lightning",))
     assert code == 0, said[-4000:]
     return folder
 

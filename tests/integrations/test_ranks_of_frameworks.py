@@ -5,13 +5,12 @@ together.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from distributed.launch import launch
 
 
 @pytest.fixture(scope="module")
@@ -23,23 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What both ranks say, by part, in the order of ranks."""
     script = Path(__file__).with_name("framework_ranks.py")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    ran = subprocess.run(
-        [*command, str(folder / "state"), str(folder / "out"), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    code, log = launch(script, folder, [], 240, imports=("accelerate", "transformers.trainer"))
+    assert code == 0, log[-3000:]
     parts = ("accelerate", "trainer")
     return {
         part: [json.loads((folder / f"{part}-{rank}.json").read_text()) for rank in (0, 1)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback
 
+import forked
 import stepguard
 from integrations.trainers import (
     bad_tensors,
@@ -251,8 +251,8 @@ def test_stepguard_run_does_not_guard_a_guarded_trainer_twice(tmp_path: Path) ->
     script, own, other = tmp_path / "train.py", tmp_path / "own", tmp_path / "other"
     tests = str(Path(__file__).parents[1])
     script.write_text(SCRIPT.format(tests=tests, folder=str(tmp_path / "out"), own=str(own)))
-    command = [sys.executable, "-m", "stepguard", "run", "--run-dir", str(other), str(script)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    words = ["-m", "stepguard", "run", "--run-dir", str(other), str(script)]
+    ran = forked.python(words, seconds=200)
     assert ran.returncode == 0, ran.stderr
     assert "incidents 1" in ran.stdout
     assert len([line for line in journal_lines(own) if line.get("type") == "incident"]) == 1

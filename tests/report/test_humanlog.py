@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+import forked
 from report.literals import BARE, INF, MASKED_ROW, NAN, masked_row, note
 from stepguard.records import Decision, Reading, Verdict
 from stepguard.report.humanlog import HumanLog, drop_torn_line, step_line
@@ -170,7 +169,7 @@ def test_snippet_of_the_report_works_word_for_word(tmp_path: Path) -> None:
         for step, loss in enumerate((2.5, NAN, 1.5, INF, 1.0)):
             log.step(reading(step, loss))
     env = {**os.environ, "MPLBACKEND": "Agg"}
-    subprocess.run([sys.executable, "-c", SNIPPET], cwd=tmp_path, env=env, check=True, timeout=120)
+    forked.python(["-c", SNIPPET], folder=tmp_path, variables=env).check_returncode()
     assert (tmp_path / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -211,7 +210,7 @@ def test_lines_survive_a_killed_process(tmp_path: Path) -> None:
         "for step in range(3): log.step(Reading(step=step, loss=1.0))\n"
         "os._exit(9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120)
+    done = forked.python(["-c", code, str(tmp_path)])
     assert done.returncode == 9
     assert len((tmp_path / "latest.log").read_text().splitlines()) == 3
     assert len((tmp_path / "training_log.jsonl").read_text().splitlines()) == 3

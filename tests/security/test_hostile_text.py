@@ -64,6 +64,20 @@ def test_no_escape_sequence_reaches_the_terminal(escaping: Path, command: list[s
     assert shown.output and not set("\x1b\x07\x9b\u202e") & set(shown.output)
 
 
+MARKUP = "[link=http://x]a[/link] [/] [bold \x1b]8;;http://x\x1b\\b \u2066c" + "d" * 20_000
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_markup_and_links_stay_text(tmp_path: Path, command: list[str]) -> None:
+    run = write_run(tmp_path / "run")
+    lines = (run / "journal.jsonl").read_text().splitlines()
+    written = [json.dumps(planted(json.loads(line), MARKUP)) for line in lines]
+    (run / "journal.jsonl").write_text("\n".join(written) + "\n")
+    shown = invoke(command[0], run, *command[1:])
+    assert shown.exception is None or isinstance(shown.exception, SystemExit)
+    assert shown.output and not set("\x1b\u2066") & set(shown.output)
+
+
 @pytest.mark.parametrize("command", ["verify", "report", "replay", "plot", "live", "quarantine"])
 def test_names_of_files_do_not_either(tmp_path: Path, command: str) -> None:
     path = tmp_path / f"a{ESCAPE}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import forked
 from guard.optimizers import OPTIMIZERS as PUBLIC
 from guard.scenes import batches, calm_net, difference, plain_net, quiet
 from stepguard import Guard
@@ -228,11 +228,11 @@ print([p.double().sum().item().hex() for p in model.parameters()])
 @pytest.mark.parametrize("name", ["madgrad", "lookahead"])
 def test_a_new_process_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     def run(folder: str, upto: int, how: str) -> str:
-        words = [sys.executable, "-c", RESUME, name, str(tmp_path / folder), str(upto), how]
+        words = ["-c", RESUME, name, str(tmp_path / folder), str(upto), how]
         known = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return subprocess.run(
-            words, capture_output=True, text=True, check=True, timeout=120, env=known
-        ).stdout
+        ended = forked.python(words, variables=known)
+        ended.check_returncode()
+        return ended.stdout
 
     never = run("a", 12, "fresh")
     run("b", 6, "fresh")

@@ -200,7 +200,7 @@ def test_empty_and_foreign_files_say_what_they_are(tmp_path: Path) -> None:
 def test_suffixes_are_those_of_the_table() -> None:
     sure = sorted(file_formats.SURE_SUFFIXES)
     shared = sorted(file_formats.SUFFIXES - file_formats.SURE_SUFFIXES)
-    assert sure == [".ckpt", ".pt", ".pth", ".safetensors"]
+    assert sure == [".ckpt", ".pt", ".pth", ".pyth", ".safetensors", ".th"]
     assert shared == [".bin", ".pickle", ".pkl"]
 
 

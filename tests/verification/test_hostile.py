@@ -233,7 +233,7 @@ def test_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     (folder / "model.pt").symlink_to(outside)
     (folder / "more").symlink_to(tmp_path)
     found = stepguard.verify(folder)
-    assert found.ok and [problem.kind for problem in found.warnings] == ["link", "link"]
+    assert not found.ok and [problem.kind for problem in found.errors] == ["link", "link"]
     assert not found.leaves
 
 

@@ -59,6 +59,8 @@ def _steps_seen(run: Path) -> int:
     """Step lines of the journals, of all ranks and attempts."""
     count = 0
     for path in run.glob("journal*.jsonl"):
+        if not path.is_file():
+            continue
         try:
             with path.open("rb") as lines:
                 count += sum(b'"type":"step"' in line for line in lines)

@@ -60,6 +60,8 @@ class Terminal(Sink):
             self._panels.add(exact)
             self._panel(incident)
             return
+        if decision is not None and decision.action == "stop":
+            return  # `halted` follows with the same reason
         again = self._answers[answer] > 1
         if again and not _power_of_two(times):
             return

@@ -155,10 +155,8 @@ class AccessCheck:
             return
         request = Request(scope)
         refused = self._refused(request)
-        if refused is not None:
-            await refused(scope, receive, send)
-            return
-        cookie = self._token if request.query_params.get("token") == self._token else None
+        is_asked = refused is None and request.query_params.get("token") == self._token
+        cookie = self._token if is_asked else None
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -168,7 +166,7 @@ class AccessCheck:
                     headers.append("Set-Cookie", f"{COOKIE}={cookie}; HttpOnly; SameSite=Strict")
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        await (refused or self._app)(scope, receive, send_with_headers)
 
     def _refused(self, request: Request) -> Response | None:
         if self._token is None:

@@ -16,6 +16,7 @@ import os
 import platform
 import secrets
 import shlex
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -357,10 +358,15 @@ def read_facts(
     folder: Path, name: str, load: Callable[[Path], dict[str, Tensor]] = load_file
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read what `write_facts` wrote, within bounds of memory."""
-    size = (folder / name).stat().st_size
-    if size > LARGEST_FACTS:
-        raise ValueError(f"{name} has {size} bytes, more than {LARGEST_FACTS}.")
-    facts = json.loads((folder / name).read_text(encoding="utf-8"))
+    for word in (name, "tensors.safetensors"):
+        # a FIFO would be waited for, a device read without end, a link lead out of the folder
+        if not stat.S_ISREG((folder / word).lstat().st_mode):
+            raise ValueError(f"{word} is not a regular file.")
+    with (folder / name).open("rb") as file:
+        content = file.read(LARGEST_FACTS + 1)
+    if len(content) > LARGEST_FACTS:
+        raise ValueError(f"{name} has more than {LARGEST_FACTS} bytes.")
+    facts = json.loads(content)
     tensors = load(folder / "tensors.safetensors")
     bytes_of = {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
     wanted = 0

@@ -62,8 +62,8 @@ def find_checkpoints(root: Path, exclude: Collection[str] = ()) -> FoundCheckpoi
         files, folders = listing
         if any(path.name == LAST_GOOD for path in files):
             found.problems.extend(check_store(folder))
-        is_closed = _add_checkpoints(folder, files, found)
-        if is_closed or not folders:
+        _add_checkpoints(folder, files, found)
+        if not folders:
             continue
         if depth == DEEPEST:
             detail = f"lies {DEEPEST} folders deep; what is below it was not searched"
@@ -81,8 +81,8 @@ def single_file(path: Path) -> CheckpointFiles:
     return CheckpointFiles(path, (path,), _size(path))
 
 
-def _add_checkpoints(folder: Path, files: list[Path], found: FoundCheckpoints) -> bool:
-    """Add the folder or its files; returns whether no other checkpoint can lie below the folder."""
+def _add_checkpoints(folder: Path, files: list[Path], found: FoundCheckpoints) -> None:
+    """Add the folder as one checkpoint, or each of its files."""
     for kind in FOLDER_FORMATS:
         if kind.matches(files):
             members = files
@@ -90,11 +90,10 @@ def _add_checkpoints(folder: Path, files: list[Path], found: FoundCheckpoints) -
                 members = [path for path in files if has_checkpoint_suffix(path)]
             size = sum(map(_size, members))
             found.checkpoints.append(CheckpointFiles(folder, tuple(members), size, kind))
-            return kind.closed
+            return
     for path in files:
         if is_checkpoint_file(path):
             found.checkpoints.append(single_file(path))
-    return False
 
 
 def _size(path: Path) -> int:
@@ -146,7 +145,7 @@ def _is_followed(link: Path, found: FoundCheckpoints) -> bool:
     if link.name in (SEAL, METADATA):
         return True
     if has_checkpoint_suffix(link) or target.is_dir():
-        _report_link(link, target, found)
+        return _is_read_here(link, target, found)
     return False
 
 
@@ -158,16 +157,27 @@ def _is_in_same_cache(link: Path, target: Path) -> bool:
     )
 
 
-def _report_link(link: Path, target: Path, found: FoundCheckpoints) -> None:
+def _is_read_here(link: Path, target: Path, found: FoundCheckpoints) -> bool:
+    """Report a link that is not followed; one to a file that the search does not find is read."""
+    root = found.root.resolve()
     if target.exists() and not target.is_file() and not target.is_dir():
         detail = f"is a link to {special_name(target.stat().st_mode)}; it was not opened"
         found.problems.append(Problem(file=str(link), kind="link", detail=detail))
-    elif not target.is_relative_to(found.root.resolve()):
+    elif not target.is_relative_to(root):
         detail = f"is a link out of the folder, to {target.name!r}; it was not followed"
-        found.warn(link, "link", detail)
+        detail += ": verify its target by its own path"
+        found.problems.append(Problem(file=str(link), kind="link", detail=detail))
     elif not target.exists():
         found.warn(link, "link", "is a link to nothing")
-    # a target inside the folder is found by itself
+    else:
+        folders = [folder for folder in (target, *target.parents) if folder.is_relative_to(root)]
+        is_hidden = any(_is_skipped(folder) for folder in folders if folder != root)
+        if target.is_file():
+            return is_hidden or not is_checkpoint_file(target)
+        if is_hidden:
+            detail = f"is a link to {target.name!r}, where nothing was searched; give its own path"
+            found.problems.append(Problem(file=str(link), kind="link", detail=detail))
+    return False
 
 
 def _natural(path: Path) -> list[list[tuple[int, int, str]]]:

@@ -28,6 +28,10 @@ class Damaged(Exception):  # noqa: N818 (an outcome of reading, not a fault of o
         self.detail = detail
 
 
+class NotPickled(Damaged):
+    """No unpickler gets past this byte: the file is not a pickle, or the pickle ends here."""
+
+
 class ProblemList:
     """The problems of one file. Only the first of each kind are kept, the others are counted."""
 

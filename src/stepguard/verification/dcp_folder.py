@@ -17,6 +17,7 @@ from stepguard.verification import limits, pickle_contents, roles
 from stepguard.verification.bounded_file import FileSlice
 from stepguard.verification.damage import Damaged, ProblemList
 from stepguard.verification.file_check import check_file
+from stepguard.verification.file_formats import has_checkpoint_suffix
 from stepguard.verification.file_layout import ChecksumRange, FileLayout
 from stepguard.verification.format_entry import (
     CheckedFolder,
@@ -77,12 +78,25 @@ def check_dcp(found: CheckpointFiles, problems: ProblemList, progress: Progress)
 
     metadata = check_file(folder / METADATA, progress, read=read)
     layouts = _check_files(folder, items, sealed, metadata.problems, progress)
+    named = {layout.path.name for layout in layouts}
+    # what a library keeps beside it (`common.pt`, the metadata of one rank) is loaded as well
+    for path in found.files:
+        if path.name.endswith(METADATA) and path.name != METADATA:
+            layouts.append(check_file(path, progress, read=_read_metadata))
+        elif path.name not in named and has_checkpoint_suffix(path):
+            layouts.append(check_file(path, progress))
     if metadata.complete:
         _report_unnamed(folder, items, metadata.problems)
     for name in sorted(sealed):
         if not (folder / name).exists():
             problems.add("missing", f"the seal names {name}, which is not there")
     return CheckedFolder([metadata, *layouts])
+
+
+def _read_metadata(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
+    reader = PickleReader(source)
+    with names_reported(layout, reader.seen):
+        reader.value()
 
 
 def _sealed_files(folder: Path, problems: ProblemList) -> dict[str, SealedFile]:
@@ -282,4 +296,4 @@ def _is_dcp(files: list[Path]) -> bool:
     return any(path.name == METADATA or path.name.endswith(DATA_SUFFIX) for path in files)
 
 
-DCP = FolderFormat(name="DCP", matches=_is_dcp, check=check_dcp, closed=True, all_files=True)
+DCP = FolderFormat(name="DCP", matches=_is_dcp, check=check_dcp, all_files=True)

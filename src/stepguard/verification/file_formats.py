@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import tarfile
 from pathlib import Path
 from typing import Any
 
 from stepguard.verification.bounded_file import FileSlice, open_file
-from stepguard.verification.damage import Damaged
+from stepguard.verification.damage import Damaged, NotPickled
 from stepguard.verification.format_entry import FileFormat
 from stepguard.verification.pickle_format import PICKLE, TORCH_LEGACY
 from stepguard.verification.pickle_stream import PickleReader
@@ -64,11 +65,17 @@ def _refuse_tar(source: FileSlice) -> None:
 def _refuse_pickle(source: FileSlice) -> None:
     """Raise Damaged for a safetensors file that torch.load would read as a pickle, by its name."""
     reader = PickleReader(source)
+    # they need a stack, or what torch does not give to the first pickle of a file
+    if source.at(0, 1) in (pickle.PUT, pickle.PERSID):
+        return
     try:
         reader.value()
-    except Damaged:
+    except NotPickled:
         if not reader.seen.names:
             return
+    except Damaged:
+        # more than is read here, but an unpickler would go on
+        pass
     raise Damaged(
         "hostile",
         "is a safetensors file and a pickle at once, and is not called .safetensors: torch.load "
@@ -98,7 +105,7 @@ def is_checkpoint_name(path: Path) -> bool:
 
 
 def is_checkpoint_file(path: Path) -> bool:
-    """Tell a checkpoint by its name; of `x.bin`, `x.pkl`, `x.tar` the first bytes decide."""
+    """Tell a checkpoint by its name; of `x.bin`, `x.pkl`, `x.tar` the content decides."""
     if is_checkpoint_name(path):
         return True
     # tutorials of PyTorch call checkpoints `x.tar`, though they are not tars
@@ -106,9 +113,30 @@ def is_checkpoint_file(path: Path) -> bool:
         return False
     try:
         with open_file(path) as source:
-            return source.at(0, 16).startswith(STARTS)
+            return source.at(0, 16).startswith(STARTS) or _is_loaded(source, path)
     except Damaged:
         return False
+
+
+def _is_loaded(source: FileSlice, path: Path) -> bool:
+    """Would torch.load unpack it as a tar, or import a name for it as an older pickle?"""
+    try:
+        _refuse_tar(source)
+    except Damaged:
+        return True
+    reader = PickleReader(source)
+    try:
+        reader.value()
+    except NotPickled:
+        pass
+    except Damaged as damage:
+        if damage.kind == "limit" or path.suffix.lower() in PICKLE.shared_suffixes:
+            return True
+    # any text has lines; an extension stands for nothing unless the program has registered one
+    return any(
+        name.module != "copyreg" and name.module.replace(".", "_").isidentifier()
+        for name in reader.seen.names
+    )
 
 
 def _not_a_checkpoint(head: bytes) -> Damaged:

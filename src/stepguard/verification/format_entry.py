@@ -12,7 +12,7 @@ from stepguard.verification.bounded_file import FileSlice
 from stepguard.verification.damage import ProblemList
 from stepguard.verification.file_layout import FileLayout
 
-TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt"})
+TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".th", ".pyth"})
 TORCH_SHARED_SUFFIXES = frozenset({".bin"})
 """Suffixes of torch.save; other programs write `.bin` files too."""
 Progress = Callable[[int], None]
@@ -58,8 +58,6 @@ class FolderFormat:
     matches: Callable[[list[Path]], bool]
     """Takes the files of a folder, without those below it: are they one checkpoint of this kind?"""
     check: Callable[[CheckpointFiles, ProblemList, Progress], CheckedFolder]
-    closed: bool = False
-    """No other checkpoint can lie below such a folder."""
     all_files: bool = False
     """Every file belongs to it; otherwise only those with the suffix of a checkpoint."""
 

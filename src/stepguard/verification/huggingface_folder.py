@@ -42,6 +42,12 @@ def check_huggingface(
 ) -> CheckedFolder:
     """Check every file of the folder, then indices, shard numbers and JSON files."""
     layouts = [check_file(path, progress) for path in found.files]
+    for path in sorted(set(found.path.iterdir()) - set(found.files)):
+        # its target inside the folder is checked by itself
+        is_member = path.is_symlink() and has_checkpoint_suffix(path) and path.is_file()
+        if is_member and not path.resolve().is_relative_to(found.path.resolve()):
+            detail = f"{path.name} is a link out of the folder and was not read; verify its target"
+            problems.add("link", detail)
     step = check_side_files(found.path, layouts, problems)
     return CheckedFolder(layouts, step, _format_name(found.files, layouts))
 

@@ -22,6 +22,8 @@ LONGEST_INTEGER = 1 << 10
 """Bytes of one integer."""
 SMALL_BYTES = 1 << 16
 """Byte strings up to this length are kept in memory; of longer ones only the offset is kept."""
+LONGEST_ENTRY = 250
+"""Bytes of the name of an entry in a zip."""
 LARGEST_DIRECTORY = 24 << 20
 """Bytes of a zip's central directory: about 300 000 records."""
 LARGEST_HEADER = 32 << 20

@@ -8,9 +8,10 @@ unpickles what it is given is listed without a check of that argument.
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from stepguard.verification import dtype_names, limits
@@ -193,7 +194,7 @@ SIGNATURES = {
     "torch.device": "text int?",
     "torch._C.Generator": "device",
     "torch.serialization._get_layout": "text",
-    "torch._utils._rebuild_sparse_tensor": "layout tuple",
+    "torch._utils._rebuild_sparse_tensor": "layout sparse",
     "torch._utils._rebuild_meta_tensor_no_storage": "dtype shape shape bool",
     "torch._utils._rebuild_device_tensor_from_numpy": "array dtype device bool",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "tensor dtype device bool",
@@ -210,9 +211,8 @@ SIGNATURES = {
     "datetime.timedelta": "int int int",
     "datetime.timezone": "datetime.timedelta text?",
     "decimal.Decimal": "text",
-    "fractions.Fraction": "text|int int?",
+    "fractions.Fraction": "ratio|int int?",
     "types.SimpleNamespace": "",
-    "builtins.bytes": "",
     "builtins.slice": "plain plain plain",
     "builtins.range": "int int int?",
     "builtins.type": "none",
@@ -267,6 +267,7 @@ SCRIPTED = frozenset(
 NUMBERS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b",
            "u8": "Q", "u4": "I", "u2": "H", "u1": "B", "b1": "?"}  # fmt: skip
 """Letter code of a numpy type -> that of `struct`."""
+RATIO = re.compile(r"-?[0-9]{1,4000}(/[0-9]{1,4000})?")
 ENCODINGS = ("latin1", "latin-1", "utf-8", "ascii")
 FACTORIES = ("list", "dict", "int", "float", "set", "str", "tuple", "bool")
 
@@ -292,13 +293,36 @@ def is_listed(name: Any, *, scripted: bool = False) -> bool:
     """Is the name on the list? Classes of a TorchScript archive exist in that archive only."""
     if name in LISTED:
         return True
-    return scripted and (name in SCRIPTED or name.module.split(".")[0] == "__torch__")
+    # compiled classes that libraries register have a `__setstate__` of their own
+    is_own = name.module.split(".")[0] == "__torch__" and not name.module.startswith(
+        "__torch__.torch.classes"
+    )
+    return scripted and (name in SCRIPTED or is_own)
 
 
 def takes_state(what: Any, state: Any) -> bool:
     """May what was made by a listed name be given this state?"""
+    # their `__setstate__` looks into the values, and a value of omegaconf runs a resolver for it
+    if what.module.partition(".")[0] in ("torch", "numpy", "uuid"):
+        values = state.values() if isinstance(state, dict) else state
+        if any(map(_is_lazy, values if isinstance(values, Iterable) else (state,))):
+            return False
     # not a mapping: pickle asks it for `__setstate__`, and its items answer as attributes
     return what in STATEFUL or (isinstance(state, dict) and what in RECORDS)
+
+
+def is_key(value: PickledObject) -> bool:
+    """Is it hashed and compared by code that does nothing else?"""
+    if value.what not in RECORDS:
+        return not _is_lazy(value)
+    fields = value.state.values() if isinstance(value.state, dict) else ()
+    return all(KINDS["plain"](each) or limits.is_shape(each) for each in fields)
+
+
+def _is_lazy(value: Any) -> bool:
+    """Tell a value of omegaconf, which resolves `${...}` where it is read, compared or searched."""
+    is_named = isinstance(value, PickledObject) and isinstance(value.what, Global)
+    return is_named and value.what.module.partition(".")[0] == "omegaconf"
 
 
 Trust = Literal["needed", "unknown", "calls", "hostile"]
@@ -365,6 +389,8 @@ def _is_tensor(value: Any) -> bool:
 KINDS: dict[str, Callable[[Any], bool]] = {
     "text": lambda value: type(value) is str,
     "int": lambda value: type(value) is int,
+    # not `1e999999999`, which takes all memory there is
+    "ratio": lambda value: type(value) is str and bool(RATIO.fullmatch(value)),
     "bool": lambda value: type(value) is bool,
     "none": lambda value: value is None,
     "bytes": lambda value: isinstance(value, PickledBytes),
@@ -376,6 +402,10 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "device": lambda value: type(value) is str or _made_by(value, "torch.device"),
     "array": lambda value: isinstance(value, ArrayRecord),
     "tensor": _is_tensor,
+    "sparse": lambda value: (
+        type(value) is tuple
+        and all(_is_tensor(part) or type(part) is bool or limits.is_shape(part) for part in value)
+    ),
     "subclass": lambda value: value in TENSORS,
     "seeds": lambda value: value == Global("numpy.random.bit_generator", "SeedSequence"),
 }
@@ -452,7 +482,11 @@ def _quantized(
     grad: Any,
     hooks: Any,
 ) -> TensorRecord:
-    if not isinstance(quantizer, tuple) or quantizer[0] not in NAMED:
+    is_known = isinstance(quantizer, tuple) and quantizer[0] in NAMED
+    for part in quantizer[1:] if is_known else ():
+        listed = part if type(part) is list else [part]
+        is_known &= _is_tensor(part) or all(type(number) in (int, float) for number in listed)
+    if not is_known:
         raise ValueError("a quantizer that torch does not write")
     return _tensor(machine, storage, offset, shape, stride, grad, hooks)
 
@@ -462,10 +496,18 @@ def _parameter(
 ) -> Any:
     if not _is_tensor(data) or type(requires_grad) is not bool or hooks:
         raise ValueError(f"{brief(data)} where a tensor belongs")
-    machine.check_state(state)
+    _check_attributes(machine, state)
     if isinstance(data, TensorRecord):
         data.parameter = True
     return data
+
+
+def _check_attributes(machine: PickleMachine, state: Any) -> None:
+    """Refuse attributes of a tensor that are not plain dicts: torch sets one after the other."""
+    for part in state if isinstance(state, tuple) else (state,):
+        if part is not None and type(part) is not dict:
+            raise ValueError(f"{brief(part)} where the attributes of a tensor belong")
+    machine.check_state(state)
 
 
 def _tensor_subclass(
@@ -482,7 +524,7 @@ def _tensor_subclass(
         raise ValueError(f"{brief(kind)} where the class of a tensor belongs")
     if kind not in TENSORS:
         machine.seen.names[kind] = True
-    machine.check_state(state)
+    _check_attributes(machine, state)
     tensor = machine.call(function, arguments)
     if isinstance(tensor, PickledObject):
         tensor.state = state
@@ -502,16 +544,17 @@ def _nested_storage(machine: PickleMachine, raw: Any) -> StorageRecord:
 
 
 def _dict_of(machine: PickleMachine, items: Any = ()) -> dict[Any, Any]:
-    if isinstance(items, dict):
-        return items
-    found: dict[Any, Any] = {}
+    # a copy, as pickle makes one: what is put into `items` later does not belong to it
     machine.seen.spend(8 * len(_container(items)))
-    for key, value in items:
-        # any other key may be deep or unhashable
-        if not isinstance(key, str | int | float | bytes):
-            key = PickledObject("key", (key,))
-        found[key] = value
-    return found
+    if isinstance(items, dict):
+        return dict(items)
+    return {machine.key(key): value for key, value in items}
+
+
+def _counter(machine: PickleMachine, items: Any = ()) -> dict[Any, Any]:
+    if items and not isinstance(items, dict):
+        raise ValueError(f"{brief(items)} where counts belong")
+    return _dict_of(machine, items)
 
 
 def _default_dict(machine: PickleMachine, factory: Any = None, items: Any = ()) -> dict[Any, Any]:
@@ -523,17 +566,20 @@ def _default_dict(machine: PickleMachine, factory: Any = None, items: Any = ()) 
 
 
 def _container(items: Any) -> Any:
-    """Return a list, tuple or dict itself: a copy of one could be asked for without end."""
     if not isinstance(items, list | tuple | dict):
         raise ValueError(f"{brief(items)} where a container belongs")
     return items
 
 
 def _new_container(machine: PickleMachine, items: Any = (), longest: Any = None) -> list[Any]:
-    if isinstance(items, list):
-        return items
     machine.seen.spend(len(_container(items)))
     return list(items)
+
+
+def _set_of(machine: PickleMachine, items: Any = ()) -> list[Any]:
+    for item in _container(items):
+        machine.key(item)
+    return _new_container(machine, items)
 
 
 def _byte_array(machine: PickleMachine, raw: Any = None, encoding: Any = None) -> PickledBytes:
@@ -556,12 +602,15 @@ def _numpy_type(machine: PickleMachine, code: Any, *rest: Any) -> NumpyType:
         text = code.data.decode("latin-1")
     if not isinstance(text, str) or not text or not all(type(flag) in (int, bool) for flag in rest):
         raise ValueError(f"{brief(code)} is not a numpy type")
-    order = text[0] if text[:1] in ("<", ">") else "<"
-    return NumpyType(text.lstrip("<>=|"), order)
+    found = re.fullmatch(r"([<>=|]?)([A-Za-z?][0-9]{0,9})(\[[0-9a-zA-Z]{1,9}\])?", text)
+    if found is None or len(rest) > 2:
+        raise ValueError(f"{brief(text)} is not a plain numpy type")
+    return NumpyType(found[2], ">" if found[1] == ">" else "<", is_copy=len(rest) == 2 and rest[1])
 
 
 def _numpy_number(machine: PickleMachine, dtype: Any, raw: Any = None) -> Any:
-    if not isinstance(dtype, NumpyType) or not isinstance(raw, PickledBytes | str):
+    is_number = isinstance(dtype, NumpyType) and not dtype.is_object
+    if not is_number or not isinstance(raw, PickledBytes | str):
         raise ValueError(f"{brief(raw)} where the bytes of a number belong")
     if isinstance(raw, str) or raw.data is None or dtype.code not in NUMBERS:
         return PickledObject(Global("numpy._core.multiarray", "scalar"), (dtype, raw))
@@ -572,15 +621,19 @@ def _numpy_number(machine: PickleMachine, dtype: Any, raw: Any = None) -> Any:
 def _empty_array(machine: PickleMachine, kind: Any, shape: Any, code: Any) -> ArrayRecord:
     if kind != Global("numpy", "ndarray") or not isinstance(code, PickledBytes | str):
         raise ValueError(f"{brief(kind)} where numpy.ndarray belongs")
+    # its state brings the memory; here it could be asked for without a byte in the file
+    if any(_sizes(shape)):
+        raise ValueError("an array that is made with a size")
     return ArrayRecord(None, "", _sizes(shape))
 
 
 def _array_from(
     machine: PickleMachine, buffer: Any, dtype: Any, shape: Any, order: Any = "C", axes: Any = None
 ) -> ArrayRecord:
-    if not isinstance(buffer, PickledBytes) or not isinstance(dtype, NumpyType):
+    is_typed = isinstance(dtype, NumpyType) and not dtype.is_object
+    if not isinstance(buffer, PickledBytes) or not is_typed:
         raise ValueError(f"{brief(buffer)} where the bytes of an array belong")
-    return ArrayRecord(buffer, dtype.torch_name, _sizes(shape))
+    return ArrayRecord(buffer, dtype.torch_name, _sizes(shape), is_filled=True)
 
 
 def _generator(make: str) -> Build:
@@ -627,13 +680,14 @@ def _reconstructed(machine: PickleMachine, kind: Any, base: Any, state: Any) -> 
 _BUILDERS: dict[str, Build] = {
     "collections.OrderedDict": _dict_of,
     "collections.defaultdict": _default_dict,
-    "collections.Counter": _dict_of,
+    "collections.Counter": _counter,
     "collections.deque": _new_container,
-    "builtins.set": _new_container,
-    "builtins.frozenset": _new_container,
+    "builtins.set": _set_of,
+    "builtins.frozenset": lambda machine, items=(): tuple(_set_of(machine, items)),
     "builtins.list": _new_container,
     "builtins.tuple": _new_container,
     "builtins.dict": _dict_of,
+    "builtins.bytes": lambda machine: PickledBytes(-1, 0, b""),
     "builtins.bytearray": _byte_array,
     "builtins.complex": _complex,
     "torch.Size": lambda machine, sizes=(): _sizes(sizes),

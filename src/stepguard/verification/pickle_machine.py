@@ -21,11 +21,12 @@ from typing import Any
 
 from stepguard.verification import limits
 from stepguard.verification.bounded_file import FileSlice
-from stepguard.verification.damage import Damaged
+from stepguard.verification.damage import Damaged, NotPickled
 from stepguard.verification.pickle_globals import (
     MAPPINGS,
     RECORDS,
     build_value,
+    is_key,
     is_listed,
     takes_state,
 )
@@ -141,10 +142,15 @@ class PickleMachine(_UNPICKLER):  # type: ignore[misc]
     def _damage(self, code: int, error: Exception) -> Damaged:
         at = self.file.tell()
         if at >= self.source.size:
-            return Damaged("torn", f"the pickle ends at byte {at:,} without its end")
+            return NotPickled("torn", f"the pickle ends at byte {at:,} without its end")
         if code not in OPCODES:
-            return Damaged("malformed", f"byte {code:#04x} at {at - 1:,} is not a pickle opcode")
-        return Damaged("malformed", f"pickle opcode {OPCODES[code]} at byte {at:,}: {error}")
+            return NotPickled("malformed", f"byte {code:#04x} at {at - 1:,} is not a pickle opcode")
+        detail = f"pickle opcode {OPCODES[code]} at byte {at:,}: {error}"
+        # the C unpickler reads octal numbers, takes more kinds of buffers, and a state of None
+        takes_more = code in (pickle.INT[0], pickle.READONLY_BUFFER[0], pickle.BUILD[0])
+        if takes_more and not isinstance(error, IndexError):
+            return Damaged("malformed", detail)
+        return NotPickled("malformed", detail)
 
     def _check_size(self) -> None:
         for values, most, word in (
@@ -174,6 +180,9 @@ class PickleMachine(_UNPICKLER):  # type: ignore[misc]
                 "malformed",
                 f"a line at byte {at:,} has no end within {limits.LONGEST_LINE:,} bytes",
             )
+        # in a number it is where the C unpickler stops reading
+        if b"\0" in line:
+            raise Damaged("malformed", f"a line with a zero byte ends at {self.file.tell():,}")
         self.check_frame(len(line))
         return line
 
@@ -262,7 +271,8 @@ class PickleMachine(_UNPICKLER):  # type: ignore[misc]
         if isinstance(target, PickledObject) and target.state is None:
             if is_listed(target.what) and not takes_state(target.what, state):
                 raise TypeError(f"{target.what} is given a {type(state).__name__} as its state")
-            target.state = state
+            # pickle copies it into the object: what is put into the dict later is not there
+            target.state = dict(state) if type(state) is dict else state
         # an OrderedDict: the state dict of a module carries its `_metadata` so
         elif not (isinstance(target, dict) and isinstance(state, dict)):
             raise TypeError(f"a {type(target).__name__} is given a state, or a second one")
@@ -293,7 +303,9 @@ class PickleMachine(_UNPICKLER):  # type: ignore[misc]
                 target.items = []
             target.items.extend(items)
             return
-        # pickle would call `extend` of anything else, a bytearray for instance
+        if isinstance(target, PickledBytes):
+            raise Damaged("malformed", "bytes are appended to a bytearray")
+        # pickle would call `extend` of anything else
         if type(target) is not list:
             raise TypeError(f"items are appended to a {type(target).__name__}")
         target.extend(items)
@@ -303,14 +315,14 @@ class PickleMachine(_UNPICKLER):  # type: ignore[misc]
         target = self.stack[-1]
         if not isinstance(target, PickledSet):
             raise TypeError(f"members are added to a {type(target).__name__}")
-        target.extend(items)
+        target.extend(map(self.key, items))
 
     def load_empty_set(self) -> None:
         self.append(PickledSet())
 
     def load_frozenset(self) -> None:
         items = self.pop_mark()
-        self.append(tuple(items))
+        self.append(tuple(map(self.key, items)))
 
     def load_dict(self) -> None:
         found: dict[Any, Any] = {}
@@ -336,6 +348,8 @@ class PickleMachine(_UNPICKLER):  # type: ignore[misc]
             if not target.entries:
                 target.entries = {}
             entries = target.entries
+        if isinstance(entries, list | PickledBytes):
+            raise Damaged("malformed", "items are set in a list or bytearray by their index")
         if not isinstance(entries, dict):
             raise TypeError(f"items are set in a {type(target).__name__}")
         for place in range(0, len(items), 2):
@@ -345,9 +359,19 @@ class PickleMachine(_UNPICKLER):  # type: ignore[misc]
         """Return a key that can be hashed at once: a deep tuple is hashed all the way down."""
         if isinstance(key, list | dict):
             raise TypeError(f"a {type(key).__name__} is the key of a dict")
+        parts = [key]
+        for part in parts:
+            if isinstance(part, tuple):
+                self.seen.spend(len(part))
+                parts.extend(part)
+            elif isinstance(part, PickledObject) and not is_key(part):
+                raise Damaged(
+                    "hostile",
+                    f"the pickle would compare {part.what} with other keys, which can run more "
+                    "than that; nothing was run",
+                )
         if not isinstance(key, tuple):
             return key
-        self.seen.spend(len(key))
         if all(isinstance(part, PLAIN_KEYS) for part in key):
             return key
         # a record is hashed by its identity
@@ -364,8 +388,12 @@ class PickleMachine(_UNPICKLER):  # type: ignore[misc]
 
     def load_long4(self) -> None:
         count = int.from_bytes(self.read(4), "little", signed=True)
-        if not 0 <= count <= limits.LONGEST_INTEGER:
-            raise Damaged("limit", f"an integer of {count:,} bytes at byte {self.file.tell():,}")
+        if count < 0:
+            raise ValueError("an integer of a negative size")
+        if count > limits.LONGEST_INTEGER:
+            is_here = count <= self.source.size - self.file.tell()
+            refusal = Damaged if is_here else NotPickled
+            raise refusal("limit", f"an integer of {count:,} bytes at byte {self.file.tell():,}")
         self.append(int.from_bytes(self.read(count), "little", signed=True))
 
     def _decode_string(self, value: bytes) -> str | PickledBytes:

@@ -49,7 +49,8 @@ class PickleReader:
         self._source = source
         self._file = source.reader()
         self._depth = depth
-        self._storages: dict[str, StorageRecord] = {}
+        self.storages: dict[str, StorageRecord] = {}
+        """Every storage that the pickles name, used or not."""
         self.seen = PickleReferences(scripted=scripted)
         self.nested: dict[int, LegacyStream] = {}
         """Pickles inside the pickle, by the identity of their bytes."""
@@ -93,13 +94,13 @@ class PickleReader:
             ):
                 return kind
         storage = storage_of(pid)
-        return self._storages.setdefault(storage.key, storage)
+        return self.storages.setdefault(storage.key, storage)
 
     def _storage_ranges(self, keys: list[Any]) -> dict[str, ByteRange]:
         ranges: dict[str, ByteRange] = {}
         at = self._file.tell()
         for key in keys:
-            storage = self._storages.get(key) if isinstance(key, str) else None
+            storage = self.storages.get(key) if isinstance(key, str) else None
             if storage is None or key in ranges:
                 raise Damaged(
                     "malformed",

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stepguard.verification import dtype_names, limits
+from stepguard.verification.damage import Damaged
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 """Shared by all objects without entries: a file may hold millions of them."""
@@ -92,15 +93,21 @@ class ArrayRecord:
     raw: PickledBytes | None = None
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    is_filled: bool = False
+    """It has its bytes: numpy frees them for another state, and a tensor may still use them."""
 
     def set_state(self, state: Any) -> None:
         """Take `(version, shape, dtype, is_fortran, bytes)`, as numpy's `__setstate__` does."""
-        if not (isinstance(state, tuple) and len(state) == 5):
-            return
         _, shape, dtype, _, raw = state
-        if not isinstance(dtype, NumpyType) or not isinstance(raw, PickledBytes):
-            return
-        if limits.is_shape(shape) and min(shape, default=0) >= 0:
+        # the elements of an array of objects stand in a list
+        is_held = isinstance(dtype, NumpyType) and (
+            isinstance(raw, list) if dtype.is_object else isinstance(raw, PickledBytes | str)
+        )
+        is_sized = limits.is_shape(shape) and min(shape, default=0) >= 0
+        if self.is_filled or not is_held or not is_sized:
+            raise ValueError("a state that numpy does not write for an array")
+        self.is_filled = True
+        if isinstance(raw, PickledBytes):
             self.raw = raw
             self.shape = tuple(shape)
             self.dtype = dtype.torch_name
@@ -112,6 +119,12 @@ class NumpyType:
 
     code: str
     order: str = "<"
+    is_copy: bool = False
+    """Made for this pickle; numpy hands out the same object for a type everywhere else."""
+
+    @property
+    def is_object(self) -> bool:
+        return self.code.startswith("O")
 
     @property
     def torch_name(self) -> str:
@@ -121,6 +134,28 @@ class NumpyType:
         return dtype_names.NUMPY.get(self.code, "")
 
     def set_state(self, state: Any) -> None:
-        """Take the byte order from `(version, byte order, ...)`."""
-        if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">", "|", "="):
-            self.order = state[1]
+        """Take the byte order from `(version, order, subtype, names, fields, size, alignment,
+        flags[, metadata])`.
+
+        numpy believes all of it. Flags that deny an object turn bytes into pointers, and so does
+        a field that lies outside of its element.
+        """
+        version, order, subtype, names, fields, size, _, flags, *metadata = state
+        if subtype is not None or names is not None or fields is not None:
+            raise Damaged(
+                "format",
+                "a structured NumPy type is not read, for NumPy believes the offsets of its "
+                "fields; save its columns as arrays of their own",
+            )
+        letter = self.code[:1]
+        width = int(self.code[1:] or 0) if letter in "SUV" else -1
+        expected = (width * 4 if letter == "U" else width, {"O": 63, "U": 8}.get(letter, 0))
+        dated = letter in "mM" and version == 4 and len(metadata) == 1
+        if (
+            not self.is_copy
+            or (size, flags) != expected
+            or order not in ("<", ">", "|", "=")
+            or not (dated or (version == 3 and not metadata))
+        ):
+            raise ValueError(f"a state that numpy does not write for the type {self.code[:20]}")
+        self.order = order

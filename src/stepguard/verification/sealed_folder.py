@@ -14,7 +14,8 @@ from stepguard.verification import dtype_names
 from stepguard.verification.bounded_file import FileSlice
 from stepguard.verification.damage import Damaged, ProblemList
 from stepguard.verification.dcp_folder import METADATA
-from stepguard.verification.file_check import check_file
+from stepguard.verification.file_check import check_file, parse
+from stepguard.verification.file_formats import has_checkpoint_suffix
 from stepguard.verification.file_layout import ChecksumRange, FileLayout
 from stepguard.verification.format_entry import (
     CheckedFolder,
@@ -52,6 +53,8 @@ def check_sealed(
     for path in sorted(folder.iterdir()):
         if path.name not in seal.files and path.name != SEAL:
             problems.add("seal", f"{path.name} is not named by the seal", severity="warning")
+            if path.is_file() and has_checkpoint_suffix(path):
+                layouts.append(check_file(path, progress))
     return CheckedFolder(layouts, seal.step)
 
 
@@ -86,6 +89,9 @@ def _check_file(path: Path, sealed: SealedFile, seal: Seal, progress: Progress) 
         if path.suffix == SUFFIX:
             read_safetensors(source, layout, None)
             _compare(layout, seal)
+        # a digest says that nobody changed a pickle, not that it is safe to load
+        elif has_checkpoint_suffix(path):
+            parse(source, layout, role)
 
     return check_file(path, progress, read=read, allowed=frozenset(seal.nonfinite))
 
@@ -134,6 +140,4 @@ def _is_sealed(files: list[Path]) -> bool:
     return SEAL in names and METADATA not in names
 
 
-SEALED = FolderFormat(
-    name="sealed", matches=_is_sealed, check=check_sealed, closed=True, all_files=True
-)
+SEALED = FolderFormat(name="sealed", matches=_is_sealed, check=check_sealed, all_files=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepguard.records.verification import Role
 from stepguard.report.phrases import first_few
-from stepguard.verification import limits, zip_directory
+from stepguard.verification import dtype_names, limits, zip_directory
 from stepguard.verification.bounded_file import FileSlice
 from stepguard.verification.damage import Damaged
 from stepguard.verification.file_layout import ChecksumRange, FileLayout
@@ -19,6 +19,7 @@ from stepguard.verification.format_entry import (
 from stepguard.verification.pickle_contents import PickleContents
 from stepguard.verification.pickle_stream import ByteRange, PickleReader
 from stepguard.verification.pickle_tensors import add_pickle, hostile_refused, names_reported
+from stepguard.verification.pickle_values import TensorRecord
 from stepguard.verification.zip_directory import ZipRecord
 
 SIGNATURE = b"PK\x03\x04"
@@ -36,7 +37,8 @@ def read_zip(
     records = zip_directory.records(source)
     reader = _pickle_reader(source, records)
     # storages are written as they lie in memory, in the byte order of the machine
-    if "byteorder" in records and source.at(records["byteorder"].start, 16).strip() == b"big":
+    order = records.get("byteorder")
+    if order is not None and source.at(zip_directory.stored(order).start, 16).strip() == b"big":
         raise Damaged(
             "format", "it was saved on a big-endian machine, which is not read; save it again here"
         )
@@ -51,7 +53,18 @@ def read_zip(
         if key.startswith(STORAGES):
             start = source.start + zip_directory.stored(record).start
             storages[key.removeprefix(STORAGES)] = ByteRange(start, record.size)
-    return add_pickle(layout, value, storages, role, prefix)
+    contents = add_pickle(layout, value, storages, role, prefix)
+    shown = {tensor.record.storage.key for tensor in contents.tensors
+             if isinstance(tensor.record, TensorRecord)}  # fmt: skip
+    for key, storage in reader.storages.items():
+        size = storage.elements * dtype_names.SIZES[storage.dtype]
+        held = storages[key].size if key in storages else 0
+        # torch reads each one that the pickle names, whether a tensor needs it or not
+        if key not in shown and held != size:
+            layout.problems.add(
+                "torn", f"storage {key} has {held:,} bytes in the file and {size:,} in the pickle"
+            )
+    return contents
 
 
 def _pickle_reader(source: FileSlice, records: dict[str, ZipRecord]) -> PickleReader:
@@ -68,6 +81,11 @@ def _pickle_reader(source: FileSlice, records: dict[str, ZipRecord]) -> PickleRe
 def _check_script(source: FileSlice, layout: FileLayout, records: dict[str, ZipRecord]) -> None:
     """Report code that loading a TorchScript archive runs: its operators can write files."""
     for key, record in records.items():
+        # archives of torch 1.3 and before name the record of their code in here
+        if key.lower() == "model.json":
+            layout.problems.add(
+                "global", f"{record.name} is of a TorchScript archive older than torch 1.4"
+            )
         if not key.lower().startswith("code/"):
             continue
         packed = source.exactly(record.start, min(record.end - record.start, limits.LONGEST_TEXT))

@@ -204,8 +204,10 @@ def _refuse_path(name: str) -> None:
         raise Damaged(
             "hostile", f"the zip holds {name!r}, which would be unpacked outside its folder"
         )
-    if not name.isprintable() or "\N{REPLACEMENT CHARACTER}" in name:
-        raise Damaged("malformed", f"the zip holds an entry with the name {name!r}")
+    # torch cuts off names that are longer
+    is_long = len(name.encode()) > limits.LONGEST_ENTRY
+    if is_long or not name.isprintable() or "\N{REPLACEMENT CHARACTER}" in name:
+        raise Damaged("malformed", f"the zip holds an entry with the name {name[:80]!r}")
 
 
 def _refuse_gaps(found: list[ZipRecord], directory: int) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import copy
 import random
-import subprocess
-import sys
 import textwrap
 import traceback
 from collections.abc import Callable
@@ -20,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import forked
 import stepguard
 from guard.scenes import (
     CLASSES,
@@ -384,9 +383,7 @@ def test_report_never_says_no_incident_of_a_run_that_crashed(way: str, tmp_path:
         if way != "run"
         else ["-m", "stepguard", "run", "--run-dir", "runs/a", "train.py"]
     )
-    done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
+    done = forked.python(command, folder=tmp_path, seconds=240)
     assert done.returncode == 1 and "IndexError: Target 7 is out of bounds" in done.stderr
     record = read_run(tmp_path / "runs" / "a")
     (incident,) = record.incidents
@@ -395,13 +392,7 @@ def test_report_never_says_no_incident_of_a_run_that_crashed(way: str, tmp_path:
     assert incident.origin.samples == ((5,) if way == "step" else ())
     (end,) = [note for note in record.notes if note["type"] == "end"]
     assert end["error"] == "IndexError: Target 7 is out of bounds."
-    shown = subprocess.run(
-        [sys.executable, "-m", "stepguard", "report", "runs/a"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    shown = forked.python(["-m", "stepguard", "report", "runs/a"], folder=tmp_path)
     assert "no incident" not in shown.stdout and "Target 7 is out of bounds" in shown.stdout
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import forked
 import stepguard
 from guard.scenes import NAN, Scene, batches, plain_net, plain_step, quiet
 from stepguard import Guard
@@ -187,9 +186,7 @@ def test_process_ends_with_143_and_can_be_resumed(tmp_path: Path) -> None:
         """
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], env=environment, check=False, timeout=100
-    )
+    ended = forked.python(["-c", script, str(tmp_path)], variables=environment)
     assert ended.returncode == 143 and saved(tmp_path) == ["step-5"]
 
 

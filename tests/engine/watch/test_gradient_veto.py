@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from guard.scenes import (
     state_of,
     stepped,
 )
+from pairwise import pairwise
 from stepguard import ConfigError, Guard
 
 DATA = batches(8)
@@ -54,7 +57,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adam-amsgrad": ("Adam", {"lr": 0.05, "amsgrad": True, "weight_decay": 0.1}),
     "LBFGS-wolfe": ("LBFGS", {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"}),
 }
-SCALABLE = [name for name in VARIANTS if not name.startswith("LBFGS")]
+HOW = {"plain": (0, 3, 8), "scaler": (0, 3, 8), "accumulated": (0, 1, 2)}
+"""Where the bad step may come: first, in the middle, last."""
+WAYS = [
+    (variant, loop, place, how)
+    for variant, loop, place, how in product(VARIANTS, LOOPS, range(3), HOW)
+    if how != "scaler" or not variant.startswith("LBFGS")  # GradScaler refuses closures
+]
 
 
 class Words(nn.Module):
@@ -109,26 +118,11 @@ def test_every_optimizer_of_torch_is_here() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 3, 8], ids=["first", "middle", "last"])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_bad_batch_never_came(variant: str, loop: str, at: int) -> None:
-    _assert_never_came(lambda: _scene(variant), loop, at)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 3, 8], ids=["first", "middle", "last"])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("variant", SCALABLE)
-def test_bad_batch_never_came_with_a_scaler(variant: str, loop: str, at: int) -> None:
-    _assert_never_came(lambda: _scene(variant, scaled=True), loop, at)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_accumulated_step_of_bad_batches_never_came(variant: str, loop: str) -> None:
-    _assert_never_came(lambda: _scene(variant), loop, 1, micro=4)
+@pytest.mark.parametrize(("variant", "loop", "place", "how"), pairwise(WAYS))
+def test_bad_batch_never_came(variant: str, loop: str, place: int, how: str) -> None:
+    micro = 4 if how == "accumulated" else 1
+    make = partial(_scene, variant, scaled=how == "scaler")
+    _assert_never_came(make, loop, HOW[how][place], micro=micro)
 
 
 # --- one bad micro-batch
@@ -158,10 +152,15 @@ def _renormalised(scene: Scene, good: list[Any], count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [(0,), (2,), (1, 3)], ids=str)
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
 @pytest.mark.parametrize(
-    "variant", ["SGD", "AdamW", "AdamW-fused", "Adafactor", "Muon", "SparseAdam"]
+    ("variant", "scaled", "bad"),
+    pairwise(
+        product(
+            ["SGD", "AdamW", "AdamW-fused", "Adafactor", "Muon", "SparseAdam"],
+            [False, True],
+            [(0,), (2,), (1, 3)],
+        )
+    ),
 )
 def test_bad_micro_batches_are_left_out_and_the_rest_renormalised(
     variant: str, scaled: bool, bad: tuple[int, ...]

@@ -27,15 +27,17 @@ def halt(context: Context, rewinder: Rewinder, incident: Incident, state: Path |
     restart = restart_after(context, rewinder, incident, state)
     cause = incident.findings[0].code if incident.findings else incident.verdict.kind
     line = exit_line(step=incident.step, cause=cause, restart=restart, state=state)
+    where = str(state) if state is not None else None
+    halted = TrainingHalted(incident, state=where, restart=restart)
     try:
         context.outputs.halted(incident, line)
     finally:
         if context.agreement.world_rank == 0:
             # not one of the outputs: launchers read it whatever people want to see
             screen.put(f"{line}\n", sys.stderr)
+            halted.printed = True
     exit_with_code_three()
-    where = str(state) if state is not None else None
-    raise TrainingHalted(incident, state=where, restart=restart)
+    raise halted
 
 
 def restart_after(
@@ -102,7 +104,8 @@ def exit_with_code_three() -> None:
         if not isinstance(value, TrainingHalted):
             previous(kind, value, trace)
             return
-        print(f"stepguard: {value}", file=sys.stderr)
+        if not value.printed:
+            print(f"stepguard: {value}", file=sys.stderr)
         raise SystemExit(EXIT_HALTED)
 
     hook._stepguard = True  # type: ignore[attr-defined]
