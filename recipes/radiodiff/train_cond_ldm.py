@@ -35,6 +35,7 @@ from denoising_diffusion_pytorch.settings import (
 )
 from denoising_diffusion_pytorch.stages import Stages, build_stages
 from stepguard import GuardConfig
+from stepguard.numerics import events
 from stepguard.preflight.tracking import plain
 
 Batch = dict[str, Tensor]
@@ -289,6 +290,7 @@ def start(config: Settings) -> Trainer:
             said = trainer.load(config.trainer.resume_milestone)
             if accelerator.is_main_process:
                 print(said)
+        events.clear()
         began = time.perf_counter()
         trainer.train(bar=accelerator.is_main_process)
         seconds = time.perf_counter() - began
@@ -297,6 +299,10 @@ def start(config: Settings) -> Trainer:
                 f"{trainer.step} steps in {seconds:.0f} s, NMSE of sampled maps "
                 f"{trainer.nmse():.4f}"
             )
+            if limited := events.counts().get("ddm_weights.limited"):
+                print(
+                    f"model.weight_limit={config.model.weight_limit:g} acted on {limited} samples"
+                )
     finally:
         trainer.close()
     accelerator.end_training()

@@ -63,6 +63,9 @@ from stepguard.whatif.candidates import OwnFix
 
 __all__ = ["Guard", "StepResult"]
 
+SAVING = "guard.save() after a bad step"
+"""What ranks meet for, as a message about a missing one says."""
+
 
 class Guard:
     """Protects one model and its optimizer. A context manager; `close` undoes everything it
@@ -203,9 +206,14 @@ class Guard:
         """Seal the present state now. None: refused, because the state is not good; `last-good`
         stays as it is.
 
-        With several ranks all of them call it, and the first one writes. Where all hold the same
-        weights (DistributedDataParallel) one rank may call it alone; the seal says what is missing.
+        With several ranks all of them call it. Where all hold the same weights
+        (DistributedDataParallel) rank 0 may call it alone, and waits for nobody; the seal says what
+        is missing. Where they do not, a call by one rank is refused after a few seconds.
         """
+        if self._driver.waits_for_ranks() and not self._context.agreement.all_here(SAVING, 1.0):
+            told = "NOT saved: the last step was bad, and all ranks deal with it in the next one"
+            self._context.outputs.note("checkpoint", told, refused=self._context.step)
+            return None
         self._driver.settle()
         if not self.armed:
             self._context.outputs.note(

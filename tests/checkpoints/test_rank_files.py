@@ -144,3 +144,44 @@ def test_good_checkpoint_verifies_by_parameter_and_shard(store: Store) -> None:
     assert found.ok and not found.problems, found.problems
     assert found.format == "sealed" and found.step == 10
     assert found.roles["parameter"] == 4 and found.roles["optimizer"] == 1
+
+
+def added(store: Store) -> Path:
+    """Rank 0 writes what all ranks hold, and rank 1 adds its own afterwards."""
+    facts = {"rng": {"0": "a"}, "level": 1.0}
+    path = store.save(10, {"model/w": WEIGHT, "rng/0/torch": torch.tensor([0])}, facts, HEALTHY)
+    tensors = {"rng/1/torch": torch.tensor([1]), "rank/1/model/seen": torch.tensor(2.0)}
+    store.write_part(path, 1, tensors, {}, facts={"rng": "b", "ranks": {"has": ["model/seen"]}})
+    return path
+
+
+def test_rank_adds_its_own_to_what_another_has_sealed(store: Store) -> None:
+    path = added(store)
+    opened = store.open()
+    assert torch.equal(opened.tensors["model/w"], WEIGHT)
+    assert opened.tensors["rng/1/torch"].tolist() == [1]
+    assert opened.facts == {
+        "rng": {"0": "a", "1": "b"},
+        "level": 1.0,
+        "ranks": {"1": {"has": ["model/seen"]}},
+    }
+    assert stepguard.verify(path).problems == ()
+
+
+def test_rank_that_was_killed_before_its_seal_has_added_nothing(store: Store) -> None:
+    path = added(store)
+    (path / "rank-00001.json").unlink()
+    opened = store.open()
+    assert opened.facts["rng"] == {"0": "a"} and "rng/1/torch" not in opened.tensors
+    assert stepguard.verify(path).ok
+
+
+@pytest.mark.parametrize("name", ["rank-00001.json", "rank-00001-00000.safetensors"])
+def test_damage_to_what_a_rank_has_added_is_refused_and_found(store: Store, name: str) -> None:
+    path = added(store)
+    content = bytearray((path / name).read_bytes())
+    content[-3] ^= 1
+    (path / name).write_bytes(content)
+    with pytest.raises(StoreError, match=r"rank-00001|not what was sealed"):
+        store.open(path)
+    assert not stepguard.verify(path).ok

@@ -58,6 +58,13 @@ def test_heavy_tailed_loss_is_told_a_few_times_and_an_extreme_one_always() -> No
     assert play([*losses, 1e6])[-1].kind == "spike"
 
 
+def test_jump_of_the_loss_in_a_run_that_is_still_learning_is_a_spike() -> None:
+    """Its own first losses, far above the present level, are no tail of it."""
+    learning = [0.1 + 3.0 * 0.95**step for step in range(48)]
+    assert {verdict.kind for verdict in play(learning)} == {"ok"}
+    assert [verdict.kind for verdict in play([*learning, 8.0, 7.5])[-2:]] == ["spike"] * 2
+
+
 def test_outlier_that_comes_once_a_pass_stays_a_spike_every_time() -> None:
     losses = [1e9 if step % 25 == 24 else SETTLED[step % 100] for step in range(200)]
     spoken = [step for step, verdict in enumerate(play(losses)) if verdict.kind == "spike"]

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 import stepguard
 from process_group import gloo
 from stepguard import Guard, GuardConfig, StoreError
-from stepguard.checkpoints import read_seal
+from stepguard.checkpoints import Store, read_seal
 from stepguard.engine.protect import GuardDisarmed
+from stepguard.sentinel import rank_meeting
 
 FEATURES, STEPS, BAD_STEP, BAD_RANK = 4, 6, 2, 1
-WRITING = ("rank0_save", "joined_checkpoint")
+WRITING = ("rank0_save", "rank0_save_bad", "rank0_restore", "joined_checkpoint")
 """Scenarios that need a folder."""
 ALL_COME = GuardConfig(terminal="quiet", agree_timeout=30.0)
 NOT_ALL_COME = GuardConfig(terminal="quiet", agree_timeout=0.5)
@@ -183,6 +185,39 @@ def born(loop: str) -> dict[str, Any]:
     return {**out, "before": before}
 
 
+def overflow(loop: str, who: str, kind: str) -> dict[str, Any]:
+    """Losses in float16, of one rank or of all, overflow in their sum; each gradient is finite."""
+    ends = []
+    for guarded in ("bare", loop):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(FEATURES, FEATURES).half())
+        make = torch.optim.AdamW if kind == "fused" else torch.optim.SGD
+        optimizer = make(model.parameters(), lr=1e-3, fused=kind == "fused")
+        running = Loop(guarded, model, optimizer, ALL_COME)
+        source = torch.Generator().manual_seed(dist.get_rank())
+        infinite = 0
+        for _ in range(STEPS):
+            inputs = torch.randn(64, FEATURES, generator=source)
+            large = 40.0 if who == "all" or dist.get_rank() == BAD_RANK else 1.0
+
+            def loss_of(batch: Tensor, model: nn.Module = model, large: float = large) -> Tensor:
+                error: Tensor = model(batch.half()) - (batch * large).half()
+                return error.square().sum()
+
+            if guarded == "step":
+                assert running.guard is not None
+                loss = running.guard.step(loss_of, inputs).loss
+            else:
+                optimizer.zero_grad()
+                error = loss_of(inputs)
+                error.backward()
+                optimizer.step()
+                loss = error.item()
+            infinite += loss == torch.inf
+        ends.append(running.end())
+    return {**ends[1], "bare": ends[0]["weights"], "infinite": infinite}
+
+
 SPOILED_UPDATE: dict[str, bool] = {}
 """Not an attribute of the optimizer, which going back would restore."""
 
@@ -243,11 +278,17 @@ def rank0_save(out: Path, wrap: str) -> dict[str, Any]:
     running = Loop("step", model, optimizer, config)
     guard = running.guard
     assert guard is not None
+    inner = model.module if wrap == "ddp" else model
+    inner.seen.fill_(1.0 + dist.get_rank())
     running.step(data(0))
-    alone = guard.save() if dist.get_rank() == 0 else None
+    with mock.patch.object(rank_meeting.time, "sleep", wraps=time.sleep) as waits:
+        alone = guard.save() if dist.get_rank() == 0 else None
     for step in range(1, STEPS):
         running.step(data(step))
     saved = guard.save()
+    drawn, seen = torch.get_rng_state(), inner.seen.clone()
+    dist.barrier()
+    held = Store(folder / "checkpoints").open().facts
     # made by one rank, loaded by all
     restored = guard.restore(folder / "checkpoints" / "step-1") if wrap == "ddp" else 0
     refused = ""
@@ -260,7 +301,49 @@ def rank0_save(out: Path, wrap: str) -> dict[str, Any]:
     told = (folder / "journal.jsonl").read_text()
     missing = read_seal(alone).health.missing if alone else ""
     facts = {"saved": saved is not None, "missing": missing, "restored": restored, "journal": told}
-    return {**running.end(), "alone": alone, "refused": refused, **facts}
+    facts |= {"waits": waits.call_count, "held": held}
+    found = {**running.end(), "alone": alone, "refused": refused, **facts}
+    if wrap == "ddp":
+        torch.manual_seed(1)
+        model, optimizer = built(wrap=wrap)
+        again = Loop("step", model, optimizer, config)
+        assert again.guard is not None
+        found["done"] = again.guard.restore()
+        found["drawn"] = torch.equal(torch.get_rng_state(), drawn)
+        found["seen"] = torch.equal(model.module.seen, seen)
+        again.end()
+    return found
+
+
+def rank0_restore(out: Path, loop: str) -> dict[str, Any]:
+    """Only rank 0 restores before the first step; rank 1 begins to train."""
+    model, optimizer = built()
+    running = Loop(loop, model, optimizer, replace(ALL_COME, run_dir=out / "rank0_restore"))
+    refused = ""
+    try:
+        if dist.get_rank() == 0:
+            assert running.guard is not None
+            running.guard.restore()
+    except StoreError as why:
+        refused = str(why)
+    for step in range(STEPS):
+        running.step(data(step))
+    return {**running.end(), "refused": refused}
+
+
+def rank0_save_bad(out: Path, loop: str) -> dict[str, Any]:
+    """Only rank 0 has a folder, and saves right after a fused step that was bad."""
+    model, optimizer = built(fused=True)
+    folder = out / f"rank0_save_bad-{loop}" if dist.get_rank() == 0 else None
+    running = Loop(loop, model, optimizer, replace(ALL_COME, run_dir=folder))
+    assert running.guard is not None
+    saved = []
+    for step in range(STEPS):
+        running.step(data(step, bad=here(step)))
+        if dist.get_rank() == 0 and step in (BAD_STEP, STEPS - 1):
+            saved.append(running.guard.save())
+        dist.barrier()
+    return {**running.end(), "saved": saved}
 
 
 def rank0_reads() -> dict[str, Any]:
@@ -327,8 +410,8 @@ def subgroup(loop: str) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
     for function in (
-        *(own_trouble, last_look, born, late, rank0, rank0_save, rank0_reads),
-        *(joined, joined_checkpoint, local_sgd, subgroup),
+        *(own_trouble, last_look, born, overflow, late, rank0, rank0_save, rank0_restore),
+        *(rank0_save_bad, rank0_reads, joined, joined_checkpoint, local_sgd, subgroup),
     )
 }
 

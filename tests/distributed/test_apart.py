@@ -22,13 +22,15 @@ LAST_ALL = ["last_look-step-ddp-all"]
 BORN = ["born-step", "born-watch"]
 LATE = ["late-update-step", "late-update-watch", "late-rate-watch", "late-fused_rate-watch"]
 LATE += ["late-gradient-watch"]
+OVERFLOW = ["-".join(("overflow", *p)) for p in product(LOOPS, ["one", "all"], ["plain", "fused"])]
 RANK0 = ["-".join(("rank0", *p)) for p in product(["closed", "guard"], WRAPS)]
 UNEVEN = ["joined-step", "joined-watch", "local_sgd-step", "local_sgd-watch"]
 SINGLE = ["rank0_save-ddp", "rank0_save-manual", "rank0_reads", "joined_checkpoint"]
+SINGLE += ["-".join(p) for p in product(["rank0_restore", "rank0_save_bad"], LOOPS)]
 SUBGROUPS = ["subgroup-step", "subgroup-watch"]
 # Without DDP a guard that only rank 0 builds must not shift those after it: first.
 NAMES = ["rank0-guard-manual", *HEALTHY, *TROUBLE, *LAST_ONE, *LAST_ALL, *BORN, *LATE]
-NAMES += [*UNEVEN, *SINGLE, *(name for name in RANK0 if name not in NAMES)]
+NAMES += [*OVERFLOW, *UNEVEN, *SINGLE, *(name for name in RANK0 if name not in NAMES)]
 Outcomes = dict[str, list[Any]]
 
 
@@ -94,6 +96,15 @@ def test_update_that_makes_nan_on_one_rank_is_undone_on_all(name: str, outcomes:
         assert all(map(torch.equal, rank["weights"], rank["before"]))
 
 
+@pytest.mark.parametrize("name", OVERFLOW)
+def test_loss_that_overflows_in_its_last_sum_is_a_step(name: str, outcomes: Outcomes) -> None:
+    for place, rank in enumerate(outcomes[name]):
+        assert rank["infinite"] == (0 if "one" in name and place == 0 else STEPS)
+        assert rank["incidents"] == [] and rank["armed"]
+        assert all(map(torch.equal, rank["weights"], rank["bare"]))
+    assert _same(*outcomes[name])
+
+
 @pytest.mark.parametrize("name", LATE)
 def test_what_one_rank_finds_too_late_takes_all_of_them_back(name: str, outcomes: Outcomes) -> None:
     healthy, hurt = outcomes[name]
@@ -131,11 +142,40 @@ def test_bad_step_of_a_rank_that_runs_on_its_own_is_vetoed(name: str, outcomes: 
 def test_one_rank_saves_what_all_hold_and_says_what_is_missing(outcomes: Outcomes) -> None:
     first, other = outcomes["rank0_save-ddp"]
     assert first["alone"].name == "step-1"
+    assert first["waits"] == 0
     assert first["missing"] == "random numbers, buffers of rank 1"
     for rank in (first, other):
         assert rank["saved"] and rank["armed"]
         assert rank["restored"] == 1
     assert _same(first, other)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_save_on_one_rank_leaves_a_bad_fused_step_to_all_of_them(
+    loop: str, outcomes: Outcomes
+) -> None:
+    first, other = outcomes[f"rank0_save_bad-{loop}"]
+    early, saved = first["saved"]
+    # a watched loop whose forward writes buffers has all ranks deal with it inside the step
+    assert (early is None) == (loop == "step") and saved.name == f"step-{STEPS}"
+    for rank in (first, other):
+        assert rank["incidents"] == [(BAD_STEP, "nonfinite_input", (1,), "skip")]
+        assert rank["armed"]
+    assert _same(first, other)
+
+
+def test_save_by_all_ranks_holds_what_each_has_of_its_own(outcomes: Outcomes) -> None:
+    for rank in outcomes["rank0_save-ddp"]:
+        assert rank["held"]["rng"].keys() == {"0", "1"}
+        assert rank["held"]["ranks"]["1"]["has"] == ["model/seen"]
+        assert rank["done"] == STEPS and rank["drawn"] and rank["seen"]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_restore_on_one_rank_is_refused_once_another_trains(loop: str, outcomes: Outcomes) -> None:
+    first, other = outcomes[f"rank0_restore-{loop}"]
+    assert "rank 1 has begun to train, so it did not come" in first["refused"]
+    assert first["armed"] and other["armed"] and _same(first, other)
 
 
 def test_save_on_one_rank_is_refused_where_weights_may_differ(outcomes: Outcomes) -> None:

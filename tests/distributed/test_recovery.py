@@ -13,6 +13,7 @@ import torch
 
 from distributed.launch import launch
 from guard.scenes import difference
+from stepguard.checkpoints import Store
 
 WORKER = Path(__file__).with_name("recovery_worker.py")
 BOTH = ["-".join(parts) for parts in product(["step", "watch"], ["ddp", "manual"])]
@@ -70,11 +71,22 @@ def test_resumed_ranks_end_where_ranks_that_never_stopped_end(
         assert difference(rank["guarded"], rank["never"]) == ""
 
 
-@pytest.mark.parametrize("how", BOTH)
+@pytest.mark.parametrize("how", ["step-manual", "watch-manual"])
 def test_state_that_is_bad_on_one_rank_is_saved_by_none(
     how: str, outcomes: dict[str, list[Any]]
 ) -> None:
     assert [rank["saved"] for rank in outcomes[f"refused-{how}"]] == [None, None]
+
+
+@pytest.mark.parametrize("how", ["step-ddp", "watch-ddp"])
+def test_replica_that_is_bad_on_one_rank_is_not_the_one_that_is_saved(
+    how: str, outcomes: dict[str, list[Any]]
+) -> None:
+    first, damaged = outcomes[f"refused-{how}"]
+    assert damaged["saved"] is None
+    opened = Store(first["saved"].parent).open()
+    assert opened.step == 4 and opened.health.missing == "random numbers of rank 1"
+    assert all(tensor.isfinite().all() for tensor in opened.tensors.values())
 
 
 @pytest.mark.parametrize("how", BOTH)

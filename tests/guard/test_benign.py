@@ -225,11 +225,15 @@ def test_weights_that_are_mended_before_anybody_used_them_are_no_incident(loop: 
     assert difference(state_of(guarded), state_of(run(bare)[0])) == ""
 
 
-def _half_precision_run(mode: str, kind: str) -> tuple[list[Tensor], tuple[Incident, ...]]:
+def _half_precision_run(
+    mode: str, kind: str, *, fused: bool = False
+) -> tuple[list[Tensor], tuple[Incident, ...]]:
     """Five steps of a float16 model whose first losses are infinite, with finite gradients."""
     torch.manual_seed(1)
     model = nn.Linear(8, 8).half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if fused:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     masked = torch.arange(8) == 3
 
     def loss_fn(x: Tensor) -> Tensor | dict[str, Tensor]:
@@ -272,13 +276,22 @@ def _half_precision_run(mode: str, kind: str) -> tuple[list[Tensor], tuple[Incid
     return weights, guard.incidents if guard is not None else ()
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["sum", "rows", "terms"])
 @pytest.mark.parametrize("mode", ["step", "watch", "loss"])
-def test_loss_that_overflows_in_its_last_sum_is_a_step(mode: str, kind: str) -> None:
-    unguarded, _ = _half_precision_run("unguarded", kind)
-    guarded, incidents = _half_precision_run(mode, kind)
+def test_loss_that_overflows_in_its_last_sum_is_a_step(mode: str, kind: str, fused: bool) -> None:
+    unguarded, _ = _half_precision_run("unguarded", kind, fused=fused)
+    guarded, incidents = _half_precision_run(mode, kind, fused=fused)
     assert incidents == ()
     assert all(map(torch.equal, unguarded, guarded))
+
+
+@pytest.mark.parametrize("mode", ["step", "watch"])
+@pytest.mark.parametrize("kind", ["nan", "target"])
+def test_fused_update_with_a_nan_or_an_impossible_target_is_left_out(mode: str, kind: str) -> None:
+    weights, incidents = _half_precision_run(mode, kind, fused=True)
+    assert incidents and {i.verdict.kind for i in incidents} == {"nonfinite_loss"}
+    assert all(weight.isfinite().all() for weight in weights)
 
 
 @pytest.mark.parametrize("kind", ["element", "constant", "nan", "target"])

@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from preflight.asking import inside
 from stepguard.preflight import Subject, check
 from stepguard.preflight.inspection import CheckContext, Inspection
-from stepguard.preflight.items import checklist
+from stepguard.preflight.items import checklist, precision, scaler
 from stepguard.preflight.project import read_program, read_project
 from stepguard.preflight.run import run_item
 
@@ -36,6 +37,8 @@ def statuses(folder: Path, source: str, *, known: bool = True) -> tuple[str, ...
         ("if not torch.isfinite(loss):\n    pass\n", ("pass", "warn", "warn")),
         ("bad = loss.isnan() or loss.isinf()\n", ("pass", "warn", "warn")),
         ("norm = clip_grad_norm_(p, 1.0)\n", ("warn", "pass", "warn")),
+        # A norm that nobody looks at is not monitored.
+        ("clip_grad_norm_(p, 1.0)\n", UNGUARDED),
         ("import stepguard\nguard = stepguard.watch(model, optimizer)\n", GUARDED),
         ("from stepguard import Guard\nguard = Guard(model, optimizer)\n", GUARDED),
         ("from stepguard import Guard as G\nwith G(model, optimizer):\n    pass\n", GUARDED),
@@ -148,3 +151,64 @@ def test_a_script_that_checks_itself_is_the_program(
     with inside(tmp_path):
         result = check(Subject(model=nn.Linear(2, 2)), only=["checklist.norms"])
     assert result.outcome("checklist.norms").status == "pass"
+
+
+SETTINGS = "import stepguard\ng = stepguard.Guard(m, o, config=stepguard.GuardConfig({}))\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "clip", "checkpoints", "recovery"),
+    [
+        (
+            'clip_norm=0.4, checkpoint_every=20, run_dir="runs"',
+            "GuardConfig.clip_norm=0.4 at train.py:2",
+            "GuardConfig.checkpoint_every=20 at train.py:2: a crash costs at most 20 steps",
+            "skip, rewind, stop, checkpoints below runs",
+        ),
+        (
+            "clip_norm=args.clip, checkpoint_every=args.every, run_dir=args.out",
+            "the program clips at train.py:2, to a norm that is not written there as a number",
+            "return `guard`: its checkpoint_every is not written as a number at train.py:2",
+            "skip, rewind, stop, checkpoints below its run_dir (train.py:2)",
+        ),
+        (
+            "clip_norm=None",
+            "no clipping norm is configured, and the program clips nowhere",
+            "give --config FILE, or return `guard`",
+            "without a run_dir nothing survives the process",
+        ),
+        (
+            'policy=stepguard.Policy(actions=("skip", "stop"))',
+            "no clipping norm is configured, and the program clips nowhere",
+            "give --config FILE, or return `guard`",
+            "the policy is skip, stop, without rewind",
+        ),
+    ],
+    ids=["numbers", "computed", "off", "policy"],
+)
+def test_settings_of_a_guard_are_those_that_the_program_writes(
+    tmp_path: Path, given: str, clip: str, checkpoints: str, recovery: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SETTINGS.format(given))
+    run = Inspection(Subject(model=nn.Linear(2, 2)), CheckContext(tmp_path, script=script))
+    items = (checklist.clip, checklist.checkpoints, checklist.recovery)
+    said = [" ".join(run_item(item, run).evidence) for item in items]
+
+    assert clip in said[0]
+    assert checkpoints in said[1]
+    assert recovery in said[2]
+
+
+def test_precision_of_a_program_that_opens_autocast_is_not_guessed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("with torch.autocast('cpu'):\n    loss = f(x)\n")
+    model, context = nn.Linear(2, 2), CheckContext(tmp_path, script=script)
+    unseen = Inspection(Subject(model=model), context)
+    assert run_item(precision.effective, unseen).status == "not_checked"
+    assert run_item(scaler.missing, unseen).status == "not_checked"
+
+    batch = torch.ones(1, 2)
+    seen = Inspection(Subject(model=model, batch=batch, loss_fn=lambda x: model(x).sum()), context)
+    (said,) = run_item(precision.effective, seen).evidence
+    assert said.endswith("came out as float32; autocast at train.py:1 did not change it")

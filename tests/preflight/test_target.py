@@ -106,3 +106,16 @@ def test_file_of_an_unknown_kind_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.doc").touch()
     with inside(tmp_path), pytest.raises(ConfigError, match=r"files of kind \.doc are not known"):
         resolve(Request(target="a.doc"))
+
+
+def test_number_that_yaml_reads_as_text_is_named_where_the_program_fails_on_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "yaml_build.py").write_text("def build(config):\n    return config['lr'] * 0.5\n")
+    (tmp_path / "c.yaml").write_text("lr: 2e-3\n")
+    with inside(tmp_path), pytest.raises(ConfigError) as raised:
+        resolve(Request(target="yaml_build:build", config=Path("c.yaml")))
+    said = str(raised.value)
+    assert (
+        "raised TypeError: can't multiply sequence by non-int of type 'float' (lr: 2e-3 is" in said
+    )

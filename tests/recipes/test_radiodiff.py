@@ -112,10 +112,15 @@ def test_the_checklist_knows_that_the_run_will_be_guarded(folder: Path, tmp_path
         assert "the returned `guard`" in outcome.evidence[0]
 
 
-def test_a_lower_limit_of_the_weights_acts(folder: Path) -> None:
+def test_a_lower_limit_of_the_weights_acts_and_is_reported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = started(folder, "trainer.results_folder=null", "model.weight_limit=2.5")
 
     assert float(trainer.model.largest_weight) == 2.5
+    assert re.search(r"model\.weight_limit=2\.5 acted on \d+ samples", capsys.readouterr().out)
+    started(folder, "trainer.results_folder=null")
+    assert "weight_limit" not in capsys.readouterr().out
 
 
 def test_a_run_whose_batches_are_all_bad_stops(folder: Path) -> None:

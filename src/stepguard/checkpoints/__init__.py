@@ -6,6 +6,7 @@ from stepguard.checkpoints.opening import Opened
 from stepguard.checkpoints.seal import Health, Seal, SealedFile, SealedTensor, read_seal
 from stepguard.checkpoints.store import Store
 from stepguard.checkpoints.tensor_files import Select
+from stepguard.checkpoints.writing import tensor_digest
 
 __all__ = [
     "Background",
@@ -19,4 +20,5 @@ __all__ = [
     "Select",
     "Store",
     "read_seal",
+    "tensor_digest",
 ]

@@ -22,6 +22,7 @@ from stepguard.checkpoints.seal import (
     SealedFile,
     digest_of,
     load_json,
+    read_added_seals,
     read_rank_seals,
     read_seal,
     read_small,
@@ -73,8 +74,11 @@ def open_one(
     if FACTS not in seal.files:
         raise StoreError(f"{path} has a seal without {FACTS}.")
     try:
-        facts = _read_facts(path / FACTS, seal.files[FACTS])
+        facts = read_facts(path / FACTS, seal.files[FACTS])
         tensors = read_tensors(path, read_rank_seals(path, seal), device, select)
+        for rank, added in read_added_seals(path, seal).items():
+            for kind, own in restore_floats(added.facts).items():
+                facts.setdefault(kind, {})[str(rank)] = own
     except OSError as fault:
         raise StoreError(f"{path} cannot be read: {fault.strerror}.") from None
     return Opened(path=path, step=seal.step, tensors=tensors, facts=facts, health=seal.health)
@@ -111,7 +115,8 @@ def _nothing_to_open(folder: Path, passed: list[PassedOver]) -> str:
     )
 
 
-def _read_facts(path: Path, sealed: SealedFile) -> dict[str, Any]:
+def read_facts(path: Path, sealed: SealedFile) -> dict[str, Any]:
+    """Read the facts of a checkpoint, proven unaltered."""
     content = read_small(path)
     if len(content) != sealed.size or digest_of(content) != sealed.digest:
         raise StoreError(f"{path} is not what was sealed: its digest differs.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from stepguard.checkpoints.seal import (
     seal_bytes,
 )
 from stepguard.checkpoints.writing import WrittenFiles, read_back, write_json, write_tensors
-from stepguard.state.atomic import Disk
+from stepguard.state.atomic import Disk, write_file
 from stepguard.tensors.sharding import TensorPart
 
 UNKNOWN = Health(loss=None, level=None, steps_watched=0, incidents=0, good=False)
@@ -37,10 +38,12 @@ def write_rank(
     disk: Disk,
     *,
     reads_back: bool,
+    facts: Mapping[str, Any] | None = None,
 ) -> str:
     """Write the tensors of one rank, then their seal; returns the digest of the seal.
 
-    A part that another rank writes, and one without an element, is left out.
+    A part that another rank writes, and one without an element, is left out. `facts`: what this
+    rank adds to those of a checkpoint that another one wrote.
     """
     mine: dict[str, Tensor] = {}
     places: dict[str, SealedPart] = {}
@@ -63,10 +66,15 @@ def write_rank(
         serial=0,
         nonfinite=tuple(written.nonfinite),
         parts=places,
+        facts=dict(facts or {}),
         schema=SCHEMA,
     )
     content = seal_bytes(seal)
-    write_json(folder / rank_seal_name(rank), content, disk)
+    if facts is None:
+        write_json(folder / rank_seal_name(rank), content, disk)
+    else:
+        # somebody may be opening the checkpoint already: all of this seal is there, or none
+        write_file(folder / rank_seal_name(rank), content, disk)
     disk.sync_folder(folder)
     return digest_of(content)
 

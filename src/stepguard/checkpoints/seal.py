@@ -22,6 +22,7 @@ from stepguard.records.codec import dumps, from_jsonable, to_plain
 SCHEMA = 2
 SEAL = "seal.json"
 FACTS = "facts.json"
+RANK_SEALS = "rank-[0-9][0-9][0-9][0-9][0-9].json"
 PLAIN = 1
 """Schema of a seal that knows no parts; written wherever one process wrote everything."""
 LARGEST = 1 << 26
@@ -55,7 +56,10 @@ class Health:
     run: str = ""
     """Which run saved it; another run in the same folder does not go back to it by itself."""
     missing: str = ""
-    """What it lacks, in words, because one rank saved it alone."""
+    """What the one rank that wrote it did not have, in words.
+
+    Ranks that came to the save as well have added theirs beside it (`rank-00001.json`).
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,8 @@ class Seal:
 
     Where several ranks have written, each has a seal of this form over its own files
     (`rank-00001.json`), and `seal.json` is over all files, those seals among them: it has no
-    tensors of its own, and it exists only once every rank has written.
+    tensors of its own, and it exists only once every rank has written. Where one rank wrote what
+    all ranks hold, others may add such a seal later over what is their own.
     """
 
     step: Count
@@ -113,6 +118,8 @@ class Seal:
     """How many ranks have a seal of their own beside this one."""
     parts: dict[str, SealedPart] = field(default_factory=dict)
     """Those of the tensors that are parts of larger ones."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What a rank has added that is not a tensor: `facts[kind]` is `facts.json[kind][rank]`."""
     schema: int = PLAIN
 
 
@@ -138,9 +145,12 @@ def rank_seal_name(rank: int) -> str:
 
 
 def read_rank_seals(folder: Path, seal: Seal) -> list[Seal]:
-    """Read the seals that hold the tensors: those of all ranks, or the one that there is."""
+    """Read the seals that hold the tensors: those of all ranks, or the one that there is.
+
+    The one comes first, and after it those that other ranks have added.
+    """
     if not seal.ranks:
-        return [seal]
+        return [seal, *read_added_seals(folder, seal).values()]
     found: list[Seal] = []
     for rank in range(seal.ranks):
         name = rank_seal_name(rank)
@@ -149,6 +159,16 @@ def read_rank_seals(folder: Path, seal: Seal) -> list[Seal]:
         if sealed is None or digest_of(content) != sealed.digest:
             raise StoreError(f"{folder} is not what was sealed: {name} differs.")
         found.append(parse_seal(content, folder, name))
+    return found
+
+
+def read_added_seals(folder: Path, seal: Seal) -> dict[int, Seal]:
+    """Read what ranks have added to a checkpoint that another one wrote, by rank."""
+    if seal.ranks:
+        return {}
+    found: dict[int, Seal] = {}
+    for path in sorted(folder.glob(RANK_SEALS)):
+        found[int(path.stem[5:])] = parse_seal(read_small(path), folder, path.name)
     return found
 
 

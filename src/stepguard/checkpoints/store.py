@@ -27,7 +27,7 @@ from stepguard.checkpoints.entries import (
     pointer_bytes,
     read_pointer,
 )
-from stepguard.checkpoints.opening import Opened, open_last_good, open_one
+from stepguard.checkpoints.opening import Opened, open_last_good, open_one, read_facts
 from stepguard.checkpoints.rank_files import gather_ranks, write_rank
 from stepguard.checkpoints.retention import removable, remove, sweep
 from stepguard.checkpoints.seal import (
@@ -39,6 +39,7 @@ from stepguard.checkpoints.seal import (
     Seal,
     digest_of,
     first_line,
+    read_seal,
     seal_bytes,
 )
 from stepguard.checkpoints.tensor_files import Select
@@ -176,10 +177,12 @@ class Store:
         tensors: Mapping[str, Tensor],
         parts: Mapping[str, TensorPart],
         may_be_nonfinite: Collection[str] = (),
+        facts: Mapping[str, Any] | None = None,
     ) -> str:
         """Write and prove what one rank holds; returns the digest of its seal.
 
-        Of tensors in `parts` this rank holds a part; `tensors` has those parts only.
+        Of tensors in `parts` this rank holds a part; `tensors` has those parts only. `facts`: for
+        a rank that adds its own to a checkpoint that is sealed already.
         """
         try:
             return write_rank(
@@ -190,6 +193,7 @@ class Store:
                 may_be_nonfinite,
                 self._disk,
                 reads_back=self._check == "read-back",
+                facts=facts,
             )
         except OSError as fault:
             raise StoreError(
@@ -211,6 +215,12 @@ class Store:
                 return self._conclude(self._free_path(step), folder, step, written, facts, health)
         except OSError as fault:
             raise StoreError(self._refusal(step, fault)) from fault
+
+    def contents(self, path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+        """Return the digests of a checkpoint's tensors, and its facts, without its tensors."""
+        seal = read_seal(path)
+        facts = read_facts(path / FACTS, seal.files[FACTS])
+        return {name: sealed.digest for name, sealed in seal.tensors.items()}, facts
 
     def drop(self, folder: Path) -> None:
         """Remove the folder of a save that not every rank could finish."""

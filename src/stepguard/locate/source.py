@@ -115,17 +115,6 @@ def _of_frame(frame: FrameType, library: Line | None) -> Line:
     return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code, frame.f_lasti, within)
 
 
-def user_stack() -> tuple[Line, ...]:
-    """Return the user's lines that lead here, the innermost first."""
-    found = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            found.append(Line(frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return tuple(found)
-
-
 def backward_caller() -> Caller:
     """Return the caller of the operation that is being dispatched, in a backward pass.
 

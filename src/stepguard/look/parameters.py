@@ -65,6 +65,10 @@ class Updates:
         gradient: Tensor | None = None
         if parameter.grad is not None and parameter.grad.layout is torch.strided:
             gradient = sampled(plain(parameter.grad)).clone()
+            scale = getattr(self._optimizer, "grad_scale", None)
+            if scale is not None:
+                # a scaler leaves it to the fused kernel to divide by its factor
+                gradient = gradient.float() / scale
             zeros = (gradient == 0).to(torch.float64).mean().reshape(1)
             numbers += [root_mean_square(gradient), zeros]
         number = self._numbers.add(torch.cat(numbers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -195,8 +195,16 @@ class Inspection:
         step = None
         with suppress(NotGiven):
             step = self.traced_step
+        opened = self.program.autocast if self.context.script is not None else ""
+        if step is None and opened and not self.framework.openers:
+            raise NotGiven(
+                f"return `loss_fn` and a batch, or `autocast`: the program opens it at {opened}"
+            )
         try:
-            return probe_precision(self.model, self.device, self.framework, step)
+            probe = probe_precision(self.model, self.device, self.framework, step)
+            if opened and not self.framework.openers and probe.dtype in self.param_dtypes:
+                probe = replace(probe, how=f"{probe.how}; autocast at {opened} did not change it")
+            return probe
         except StepguardError:
             raise
         except Exception as fault:

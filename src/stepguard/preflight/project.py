@@ -12,12 +12,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 MOST_FILES = 2000
 LARGEST = 2**20
 SKIPPED = frozenset({"site-packages", "node_modules", "__pycache__", "venv", "build", "dist"})
 GUARDS = frozenset({"Guard", "watch", "guard", "GuardCallback", "FabricGuard"})
 """Names of stepguard that put a guard into a program."""
+SETTINGS = frozenset({"GuardConfig", "Policy"})
 FINITE_TESTS = ("isfinite", "isnan", "isinf")
 NORM_NAMES = ("clip_grad_norm_", "get_total_norm", "grad_norm", "total_norm", "vector_norm")
 CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_gradients")
@@ -47,6 +49,10 @@ class Program:
     clipping: str = ""
     clip_norm: float | None = None
     """None where it is not written as a number."""
+    autocast: str = ""
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Keywords of stepguard's GuardConfig and Policy, with the value and the place; None for a
+    value that is not written there."""
     imports: set[str] = field(default_factory=set)
     """First parts of imported names, of modules and from modules."""
 
@@ -129,16 +135,25 @@ def _note_program(
     ours = _names_from_stepguard(tree)
     losses = _loss_names(tree)
     numbers = _constants(tree)
+    dropped: set[ast.AST] = set()
     for node in ast.walk(tree):
         place = f"{name}:{getattr(node, 'lineno', 0)}"
         program.imports |= _imported_names(node)
-        if _mentioned(node) in NORM_NAMES:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            dropped.add(node.value.func)
+        if _mentioned(node) in NORM_NAMES and node not in dropped:
             program.norms.setdefault(_mentioned(node), place)
-        if not program.guard and _starts_guard(node, ours):
+        if not program.guard and _is_ours(node, ours, GUARDS):
             program.guard = place
         if not isinstance(node, ast.Call):
             continue
         called = _dotted(node.func).rpartition(".")[2]
+        if called == "autocast" and not program.autocast:
+            program.autocast = place
+        if _is_ours(node, ours, SETTINGS):
+            for word in node.keywords:
+                if word.arg and getattr(word.value, "value", "") is not None:
+                    program.settings.setdefault(word.arg, (_literal(word.value, numbers), place))
         if called in CLIPPING and not program.clipping:
             program.clipping = place
             program.clip_norm = _clip_norm(node, numbers)
@@ -154,11 +169,11 @@ def _imported_names(node: ast.AST) -> set[str]:
     return {name.partition(".")[0] for name in named}
 
 
-def _starts_guard(node: ast.AST, ours: dict[str, str]) -> bool:
-    """Is a guard of stepguard called here, or a class derived from one?"""
+def _is_ours(node: ast.AST, ours: dict[str, str], wanted: frozenset[str]) -> bool:
+    """Is one of these names of stepguard called here, or a class derived from it?"""
     for base in [node.func] if isinstance(node, ast.Call) else getattr(node, "bases", []):
         root, _, rest = _dotted(base).partition(".")
-        if root in ours and f"{ours[root]}.{rest}".strip(".").rpartition(".")[2] in GUARDS:
+        if root in ours and f"{ours[root]}.{rest}".strip(".").rpartition(".")[2] in wanted:
             return True
     return False
 
@@ -175,7 +190,7 @@ def _names_from_stepguard(tree: ast.Module) -> dict[str, str]:
             module = node.module or ""
             if module.partition(".")[0] == "stepguard":
                 for alias in node.names:
-                    found = GUARDS if alias.name == "*" else (alias.name,)
+                    found = GUARDS | SETTINGS if alias.name == "*" else (alias.name,)
                     for name in found:
                         names[alias.asname or name] = f"{module}.{name}"
     return names
@@ -272,11 +287,19 @@ def _constants(tree: ast.Module) -> dict[str, float]:
 def _clip_norm(call: ast.Call, numbers: dict[str, float]) -> float | None:
     given = [word.value for word in call.keywords if word.arg in ("max_norm", "clip_value")]
     for value in [*given, *call.args[1:2]]:
-        if isinstance(value, ast.Constant) and isinstance(value.value, int | float):
-            return float(value.value)
-        if isinstance(value, ast.Name):
-            return numbers.get(value.id)
+        found = _literal(value, numbers)
+        return float(found) if isinstance(found, int | float) else None
     return None
+
+
+def _literal(value: ast.AST, numbers: dict[str, float]) -> Any:
+    """What is written there; None where it is computed."""
+    if isinstance(value, ast.Name):
+        return numbers.get(value.id)
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        return None
 
 
 def _sources(folder: Path) -> Iterator[Path]:

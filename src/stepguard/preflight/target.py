@@ -13,10 +13,11 @@ from typing import Any
 from stepguard._errors import ConfigError
 from stepguard.preflight.data.files import READERS as DATA_KINDS
 from stepguard.preflight.inspection import CheckContext
+from stepguard.preflight.settings.keys import flat
 from stepguard.preflight.settings.settings_file import READERS as CONFIG_KINDS
-from stepguard.preflight.settings.settings_file import read_settings
+from stepguard.preflight.settings.settings_file import UnquotedNumber, read_settings
 from stepguard.preflight.subject import Subject, subject_of
-from stepguard.preflight.tracking import Tracked
+from stepguard.preflight.tracking import Tracked, plain
 from stepguard.state.importing import import_function, importable
 
 FUNCTION = re.compile(r"[^:/]+:[^:/]+")
@@ -109,7 +110,13 @@ def call_build(build: Callable[..., Any], target: str, tracked: Tracked | None =
             return build()
         return build(tracked)
     except Exception as fault:
-        text = " ".join(str(fault).split())
+        text = " ".join(str(fault).split()).replace(UnquotedNumber.__name__, "str")
+        for leaf in flat(plain(tracked)) if isinstance(fault, TypeError) and tracked else ():
+            if isinstance(leaf.value, UnquotedNumber):
+                text += (
+                    f" ({leaf.key}: {leaf.value} is text to PyYAML; write it with a dot: 1.0e-4)"
+                )
+                break
         raise ConfigError(f"{target} raised {type(fault).__name__}: {text}") from fault
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -70,7 +71,8 @@ class TracedStep:
     classes: int | None = None
     """Number of classes of the cross-entropy, if there is one."""
     latent: tuple[float, float] | None = None
-    """Mean and standard deviation of the target of a squared error."""
+    """Mean and standard deviation of the target of a squared error; of several, of the one whose
+    deviation is farthest from 1."""
     fault: str = ""
     """The program's own exception."""
 
@@ -81,6 +83,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, step: TracedStep) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._step = step
+        self._difference: tuple[Any, Any] = (None, None)
+        """The last difference of a prediction and a target, and that target."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -97,6 +101,13 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._classified(args[0])
         elif name == "mse_loss":
             self._compared(args[1])
+        elif name == "sub":
+            wanted = [one for one in args[:2] if isinstance(one, Tensor) and not one.requires_grad]
+            self._difference = (out, wanted[0]) if len(wanted) == 1 else (None, None)
+        elif (
+            name in ("pow", "square") and args[0] is self._difference[0] and args[1:] in ((), (2,))
+        ):
+            self._compared(self._difference[1])
         return out
 
     def _multiplied(self, out: Any) -> None:
@@ -131,7 +142,14 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _compared(self, target: Tensor) -> None:
         if target.numel() > 1:
             values = target.detach().float()
-            self._step.latent = float(values.mean()), float(values.std())
+            found, known = (float(values.mean()), float(values.std())), self._step.latent
+            if known is None or _off(found[1]) > _off(known[1]):
+                self._step.latent = found
+
+
+def _off(deviation: float) -> float:
+    """How far it is from 1, up or down."""
+    return abs(math.log(max(deviation, 1e-30)))
 
 
 def _least(divisor: Any) -> tuple[float | None, str]:

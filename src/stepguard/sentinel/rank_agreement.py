@@ -44,9 +44,15 @@ AGREE_TIMEOUT = 60.0
 """Seconds that a rank waits for the others."""
 PATIENCE = 10.0
 """Times `agree_timeout`, for the first reduction and for the disk of another rank."""
+HEAD_START = 5.0
+"""Seconds that other ranks leave the first one to come to what one rank can do for all."""
 ASKED = 30.0
 """Seconds, `agree_timeout` at most, that ranks wait for each other in a call of the user's own: one
 that has not come by then was not asked to.
+"""
+ASKED_IN_LOCK_STEP = 5.0
+"""Seconds that the first rank waits where all ranks train in lock step: if the others were asked,
+they come within milliseconds. They may wait longer for it, which evaluates, or logs.
 """
 _numbers: Counter[tuple[str, tuple[int, ...]]] = Counter()
 """The next guard's number. Guards of one kind and the same ranks are built in the same order on
@@ -102,6 +108,10 @@ class Agreement:
         """The same on all ranks of this guard, and of no other guard."""
         self._seconds = seconds
         self._meeting = Meeting(self.name, self.members, self.world_rank, seconds)
+        self._acted: dict[str, int] = {}
+        """What this rank did for all, which is still to be read in the store, and in which step."""
+        self._first_acts = False
+        """The first rank has acted for all before: it comes, if late."""
         self._met: bool | None = None
         """Do all ranks take part in the reductions? None before the first one."""
         self.apart = False
@@ -131,6 +141,7 @@ class Agreement:
 
     def announced(self) -> None:
         """After backward: the gradients carry it, a later backward must not carry it again."""
+        self._meeting.began = True
         self.apart = self._reduces is False
         self._parted |= self.apart
         self._reduces = None
@@ -282,6 +293,10 @@ class Agreement:
         answer: dict[str, Any] = facts
         return answer
 
+    def begin(self) -> None:
+        """This rank begins its first step: nobody waits for it before the training any more."""
+        self._meeting.begin()
+
     def tell(self, about: str, text: str) -> None:
         """Leave a word for all ranks, for which nobody waits; the empty text takes it back."""
         self._meeting.tell(about, text)
@@ -290,21 +305,35 @@ class Agreement:
         """What a rank has left about this; empty if nothing."""
         return self._meeting.told(about)
 
-    def alone(self, what: str, act: Callable[[], str]) -> str:
-        """Act on the one rank that is first to say so, after not all came; all who do get its word.
+    def by_one(self, what: str, act: Callable[[], str], seconds: float) -> tuple[str, bool]:
+        """Have one of the ranks that come act; returns its word, and whether it was this rank.
 
-        A rank that comes later waits for it, at most `agree_timeout`; empty where there is none.
+        The first rank waits for nobody, for nobody else has to come. Another one leaves it a head
+        start, and waits `seconds` at most for the word of a rank that is acting.
         """
-        about = f"{what}/{self.now()}/{self._meeting.times(what, self.now())}/alone"
+        about = self._meeting.arrive(what, self.now())
+        if self.rank:
+            patience = ASKED if self._first_acts else HEAD_START
+            by = self._meeting.word_of(f"{about}/by", patience)
+            self._first_acts |= by == str(self.members[0])
         if not self._meeting.claim(about):
-            return self._meeting.word_of(about, self._seconds)
+            word = self._meeting.word_of(about, seconds)
+            if word or self.rank:
+                return word, False
+        for earlier, step in list(self._acted.items()):
+            if step != self.now():
+                # every rank has finished that step, or had no question about it
+                self._meeting.tell(earlier, "")
+                self._meeting.tell(f"{earlier}/by", "")
+                del self._acted[earlier]
+        self._acted[about] = self.now()
         word = ""
         try:
             word = act()
         finally:
             # a space: the empty text would take back what was never said
             self._meeting.tell(about, word or " ")
-        return word
+        return word, True
 
     @property
     def in_step_throughout(self) -> bool:

@@ -52,6 +52,8 @@ class Meeting:
         self._times: Counter[tuple[str, int]] = Counter()
         self.joining = False
         """This rank is inside torch's Join, in which ranks may run out of data."""
+        self.began = False
+        """This rank has begun its first step."""
         self._over: list[str] = []
         """Keys of the last meeting, which every rank has read once all are at the next one."""
         self.solo = False
@@ -66,11 +68,7 @@ class Meeting:
 
         `whatever_failed`: a rank that has given up in this step comes, too.
         """
-        # Named by step, so that a call that only one rank made does not shift all that follow.
-        self._times[what, step] += 1
-        if len(self._times) > REMEMBERED:
-            del self._times[next(iter(self._times))]
-        place = f"{self._name}/{what}/{step}/{self._times[what, step]}"
+        place = f"{self._name}/{self.arrive(what, step)}"
         store = default_store()
         word = f"{place}/word"
         store.set(f"{place}/{self._own}", "here")
@@ -78,6 +76,8 @@ class Meeting:
             store.compare_set(word, "", GO)
         seconds = self._seconds * patience
         ended = [f"{self._name}/left"]
+        if not self.began:
+            ended.append(f"{self._name}/began")
         if self.joining:
             ended.append(self._joined)
         if not whatever_failed:
@@ -90,6 +90,14 @@ class Meeting:
             kind = RankJoined if JOINED in said else RankAbsent
             raise kind(f"{said} for {what} of step {step}")
         self._tidy_up(store, place)
+
+    def arrive(self, what: str, step: int) -> str:
+        """Count that this rank comes to a meeting; returns its name, the same on all ranks."""
+        # Named by step, so that a call that only one rank made does not shift all that follow.
+        self._times[what, step] += 1
+        if len(self._times) > REMEMBERED:
+            del self._times[next(iter(self._times))]
+        return f"{what}/{step}/{self._times[what, step]}"
 
     def times(self, what: str, step: int) -> int:
         """How often this rank has come to a meeting of this name in this step."""
@@ -123,6 +131,11 @@ class Meeting:
             if for_good:
                 store.set(f"{self._name}/closed", str(self._own))
 
+    def begin(self) -> None:
+        """A rank that has not begun its first step waits in vain for one that has."""
+        self.began = True
+        self.tell("began", f"rank {self._own} has begun to train, so it did not come")
+
     def tell(self, about: str, text: str) -> None:
         """Leave a word for all ranks; nobody waits for it. The empty text takes it back."""
         with contextlib.suppress(Exception):
@@ -142,10 +155,12 @@ class Meeting:
         return ""
 
     def claim(self, about: str) -> bool:
-        """Is this rank the first to ask for it?"""
-        key = f"{self._name}/{about}/by"
-        claimed: bytes = default_store().compare_set(key, "", str(self._own))
-        return claimed.decode() == str(self._own)
+        """Is this rank the first to ask for it? Where the store is gone, nobody else can."""
+        with contextlib.suppress(Exception):
+            key = f"{self._name}/{about}/by"
+            claimed: bytes = default_store().compare_set(key, "", str(self._own))
+            return claimed.decode() == str(self._own)
+        return True
 
     def word_of(self, about: str, seconds: float) -> str:
         """What a rank tells about this, for which it may take its time; empty if nothing."""

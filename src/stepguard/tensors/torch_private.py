@@ -198,6 +198,11 @@ def finished_work() -> Any:
     return Work.boxed(FakeWork())
 
 
+def check_scaled_gradients(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Have a scaler look for Inf in gradients that still carry its factor, without a sync."""
+    scaler._check_inf_per_device(optimizer)
+
+
 def scaler_tensors(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:
     """Return scale and growth counter on the device, without a sync; None before the first use."""
     if scaler._scale is None or scaler._growth_tracker is None:

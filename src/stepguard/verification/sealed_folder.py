@@ -8,7 +8,14 @@ from pathlib import Path
 
 from stepguard._errors import StoreError
 from stepguard.checkpoints.entries import LAST_GOOD, list_entries, read_pointer
-from stepguard.checkpoints.seal import SEAL, Seal, SealedFile, read_rank_seals, read_seal
+from stepguard.checkpoints.seal import (
+    RANK_SEALS,
+    SEAL,
+    Seal,
+    SealedFile,
+    read_rank_seals,
+    read_seal,
+)
 from stepguard.records.verification import Problem, Role
 from stepguard.verification import dtype_names
 from stepguard.verification.bounded_file import FileSlice
@@ -42,16 +49,19 @@ def check_sealed(
         problems.add("diverged", detail)
     owners = _seal_of_each_file(folder, seal, problems)
     layouts = []
-    for name in sorted(seal.files):
+    for name in sorted(owners):
         path = folder / name
         if path.is_symlink():
             problems.add("link", f"{name} is a link where the seal has a file; it was not followed")
         elif not path.exists():
             problems.add("missing", f"the seal names {name}, which is not there")
         else:
-            layouts.append(_check_file(path, seal.files[name], owners[name], progress))
+            sealed = seal.files.get(name) or owners[name].files[name]
+            layouts.append(_check_file(path, sealed, owners[name], progress))
     for path in sorted(folder.iterdir()):
-        if path.name not in seal.files and path.name != SEAL:
+        # a rank that has added its own to what another one wrote has a seal that proves itself
+        added = not seal.ranks and path.match(RANK_SEALS)
+        if path.name not in owners and path.name != SEAL and not added:
             problems.add("seal", f"{path.name} is not named by the seal", severity="warning")
             if path.is_file() and has_checkpoint_suffix(path):
                 layouts.append(check_file(path, progress))
@@ -69,7 +79,8 @@ def _seal_of_each_file(folder: Path, seal: Seal, problems: ProblemList) -> dict[
     held: Counter[str] = Counter()
     whole: dict[str, int] = {}
     for own in ranks:
-        owners.update(dict.fromkeys(own.files.keys() & seal.files.keys(), own))
+        named = own.files.keys() & seal.files.keys() if seal.ranks else own.files.keys()
+        owners.update(dict.fromkeys(named, own))
         for name, part in own.parts.items():
             held[name] += math.prod(own.tensors[name].shape) if name in own.tensors else 0
             whole[name] = math.prod(part.whole)

@@ -113,16 +113,22 @@ def test_scaler_calibrates_whatever_its_start_and_leaves_the_gradients_of_a_bare
         assert torch.allclose(theirs, ours, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("mode", ["watch", "watch-alone"])
-def test_scaler_of_a_watched_fused_optimizer_calibrates_whatever_its_start(mode: str) -> None:
-    bare, _ = _calibrated("unguarded", fused=True)
-    guarded, incidents = _calibrated(mode, fused=True)
+@pytest.mark.parametrize(
+    ("mode", "clip"), [("step", None), ("step", 1.0), ("watch", None), ("watch-alone", None)]
+)
+def test_scaler_of_a_fused_optimizer_calibrates_and_leaves_the_gradients_of_a_bare_loop(
+    mode: str, clip: float | None
+) -> None:
+    bare, _ = _calibrated("unguarded", clip=clip, fused=True)
+    guarded, incidents = _calibrated(mode, clip=clip, fused=True)
     assert incidents == ()
     for theirs, ours in zip(bare, guarded, strict=True):
         assert torch.allclose(theirs, ours, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("mode", ["step", "watch", "watch-alone"])
-def test_nan_under_a_scaler_that_is_calibrating_is_found(mode: str) -> None:
-    _, incidents = _calibrated(mode, nan_at=2)
+@pytest.mark.parametrize(
+    ("mode", "fused"), [("step", False), ("step", True), ("watch", False), ("watch-alone", False)]
+)
+def test_nan_under_a_scaler_that_is_calibrating_is_found(mode: str, fused: bool) -> None:
+    _, incidents = _calibrated(mode, nan_at=2, fused=fused)
     assert [(i.step, i.verdict.kind) for i in incidents] == [(2, "nonfinite_input")]

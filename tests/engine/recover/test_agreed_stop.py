@@ -24,7 +24,9 @@ class Ranks:
 
     def __post_init__(self) -> None:
         self.contexts = [
-            SimpleNamespace(step=0, agreement=SimpleNamespace(name="x", rank=rank))
+            SimpleNamespace(
+                step=0, agreement=SimpleNamespace(name="x", rank=rank, begin=lambda: None)
+            )
             for rank in range(self.count)
         ]
         self.stops = [

@@ -53,6 +53,17 @@ def test_images_are_read_where_pillow_is(tmp_path: Path) -> None:
     assert "cut.png" in said(result, "data.unreadable")
 
 
+def test_image_of_floats_may_hold_nan(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.arange(64, dtype=np.float32).reshape(8, 8)
+    image.fromarray(pixels).save(tmp_path / "fine.tiff")
+    pixels[2, 3] = np.nan
+    image.fromarray(pixels).save(tmp_path / "bad.tif")
+    told = said(scan(tmp_path), "data.finite")
+    assert "bad.tif [image]: NaN at [2, 3], 1 of 64 values" in told
+    assert "fine.tiff" not in told
+
+
 def test_parquet_is_read_or_its_library_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
 from preflight.asking import HEALTHY, ask_one, assert_found, written
+from stepguard.preflight import Subject, check
 from stepguard.preflight.items import checklist
 
 FAULTS = [
@@ -53,3 +59,50 @@ def test_rate_of_a_large_model_is_judged_by_its_size(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(checklist, "LARGE_MODEL", 100)
     outcome = ask_one("tinychat.faults:literal_rate", "checklist.lr")
     assert (outcome.status, "0.0005" in outcome.evidence[0]) == ("warn", True)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_warm_up_of_2000_steps_is_long_enough_however_it_is_counted(first: int) -> None:
+    model = nn.Linear(2, 2)
+    for length, status in ((2000, "pass"), (1900, "warn")):
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        scheduler = LambdaLR(optimizer, lambda k, n=length: min(1.0, (k + first) / n))
+        subject = Subject(model=model, optimizer=optimizer, scheduler=scheduler)
+        found = check(subject, only=("checklist.warmup",)).outcomes
+        assert [outcome.status for outcome in found] == [status]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        nn.functional.mse_loss,
+        lambda x, y: (x - y).pow(2).mean(),
+        lambda x, y: ((y - x) ** 2).mean(),
+        lambda x, y: (x - y).square().mean() + (x - torch.randn(16, 4)).square().mean(),
+    ],
+    ids=["mse_loss", "pow", "power", "two targets"],
+)
+def test_latents_are_judged_by_the_target_of_a_real_step(
+    error: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    model = nn.Linear(4, 4)
+    for scale, status in ((1.0, "pass"), (1e3, "warn"), (1e-3, "warn")):
+        target = scale * torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+        subject = Subject(
+            model=model,
+            loss_fn=lambda x, y=target: error(model(x), y),
+            batch=torch.ones(16, 4),
+        )
+        found = check(subject, only=("checklist.latents",)).outcomes
+        assert [outcome.status for outcome in found] == [status]
+
+
+def test_variance_that_is_computed_by_hand_is_no_squared_error() -> None:
+    model = nn.Linear(4, 4)
+    subject = Subject(
+        model=model,
+        loss_fn=lambda x: (model(x) - model(x).mean()).pow(2).mean(),
+        batch=torch.ones(16, 4),
+    )
+    found = check(subject, only=("checklist.latents",)).outcomes
+    assert [outcome.status for outcome in found] == ["not_applicable"]

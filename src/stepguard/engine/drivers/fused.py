@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.optimizer_kinds import found_inf, takes_found_inf
 from stepguard.engine.drivers.outer_optimizer import voting_manager
-from stepguard.engine.drivers.scaler import restore_scaler, scaler_copy
+from stepguard.engine.drivers.scaler import present_scale, restore_scaler, scaler_copy
 from stepguard.engine.drivers.schedule import ScheduleCopy
 from stepguard.engine.reader import Pending
 from stepguard.engine.result import StepResult
@@ -17,6 +19,7 @@ from stepguard.engine.transaction import Transaction
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import GradientMark
 from stepguard.state.step import Step
+from stepguard.tensors.torch_private import check_scaled_gradients
 
 
 def read_later(context: Context) -> bool:
@@ -25,6 +28,31 @@ def read_later(context: Context) -> bool:
         return False
     # where a scaler has set its own flag, the kernel decides in any case
     return context.outliers is None or found_inf(context.optimizer) is not None
+
+
+def leaves_unscaling(context: Context) -> bool:
+    """Does the kernel divide the gradients by the scale, as where a scaler calls the optimizer?
+
+    Not where they are clipped before: a loop has to unscale them for that.
+    """
+    if context.scaler is None or not context.scaling() or context.config.clip_norm is not None:
+        return False
+    return read_later(context) and context.outer is None and not context.sharded
+
+
+@contextmanager
+def kernel_unscales(context: Context) -> Iterator[None]:
+    """Give the kernel the scale that the gradients carry, where it is to divide by it."""
+    if not leaves_unscaling(context):
+        yield
+        return
+    assert context.scaler is not None
+    check_scaled_gradients(context.scaler, context.optimizer)
+    context.optimizer.grad_scale = present_scale(context)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del context.optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 class FusedUpdate:
@@ -78,9 +106,10 @@ class FusedUpdate:
             return reading
         return None
 
-    @staticmethod
-    def vetoed(reading: Reading) -> bool:
+    def vetoed(self, reading: Reading) -> bool:
         """Did the device leave the parameters alone? The test of `Pending.suspect`, on the host."""
+        if self.pending.overflow_passes and reading.loss_overflow:
+            return False
         if reading.alarm or reading.bad_state or not all(map(math.isfinite, reading.lr)):
             return True
         seen = (reading.loss, reading.grad_norm, *reading.micro_losses)
@@ -88,6 +117,13 @@ class FusedUpdate:
             if value is not None and not math.isfinite(value):
                 return True
         return False
+
+    def waits_for_ranks(self, transaction: Transaction) -> bool:
+        """Was it refused, so that all ranks have to come to what is done about it?"""
+        if transaction.context.agreement.size == 1:
+            return False
+        reading = self.read(transaction)
+        return reading is not None and self.vetoed(reading)
 
     def take_back(self, context: Context, *, calibrating: bool, schedule: bool = True) -> None:
         """Undo what the host did on the assumption that the update would go through."""

@@ -51,6 +51,10 @@ class FusedWatchedStep(WatchedStep):
         finally:
             self._end_step()
 
+    def waits_for_ranks(self) -> bool:
+        """Was the last step refused by the device, and have the ranks not dealt with it yet?"""
+        return self._fused is not None and self._fused.waits_for_ranks(self.transaction)
+
     def settle(self, *, inside: bool = False) -> bool:
         """Read a fused step whose verdict is still on the device; `inside`: in optimizer.step().
 

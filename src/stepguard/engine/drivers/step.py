@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.fused import FusedUpdate, read_later
+from stepguard.engine.drivers.fused import (
+    FusedUpdate,
+    kernel_unscales,
+    leaves_unscaling,
+    read_later,
+)
 from stepguard.engine.drivers.outer_optimizer import step_without_gradients, update
 from stepguard.engine.drivers.scaler import hold_scaler, scaled, unscale, update_scaler
 from stepguard.engine.drivers.step_end import StepEnd, UpdateNotCalled
@@ -71,11 +75,12 @@ class StepDriver:
             if incident is None:
                 raise
             return self.without_step(incident)
-        pending = self._issue(losses)
+        with kernel_unscales(self.context):
+            pending = self._issue(losses)
+            if pending is not None and read_later(self.context):
+                return self._update_fused(step, pending)
         if pending is None:
             return unguarded_update(self.context)
-        if read_later(self.context):
-            return self._update_fused(step, pending)
         return self._update(step, pending)
 
     def between(self) -> None:
@@ -124,16 +129,17 @@ class StepDriver:
                 restore_rng(step.rng[index])
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
-            self._announce(seen.total)
+            self._announce(seen)
             torch.autograd.backward(scaled(context, loss))
-        unscale(context)
+        if only is not None or not leaves_unscaling(context):
+            unscale(context)
         return losses
 
-    def _announce(self, loss: Tensor) -> None:
+    def _announce(self, loss: MicroLoss) -> None:
         """Before backward, whose exchange of gradients tells other ranks of a bad loss."""
         if self.protect.armed:
             with self.protect.region, self.looks.paused():
-                self.reader.announce(loss)
+                self.reader.announce(loss.total, summed_in_half=loss.summed_in_half)
 
     def _issue(self, losses: list[MicroLoss]) -> Pending | None:
         if self.protect.armed:
@@ -353,6 +359,10 @@ class StepDriver:
         reading = fused.read(self.transaction)
         vetoed = fused.vetoed(reading) if reading is not None else bool(fused.flag)
         fused.result.resolve(reading, committed=not vetoed)
+
+    def waits_for_ranks(self) -> bool:
+        """Was the last step refused by the device, and have the ranks not dealt with it yet?"""
+        return self._fused is not None and self._fused.waits_for_ranks(self.transaction)
 
     def settle(self) -> None:
         """Read a fused step whose verdict is still on the device."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.engine.context import Context
+from stepguard.engine.reader import only_loss_infinite
 from stepguard.locate.impurity import kept_loss_function_state
 from stepguard.locate.overflowed_reduction import overflowed_in_replay
 from stepguard.records import Evidence, Origin, Reading
@@ -71,18 +72,14 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
 
 def _only_loss_overflows(context: Context, step: Step, reading: Reading) -> bool:
     """Is an infinite loss all that is wrong, made by adding up finite values?"""
-    if reading.bad_state or reading.bad_inputs or not reading.grads_finite:
-        return False
-    bad = reading.bad_micro_batches
-    infinite = bool(bad) and all(math.isinf(reading.micro_losses[index]) for index in bad)
-    if not infinite or not math.isfinite(reading.grad_norm or 0.0):
+    if not only_loss_infinite(reading):
         return False
     if not step.replayable:
         return step.summed_in_half
     context.loss_overflows += 1
     # the user's loss function is not run again for each of a long series
     power_of_two = context.loss_overflows & (context.loss_overflows - 1) == 0
-    if power_of_two and not overflowed_in_replay(step, bad):
+    if power_of_two and not overflowed_in_replay(step, reading.bad_micro_batches):
         context.loss_overflows = 0
         return False
     return True

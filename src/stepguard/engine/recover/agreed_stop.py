@@ -77,6 +77,7 @@ class AgreedStop:
         self._stop = _pair(said)
 
     def _begin(self, store: Any) -> None:
+        self._context.agreement.begin()
         self._look = self._context.step + 1
         self._publish(store)
 

@@ -13,11 +13,21 @@ from stepguard.checkpoints import Background, Entry, Health, Select, Store
 from stepguard.engine.context import Context
 from stepguard.engine.recover.peer_healing import SLOTS_APART
 from stepguard.engine.recover.probation import Probation
-from stepguard.engine.recover.rank_weights import APART, RankWeights, add_parts, state_of_rank
+from stepguard.engine.recover.rank_weights import (
+    APART,
+    RankWeights,
+    add_parts,
+    missing_in,
+    state_of_rank,
+)
 from stepguard.engine.recover.shared_save import SharedSave, begin_together
 from stepguard.engine.recover.wanted_parts import wanted_parts
 from stepguard.state.run_state import RunState, SavedState
 from stepguard.tensors.values import is_finite
+
+PLACES = "places in the data"
+RUN = "run"
+"""Under this the first rank tells the others the name of the run."""
 
 
 class Archive:
@@ -33,6 +43,8 @@ class Archive:
         self._rank_weights = RankWeights(context)
         self.store = Store(folder, keep=config.keep, keep_every=config.keep_every)
         self.background = Background(self.store, self._say, self._sealed)
+        if context.agreement.size > 1 and context.agreement.rank == 0:
+            context.agreement.tell(RUN, context.run_id)
         context.resources.callback(self.store.close)
         context.resources.callback(self.background.close)
 
@@ -80,15 +92,18 @@ class Archive:
 
     # --- writing
 
-    def rank_part(self, state: SavedState | None) -> dict[str, Any]:
-        """The part of a state that only this rank has; empty in a run of one process."""
+    def rank_part(self, state: SavedState | None, *, compared: bool = True) -> dict[str, Any]:
+        """The part of a state that only this rank has; empty in a run of one process.
+
+        `compared`: with a digest of the rest, by which ranks see whether it is the same.
+        """
         if state is None or self._context.agreement.size == 1:
             return {}
         rank = str(self._context.agreement.rank)
         prefixes = tuple(f"{kind}/" for kind in APART)
         tensors = {name: t for name, t in state.tensors.items() if name.startswith(prefixes)}
         facts = {kind: state.facts.get(kind, {}).get(rank) for kind in APART}
-        summary = self._rank_weights.summary(state)
+        summary = self._rank_weights.summary(state) if compared else ""
         if self.shared:
             # every rank writes its own
             tensors = {}
@@ -137,6 +152,11 @@ class Archive:
         where = (self._context, self.store, folder)
         return SharedSave(*where, step, state, health, allowed, self._sealed), ""
 
+    @property
+    def replicated(self) -> bool:
+        """Do several ranks hold the same state, so that one of them can save it for all?"""
+        return self._context.agreement.size > 1 and not self.why_not_alone()
+
     def why_not_alone(self) -> str:
         """What only the other ranks hold, in words; empty where all hold the same state."""
         context = self._context
@@ -154,25 +174,42 @@ class Archive:
         return ""
 
     def save_alone(self, state: SavedState) -> Path | None:
-        """Write the state that all ranks hold alike, without what each has of its own."""
-        agreement = self._context.agreement
-        others = [str(rank) for rank in agreement.members if rank != agreement.world_rank]
-        own = (
-            "random numbers" if self._context.feed is None else "random numbers, places in the data"
-        )
+        """Write the state that all ranks hold alike; each of the others may add its own part."""
+        own = ["random numbers"] if self._context.feed is None else ["random numbers", PLACES]
         model = self._context.model
         if isinstance(model, DistributedDataParallel) and not model.broadcast_buffers:
-            own += ", buffers"
-        ranks = "rank" if len(others) == 1 else "ranks"
-        missing = f"{own} of {ranks} {', '.join(others)}"
+            own.append("buffers")
         self.complete(state, [])
-        state.facts["saved_alone"] = agreement.size
-        path = self.save(state, missing=missing)
-        if path is not None:
-            self._say(
-                f"{path.name} was saved by rank {agreement.world_rank} alone, without the {missing}"
-            )
+        ranks = list(self._context.agreement.members)
+        state.facts["saved_alone"] = {"ranks": ranks, "own": ", ".join(own)}
+        context = self._context
+        if context.agreement.rank and not context.resumed:
+            context.run_id = context.agreement.told(RUN) or context.run_id
+        path = self.save(state, missing=missing_in(state.facts))
+        if context.agreement.rank:
+            # the first rank is the one that writes, unless it does not come
+            self.store.close()
         return path
+
+    def add_part(self, path: Path, state: SavedState) -> None:
+        """Add what only this rank has to a checkpoint that another rank has written."""
+        part = self.rank_part(state, compared=False)
+        rank = self._context.agreement.rank
+        mine = self._rank_weights.differing(state, *self.store.contents(path))
+        tensors = {**part["tensors"]}
+        bad: set[str] = set()
+        for name, tensor in mine["tensors"].items():
+            tensors[f"rank/{rank}/{name}"] = tensor
+            if not is_finite(tensor):
+                bad.add(name)
+        allowed = {f"rank/{rank}/{name}" for name in self._probation.meant_nonfinite(bad)}
+        facts = {kind: own for kind, own in part["facts"].items() if own is not None}
+        facts["ranks"] = {
+            "lacks": mine["lacks"],
+            "facts": mine["facts"],
+            "has": sorted(mine["tensors"]),
+        }
+        self.store.write_part(path, rank, tensors, {}, allowed, facts)
 
     def health(self, why: str = "", *, missing: str = "") -> Health:
         """What the seal of a checkpoint says about the run; `why` the state is not good."""
@@ -213,4 +250,6 @@ class Archive:
             f"sealed {path.name}" if health.good else f"kept {path.name}, not good: {health.why}"
         )
         fields = {"step": step, "path": path.name, "good": health.good, "summary": summary}
+        if health.missing:
+            fields["missing"] = health.missing
         self._context.outputs.line("checkpoint", fields)

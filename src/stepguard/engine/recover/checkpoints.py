@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,13 @@ from stepguard.engine.interception import borrowing
 from stepguard.engine.recover.checkpoint_archive import Archive
 from stepguard.engine.recover.restore import restore_checkpoint
 from stepguard.engine.recover.rewind import Rewinder
-from stepguard.locate.source import Line, user_stack
+from stepguard.engine.recover.shared_save import writing_time
 from stepguard.records import Incident
-from stepguard.sentinel.rank_agreement import ASKED, RankAbsent, RankFault
+from stepguard.sentinel.rank_agreement import ASKED, ASKED_IN_LOCK_STEP, RankAbsent, RankFault
 from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
 
 SAVE = "guard.save()"
-LATE = "others save"
-"""Under this name other ranks than the first say that they come to a save, if late."""
-ALONE_AFTER = 5.0
-"""Seconds after which the first rank saves alone what all ranks hold alike.
-
-Ranks that train in lock step and all save come within milliseconds.
-"""
-LOCK_STEP = 10.0
-"""Seconds after which it refuses to, where it cannot save alone."""
 
 
 class Checkpoints:
@@ -43,8 +33,6 @@ class Checkpoints:
         """The checkpoint on probation: its snapshot, or its step where this rank has none."""
         self._lent: Snapshot | None = None
         """The snapshot that is being written."""
-        self._alone_at: set[tuple[Line, ...]] = set()
-        """Places of the user's at which not all ranks came to a save."""
         self._seen = -1
         """The last step at which a checkpoint was due."""
         rewinder.after_commit.append(self.committed)
@@ -69,11 +57,10 @@ class Checkpoints:
 
     # --- when asked
 
-    def save(self, *, asked: bool = True, kept: bool = False) -> Path | None:
+    def save(self, *, kept: bool = False) -> Path | None:
         """Save the present state now; None, and a line, where it is not good.
 
-        `asked`: by the user, who may have other ranks come later. `kept`: a finite state that is
-        not good is sealed as such.
+        `kept`: a finite state that is not good is sealed as such.
         """
         archive = self._needed("guard.save()")
         archive.background.wait()
@@ -86,29 +73,31 @@ class Checkpoints:
                 state = self._snapshots.present()
             except StateError as fault:
                 why = str(fault)
-        place = user_stack()
         agreement = self._context.agreement
+        if archive.replicated:
+            if state is None:
+                self._refuse_bad(why, doubt)
+                return None
+            return self._save_replica(archive, state)
         try:
             told = agreement.together(
                 lambda: {"why": why, "own": archive.rank_part(state)},
                 SAVE,
-                seconds=self._patience(archive, place) if asked else None,
+                # the others come to the first rank, which may be late: it evaluates, or logs
+                seconds=ASKED if agreement.rank else ASKED_IN_LOCK_STEP,
             )
         except RankAbsent as absent:
-            self._alone_at.add(place)
-            if agreement.rank:
-                agreement.tell(LATE, "yes")
-            saved = agreement.alone(
-                SAVE, partial(self._save_alone, archive, state, why, str(absent))
+            only_together = archive.why_not_alone()
+            self._refuse(
+                f"NOT saved, all ranks have to call guard.save(), for {only_together}: {absent}"
             )
-            return Path(saved) if saved else None
+            return None
         except RankFault as fault:
             self._refuse(f"NOT saved, the ranks could not agree: {fault}")
             return None
         refused = _first_refusal(told)
         if refused or state is None:
-            way_out = " (GuardConfig(anomalies='off') judges no losses)" if doubt else ""
-            self._refuse(f"NOT saved, the state is not good: {refused.removesuffix('.')}{way_out}")
+            self._refuse_bad(refused, doubt)
             return None
         parts = [facts["own"] for facts in told]
         weights, why = archive.own_weights(state, parts)
@@ -117,29 +106,30 @@ class Checkpoints:
             return None
         return self._write_now(archive, state, parts, weights, doubt)
 
-    def _patience(self, archive: Archive, place: tuple[Line, ...]) -> float:
-        """Seconds for which the other ranks are expected to come to a save."""
-        agreement = self._context.agreement
-        if agreement.rank:
-            # they come to the first one, which may be late: it evaluates, or logs
-            return ASKED
-        if place in self._alone_at and not agreement.told(LATE):
-            # this very call was made by one rank alone before
-            return 0.0
-        return LOCK_STEP if archive.why_not_alone() else ALONE_AFTER
-
-    def _save_alone(self, archive: Archive, state: SavedState | None, why: str, absent: str) -> str:
-        """The others do not come: save what all ranks hold alike, or say why that is not enough."""
-        only_together = archive.why_not_alone()
-        if why or state is None:
-            self._refuse(f"NOT saved, the state is not good: {why.removesuffix('.')}")
-        elif only_together:
-            self._refuse(
-                f"NOT saved, all ranks have to call guard.save(), for {only_together}: {absent}"
-            )
+    def _save_replica(self, archive: Archive, state: SavedState) -> Path | None:
+        """Save what all ranks hold alike. One rank is enough; others that come add their own."""
+        step = self._context.step
+        word, wrote = self._context.agreement.by_one(
+            SAVE, lambda: str(archive.save_alone(state) or ""), writing_time(state)
+        )
+        if wrote or word:
+            path = Path(word) if word else None
         else:
-            return str(archive.save_alone(state) or "")
-        return ""
+            # the process that holds the store may have ended once it had written
+            path = next((each.path for each in archive.store.list() if each.step == step), None)
+        if path is None and not wrote:
+            self._refuse("NOT saved: the rank that writes what all hold has not written it")
+        if path is not None and not wrote:
+            try:
+                archive.add_part(path, state)
+            except Exception as fault:
+                rank = self._context.agreement.world_rank
+                self._say(f"{path.name} is saved without what only rank {rank} holds: {fault}")
+        return path
+
+    def _refuse_bad(self, why: str, doubt: str) -> None:
+        way_out = " (GuardConfig(anomalies='off') judges no losses)" if doubt else ""
+        self._refuse(f"NOT saved, the state is not good: {why.removesuffix('.')}{way_out}")
 
     def _write_now(
         self,
@@ -359,7 +349,7 @@ class Checkpoints:
         if self._context.agreement.size == 1:
             return self._save_newest_good(archive)
         if together:
-            return self.save(asked=False)
+            return self.save()
         self._say("the ranks have not come to the same step: nothing is saved, last-good is kept")
         return None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stepguard._errors import StoreError
+from stepguard.checkpoints import tensor_digest
 from stepguard.engine.context import Context
 from stepguard.state.fingerprint import fact_fingerprint, tensor_fingerprints
 from stepguard.state.run_state import SavedState
@@ -78,22 +79,40 @@ class RankWeights:
         self._say_once(_first_difference(prints))
         return {str(rank): facts["own"] for rank, facts in enumerate(told) if rank}
 
+    def differing(
+        self, state: SavedState, digests: Mapping[str, str], facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What this rank holds otherwise than a checkpoint with these digests and facts."""
+        compared = self._compared(state)
+        own = {name: tensor_digest(tensor) for name, tensor in compared.items()}
+        theirs = self._broadcast_buffers()
+        first = {n: d for n, d in digests.items() if _is_common(n) and n not in theirs}
+        for kind in state.facts.keys() - set(NOT_COMPARED):
+            own[f"facts:{kind}"] = fact_fingerprint(state.facts[kind])
+            first[f"facts:{kind}"] = fact_fingerprint(facts.get(kind))
+        mine = _own_part(state, first, own)
+        if mine["tensors"] or mine["facts"] or mine["lacks"]:
+            different = sorted([*mine["tensors"], *mine["lacks"]]) or sorted(mine["facts"])
+            self._say_once(f"{different[0]} on rank {self._context.agreement.rank}")
+        return mine
+
     def _told_prints(self, state: SavedState) -> dict[str, Any]:
         return {"prints": self._prints(state)}
 
     def _prints(self, state: SavedState) -> dict[str, str]:
-        prefixes = tuple(f"{kind}/" for kind in APART)
-        theirs = self._broadcast_buffers()
-        compared: dict[str, Tensor] = {}
-        for name, tensor in state.tensors.items():
-            apart = name.startswith(prefixes) or name in theirs or _of_rank(name)
-            if not apart and name not in state.parts:
-                compared[name] = tensor
-        found = tensor_fingerprints(compared)
+        found = tensor_fingerprints(self._compared(state))
         for kind, facts in state.facts.items():
             if kind not in NOT_COMPARED:
                 found[f"facts:{kind}"] = fact_fingerprint(facts)
         return found
+
+    def _compared(self, state: SavedState) -> dict[str, Tensor]:
+        theirs = self._broadcast_buffers()
+        return {
+            name: tensor
+            for name, tensor in state.tensors.items()
+            if _is_common(name) and name not in theirs and name not in state.parts
+        }
 
     def _broadcast_buffers(self) -> set[str]:
         """Buffers that DDP sends from rank 0 to all before each forward pass: not a rank's own."""
@@ -146,6 +165,18 @@ def state_of_rank(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], rank:
         if name.startswith(prefix):
             shared[name.removeprefix(prefix)] = tensor
     return SavedState(shared, {**facts, **own["facts"]})
+
+
+def missing_in(facts: Mapping[str, Any]) -> str:
+    """What a checkpoint that one rank wrote lacks of the others, in words; empty if nothing."""
+    alone = facts.get("saved_alone")
+    if not alone:
+        return ""
+    without = [
+        str(rank) for place, rank in enumerate(alone["ranks"]) if str(place) not in facts["rng"]
+    ]
+    ranks = "rank" if len(without) == 1 else "ranks"
+    return f"{alone['own']} of {ranks} {', '.join(without)}" if without else ""
 
 
 def refuse_other_size(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], size: int) -> None:
@@ -214,6 +245,11 @@ def _first_difference(prints: list[dict[str, str]]) -> str:
                 if name.startswith("facts:") is facts and own.get(name) != prints[0].get(name):
                     return f"{name} on rank {rank}"
     return "nothing"
+
+
+def _is_common(name: str) -> bool:
+    """Is it something that ranks may hold alike?"""
+    return not _of_rank(name) and not name.startswith(tuple(f"{kind}/" for kind in APART))
 
 
 def _of_rank(name: str) -> bool:

@@ -25,11 +25,11 @@ from stepguard.engine.recover.past_attempts import (
     failed_starts,
     past_of,
 )
-from stepguard.engine.recover.rank_weights import refuse_other_size, state_of_rank
+from stepguard.engine.recover.rank_weights import missing_in, refuse_other_size, state_of_rank
 from stepguard.engine.recover.resumed_data import resume_data
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.policy.budget import budget_from
-from stepguard.sentinel.rank_agreement import ASKED
+from stepguard.sentinel.rank_agreement import ASKED, ASKED_IN_LOCK_STEP
 from stepguard.state.run_state import SavedState
 from stepguard.state.tree_json import tree_from_json
 
@@ -63,10 +63,10 @@ def restore_checkpoint(
         checkpoint=opened.path.name,
         run=context.run_id,
     )
-    if opened.health.missing:
+    missing = missing_in(opened.facts)
+    if missing:
         context.outputs.note(
-            "checkpoint",
-            f"{opened.path.name} was saved by one rank, without: {opened.health.missing}",
+            "checkpoint", f"{opened.path.name} was saved by one rank, without: {missing}"
         )
     _mention_newer(context, store, opened)
     if difference is not None:
@@ -134,7 +134,9 @@ def _open_candidate(
             return {"why": str(opened), "path": ""}
         return {"why": "", "path": "" if opened is None else str(opened.path)}
 
-    first = agreement.together(choose, WHAT, seconds=ASKED)[0]
+    trained = context.step != context.resumed_at
+    patience = ASKED_IN_LOCK_STEP if trained and not agreement.rank else ASKED
+    first = agreement.together(choose, WHAT, seconds=patience)[0]
     path = None if first["why"] else Path(first["path"])
 
     def follow() -> dict[str, Any]:

@@ -31,7 +31,7 @@ def resume_data(
     elif shared is not None:
         feed.go_to_number(*shared)
     if agreement.rank == 0 and len(stored) != agreement.size:
-        same_ranks = state.facts.get("saved_alone") == agreement.size
+        same_ranks = len(state.facts.get("saved_alone", {}).get("ranks", ())) == agreement.size
         story = _story(stored.keys(), agreement.size, shared, same_ranks=same_ranks)
         context.outputs.note("checkpoint", story)
 

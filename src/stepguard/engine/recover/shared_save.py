@@ -17,7 +17,7 @@ from typing import Any
 from stepguard._errors import StoreError
 from stepguard.checkpoints import Health, Store
 from stepguard.engine.context import Context
-from stepguard.sentinel.rank_agreement import PATIENCE
+from stepguard.sentinel.rank_agreement import ASKED, PATIENCE
 from stepguard.state.run_state import SavedState
 from stepguard.tensors.torch_private import default_store
 
@@ -27,6 +27,16 @@ NOT_SEALED = "not sealed: "
 SHORTEST, LONGEST = 0.002, 0.25
 """Seconds between two looks into the store."""
 LAST_WORD = "last"
+
+
+BYTES_A_SECOND = 50e6
+"""What a slow disk writes and reads back."""
+
+
+def writing_time(state: SavedState) -> float:
+    """Seconds after which a rank that writes such a state has failed, however slow its disk is."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in state.tensors.values())
+    return ASKED + size / BYTES_A_SECOND
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +132,8 @@ class SharedSave:
         return word
 
     def _deadline(self, times: float) -> float:
-        return time.monotonic() + times * PATIENCE * self.context.config.agree_timeout
+        most = PATIENCE * self.context.config.agree_timeout
+        return time.monotonic() + times * min(most, writing_time(self.state))
 
 
 def begin_together(context: Context, store: Store, step: int) -> tuple[Path | None, str]:

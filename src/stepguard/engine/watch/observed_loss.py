@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
-from stepguard.engine.reader import MicroLoss
-from stepguard.locate.overflowed_reduction import summed_in_half_precision
+from stepguard.engine.reader import MicroLoss, own_norm, summed_in_half
 from stepguard.sentinel.gradients import GradientNorm, gradient_norm
 from stepguard.sentinel.risky_update import is_custom
 from stepguard.sentinel.torch_patches import unscaled
@@ -21,7 +20,7 @@ Marks = list[tuple[int, int]]
 class ObservedLoss:
     """The losses and the norm of one guard's next update. Never waits for the device."""
 
-    def __init__(self, context: Context, announce: Callable[[Tensor], None]) -> None:
+    def __init__(self, context: Context, announce: Callable[..., None]) -> None:
         self._context = context
         self._announce = announce
         self.losses: list[MicroLoss] = []
@@ -57,17 +56,11 @@ class ObservedLoss:
         if self.losses and self._at_start != self._at_end:
             # their gradients have been dropped since, so they are part of no update
             self.losses = []
-        first = (root, *self._context.parameters[:1])
-        half = any(tensor.dtype is torch.float16 for tensor in first)
+        summed = summed_in_half(root, self._context)
         self.losses.append(
-            MicroLoss(
-                value,
-                labels=self.labels,
-                summed_in_half=half and summed_in_half_precision(root),
-                scaled=scaled,
-            )
+            MicroLoss(value, labels=self.labels, summed_in_half=summed, scaled=scaled)
         )
-        self._announce(value)
+        self._announce(value, summed_in_half=summed)
 
     def after_backward(self, *, failed: bool) -> bool:
         """Was it this guard's loss? Another one's backward leaves its gradients alone."""
@@ -149,12 +142,7 @@ class ObservedLoss:
     def _scaled_norm(self) -> GradientNorm | None:
         """Where a scaler leaves dividing to the fused kernel, gradients still carry its factor."""
         scale = getattr(self._context.optimizer, "grad_scale", None)
-        if scale is None:
-            return None
-        scaled = gradient_norm(self._gradients(), wide=True)
-        if scaled is None:
-            return None
-        return GradientNorm(scaled.total / scale, scaled.clip)
+        return None if scale is None else own_norm(self._context)
 
     def clear(self) -> None:
         """An update has used what was observed."""

@@ -116,7 +116,7 @@ def _from_path(path: Path, most: int | None) -> Source:
     if not found.files:
         raise ConfigError(
             f"data {path} holds no file that can be read; known kinds are npy, npz, safetensors, "
-            "csv, tsv, jsonl, parquet, png and jpg."
+            "csv, tsv, jsonl, parquet, png, jpg and tiff."
         )
     kind = "folder" if path.is_dir() else "file"
     source = Source(f"{kind} {path.name}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 Row = tuple[str, dict[str, Any]]
 """Name of an example, and its values by key."""
-IMAGES = (".png", ".jpg", ".jpeg")
+IMAGES = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
 
 
 class Skipped(Exception):  # noqa: N818 (an answer, not a fault)

@@ -51,10 +51,10 @@ def lr(run: Inspection) -> Answer:
 @item("checklist.clip", "gradients are clipped (to 0.5 or lower; under Adam to any norm)")
 def clip(run: Inspection) -> Answer:
     value, said = _guarded_or_configured(run, "clip_norm", "clip")
-    program = run.program
     place = ""
     if value is None and run.context.script is not None:
-        value, place = program.clip_norm, program.clipping
+        value, place = run.program.clip_norm, run.program.clipping
+        place = place or _written(run, "clip_norm")[1]
         said = f"the program clips at {place}" + (f" to {value:g}" if value is not None else "")
     if not place and (value is None or value <= 0):
         if run.subject.config is None and run.subject.guard is None and run.context.script is None:
@@ -87,11 +87,23 @@ def _settings_of(guard: Any) -> Any:
 
 
 def _guarded_or_configured(run: Inspection, field: str, meaning: str) -> tuple[float | None, str]:
-    """A number of the GuardConfig, else of the configuration, and which of them names it."""
-    guarded = getattr(_settings_of(run.subject.guard), field, None)
-    if guarded is not None:
-        return float(guarded), f"GuardConfig.{field}={guarded:.12g}"
+    """A number of the GuardConfig, else of the configuration, and which of them names it.
+
+    The GuardConfig is that of the returned guard, else the one that the program's source writes.
+    """
+    guarded, place = getattr(_settings_of(run.subject.guard), field, None), ""
+    if run.subject.guard is None:
+        guarded, place = _written(run, field)
+    if isinstance(guarded, int | float):
+        return float(guarded), f"GuardConfig.{field}={guarded:.12g}{place and f' at {place}'}"
     return run.number(meaning), str(run.setting(meaning))
+
+
+def _written(run: Inspection, field: str) -> tuple[Any, str]:
+    """What the program's source gives GuardConfig or Policy as this field, and where."""
+    if run.context.script is None:
+        return None, ""
+    return run.program.settings.get(field, (None, ""))
 
 
 @item("checklist.loss_checked", "the loss is validated before the update")
@@ -203,7 +215,8 @@ def warmup(run: Inspection) -> Answer:
     said = f"{warm:,} steps from {tried.first:.3g} to {tried.peak:.3g}"
     if run.steps:
         said += f", {100 * warm / run.steps:.3g} % of {run.steps:,}"
-    if warm >= wanted:
+    # a factor of (step + 1) / 2000 reaches the rate in step 1999, one of step / 2000 in step 2000
+    if warm and warm + 1 >= wanted:
         return passed(said)
     return warned(said, fix=fix)
 
@@ -268,9 +281,14 @@ def norms(run: Inspection) -> Answer:
 
 @item("checklist.checkpoints", "checkpoints every 1000 steps or more often")
 def checkpoints(run: Inspection) -> Answer:
-    if run.subject.config is None and run.subject.guard is None:
-        raise NotGiven("give --config FILE, or return `guard`")
     every, said = _guarded_or_configured(run, "checkpoint_every", "save_every")
+    place = _written(run, "checkpoint_every")[1]
+    if every is None and place:
+        raise NotGiven(
+            f"return `guard`: its checkpoint_every is not written as a number at {place}"
+        )
+    if every is None and run.subject.config is None and run.subject.guard is None:
+        raise NotGiven("give --config FILE, or return `guard`")
     fix = f"checkpoint_every={RAREST_CHECKPOINTS} or less."
     if every is None or every <= 0:
         return warned("no interval between checkpoints is configured", fix=fix)
@@ -286,6 +304,9 @@ def checkpoints(run: Inspection) -> Answer:
 def recovery(run: Inspection) -> Answer:
     guard = _settings_of(run.subject.guard)
     actions = ", ".join(getattr(getattr(guard, "policy", None), "actions", ()))
+    if guard is None:
+        written = _written(run, "actions")[0]
+        actions = ", ".join(map(str, written)) if isinstance(written, tuple | list) else ""
     if actions and "rewind" not in actions.split(", "):
         return warned(
             f"the policy is {actions}, without rewind", fix="Add 'rewind' to Policy.actions."
@@ -299,7 +320,10 @@ def recovery(run: Inspection) -> Answer:
             "checkpoint_every=1000)).",
         )
     where = "; without a run_dir nothing survives the process"
-    kept = getattr(guard, "run_dir", None) or run.subject.run_dir
+    written, place_of_folder = _written(run, "run_dir")
+    kept = getattr(guard, "run_dir", None) or run.subject.run_dir or written
     if kept:
         where = f", checkpoints below {kept}"
+    elif place_of_folder:
+        where = f", checkpoints below its run_dir ({place_of_folder})"
     return passed(f"stepguard's policy ({place}): {actions or 'skip, rewind, stop'}{where}")

@@ -18,12 +18,14 @@ def missing(run: Inspection) -> Answer:
     scale = _static_scale(run)
     if scale is not None and scale > 1:
         return passed(f"float16 with a static loss scale of {scale:g}")
+    fix = "scaler = torch.amp.GradScaler(device), and return it as `scaler`"
+    if "float16" in run.param_dtypes:
+        fix = "Keep the weights in float32 under autocast to float16, with a torch.amp.GradScaler"
     # 6e-08 is the smallest number of float16.
     return failed(
         run.probe.how,
         "no GradScaler that is switched on was found: gradients below 6e-08 are 0",
-        fix="scaler = torch.amp.GradScaler(device), and return it as `scaler`; or use bfloat16, "
-        "which needs none.",
+        fix=f"{fix}; or use bfloat16, which needs none.",
     )
 
 
