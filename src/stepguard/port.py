@@ -67,6 +67,10 @@ class Port:
         """Guard this optimizer from now on if it takes the place of the one that was watched."""
         return isinstance(self.driver, WatchDriver) and self.driver.wiring.follow(optimizer)
 
+    def reads_text_with(self, tokenizer: Any) -> None:
+        """What the user's program turns token ids into text with, if anything."""
+        self._context.tokenizer = tokenizer
+
     def start_at(self, step: int) -> None:
         """Number the next step `step`, as a resumed run does. Call it before the first step."""
         self._context.step = step

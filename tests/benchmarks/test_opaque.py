@@ -80,3 +80,19 @@ def test_optimizer_whose_kernel_writes_the_weights_is_named() -> None:
     assert incident is not None and incident.origin is not None
     assert (incident.origin.phase, incident.origin.op) == ("optimizer", "Kernel.step")
     assert incident.findings[0].code == "SG208"
+
+
+def test_values_from_numpy_in_plain_code_of_a_module_are_not_a_bad_input() -> None:
+    class Rescale(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y * torch.from_numpy(y.detach().numpy() * float("nan"))
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Rescale(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = stepguard.GuardConfig(terminal="quiet")
+    with stepguard.Guard(model, optimizer, config=config) as guard:
+        guard.step(lambda x: model(x).mean(), torch.ones(2, 4))
+    origin, findings = guard.incidents[0].origin, guard.incidents[0].findings
+    assert origin is not None and origin.module == "1"
+    assert (findings[0].code, findings[0].certainty) == ("SG208", "likely")

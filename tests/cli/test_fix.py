@@ -99,3 +99,20 @@ def test_file_that_has_changed_since_is_left_alone(project: Path) -> None:
     with pytest.raises(fixes.CapsuleError, match="has changed since"):
         found.apply()
     assert project.read_text().endswith("# mine\n")
+
+
+def test_capsule_of_a_step_without_its_bad_sample_holds_the_weights_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the step is committed before the incident is concluded."""
+    root = PROJECT.replace("return y / length", "return length").replace("fix_project", "fix_root")
+    write(tmp_path, root, "fix_root.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import fix_root  # type: ignore[import-not-found]
+
+    fix_root.main()
+    found = fixes.fix("run")
+    sys.modules.pop("fix_root", None)
+    assert found.incident.reading.loss == found.remedy.loss
+    assert "safe_sqrt(size)" in found.diff

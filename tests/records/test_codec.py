@@ -96,7 +96,9 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
         hints = typing.get_type_hints(hint)
-        return st.builds(hint, **{f.name: of(hints[f.name]) for f in dataclasses.fields(hint)})
+        # what is left out of comparisons never leaves the process
+        kept = [f.name for f in dataclasses.fields(hint) if f.compare]
+        return st.builds(hint, **{name: of(hints[name]) for name in kept})
     simple = {
         float: any_float,
         int: st.integers(),

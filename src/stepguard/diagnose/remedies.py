@@ -14,7 +14,9 @@ from stepguard.diagnose import remedies_of_precision as precision
 from stepguard.diagnose import remedies_of_runs as runs
 from stepguard.diagnose import remedies_of_settings as settings
 from stepguard.diagnose.case import Case, has_zero
+from stepguard.diagnose.idioms import stable_form
 from stepguard.diagnose.ops import NLL, base_name, words
+from stepguard.diagnose.rules.sg104 import CTC
 from stepguard.diagnose.source_line import (
     Expression,
     bracketed,
@@ -111,6 +113,12 @@ EXP = Fix(
     why="it stays finite; softmax, logsumexp and softplus need no bound",
     safety="changes-numbers",
 )
+EXPM1 = replace(
+    EXP,
+    calls=words("expm1"),
+    use="{bx}.clamp(max={most}).expm1()",
+    why="it stays finite",
+)
 LARGEST_EXPONENTS = {"float16": ("5.0", "10.0")}
 """What exp may be given: so that room is left for what follows, and where larger values are usual,
 nearly all that the dtype holds.
@@ -129,8 +137,24 @@ FIXES: dict[str, dict[str, Fix]] = {
             operands=2,
         ),
     },
-    "SG202": {"log": LOG},
-    "SG203": {"exp": EXP},
+    "SG202": {
+        "log": LOG,
+        "log2": replace(LOG, calls=words("log2"), use="(safe_log({x}) * 1.4426950408889634)"),
+        "log10": replace(LOG, calls=words("log10"), use="(safe_log({x}) * 0.4342944819032518)"),
+        "log1p": Fix(
+            calls=words("log1p"),
+            use="{bx}.clamp_min(-1 + 1e-6).log1p()",
+            why="{x} has reached -1, where its argument is 0",
+            safety="changes-numbers",
+        ),
+        "logit": Fix(
+            calls=words("logit"),
+            use="torch.logit({bx}.clamp(1e-37, 1 - 1e-7))",
+            why="{x} has reached 0 or 1",
+            safety="changes-numbers",
+        ),
+    },
+    "SG203": {"exp": EXP, "expm1": EXPM1},
     "SG204": {"softmax": SOFTMAX},
     "SG205": {
         "std": Fix(
@@ -213,6 +237,39 @@ FIXES: dict[str, dict[str, Fix]] = {
         ),
     },
 }
+IN_PLACE = {
+    DIVISION: ("torch.where({by} == 0, 1, {y})", 1, "where {y} is 0 it is divided by 1"),
+    LOG: ("{bx}.clamp_(min=1e-12)", 0, "{x} stays above 0"),
+    SQRT: ("{bx}.clamp_(min=1e-12)", 0, "{x} stays above 0, where the slope is finite"),
+    EXP: ("{bx}.clamp_(max={most})", 0, "it stays finite"),
+}
+"""Of operations that change their operand: what to write for which operand, and what that does."""
+EIGENVECTORS = (
+    "Keep the eigenvalues apart: add a small diagonal of different numbers to the matrix before it "
+    "is decomposed, or use the eigenvalues only (`eigvalsh`, `svdvals`), whose slope is finite"
+)
+SINGULAR_MATRIX = (
+    "Keep the matrix away from singular: add a small multiple of the identity before it is "
+    "decomposed or inverted"
+)
+TOO_LONG = (
+    "Drop the samples whose target is longer than the model's output for them (each repeat needs "
+    "one more position)"
+)
+IN_WORDS: dict[str, dict[str, tuple[str, Safety]]] = {
+    "SG104": dict.fromkeys(CTC, (TOO_LONG, "safe")),
+    "SG401": {
+        **dict.fromkeys(
+            words("LinalgEigh LinalgEig LinalgSvd Svd SymEig"), (EIGENVECTORS, "changes-numbers")
+        ),
+        **dict.fromkeys(
+            words("LinalgQr LinalgInvEx LinalgSolveEx LinalgCholeskyEx LinalgDet LinalgSlogdet")
+            | words("Cholesky LinalgPinv"),
+            (SINGULAR_MATRIX, "changes-numbers"),
+        ),
+    },
+}
+"""Operations for which no line of the user's can be written, or not that alone."""
 BUILDERS: dict[str, Callable[[Case], tuple[Remedy, ...]]] = {
     "SG206": precision.indeterminate,
     "SG301": precision.overflow_of_half,
@@ -244,6 +301,9 @@ POLES = ("SG401", "SG201", "SG202")
 def in_their_words(finding: Finding, case: Case) -> Finding:
     """The finding with remedies for this very incident; else those of the page, titles only."""
     own = _for_data(finding.code, case) or _for_operation(finding.code, case)
+    own = own or _for_matrix_or_sequence(finding.code, case)
+    if finding.code in FORMULAS_FAIL_AS:
+        own = (*_stable_formula(case), *own)
     if not own and finding.code in BUILDERS:
         own = BUILDERS[finding.code](case)
     if finding.code == "SG402":
@@ -253,6 +313,44 @@ def in_their_words(finding: Finding, case: Case) -> Finding:
     if own:
         return replace(finding, remedies=own)
     return replace(finding, remedies=without_examples(finding.remedies))
+
+
+FORMULAS_FAIL_AS = ("SG201", "SG202", "SG203", "SG206", "SG301", "SG403")
+"""Codes of what happens to a formula that torch has a function for."""
+
+
+def _stable_formula(case: Case) -> tuple[Remedy, ...]:
+    """Torch's own function in the place of the formula that the operation is part of."""
+    origin = case.origin
+    if origin is None:
+        return ()
+    found = stable_form(culprit_line(origin), culprit_span(origin))
+    if found is None:
+        return ()
+    expression, use = found
+    return (_replaced(expression, case, use, "the same function, which stays finite", ()),)
+
+
+def _for_matrix_or_sequence(code: str, case: Case) -> tuple[Remedy, ...]:
+    operation = case.node if case.phase == "backward" else case.op
+    in_words = IN_WORDS.get(code, {}).get(operation)
+    if in_words is None or case.origin is None:
+        return ()
+    title, safety = in_words
+    remedies = [Remedy(title=title, safety=safety)]
+    found = find_expression(
+        culprit_line(case.origin), words("ctc_loss"), None, culprit_span(case.origin)
+    )
+    if operation in CTC and found is not None and "zero_infinity=True" not in found.settings:
+        kept = [part for part in found.settings if not part.startswith("zero_infinity=")]
+        call = found.text.partition("(")[0]
+        use = f"{call}({', '.join((*found.operands, *kept, 'zero_infinity=True'))})"
+        why = "what cannot be aligned counts 0, without a gradient"
+        remedies.append(_replaced(found, case, use, why, (), "changes-training"))
+    elif operation in CTC:
+        zero = "Or `zero_infinity=True`: what cannot be aligned counts 0, without a gradient"
+        remedies.append(Remedy(title=zero, safety="changes-training"))
+    return tuple(remedies)
 
 
 def without_examples(remedies: tuple[Remedy, ...]) -> tuple[Remedy, ...]:
@@ -273,6 +371,8 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     if divides and found is None:
         fix = RECIPROCAL
         found = _written(case, fix)
+    if found is not None and found.in_place and len(found.operands) >= fix.operands:
+        return _in_place(fix, found, case)
     if found is None or len(found.operands) < fix.operands:
         return (_in_general(DIVISION if divides else fix, case),)
     if fix is DIVISION:
@@ -290,7 +390,24 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
 def _written(case: Case, fix: Fix) -> Expression | None:
     assert case.origin is not None
     line = culprit_line(case.origin)
-    return find_expression(line, fix.calls, fix.operator, culprit_span(case.origin))
+    calls = fix.calls | {f"{name}_" for name in fix.calls}
+    return find_expression(line, calls, fix.operator, culprit_span(case.origin))
+
+
+def _in_place(fix: Fix, found: Expression, case: Case) -> tuple[Remedy, ...]:
+    """The operand made harmless: a safe function would not change it in its place."""
+    assert case.origin is not None
+    kind = next((one for one in IN_PLACE if one.calls == fix.calls), None)
+    if kind is None:
+        return (_in_general(fix, case),)
+    use, position, why = IN_PLACE[kind]
+    most = LARGEST_EXPONENTS.get(case.dtype, ("10.0", "80.0"))[0]
+    x = found.operands[0]
+    y = found.operands[position]
+    use = use.format(bx=bracketed(x), y=y, by=bracketed(y), most=most)
+    title = f"`{use}` for `{y}` in `{found.text}`: {why.format(x=f'`{x}`', y=f'`{y}`')}"
+    line = found.with_operands({position: use})
+    return (rewriting(case.origin, line, title, safety="changes-numbers"),)
 
 
 def _divisions(code: str, case: Case, found: Expression) -> tuple[Remedy, ...]:
@@ -353,8 +470,8 @@ def _logarithms(case: Case, found: Expression) -> tuple[Remedy, ...]:
     if made_by in SATURATES:
         instead = SATURATES[made_by]
         title = (
-            f"Compute the loss from the logits, by {instead}: `{x}` is a {made_by.strip('_')} that "
-            f"has rounded to 0, and has no gradient there"
+            f"Compute the loss from the logits, by {instead}: `{x}` comes from a "
+            f"{made_by.strip('_')} that has rounded to exactly 0 or 1, where it has no gradient"
         )
         return (Remedy(title=title, safety="changes-numbers"),)
     return ()
@@ -473,6 +590,10 @@ def _for_data(code: str, case: Case) -> tuple[Remedy, ...]:
             safety="changes-numbers",
         )
         return (leave, fill)
+    if code == "SG101" and (case.evidence.constant or case.evidence.number is not None):
+        kind = "tensor" if case.evidence.constant else "number"
+        title = f"Correct the {kind} that {case.place} reads where your program makes it"
+        return (Remedy(title=f"{title}: it comes neither from the batch nor from the model"),)
     if code == "SG103" and case.evidence.sample_max is not None:
         largest = spell(case.evidence.sample_max)
         others = spell(case.evidence.others_max)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepguard.diagnose.ops import words
@@ -25,6 +25,8 @@ ONE_OPERATION = words(
 )
 """Functions of such a library with no division, logarithm or root of their own."""
 DISTRIBUTION = words("log_prob entropy rsample kl_divergence cdf icdf")
+OPERANDS = {"input": 0, "self": 0, "other": 1, "exponent": 1}
+"""Operands that may be given by name, and their position."""
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
 
@@ -47,6 +49,8 @@ class Expression:
     """Where each operand stands, likewise."""
     by_operator: bool
     """Written with a sign, as in `a / b`."""
+    in_place: bool = False
+    """It changes its first operand: `a /= b`, `a.div_(b)`."""
 
     def rewritten(self, replacement: str) -> str:
         """The line with the expression replaced."""
@@ -79,9 +83,9 @@ class _SafeRoots(ast.NodeTransformer):
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
         if owner is not None and _last_name(owner) in ("math", "np"):
             return node
-        operands = _call_operands(node, frozenset({"sqrt"}))
-        if operands is not None and len(operands) == 1:
-            return self._safe(operands[0])
+        found = call_operands(node, frozenset({"sqrt"}))
+        if found is not None and len(found[0]) == 1:
+            return self._safe(found[0][0])
         if isinstance(node.func, ast.Attribute) and node.func.attr == "std":
             node.func.attr = "var"
             return self._safe(node)
@@ -107,11 +111,11 @@ def with_roots(text: str, root: str) -> str:
 def call_of(text: str, calls: frozenset[str]) -> tuple[str, ...]:
     """The operands of an expression that is a call of one of these names; else none."""
     node = ast.parse(text, mode="eval").body
-    operands = _call_operands(node, calls) if isinstance(node, ast.Call) else None
-    if operands is None:
+    found = call_operands(node, calls) if isinstance(node, ast.Call) else None
+    if found is None:
         return ()
-    assert isinstance(node, ast.Call)
-    return tuple(map(ast.unparse, (*operands, *node.keywords)))
+    operands, settings = found
+    return (*map(ast.unparse, operands), *settings)
 
 
 def bracketed(text: str) -> str:
@@ -184,7 +188,7 @@ def find_expression(
     Without a span it must be the only one, and no function of a library may stand in the line that
     might do the same inside.
     """
-    tree = _parsed(line)
+    tree = statement_tree(line)
     if tree is None:
         return None
     found = list(_candidates(line, tree, calls, operator))
@@ -215,7 +219,7 @@ def is_number(text: str) -> bool:
 
 def replace_number(line: str, value: float, text: str) -> tuple[str, str] | None:
     """A number as it is written, and the line with another; None where it is not there once."""
-    tree = _parsed(line)
+    tree = statement_tree(line)
     if tree is None:
         return None
     found = []
@@ -249,7 +253,8 @@ def _last_name(owner: ast.expr) -> str:
     return str(getattr(owner, "attr", ""))
 
 
-def _parsed(line: str) -> ast.Module | None:
+def statement_tree(line: str) -> ast.Module | None:
+    """The line as a tree, even if it is only the head of a block or begins a longer statement."""
     for text in (line, f"{line} pass", line + _missing_brackets(line)):
         try:
             return ast.parse(text)
@@ -273,20 +278,25 @@ def _candidates(
     line: str, tree: ast.Module, calls: frozenset[str], operator: type[ast.operator] | None
 ) -> Iterator[Expression]:
     for node in ast.walk(tree):
-        operands: list[ast.expr] | None = None
-        settings: list[str] = []
+        found: tuple[list[ast.expr], list[str]] | None = None
         if isinstance(node, ast.Call):
-            operands = _call_operands(node, calls)
-            settings = [ast.unparse(keyword) for keyword in node.keywords]
+            found = call_operands(node, calls)
         elif isinstance(node, ast.BinOp) and operator and isinstance(node.op, operator):
-            operands = [node.left, node.right]
-        if operands and isinstance(node, ast.expr):
-            yield _expression(line, node, operands, settings)
+            found = [node.left, node.right], []
+        elif isinstance(node, ast.AugAssign) and operator and isinstance(node.op, operator):
+            found = [node.target, node.value], []
+        if found is not None and found[0]:
+            assert isinstance(node, ast.expr | ast.AugAssign)
+            yield expression_at(line, node, *found)
 
 
-def _expression(
-    line: str, node: ast.expr, operands: list[ast.expr], settings: list[str]
+def expression_at(
+    line: str,
+    node: ast.expr | ast.AugAssign,
+    operands: Sequence[ast.expr] = (),
+    settings: Sequence[str] = (),
 ) -> Expression:
+    """The expression of this node of the line's tree."""
     start, end = _span(line, node)
     return Expression(
         line=line,
@@ -296,11 +306,18 @@ def _expression(
         start=start,
         end=end,
         spans=tuple(_span(line, operand) for operand in operands),
-        by_operator=isinstance(node, ast.BinOp),
+        by_operator=not isinstance(node, ast.Call),
+        in_place=_in_place(node),
     )
 
 
-def _span(line: str, node: ast.expr) -> tuple[int, int]:
+def _in_place(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return getattr(node.func, "attr", "").endswith("_")
+    return isinstance(node, ast.AugAssign)
+
+
+def _span(line: str, node: ast.expr | ast.AugAssign) -> tuple[int, int]:
     before = [0]
     for one in line.encode().split(b"\n"):
         before.append(before[-1] + len(one) + 1)
@@ -308,20 +325,29 @@ def _span(line: str, node: ast.expr) -> tuple[int, int]:
     return before[node.lineno - 1] + node.col_offset, before[last - 1] + (node.end_col_offset or 0)
 
 
-def _text(line: str, node: ast.expr) -> str:
+def _text(line: str, node: ast.expr | ast.AugAssign) -> str:
     """What the user wrote, in one line, brackets around it left out."""
     start, end = _span(line, node)
     written = line.encode()[start:end].decode()
     return ast.unparse(node) if "\n" in written else written
 
 
-def _call_operands(node: ast.Call, calls: frozenset[str]) -> list[ast.expr] | None:
-    """The tensor and what follows it, where this is a call of one of these names."""
+def call_operands(node: ast.Call, calls: frozenset[str]) -> tuple[list[ast.expr], list[str]] | None:
+    """The tensor and what follows it, and the named arguments; None for other calls."""
     function = node.func
+    operands = list(node.args)
     if isinstance(function, ast.Name):
-        return list(node.args) if function.id in calls else None
-    if not isinstance(function, ast.Attribute) or function.attr not in calls:
+        if function.id not in calls:
+            return None
+    elif not isinstance(function, ast.Attribute) or function.attr not in calls:
         return None
-    if _last_name(function.value) in NAMESPACES:
-        return list(node.args)
-    return [function.value, *node.args]
+    elif _last_name(function.value) not in NAMESPACES:
+        operands.insert(0, function.value)
+    settings = []
+    for keyword in node.keywords:
+        # `torch.pow(input=x, exponent=2)`: operands like any other
+        if OPERANDS.get(keyword.arg or "", -1) == len(operands):
+            operands.append(keyword.value)
+        else:
+            settings.append(ast.unparse(keyword))
+    return operands, settings

@@ -124,6 +124,8 @@ class Context:
     """The user's loader, where the guard was given it."""
     recent: RecentBatches | None = None
     """The last batches that this loader, or else any DataLoader of the process, delivered."""
+    tokenizer: Any = None
+    """Of the user's Trainer: what makes text of `input_ids`."""
     ledger: Ledger | None = None
     """Where lost samples are written down; made with the first loss."""
     resumed: bool = False

@@ -239,6 +239,8 @@ class Transaction:
             # nothing is to be applied
             incident = self.record(incident, step)
             return incident if decision is not None else None
+        # Before anything moves: a part of the step may be committed, or the weights rewound.
+        incident = incident_record.keep_step(self.context, incident, step)
         self._unrecorded = (incident, step)
         return incident
 
@@ -248,8 +250,6 @@ class Transaction:
             return incident
         applied: Incident | None = None
         step = self._unrecorded[1]
-        # A rewind takes the weights away that the step failed on.
-        incident = incident_record.keep_step(self.context, incident, step)
         if self.protect.armed:
             with self.protect.region:
                 applied = self.apply(incident)

@@ -173,6 +173,7 @@ class TrainerGuard:
             config=self._config,
         )
         inner.port.start_at(trainer.state.global_step)
+        inner.port.reads_text_with(getattr(trainer, "processing_class", None))
         self._logged = (trainer.state.global_step, len(self._past))
         self._guard = inner
         self._last = inner

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stepguard.diagnose.operand_names import name_operands
 from stepguard.locate import batch as batches
 from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss
 from stepguard.locate.calls import Call
@@ -150,7 +151,7 @@ class LiveTrace:
         micro = reading.bad_micro_batches[0] if reading.bad_micro_batches else None
         module = tracer.modules.spelled(origin.module)
         remarks = (*origin.remarks, SEEN_LIVE)
-        return replace(
+        origin = replace(
             origin,
             module=module,
             method="live",
@@ -158,6 +159,7 @@ class LiveTrace:
             micro_batch=micro,
             remarks=remarks,
         )
+        return name_operands(origin)
 
     def _own_tracer(self) -> Any:
         """Copy the tracer: the calls of this step, with this guard's names for modules."""

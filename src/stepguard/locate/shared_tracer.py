@@ -26,6 +26,8 @@ MOST_CALLS = 200_000
 class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
     """Traces the user's own step: a fault of the tracer ends the trace, never the step."""
 
+    knows_batch = False
+
     def __init__(self, modules: ModuleSpans) -> None:
         super().__init__(modules)
         self.fault: Exception | None = None

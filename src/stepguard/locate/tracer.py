@@ -12,9 +12,11 @@ operation made belongs to the innermost one in which it appeared.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import CellType
 from typing import Any, Literal
 
 import torch
@@ -61,6 +63,7 @@ LEAST_HALF = 2.0**-25
 STATISTICS = ("running_mean", "running_var")
 """Arguments that batch norm writes without its schema saying so."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+HOLDERS = (dict, list, set, CellType)
 Boundary = Literal["function", "operator", "module", "code"]
 
 
@@ -77,6 +80,9 @@ class CustomFunction:
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Use as a context around the replayed forward, backward or update; then ask `maker_of`."""
+
+    knows_batch = True
+    """The batch was made known by its names, so that what else is new was made in the step."""
 
     def __init__(self, modules: ModuleSpans, stage: Stage = "forward") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -214,7 +220,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = flaws(tensor)
             if found:
                 return self._opaque(tensor, found, "function", function.name, function.reads)
-        return self.store("constant", tensor)
+        call = self.store("constant", tensor)
+        # What the user's loop makes, outside every module, is its data.
+        inside = self.modules.current is not None or current_autograd_node() is not None
+        fresh = call.first_bad and self.knows_batch and inside and tensor.dim() > 0
+        if fresh and _made_just_now(tensor):
+            name = user_function() or "a hook"
+            return self._opaque(tensor, call.out, "code", name, [])
+        return call
 
     def _never_written(self, tensor: Tensor, found: Flaws, maker: Call) -> Call:
         """Blame what left bad values in memory that no operation wrote."""
@@ -624,6 +637,14 @@ def _tensors(result: Any) -> Iterable[Tensor]:
             yield from _tensors(item)
     elif isinstance(result, Mapping):
         yield from _tensors(list(result.values()))
+
+
+def _made_just_now(tensor: Tensor) -> bool:
+    """Does nothing but running code hold it? From NumPy, C or a buffer: no operation shows it.
+
+    A constant of the program is in its globals, an attribute, a list or a closure.
+    """
+    return not any(type(one) in HOLDERS for one in gc.get_referrers(tensor))
 
 
 def _node_name(tensor: Tensor) -> str | None:

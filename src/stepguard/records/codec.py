@@ -33,9 +33,16 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
     return _ADAPTERS[cls]
 
 
+PRIVATE: dict[str, Any] = {"Incident": {"origin": {"excerpt"}}, "Origin": {"excerpt"}}
+"""What never leaves the process."""
+
+
 def to_plain(record: object) -> dict[str, Any]:
     """The record as nested dicts, floats as they are: what `dumps` and `Journal.write` take."""
-    plain: dict[str, Any] = _adapter(type(record)).dump_python(record, mode="python")
+    private = PRIVATE.get(type(record).__name__)
+    plain: dict[str, Any] = _adapter(type(record)).dump_python(
+        record, mode="python", exclude=private
+    )
     return plain
 
 

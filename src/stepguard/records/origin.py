@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from stepguard.records.evidence import NO_EVIDENCE, Evidence
@@ -120,6 +120,10 @@ class Origin:
     """
     content: str = ""
     """What the first of these samples holds: dtype, shape and range of its tensors."""
+    excerpt: str = field(default="", compare=False)
+    """The beginning of its text, where it has one. For the terminal of this process only: no file
+    and no other process gets it.
+    """
     micro_batch: int | None = None
     """Which micro-batch of the step, counted from 0; None where there is one, or it is not known.
     """

@@ -153,6 +153,8 @@ def _where(origin: Origin, culprits: str, unicode: bool) -> RenderableType:
         lines.append(Unbroken(culprits))
         if origin.content:
             lines.append(Unbroken(f"sample {origin.samples[0]}: {origin.content}"))
+        if origin.excerpt:
+            lines.append(Unbroken(f'its text: "{origin.excerpt}"'))
     for sentence in _certainty(origin):
         lines.append(Unbroken(sentence, "dim"))
     return Group(*lines)

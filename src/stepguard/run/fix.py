@@ -65,9 +65,10 @@ def fix(
 ) -> ProvenFix:
     """Replay the capsule and return the fix that mends its step. Raises CapsuleError.
 
-    Of a run, the first incident of its last chain.
+    Of a run, the first incident of its last chain for which the run itself has found a fix, else
+    the first of all.
     """
-    folder, _ = capsule_of(Path(path))
+    folder, _ = capsule_of(Path(path), _has_fix)
     incident = replay(folder, build=build, script=script, confirm=confirm)
     if incident.origin is None or not incident.origin.reproduced:
         raise CapsuleError(f"{folder} is not reproduced here: there is nothing to prove a fix on.")
@@ -82,6 +83,10 @@ def fix(
     raise CapsuleError(
         f"no change of your own lines is known to mend {folder}: {untried or 'no cause was found'}."
     )
+
+
+def _has_fix(incident: Incident) -> bool:
+    return any(remedy.proven for one in incident.findings[:1] for remedy in one.remedies)
 
 
 def _changed_files(remedy: Remedy) -> dict[Path, tuple[str, str]]:

@@ -76,10 +76,13 @@ def _tried(
         raise CapsuleError(f"{content.folder} cannot be tried: {why}") from None
 
 
-def capsule_of(path: Path) -> tuple[Path, int | None]:
+def capsule_of(
+    path: Path, wanted: Callable[[Incident], bool] = lambda incident: True
+) -> tuple[Path, int | None]:
     """The capsule at this path; of a run, the first one of its last chain of incidents.
 
-    Beside it the step after that one, where the journal shows that it failed as well.
+    The first that is `wanted`, if any is. Beside it the step after that one, where the journal
+    shows that it failed as well.
     """
     folder = path.parent if path.name == "journal.jsonl" else path
     if not (folder / "incidents").is_dir():
@@ -100,7 +103,8 @@ def capsule_of(path: Path) -> tuple[Path, int | None]:
     # a rewind leads back to earlier steps
     while chain and known[chain - 1].step >= known[chain].step - SHORTLY:
         chain -= 1
-    chosen = next((one for one in known[chain:] if one in with_capsule), with_capsule[-1])
+    kept = [one for one in known[chain:] if one in with_capsule] or with_capsule[-1:]
+    chosen = next(filter(wanted, kept), kept[0])
     return folder / str(chosen.capsule), _failed_next(known, chosen.id)
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import stepguard
 from engine.parts import origin_of, step_of
-from stepguard.engine.incident.sample_identity import BatchPart, name_samples, parts_of
+from stepguard.engine.incident.sample_identity import BatchPart, name_samples, parts_of, text_of
 from stepguard.state.delivered_batches import Delivered, FoundBatch
 
 WHOLE = torch.arange(24.0).reshape(8, 3)
@@ -131,3 +132,39 @@ def test_panel_shows_what_the_guilty_sample_holds(capsys: pytest.CaptureFixture[
     assert origin is not None
     assert origin.content == "batch:x float32 [4], all 0; batch:y int64 [], all 2"
     assert f"sample 2: {origin.content}" in " ".join(capsys.readouterr().err.split())
+
+
+def _unit(y: Tensor) -> Tensor:
+    return y / y.norm(dim=1)[:, None]
+
+
+@pytest.mark.parametrize("capsule", ["full", "no-data"])
+def test_text_of_the_sample_is_shown_in_the_terminal_and_written_nowhere(
+    capsule: Literal["full", "no-data"], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 4)
+    x[2] = 0
+    words = "red\x1b[31m fox\n" + "abc " * 40
+    batch = {"x": x, "text": ["one", "two", words, "four"]}
+    config = stepguard.GuardConfig(run_dir=tmp_path, capsule=capsule)
+    with stepguard.Guard(model, optimizer, config=config) as guard:
+        guard.step(lambda b: _unit(model(b["x"])).sum(), batch)
+    shown = 'its text: "red?[31m fox abc abc' in capsys.readouterr().err
+    assert shown is (capsule == "full")
+    for file in (tmp_path / "journal.jsonl", *tmp_path.glob("incidents/*/incident.json")):
+        assert "abc " * 3 not in file.read_text()
+    assert guard.incidents[0].origin is not None
+
+
+def test_token_ids_are_decoded_where_the_tokenizer_is_known() -> None:
+    class Words:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            assert skip_special_tokens
+            return " ".join(f"word{one}" for one in ids)
+
+    ids = torch.tensor([[1, 2], [3, 4]])
+    step = step_of({"input_ids": ids})
+    assert text_of(step, 1, 0, Words()) == "word3 word4"
+    assert text_of(step, 1, 0, None) == ""

@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, assert_never
 
 from stepguard.engine.context import Context
-from stepguard.engine.incident.sample_identity import BatchPart, name_samples, parts_of
+from stepguard.engine.incident.sample_identity import (
+    BatchPart,
+    name_samples,
+    parts_of,
+    text_of,
+)
 from stepguard.engine.interception import borrowing
 from stepguard.ledger import Ledger, read_ledger
 from stepguard.records import Incident, Origin, Reading
@@ -49,7 +55,11 @@ def with_sample_names(
     def found(step: Step, reading: Reading) -> Origin:
         origin = find(step, reading)
         try:
-            return name_samples(origin, step, context.recent, context.config.id_key)
+            origin = name_samples(origin, step, context.recent, context.config.id_key)
+            if context.config.capsule == "full" and origin.samples:
+                text = text_of(step, origin.samples[0], origin.micro_batch or 0, context.tokenizer)
+                origin = replace(origin, excerpt=text)
+            return origin
         except Exception:
             # the names of the samples are not worth losing where the step broke
             return origin

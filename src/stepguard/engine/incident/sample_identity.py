@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stepguard.records import Origin
 from stepguard.records.bad_samples import Identity
+from stepguard.records.text import one_line
 from stepguard.state.batch import named_tensors, tensor_label
 from stepguard.state.batch_rows import part_named, samples_in
 from stepguard.state.delivered_batches import (
@@ -23,6 +24,8 @@ from stepguard.state.step import Step
 
 MOST_SHOWN = 4
 """Tensors of a sample that are described."""
+LONGEST_TEXT = 60
+"""Characters of its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,35 @@ def name_samples(
         indices = (indices[0],) * count
     names = tuple(_name(indices, ids, position) for position in range(count))
     return replace(origin, rows=names) if all(names) else origin
+
+
+def text_of(step: Step, sample: int, micro: int, tokenizer: Any) -> str:
+    """The beginning of the sample's text in one clean line; empty where it has none."""
+    if micro >= len(step.micro_batches):
+        return ""
+    batch = step.micro_batches[micro]
+    text = _string_of(batch, sample, samples_in(batch))
+    if not text and tokenizer is not None:
+        for name, tensor in named_tensors(batch):
+            if name.endswith("input_ids") and tensor.dim() == 2 and sample < len(tensor):
+                # padding and a model's own tokens say nothing about the sample
+                text = str(tokenizer.decode(tensor[sample].tolist(), skip_special_tokens=True))
+                break
+    text = " ".join(one_line(text).split())
+    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}\u2026"
+
+
+def _string_of(batch: Any, sample: int, count: int | None) -> str:
+    """The sample's entry in a list of strings that has one for each sample."""
+    if isinstance(batch, Mapping):
+        parts: Iterable[Any] = batch.values()
+    elif isinstance(batch, list | tuple):
+        if batch and len(batch) == count and all(isinstance(one, str) for one in batch):
+            return str(batch[sample])
+        parts = batch
+    else:
+        return ""
+    return next(filter(None, (_string_of(part, sample, count) for part in parts)), "")
 
 
 def _content(sample: int, micro: int, step: Step) -> str:

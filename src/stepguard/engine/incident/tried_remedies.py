@@ -9,6 +9,7 @@ place is added and both are tried together.
 
 from __future__ import annotations
 
+import ast
 import linecache
 import math
 from collections.abc import Sequence
@@ -20,8 +21,6 @@ from torch import Tensor
 
 from stepguard.diagnose import RunFacts, diagnose
 from stepguard.diagnose.operand_names import name_operands
-from stepguard.diagnose.remedies import without_examples
-from stepguard.diagnose.rules import RULES
 from stepguard.diagnose.source_line import import_of
 from stepguard.locate.find_origin import search
 from stepguard.locate.impurity import kept_loss_function_state
@@ -40,6 +39,11 @@ FINITE = "tried on this step: loss and gradients finite"
 MODEL_FINITE = "tried on the model's part of this step: outputs and gradients finite"
 NO_LOSS = "the loss expression cannot be run again (guard.loss(loss_fn, batch) makes it so)"
 NO_TIME = "running the step once more would exceed locate_budget"
+NOT_BEYOND = "not verified beyond this step"
+NONE_MENDS = (
+    "Change this line by hand: the changes that stepguard knows were run and do not mend this "
+    "step; `stepguard explain {code}` shows how the cause is usually removed"
+)
 MOST_ROUNDS = 3
 """Places that one fix may change, one after the other."""
 TRACE = 4.0
@@ -153,6 +157,7 @@ def _with_trials(
         replayer.loss_fn_state = own
         trial = _Trial(replayer, incident, facts)
         waiting = list(finding.remedies)
+        steep: Remedy | None = None
         while waiting:
             remedy = waiting.pop(0)
             if not remedy.edits:
@@ -161,7 +166,12 @@ def _with_trials(
             if proven:
                 continue
             try:
-                kept.append(trial.tried(remedy))
+                outcome = trial.tried(remedy)
+                if outcome.edits and not outcome.proven and outcome.loss is not None:
+                    # it is shown only where no other holds
+                    steep = steep or outcome
+                    continue
+                kept.append(outcome)
             except (_NoFixError, ReplayError):
                 continue
             except PatchError as why:
@@ -174,13 +184,11 @@ def _with_trials(
                 kept.pop()
             elif waiting and not waiting[0].edits:
                 waiting.pop(0)
+    if steep is not None and not proven:
+        kept.append(steep)
     if not kept:
-        kept = list(_of_the_page(finding.code))
+        kept = [Remedy(title=NONE_MENDS.format(code=finding.code))]
     return replace(finding, remedies=tuple(kept))
-
-
-def _of_the_page(code: str) -> Sequence[Remedy]:
-    return next(without_examples(rule.ordered) for rule in RULES if rule.code == code)
 
 
 class _Trial:
@@ -222,7 +230,36 @@ class _Trial:
             if remedy.safety == "safe" or changed > MOST_CHANGE:
                 raise _NoFixError
             told += f"; values that were fine change by up to {changed:.2g}"
-        return draft.finished(told, loss)
+        mended = draft.finished(told, loss)
+        # A bound of ours is arbitrary, and it takes the gradient away from what is beyond it.
+        name = "" if remedy.safety == "safe" else self._moved_too_far()
+        if name:
+            told += f", but `{name}` would move by more than its own size: {NOT_BEYOND}"
+            mended = replace(mended, tried=told, proven=False)
+        return mended
+
+    def _moved_too_far(self) -> str:
+        """A parameter that the gradients of the mended step would throw far off; else empty.
+
+        Only for plain gradient descent, whose update is the rate times the gradient.
+        """
+        replayer = self._replayer
+        rates = {
+            id(parameter): float(group["lr"])
+            for group in replayer.step.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        if not isinstance(replayer.step.optimizer, torch.optim.SGD):
+            return ""
+        clip = replayer.step.clip_norm or math.inf
+        for name, parameter in replayer.parameters.items():
+            if parameter.grad is None or parameter.grad.layout is not torch.strided:
+                continue
+            moves = rates.get(id(parameter), 0.0) * min(float(parameter.grad.norm()), clip)
+            size = max(float(parameter.detach().norm()), math.sqrt(parameter.numel()))
+            if moves > size:
+                return name
+        return ""
 
     def _run(self) -> tuple[float | None, int | None]:
         """The loss of the whole step, and its first bad micro-batch; None where all are fine."""
@@ -265,29 +302,30 @@ class _Trial:
     def _changed(self, draft: _Draft, loss: float | None) -> float:
         """How far values that were finite have moved, relative; 0 where only by rounding."""
         incident = self._incident
+        assert incident.origin is not None
+        of_loss = 0.0
         before = incident.reading.loss
         if loss is not None and before is not None and math.isfinite(before):
-            moved = abs(loss - before) / max(abs(before), 1e-6)
-            if moved > ROUNDING_OF_LOSS:
-                return moved
-        assert incident.origin is not None
+            of_loss = abs(loss - before) / max(abs(before), 1e-6)
+            of_loss = of_loss if of_loss > ROUNDING_OF_LOSS else 0.0
         if incident.origin.evidence.unselected:
             # nobody has seen the values of that branch
-            return 0.0
+            return of_loss
         statement = incident.origin.statement
         assert statement is not None
         was = linecache.getlines(statement.file)
         old = _wrapped(statement, was)
         new = _wrapped(statement, draft.files.get(statement.file, was))
         if old is None or new is None or not self._replayer.budget.affords(1.0):
-            return 0.0
+            return of_loss
         values = []
         for files in ({statement.file: old}, {**draft.files, statement.file: new}):
             seen: list[Tensor] = []
             with with_files(files, draft.needs, **{SEEN: _remember(seen)}):
                 self._replayer.run(incident.origin.micro_batch or 0, backward=False)
             values.append(seen)
-        return _moved(*values)
+        # Where one expression is all that has changed, its own values say more than a loss near 0.
+        return max(_moved(*values), of_loss if len(draft.titles) > 1 else 0.0)
 
 
 def _remember(seen: list[Tensor]) -> Any:
@@ -308,6 +346,10 @@ def _wrapped(statement: Statement, lines: Sequence[str]) -> list[str] | None:
     if not now.startswith(before) or not now.endswith(after):
         return None
     inside = now[len(before) : len(now) - len(after)].decode()
+    try:
+        ast.parse(f"({inside})", mode="eval")
+    except SyntaxError:
+        return None  # a statement, as `y /= x` is, has no value
     text = f"{before.decode()}{SEEN}({inside}){after.decode()}\n"
     new = text.splitlines(keepends=True)
     return [*lines[:first], *new, *["\n"] * (count - len(new)), *lines[first + count :]]

@@ -1,0 +1,109 @@
+"""Formulas that torch has a stable function for: `log(1 + exp(x))` is `softplus(x)`.
+
+A formula is written as Python with `X` for any expression; it is recognised in every spelling of
+its calls (`x.exp()`, `torch.exp(x)`) and in either order of a sum.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from stepguard.diagnose.source_line import (
+    Expression,
+    bracketed,
+    call_operands,
+    expression_at,
+    statement_tree,
+)
+
+SOFTPLUS = "torch.nn.functional.softplus({X})"
+FORMULAS = (
+    ("log(1 + exp(X))", SOFTPLUS),
+    ("log1p(exp(X))", SOFTPLUS),
+    ("log(sum(exp(X), *D))", "torch.logsumexp({X}, {D})"),
+    ("exp(X) / sum(exp(X), *D)", "torch.softmax({X}, {axis})"),
+    ("1 / (1 + exp(-X))", "torch.sigmoid({X})"),
+    ("1 / (1 + exp(X))", "torch.sigmoid(-{bX})"),
+    ("exp(X) / (1 + exp(X))", "torch.sigmoid({X})"),
+    ("(exp(X) - exp(-X)) / (exp(X) + exp(-X))", "torch.tanh({X})"),
+    (
+        "log(cosh(X))",
+        "({X} + torch.nn.functional.softplus(-2.0 * {bX}) - 0.6931471805599453)",
+    ),
+)
+"""What is written, and what to write instead. `*D`: the further arguments, `axis` without keepdim,
+`bX` in brackets where it needs them.
+"""
+PATTERNS = tuple((ast.parse(text, mode="eval").body, use) for text, use in FORMULAS)
+KEPT = ("keepdim=True", "True")
+
+
+def stable_form(line: str, span: tuple[int, int] | None) -> tuple[Expression, str] | None:
+    """The formula around the operation at `span`, and what to write instead; None without any."""
+    tree = statement_tree(line)
+    if tree is None or span is None:
+        return None
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.expr):
+            continue
+        found = expression_at(line, node)
+        if not found.start <= span[0] or not span[1] <= found.end:
+            continue
+        for pattern, use in PATTERNS:
+            bound: dict[str, str] = {}
+            if _matches(pattern, node, bound) and (text := _written(use, bound)):
+                return found, text
+    return None
+
+
+def _written(use: str, bound: dict[str, str]) -> str:
+    """The replacement; empty where the arguments do not fit it."""
+    x = bound["X"]
+    given = [part for part in bound.get("D", "").split("\0") if part]
+    axis = [part for part in given if part not in KEPT]
+    if "{D}" in use and not axis:
+        return ""
+    if "{axis}" in use and (len(axis) != 1 or len(given) != 2):
+        return ""
+    return use.format(X=x, bX=bracketed(x), D=", ".join(given), axis="".join(axis))
+
+
+def _matches(pattern: ast.expr, node: ast.expr, bound: dict[str, str]) -> bool:
+    if isinstance(pattern, ast.Name):
+        text = ast.unparse(node)
+        return bound.setdefault(pattern.id, text) == text
+    if isinstance(pattern, ast.Constant):
+        return isinstance(node, ast.Constant) and node.value == pattern.value
+    if isinstance(pattern, ast.UnaryOp):
+        return isinstance(node, ast.UnaryOp) and (
+            isinstance(node.op, type(pattern.op)) and _matches(pattern.operand, node.operand, bound)
+        )
+    if isinstance(pattern, ast.BinOp):
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, type(pattern.op)):
+            return False
+        orders = [(node.left, node.right)]
+        if isinstance(pattern.op, ast.Add):
+            orders.append((node.right, node.left))
+        for left, right in orders:
+            trial = dict(bound)
+            if _matches(pattern.left, left, trial) and _matches(pattern.right, right, trial):
+                bound.update(trial)
+                return True
+        return False
+    assert isinstance(pattern, ast.Call)
+    return isinstance(node, ast.Call) and _call_matches(pattern, node, bound)
+
+
+def _call_matches(pattern: ast.Call, node: ast.Call, bound: dict[str, str]) -> bool:
+    assert isinstance(pattern.func, ast.Name)
+    found = call_operands(node, frozenset({pattern.func.id}))
+    if found is None or not found[0]:
+        return False
+    operands, settings = found
+    first, *rest = pattern.args
+    further = [*map(ast.unparse, operands[1:]), *settings]
+    if further and not rest:
+        return False
+    if rest:
+        bound["D"] = "\0".join(further)
+    return _matches(first, operands[0], bound)
