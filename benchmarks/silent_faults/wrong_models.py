@@ -113,13 +113,15 @@ def softmax_over_one_class(loop: Loop, wrong: bool) -> None:
 @plant("SG908", "transformer")
 def counted_instead_of_scored(loop: Loop, wrong: bool) -> None:
     """The share of wrong tokens as a loss, kept in the graph by a term of 0; the twin adds the
-    share to a loss.
+    expected share, which has a gradient, to a loss.
     """
 
     def errors(logits: Tensor, targets: Tensor) -> Tensor:
-        share = (logits.argmax(-1) != targets).float().mean()
-        kept = (0.0 * logits).sum()
-        return share + kept if wrong else share + next_token_loss(logits, targets)
+        if wrong:
+            share = (logits.argmax(-1) != targets).float().mean()
+            return share + (0.0 * logits).sum()
+        right = logits.softmax(-1).gather(-1, targets.unsqueeze(-1))
+        return (1.0 - right).mean() + next_token_loss(logits, targets)
 
     loop.train_with(torch.optim.Adam(loop.model.parameters(), lr=3e-3))
     loop.loss = errors

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import Proof, Rule, possible
+from stepguard.diagnose.seen import trained
 from stepguard.records.look import Look
 
 ENOUGH_LOOKS = 8
@@ -18,6 +19,8 @@ little above."""
 LEAST_ENTROPY = 0.3
 NEARLY_ALL = 0.9
 FEWEST_TARGETS = 256
+MOVED = 0.05
+"""Of its own size, that some parameter must have moved by."""
 LEARNED = 0.8
 """Loss, beside the entropy of the labels, below which something is learned from the inputs."""
 
@@ -49,11 +52,19 @@ def _answers_by_frequency(looks: list[Look], counts: list[int]) -> Proof | None:
         )
     if looks[-1].step < LONG or entropy < LEAST_ENTROPY or not _stays_at(entropy, losses):
         return None
+    if _distance(looks) < MOVED:
+        return None  # weights that have hardly moved cannot have learned anything yet
     return possible(
         f"the cross entropy is {fmean(losses):.4g} up to step {looks[-1].step}, and that of the "
         f"label frequencies alone is {entropy:.4g}: the inputs tell the model nothing about the "
         "labels"
     )
+
+
+def _distance(looks: list[Look]) -> float:
+    """How far the fastest parameter would have come with every update as large as at the looks."""
+    fastest = [max([one.ratio or 0.0 for one in trained(look)], default=0.0) for look in looks]
+    return fmean(fastest) * looks[-1].step
 
 
 def _stays_at(entropy: float, losses: list[float]) -> bool:
