@@ -79,19 +79,24 @@ def _matches(pattern: ast.expr, node: ast.expr, bound: dict[str, str]) -> bool:
             isinstance(node.op, type(pattern.op)) and _matches(pattern.operand, node.operand, bound)
         )
     if isinstance(pattern, ast.BinOp):
-        if not isinstance(node, ast.BinOp) or not isinstance(node.op, type(pattern.op)):
-            return False
-        orders = [(node.left, node.right)]
-        if isinstance(pattern.op, ast.Add):
-            orders.append((node.right, node.left))
-        for left, right in orders:
-            trial = dict(bound)
-            if _matches(pattern.left, left, trial) and _matches(pattern.right, right, trial):
-                bound.update(trial)
-                return True
-        return False
+        return isinstance(node, ast.BinOp) and _operator_matches(pattern, node, bound)
     assert isinstance(pattern, ast.Call)
     return isinstance(node, ast.Call) and _call_matches(pattern, node, bound)
+
+
+def _operator_matches(pattern: ast.BinOp, node: ast.BinOp, bound: dict[str, str]) -> bool:
+    """Sums match in either order."""
+    if not isinstance(node.op, type(pattern.op)):
+        return False
+    orders = [(node.left, node.right)]
+    if isinstance(pattern.op, ast.Add):
+        orders.append((node.right, node.left))
+    for left, right in orders:
+        trial = dict(bound)
+        if _matches(pattern.left, left, trial) and _matches(pattern.right, right, trial):
+            bound.update(trial)
+            return True
+    return False
 
 
 def _call_matches(pattern: ast.Call, node: ast.Call, bound: dict[str, str]) -> bool:

@@ -375,6 +375,11 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
         return _in_place(fix, found, case)
     if found is None or len(found.operands) < fix.operands:
         return (_in_general(DIVISION if divides else fix, case),)
+    return _by_expression(code, case, fix, found)
+
+
+def _by_expression(code: str, case: Case, fix: Fix, found: Expression) -> tuple[Remedy, ...]:
+    """What to write for this very expression."""
     if fix is DIVISION:
         return _divisions(code, case, found)
     if fix.calls == LOG.calls:

@@ -141,25 +141,33 @@ def _note_program(
         program.imports |= _imported_names(node)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             dropped.add(node.value.func)
-        if _mentioned(node) in NORM_NAMES and node not in dropped:
-            program.norms.setdefault(_mentioned(node), place)
+        mentioned = _mentioned(node)
+        if mentioned in NORM_NAMES and node not in dropped:
+            program.norms.setdefault(mentioned, place)
         if not program.guard and _is_ours(node, ours, GUARDS):
             program.guard = place
         if not isinstance(node, ast.Call):
             continue
+        _note_call(program, node, numbers, place, ours=_is_ours(node, ours, SETTINGS))
         called = _dotted(node.func).rpartition(".")[2]
-        if called == "autocast" and not program.autocast:
-            program.autocast = place
-        if _is_ours(node, ours, SETTINGS):
-            for word in node.keywords:
-                if word.arg and getattr(word.value, "value", "") is not None:
-                    program.settings.setdefault(word.arg, (_literal(word.value, numbers), place))
-        if called in CLIPPING and not program.clipping:
-            program.clipping = place
-            program.clip_norm = _clip_norm(node, numbers)
         if called in testers and any(_is_loss(part, losses) for part in _tested(node)):
             for test in testers[called]:
                 program.loss_tests.setdefault(test, place)
+
+
+def _note_call(
+    program: Program, call: ast.Call, numbers: dict[str, float], place: str, *, ours: bool
+) -> None:
+    """Autocast, clipping, and what a `GuardConfig` or `Policy` (`ours`) is given."""
+    called = _dotted(call.func).rpartition(".")[2]
+    if called == "autocast" and not program.autocast:
+        program.autocast = place
+    if called in CLIPPING and not program.clipping:
+        program.clipping = place
+        program.clip_norm = _clip_norm(call, numbers)
+    for word in call.keywords if ours else ():
+        if word.arg and getattr(word.value, "value", "") is not None:
+            program.settings.setdefault(word.arg, (_literal(word.value, numbers), place))
 
 
 def _imported_names(node: ast.AST) -> set[str]:

@@ -101,14 +101,17 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._classified(args[0])
         elif name == "mse_loss":
             self._compared(args[1])
-        elif name == "sub":
+        elif name in ("sub", "pow", "square"):
+            self._squared_error(name, args, out)
+        return out
+
+    def _squared_error(self, name: str, args: Any, out: Any) -> None:
+        """A mean squared error written by hand: a difference, then its square."""
+        if name == "sub":
             wanted = [one for one in args[:2] if isinstance(one, Tensor) and not one.requires_grad]
             self._difference = (out, wanted[0]) if len(wanted) == 1 else (None, None)
-        elif (
-            name in ("pow", "square") and args[0] is self._difference[0] and args[1:] in ((), (2,))
-        ):
+        elif args[0] is self._difference[0] and args[1:] in ((), (2,)):
             self._compared(self._difference[1])
-        return out
 
     def _multiplied(self, out: Any) -> None:
         # Attention returns its output first, and what its backward needs.

@@ -147,45 +147,13 @@ def _why_not(incident: Incident, step: Step) -> str:
 def _with_trials(
     finding: Finding, incident: Incident, step: Step, facts: RunFacts, budget: LocateBudget
 ) -> Finding:
-    kept: list[Remedy] = []
-    proven = False
     with untouched(step) as keeper, kept_loss_function_state(step) as own:
         replayer = Replayer(step, keeper, budget)
         if step.model_only:
             replayer = ModelReplayer(step, keeper, budget)
             replayer.any_gradient = True
         replayer.loss_fn_state = own
-        trial = _Trial(replayer, incident, facts)
-        waiting = list(finding.remedies)
-        steep: Remedy | None = None
-        while waiting:
-            remedy = waiting.pop(0)
-            if not remedy.edits:
-                kept.append(remedy)
-                continue
-            if proven:
-                continue
-            try:
-                outcome = trial.tried(remedy)
-                if outcome.edits and not outcome.proven and outcome.loss is not None:
-                    # it is shown only where no other holds
-                    steep = steep or outcome
-                    continue
-                kept.append(outcome)
-            except (_NoFixError, ReplayError):
-                continue
-            except PatchError as why:
-                kept.append(replace(remedy, tried=f"not tried: {why}"))
-            proven = kept[-1].proven
-            if remedy.snippet:
-                continue
-            # A fix that is not shown untried may be followed by the same in words.
-            if not proven:
-                kept.pop()
-            elif waiting and not waiting[0].edits:
-                waiting.pop(0)
-    if steep is not None and not proven:
-        kept.append(steep)
+        kept = _Trial(replayer, incident, facts).of_all(finding.remedies)
     if not kept:
         kept = [Remedy(title=NONE_MENDS.format(code=finding.code))]
     return replace(finding, remedies=tuple(kept))
@@ -199,27 +167,67 @@ class _Trial:
         self._incident = incident
         self._facts = facts
 
-    def tried(self, remedy: Remedy) -> Remedy:
-        """The remedy with what it came to. Raises _NoFixError where the step stays bad."""
-        budget = self._replayer.budget
+    def of_all(self, remedies: Sequence[Remedy]) -> list[Remedy]:
+        """What to offer: code fixes up to the first that mends the step, and all that is words."""
+        kept: list[Remedy] = []
+        proven = False
+        steep: list[Remedy] = []
+        waiting = list(remedies)
+        while waiting:
+            remedy = waiting.pop(0)
+            if not remedy.edits:
+                kept.append(remedy)
+                continue
+            outcome = None if proven else self.outcome(remedy)
+            if outcome is None:
+                continue
+            if not outcome.proven and outcome.loss is not None:
+                # it is shown only where no other holds
+                steep.append(outcome)
+                continue
+            proven = outcome.proven
+            # A fix that is not shown untried may be followed by the same in words.
+            if proven or remedy.snippet:
+                kept.append(outcome)
+            if proven and not remedy.snippet and waiting and not waiting[0].edits:
+                waiting.pop(0)
+        return kept if proven else kept + steep[:1]
+
+    def outcome(self, remedy: Remedy) -> Remedy | None:
+        """The remedy with what it came to; None where the step stays bad with it."""
         draft = _Draft(remedy, [remedy.title], set())
-        draft.add(remedy)
+        try:
+            draft.add(remedy)
+            return self._judged(draft, remedy, self._loss_once_finite(draft))
+        except (_NoFixError, ReplayError):
+            return None
+        except PatchError as why:
+            return replace(remedy, tried=f"not tried: {why}")
+
+    def _loss_once_finite(self, draft: _Draft) -> float | None:
+        """Run the step, with further changes where it is bad at another place, until it is fine.
+
+        Raises _NoFixError where it stays bad, and PatchError where there is no time to run it.
+        """
+        budget = self._replayer.budget
         for round_ in range(1, MOST_ROUNDS + 1):
             if not budget.affords(1.0):
-                return replace(remedy, tried=f"not tried: {NO_TIME}")
+                raise PatchError(NO_TIME)
             with with_files(draft.files, draft.needs):
                 loss, bad = self._run()
                 if bad is None:
-                    break
+                    return loss
                 further = None
                 if round_ < MOST_ROUNDS and budget.affords(TRACE):
                     further = self._next_fix(bad)
             if further is None:
-                raise _NoFixError
+                break
             draft.add(further)
             draft.titles.append(further.title)
-        else:
-            raise _NoFixError
+        raise _NoFixError
+
+    def _judged(self, draft: _Draft, remedy: Remedy, loss: float | None) -> Remedy:
+        """The remedy of a step that is finite with it. Raises _NoFixError if it is no mend."""
         usual = max(map(abs, self._facts.losses), default=math.inf)
         if remedy.safety != "safe" and abs(loss or 0.0) > FAR_ABOVE * max(usual, 1.0):
             # finite, but a bound of ours that leaves such a loss mends nothing
