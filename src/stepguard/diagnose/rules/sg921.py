@@ -20,7 +20,7 @@ LEAST_ENTROPY = 0.3
 NEARLY_ALL = 0.9
 FEWEST_TARGETS = 256
 MOVED = 0.05
-"""Of its own size, that some parameter must have moved by."""
+"""Of the size of all weights, that they must have moved by."""
 LEARNED = 0.8
 """Loss, beside the entropy of the labels, below which something is learned from the inputs."""
 
@@ -44,6 +44,8 @@ def _answers_by_frequency(looks: list[Look], counts: list[int]) -> Proof | None:
     late = [look.facts.cross_entropy for look in looks[len(looks) // 2 :]]
     losses = [loss for loss in late if loss is not None]
     learned = bool(losses) and fmean(losses) < LEARNED * entropy
+    if share == 1.0:
+        return None  # contrastive losses put the right answer first, always
     if share >= NEARLY_ALL and len(counts) > 1 and not learned and looks[-1].step >= LONG:
         return possible(
             f"{share:.0%} of the {total:,} targets seen at {len(looks)} looks are class "
@@ -62,9 +64,14 @@ def _answers_by_frequency(looks: list[Look], counts: list[int]) -> Proof | None:
 
 
 def _distance(looks: list[Look]) -> float:
-    """How far the fastest parameter would have come with every update as large as at the looks."""
-    fastest = [max([one.ratio or 0.0 for one in trained(look)], default=0.0) for look in looks]
-    return fmean(fastest) * looks[-1].step
+    """How far all weights would have come with every update as large as at the looks."""
+    shares = []
+    for look in looks:
+        rows = trained(look)
+        size = sum(one.elements * one.weight**2 for one in rows)
+        step = sum(one.elements * (one.update or 0.0) ** 2 for one in rows)
+        shares.append(math.sqrt(step / size) if size else 0.0)
+    return fmean(shares) * looks[-1].step
 
 
 def _stays_at(entropy: float, losses: list[float]) -> bool:
