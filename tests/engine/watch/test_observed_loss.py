@@ -20,7 +20,11 @@ class Scene:
         config = GuardConfig(terminal="quiet")
         self.context = build_context(self.model, optimizer, None, None, None, None, config)
         self.announced: list[Tensor] = []
-        self.observed = ObservedLoss(self.context, self.announced.append)
+        self.observed = ObservedLoss(self.context, self.announce)
+
+    def announce(self, loss: Tensor, *, summed_in_half: bool) -> None:
+        assert not summed_in_half
+        self.announced.append(loss)
 
     def backward(self) -> bool:
         loss = self.model(torch.ones(2, 3)).pow(2).mean()
