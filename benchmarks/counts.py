@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.parts import machine
 from benchmarks.parts.variants import VARIANTS, Variant
 from benchmarks.parts.workloads import QUICK, Workload
-from stepguard.sentinel.packet import Packet
+from stepguard.sentinel.gradients import Packet
 
 SYNCS = (
     "aten::_local_scalar_dense",

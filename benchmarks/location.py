@@ -27,9 +27,9 @@ from benchmarks.parts import machine
 from benchmarks.parts.workloads import FULL, QUICK, Workload
 from stepguard.locate import locate
 from stepguard.records import Origin, Reading
+from stepguard.state.batch import Step
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import capture_rng
-from stepguard.state.step import Step
 
 STEPS_PROMISED, SECONDS_PROMISED, MEMORY_PROMISED = 6.0, 0.3, 2.0
 RESULTS = Path(__file__).parent / "results" / "location.json"

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import stepguard
-from stepguard.run.autoguard import AutomaticGuards
+from stepguard.run.guarded_script import AutomaticGuards
 
 DRIVERS = ("step", "watch", "run")
 WIDTH, STEPS, FIRST_BAD = 6, 3, 2

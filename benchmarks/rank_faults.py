@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 import stepguard
 from benchmarks.parts.forked_ranks import HUNG, KILLED, run_ranks
-from stepguard.sentinel.rank_agreement import Agreement
-from stepguard.sentinel.rank_meeting import Meeting
+from stepguard.sentinel.rank_agreement import Agreement, Meeting
 
 FAULTY = 1
 STEPS = 8

@@ -29,7 +29,7 @@ from benchmarks.zoo.catalogue import chosen
 from benchmarks.zoo.guarded import run_guarded
 from benchmarks.zoo.plain import autocast, make_scaler
 from benchmarks.zoo.trace import finite
-from stepguard.locate.patched_source import PatchError, with_edits
+from stepguard.locate.source import PatchError, with_edits
 
 STEPS = 50
 SAME = 1e-3

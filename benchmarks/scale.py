@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.parts import machine
 from stepguard import Guard, GuardConfig, Policy
-from stepguard.sentinel import rank_meeting
+from stepguard.sentinel import rank_agreement
 
 RESULTS = machine.RESULTS / "scale.json"
 WIDTH, LAYERS, BATCH = 64, 12, 8
@@ -64,8 +64,8 @@ class Counted:
             setattr(distributed_c10d, name, counted)
             setattr(dist, name, counted)
         # the meeting asks for the store each time, so a wrapper of it is seen
-        given = rank_meeting.default_store
-        rank_meeting.default_store = lambda: _CountedStore(given(), self.found)  # type: ignore[assignment]
+        given = rank_agreement.default_store
+        rank_agreement.default_store = lambda: _CountedStore(given(), self.found)  # type: ignore[assignment]
 
     def _collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(first: Any, *rest: Any, **more: Any) -> Any:
@@ -224,7 +224,7 @@ def store_request() -> float:
 
     The best of 20 turns; more than the store itself takes, which answers several ranks at a time.
     """
-    store = rank_meeting.default_store()
+    store = rank_agreement.default_store()
     dist.barrier()
     turns = []
     for _ in range(20 if dist.get_rank() == 0 else 0):

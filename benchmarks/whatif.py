@@ -1,6 +1,6 @@
 """How often is the right fix ranked first, of those that `guard.whatif()` tries?
 
-    python -m benchmarks.whatif [--seeds 5] [--quick]
+    python -m benchmarks.whatif [--seeds 5] [--quick] [--later STEPS]
 
 On trainings whose failure was planted together with its cure, and on the cases of the zoo whose
 cure can be applied from outside (by the sample or the cause they are known for). Beside it: "always
@@ -16,6 +16,7 @@ were right then. `fresh` and `zoo, at once` were not looked at before: they are 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
@@ -35,7 +36,7 @@ from benchmarks.parts.known_fixes import FAILS, FRESH, PLANTED, Planted, Trainin
 from benchmarks.zoo.case import Case, Scene
 from benchmarks.zoo.catalogue import chosen as zoo_cases
 from benchmarks.zoo.plain import autocast, make_scaler
-from stepguard.records.whatif import WhatIf
+from stepguard.records.probes import WhatIf
 
 RESULTS = machine.RESULTS / "whatif.json"
 SEEDS = 5
@@ -77,14 +78,15 @@ def judged(name: str, kind: str, right: frozenset[str], found: WhatIf | None) ->
     return row
 
 
-def planted(one: Planted, seed: int) -> dict[str, Any]:
-    """One training with a known cure."""
+def planted(one: Planted, seed: int, later: int = 0) -> dict[str, Any]:
+    """One training with a known cure, asked about `later` steps after its incident."""
     per_step = bare_step_seconds(one.build(seed))
-    guard = run(one.build(seed), one.incidents)
+    guard = run(one.build(seed), one.incidents, later)
     found: WhatIf | None = None
     began = time.perf_counter()
     if guard.incidents:
-        found = guard.whatif()
+        with contextlib.suppress(stepguard.ConfigError):  # it says why nothing can be tried
+            found = guard.whatif()
     seconds = time.perf_counter() - began
     guard.close()
     kind = "fresh" if one in FRESH else "planted"
@@ -207,16 +209,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--quick", action="store_true", help="three trainings, one seed, no zoo")
     parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument(
+        "--later", type=int, default=0, help="steps trained on before the question; no zoo then"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     chosen = [one for one in (*PLANTED, *FRESH) if not options.quick or one.name in QUICK]
     seeds = range(1 if options.quick else options.seeds)
-    cases = [] if options.quick else [case for case in zoo_cases() if cure(case)]
+    whole = not options.quick and not options.later
+    cases = [case for case in zoo_cases() if cure(case)] if whole else []
     stderr = Console(stderr=True)
     work = [(one, seed) for one in chosen for seed in seeds]
     rows = [
-        planted(one, seed)
+        planted(one, seed, options.later)
         for one, seed in track(work, description="planted", console=stderr, transient=True)
     ]
     rows += [
@@ -228,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind, figures in shares.items():
         told = ", ".join(f"{name} {_shown(value)}" for name, value in figures.items())
         console.print(f"{kind}: {told}", markup=False)
-    if options.output is not None or not options.quick:
+    if options.output is not None or whole:
         content = {"schema": 1, "machine": machine.facts(), "totals": shares, "rows": rows}
         machine.keep(content, options.output or RESULTS)
     return 0

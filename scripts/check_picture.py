@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from scripts.picture import ROOT, WIDTH, svg_format, theme
 
-from stepguard.preflight.run import check
-from stepguard.preflight.target import Request, resolve
-from stepguard.report.preflight import paint_preflight
+from stepguard.preflight.run import Request, check, resolve
+from stepguard.report.checks import paint_preflight
 from stepguard.report.screen import paper
 
 PICTURE = ROOT / "docs" / "images" / "check.svg"

@@ -10,7 +10,7 @@ other code is text:
     configs/file.yaml::key.inner            a key of a .yaml file
     stepguard live --steps                  a command and its options
     make verify-recipes, python -m recipes.verify, python train.py, bash file.sh
-    stepguard.numerics.sinkhorn, Policy.max_rewinds, Reading.lr
+    stepguard.numerics.layers, Policy.max_rewinds, Reading.lr
     SG204                                   a cause code
     precision.effective                     an item of `stepguard check`
 """
@@ -216,7 +216,7 @@ class References:
     def _code(self, span: str) -> str | None:
         if CODE.fullmatch(span) is None:
             return None
-        rule = self.root / "src/stepguard/diagnose/rules" / f"{span.lower()}.py"
+        rule = self.root / "src/stepguard/diagnose/rules" / f"{span.lower()}.md"
         return "" if rule.is_file() else f"{span} is not a cause code"
 
     def _dotted(self, span: str) -> str | None:

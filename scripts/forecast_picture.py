@@ -15,8 +15,8 @@ from benchmarks.parts.failing_trainings import attention_logits
 
 from stepguard import Guard, GuardConfig
 from stepguard.records import Sink
-from stepguard.records.look import Look
-from stepguard.report.figure import AMBER, BLUE, GREY, INK, RED
+from stepguard.records.probes import Look
+from stepguard.report.plot import AMBER, BLUE, GREY, INK, RED
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "forecast.svg"
 SEED = 0

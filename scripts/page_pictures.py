@@ -24,7 +24,7 @@ from house.test_notebook import run as run_notebook  # noqa: E402
 from report.real_runs import restarted, rewound  # noqa: E402
 from report.two_ranks import two_ranks  # noqa: E402
 from serve.served import serving  # noqa: E402
-from stepguard.cli._page import report_page  # noqa: E402
+from stepguard.cli._results import report_page  # noqa: E402
 
 STEPS = "120"
 NOTEBOOK_PAGE = """<!doctype html><meta charset="utf-8"><title>notebook</title><style>

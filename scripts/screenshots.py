@@ -24,8 +24,8 @@ from torch import nn
 import stepguard
 from stepguard import GuardConfig
 from stepguard.journal import read_run
-from stepguard.report.looks import paint
-from stepguard.report.run_terminal import paint_summary
+from stepguard.report.probes import paint_looks
+from stepguard.report.run_report import paint_summary
 from stepguard.report.screen import paper
 from stepguard.report.story import read_story
 from stepguard.report.summary import summarize
@@ -97,7 +97,7 @@ def look_picture() -> str:
                 optimizer.step()
         looks = read_run(Path(folder)).looks
     console = paper(width=picture.WIDTH, colour=True, record=True)
-    paint(looks, console, most=6)
+    paint_looks(looks, console, most=6)
     return console.export_svg(
         title="stepguard look runs/a",
         theme=picture.theme(),

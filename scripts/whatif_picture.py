@@ -10,9 +10,9 @@ from scripts.picture import ROOT, WIDTH, svg_format, theme
 from torch import Tensor, nn
 
 import stepguard
-from stepguard.records.whatif import WhatIf
+from stepguard.records.probes import WhatIf
+from stepguard.report.probes import paint_trials
 from stepguard.report.screen import paper
-from stepguard.report.whatif import paint
 
 PICTURE = ROOT / "docs" / "images" / "whatif.svg"
 TITLE = "What would have helped: the candidates for one incident, the best first"
@@ -42,7 +42,7 @@ def jumping_rate() -> WhatIf:
 def picture() -> str:
     """The table as SVG."""
     console = paper(width=WIDTH, colour=True, record=True)
-    paint(jumping_rate(), console)
+    paint_trials(jumping_rate(), console)
     return console.export_svg(
         title="guard.whatif()",
         theme=theme(),

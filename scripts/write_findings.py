@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from stepguard.diagnose.page import all_rules, index, page
+from stepguard.diagnose.engine import all_rules, index, page
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "findings"
 

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from stepguard.cli.app import app
 from stepguard.records import GuardConfig, Policy
-from stepguard.records.field_docs import fields_with_text
+from stepguard.records.codec import fields_with_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGURATION = ROOT / "docs" / "configuration.md"

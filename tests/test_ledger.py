@@ -12,7 +12,7 @@ import pytest
 
 from stepguard._errors import JournalError
 from stepguard.ledger import SCHEMA, Ledger, ledger_path, read_ledger
-from stepguard.records.bad_samples import BadSamples
+from stepguard.records.checks import BadSamples
 
 ENTRY = BadSamples(
     step=48,

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.disk.formats import Format, Sealed
 from benchmarks.disk.states import state_at, step_of
-from stepguard.state.atomic import Disk, Operation
+from stepguard.state.files import Disk, Operation
 
 Result = TypeVar("Result")
 KINDS = (

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, TypeVar
 
-from stepguard.state.atomic import Disk, Kind, Operation
+from stepguard.state.files import Disk, Kind, Operation
 
 Result = TypeVar("Result")
 Moment = Literal["before", "middle", "after"]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.disk.states import GOOD, facts_at
 from stepguard.checkpoints import Store
-from stepguard.state.atomic import DISK, Disk
+from stepguard.state.files import DISK, Disk
 
 State = dict[str, Tensor]
 KEEP = 2

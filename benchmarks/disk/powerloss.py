@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from stepguard.state.atomic import Operation
+from stepguard.state.files import Operation
 
 DataFate = Literal["kept", "dropped", "zeroed"]
 NameFate = Literal["kept", "dropped", "newest"]

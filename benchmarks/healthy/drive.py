@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import stepguard
 from benchmarks.healthy.same import differences, state_of
 from benchmarks.healthy.training import Calls, Family, Learner, Training, Update
-from stepguard.engine.drivers.optimizer_kinds import needs_closure
+from stepguard.engine.drivers.schedule import needs_closure
 
 Anomalies = Literal["note", "act", "off"]
 MOST_NAMED = 5

@@ -37,8 +37,8 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from stepguard.records.checks import Verification
 from stepguard.records.codec import dumps, to_plain
-from stepguard.records.verification import Verification
 from stepguard.verification import check_path
 
 FORBIDDEN = frozenset(

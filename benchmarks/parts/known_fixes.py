@@ -315,8 +315,8 @@ FRESH = (
 )
 
 
-def run(training: Training, incidents: int) -> stepguard.Guard:
-    """Train until there were so many incidents, or to the end."""
+def run(training: Training, incidents: int, later: int = 0) -> stepguard.Guard:
+    """Train until there were so many incidents and `later` steps after them, or to the end."""
     config = stepguard.GuardConfig(terminal="quiet", look_every=None)
     guard = stepguard.Guard(training.model, training.optimizer, config=config)
     try:
@@ -324,7 +324,9 @@ def run(training: Training, incidents: int) -> stepguard.Guard:
             training.before_step(step)
             guard.step(training.loss, training.batch(step))
             if len(guard.incidents) >= incidents:
-                break
+                later -= 1
+                if later < 0:
+                    break
     except stepguard.TrainingHalted:
         pass
     return guard

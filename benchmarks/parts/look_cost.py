@@ -12,8 +12,8 @@ from torch.optim import AdamW
 import stepguard
 from benchmarks.parts.variants import RATE, bare
 from benchmarks.parts.workloads import Workload
-from stepguard.engine.looks import FIRST, SHARE
-from stepguard.records.look import Look
+from stepguard.engine.probes import FIRST, SHARE
+from stepguard.records.probes import Look
 
 ROUNDS = 8
 

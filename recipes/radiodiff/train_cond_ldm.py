@@ -36,7 +36,7 @@ from denoising_diffusion_pytorch.settings import (
 from denoising_diffusion_pytorch.stages import Stages, build_stages
 from stepguard import GuardConfig
 from stepguard.numerics import events
-from stepguard.preflight.tracking import plain
+from stepguard.preflight.subject import plain
 
 Batch = dict[str, Tensor]
 

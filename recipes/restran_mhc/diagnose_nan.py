@@ -22,9 +22,9 @@ from pathlib import Path
 from configs.config import Config
 from stepguard import StepguardError
 from stepguard.preflight.doctor import examine
-from stepguard.records.examination import Section
+from stepguard.records.incident import Section
 from stepguard.report import screen
-from stepguard.report.doctor import render_examination
+from stepguard.report.checks import render_examination
 
 HERE = Path(__file__).resolve().parent
 EXITS = {"corrupt": 1, "failed": 1}

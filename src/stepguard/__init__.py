@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from stepguard.records import Problem as Problem
     from stepguard.records import Sink as Sink
     from stepguard.records import Verification as Verification
-    from stepguard.run.replay import replay as replay
-    from stepguard.verification.api import verify as verify
+    from stepguard.run.replay import replay
+    from stepguard.verification.path_check import verify
     from stepguard.watching import watch as watch
 
 # name -> module; resolved on first use, so that the torch-free commands never import torch
@@ -53,7 +53,7 @@ _HOMES = {
     "Verification": "stepguard.records",
     "WiringWarning": "stepguard.engine.wiring",
     "replay": "stepguard.run.replay",
-    "verify": "stepguard.verification.api",
+    "verify": "stepguard.verification.path_check",
     "watch": "stepguard.watching",
 }
 

@@ -27,23 +27,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError, TrainingHalted
 from stepguard.engine.build import build_context
-from stepguard.engine.context import bare_step
-from stepguard.engine.drivers.closure import ClosureDriver
-from stepguard.engine.drivers.epoch_schedule import EpochSchedule
-from stepguard.engine.drivers.optimizer_kinds import takes_closure
-from stepguard.engine.drivers.step import StepDriver
+from stepguard.engine.context import bare_step, guard_html, guard_line
+from stepguard.engine.drivers.scaler import EpochSchedule
+from stepguard.engine.drivers.schedule import takes_closure
+from stepguard.engine.drivers.step import ClosureDriver, StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
-from stepguard.engine.hung_rank import watch_for_hung_rank
 from stepguard.engine.incident.exceptions import last_uncaught, tell_end
-from stepguard.engine.incident.rank_comparison import RankComparison
-from stepguard.engine.incident.try_whatif import try_what_helps
-from stepguard.engine.interception import offer
-from stepguard.engine.notebook_view import guard_html, guard_line
-from stepguard.engine.protect import Protection, in_words
-from stepguard.engine.recover.agreed_stop import AgreedStop
+from stepguard.engine.incident.ranks import RankComparison
+from stepguard.engine.incident.trials import try_what_helps
+from stepguard.engine.protect import Protection, in_words, offer
 from stepguard.engine.recover.checkpoints import Checkpoints
 from stepguard.engine.recover.rewind import Rewinder
-from stepguard.engine.recover.signals import Signals
+from stepguard.engine.recover.signals import AgreedStop, Signals, watch_for_hung_rank
 from stepguard.engine.result import StepResult
 from stepguard.engine.wiring import (
     Wiring,
@@ -55,10 +50,9 @@ from stepguard.engine.wiring import (
 )
 from stepguard.port import Port
 from stepguard.records import GuardConfig, Incident
-from stepguard.records.whatif import WhatIf
-from stepguard.state.delivered_batches import observe_loaders, stop_observing
-from stepguard.state.resumable_loader import ResumableLoader
-from stepguard.state.step import LossFn, total_loss
+from stepguard.records.probes import WhatIf
+from stepguard.state.batch import LossFn, total_loss
+from stepguard.state.loader import ResumableLoader, observe_loaders, stop_observing
 from stepguard.whatif.candidates import OwnFix
 
 __all__ = ["Guard", "StepResult"]

@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from stepguard._errors import JournalError
-from stepguard.records.codec import dumps, from_jsonable, restore_floats, to_plain
-from stepguard.records.incident import Incident
-from stepguard.records.linefile import LineFile
-from stepguard.records.look import Look
-from stepguard.records.old_fields import upgrade_incident
-from stepguard.records.reading import Reading
-from stepguard.records.sink import Sink
+from stepguard.records.codec import LineFile, dumps, from_jsonable, restore_floats, to_plain
+from stepguard.records.incident import Incident, Reading, Sink, upgrade_incident
+from stepguard.records.probes import Look
 
 SCHEMA = 1
 """Raised when a line's meaning changes; readers refuse what is newer than themselves."""

@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from stepguard._errors import JournalError
-from stepguard.records.bad_samples import BadSamples
-from stepguard.records.codec import dumps, from_jsonable, to_plain
-from stepguard.records.linefile import LineFile
+from stepguard.records.checks import BadSamples
+from stepguard.records.codec import LineFile, dumps, from_jsonable, to_plain
 
 SCHEMA = 1
 """Raised when a line's meaning changes; readers refuse what is newer than themselves."""

@@ -18,9 +18,9 @@ from stepguard.engine.context import Context
 from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.incident.closer_look import agreed_trouble
-from stepguard.engine.interception import offer
+from stepguard.engine.protect import offer
 from stepguard.engine.recover.rewind import Rewinder
-from stepguard.state.step import LossFn
+from stepguard.state.batch import LossFn
 
 
 class Port:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from stepguard.engine.drivers.watch import WatchDriver
-from stepguard.engine.watch.clipping import clip_before_update
+from stepguard.engine.watch.observed_loss import clip_before_update
 from stepguard.engine.wiring import building_for, check_watched
 from stepguard.guard import Guard
 from stepguard.records import GuardConfig

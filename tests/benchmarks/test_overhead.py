@@ -16,7 +16,7 @@ from benchmarks.parts.variants import VARIANTS
 from benchmarks.parts.workloads import FULL, QUICK
 
 from benchmarks import counts, overhead, table
-from stepguard.sentinel.packet import Packet
+from stepguard.sentinel.gradients import Packet
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from benchmarks.silent_faults.plant import Plant
 
 from benchmarks import silent
 from stepguard.diagnose import all_rules
-from stepguard.diagnose.silent import SERIES
+from stepguard.diagnose.engine import SERIES
 
 
 def test_every_code_is_planted_in_three_trainings() -> None:

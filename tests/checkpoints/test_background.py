@@ -16,7 +16,7 @@ from benchmarks.disk.states import GOOD, facts_at, state_at
 
 from checkpoints.kit import SIZE, held, names
 from stepguard.checkpoints import Background, Store
-from stepguard.state.atomic import Disk, Operation
+from stepguard.state.files import Disk, Operation
 
 Result = TypeVar("Result")
 

@@ -8,7 +8,7 @@ import pytest
 
 from checkpoints.kit import saved
 from stepguard._errors import StoreError
-from stepguard.checkpoints import Store, entries
+from stepguard.checkpoints import Store, seal
 
 
 def test_every_flipped_bit_of_the_pointer_is_noticed(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_every_flipped_bit_of_the_pointer_is_noticed(tmp_path: Path) -> None:
 def test_entries_are_listed_newest_first_and_damaged_ones_apart(tmp_path: Path) -> None:
     saved(Store(tmp_path), 1, 10, 9)
     (tmp_path / "step-1" / "seal.json").unlink()
-    listed, damaged = entries.list_entries(tmp_path)
+    listed, damaged = seal.list_entries(tmp_path)
     assert [entry.path.name for entry in listed] == ["step-9", "step-10"]
     assert [each.path.name for each in damaged] == ["step-1"]
 
@@ -34,13 +34,13 @@ def test_entries_are_listed_newest_first_and_damaged_ones_apart(tmp_path: Path) 
 def test_only_temporary_files_of_writers_are_leftovers(tmp_path: Path) -> None:
     for name in (".step-2.17-0.tmp", ".last-good.17-1.tmp", ".step-7.tmp", "step-3", "notes.tmp"):
         (tmp_path / name).mkdir()
-    found = [path.name for path in entries.leftovers(tmp_path)]
+    found = [path.name for path in seal.leftovers(tmp_path)]
     assert found == [".last-good.17-1.tmp", ".step-2.17-0.tmp"]
 
 
 def test_pointer_to_a_checkpoint_that_was_sealed_again_is_refused(tmp_path: Path) -> None:
     saved(Store(tmp_path), 1)
-    assert entries.read_pointer(tmp_path) == tmp_path / "step-1"
-    (tmp_path / "last-good").write_bytes(entries.pointer_bytes("step-1", "0" * 32))
+    assert seal.read_pointer(tmp_path) == tmp_path / "step-1"
+    (tmp_path / "last-good").write_bytes(seal.pointer_bytes("step-1", "0" * 32))
     with pytest.raises(StoreError, match="another seal"):
-        entries.read_pointer(tmp_path)
+        seal.read_pointer(tmp_path)

@@ -10,7 +10,7 @@ from benchmarks.disk.states import GOOD
 from torch import Tensor
 
 from stepguard._errors import StoreError
-from stepguard.checkpoints import Store, file_plan
+from stepguard.checkpoints import Store, files
 
 
 @pytest.mark.parametrize(
@@ -40,20 +40,20 @@ def test_name_reserved_by_the_format_is_refused(tmp_path: Path) -> None:
 
 def test_header_is_aligned_and_wide_elements_come_first() -> None:
     forms = {
-        "a": file_plan.TensorForm(torch.float16, (3,)),
-        "b": file_plan.TensorForm(torch.float64, (2,)),
-        "c": file_plan.TensorForm(torch.complex64, (5,)),
+        "a": files.TensorForm(torch.float16, (3,)),
+        "b": files.TensorForm(torch.float64, (2,)),
+        "c": files.TensorForm(torch.complex64, (5,)),
     }
-    (plan,) = file_plan.plan_files(forms)
+    (plan,) = files.plan_files(forms)
     assert plan.names == ("b", "c", "a") and len(plan.header) % 8 == 0
     assert plan.size == len(plan.header) + 16 + 40 + 6
-    assert file_plan.plan_file(plan.name, plan.names, forms) == plan
+    assert files.plan_file(plan.name, plan.names, forms) == plan
 
 
 def test_files_are_split_by_size_and_none_is_empty_but_the_only_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(file_plan, "FILE_BYTES", 100)
-    forms = {name: file_plan.TensorForm(torch.float32, (20,)) for name in "abc"}
-    assert [plan.names for plan in file_plan.plan_files(forms)] == [("a",), ("b",), ("c",)]
-    assert [plan.names for plan in file_plan.plan_files({})] == [()]
+    monkeypatch.setattr(files, "FILE_BYTES", 100)
+    forms = {name: files.TensorForm(torch.float32, (20,)) for name in "abc"}
+    assert [plan.names for plan in files.plan_files(forms)] == [("a",), ("b",), ("c",)]
+    assert [plan.names for plan in files.plan_files({})] == [()]

@@ -17,7 +17,7 @@ import torch
 from checkpoints.kit import in_child, saved
 from stepguard._errors import StoreError
 from stepguard.checkpoints import Seal, SealedFile, SealedTensor, Store, read_seal
-from stepguard.checkpoints.file_plan import TensorForm, plan_file
+from stepguard.checkpoints.files import TensorForm, plan_file
 from stepguard.checkpoints.seal import digest_of, seal_bytes
 
 TENSORS = "tensors-00000.safetensors"

@@ -18,7 +18,7 @@ from benchmarks.disk.states import GOOD, facts_at, state_at
 
 from checkpoints.kit import SIZE, held, in_child, names, saved
 from stepguard.checkpoints import Store
-from stepguard.checkpoints.entries import entry_of, read_pointer
+from stepguard.checkpoints.seal import entry_of, read_pointer
 
 
 def _resume_and_save(folder: Path, disk: Dying | Recorder, steps: int) -> None:

@@ -14,7 +14,8 @@ from benchmarks.disk.states import GOOD, state_at
 
 from checkpoints.kit import held, names, saved
 from stepguard._errors import StoreError
-from stepguard.checkpoints import Store, opening
+from stepguard.checkpoints import Store
+from stepguard.checkpoints import store as opening
 
 TENSORS = "tensors-00000.safetensors"
 

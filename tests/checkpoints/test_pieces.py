@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepguard.checkpoints import pieces
+from stepguard.checkpoints import files
 
 FLOATS = [
     torch.float64,
@@ -24,7 +24,7 @@ def test_finite_test_agrees_with_torch_on_every_bit_pattern_of_two_bytes() -> No
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         wanted = int((~torch.isfinite(patterns.view(dtype))).sum())
-        found = sum(pieces.nonfinite(piece, dtype) for piece in pieces.pieces(patterns.view(dtype)))
+        found = sum(files.nonfinite(piece, dtype) for piece in files.pieces(patterns.view(dtype)))
         assert found == wanted > 0
 
 
@@ -33,15 +33,15 @@ def test_finite_test_agrees_with_torch_on_every_bit_pattern_of_one_byte() -> Non
     for dtype in (d for d in FLOATS if d.itemsize == 1):
         wanted = int((~torch.isfinite(patterns.view(dtype).to(torch.float32))).sum())
         assert (
-            sum(pieces.nonfinite(piece, dtype) for piece in pieces.pieces(patterns.view(dtype)))
+            sum(files.nonfinite(piece, dtype) for piece in files.pieces(patterns.view(dtype)))
             == wanted
             > 0
         )
 
 
 def test_strided_tensor_comes_in_row_major_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 64)
+    monkeypatch.setattr(files, "PIECE", 64)
     for shape in ((5, 7, 11), (3, 40), (200, 1), (1, 33)):
         tensor = torch.randn(*reversed(shape)).permute(*reversed(range(len(shape))))
-        found = b"".join(bytes(piece) for piece in pieces.pieces(tensor))
+        found = b"".join(bytes(piece) for piece in files.pieces(tensor))
         assert found == tensor.contiguous().numpy().tobytes(), shape

@@ -14,8 +14,8 @@ from benchmarks.disk.powerloss import FATES, DataFate, NameFate, Platter, prefix
 from checkpoints.kit import held, names, saved
 from stepguard._errors import StoreError
 from stepguard.checkpoints import Store
-from stepguard.checkpoints.entries import entry_of, read_pointer
-from stepguard.state.atomic import Operation
+from stepguard.checkpoints.seal import entry_of, read_pointer
+from stepguard.state.files import Operation
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import stepguard
 from stepguard._errors import StoreError
 from stepguard.checkpoints import Health, Store
-from stepguard.tensors.sharding import TensorPart
+from stepguard.tensors.names import TensorPart
 
 HEALTHY = Health(loss=1.0, level=1.1, steps_watched=50, incidents=0, good=True)
 WEIGHT = torch.arange(42.0).reshape(7, 6)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from checkpoints.kit import SIZE, held, names, saved
 from stepguard.checkpoints import Entry, Store
-from stepguard.checkpoints.retention import removable
+from stepguard.checkpoints.seal import removable
 
 DOUBTFUL = replace(GOOD, good=False)
 

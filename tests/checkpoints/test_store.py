@@ -18,8 +18,8 @@ from benchmarks.disk.states import GOOD, facts_at, state_at
 import forked
 from checkpoints.kit import SIZE, held, names, saved
 from stepguard._errors import StepguardError, StoreError
-from stepguard.checkpoints import Store, read_seal, writing
-from stepguard.state.atomic import Operation
+from stepguard.checkpoints import Store, files, read_seal
+from stepguard.state.files import Operation
 
 DOUBTFUL = replace(GOOD, good=False)
 
@@ -155,7 +155,7 @@ def test_everything_is_on_disk_before_the_name_and_the_name_before_the_pointer(
 def test_large_files_are_synced_as_they_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "PACE", 4000)
+    monkeypatch.setattr(files, "PACE", 4000)
     disk = Recorder()
     Store(tmp_path, disk=disk).save(1, {f"t{i}": torch.ones(1000) for i in range(5)}, {}, GOOD)
     kinds = [op.kind for op in disk.operations if op.path.suffix == ".safetensors"]

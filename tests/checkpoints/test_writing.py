@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stepguard._errors import StoreError
-from stepguard.checkpoints import Store, file_plan, pieces, read_seal
+from stepguard.checkpoints import Store, read_seal
+from stepguard.checkpoints import files as file_plan
+from stepguard.checkpoints import files as pieces
 
 FLOATS = [
     torch.float64,

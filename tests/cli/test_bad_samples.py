@@ -13,7 +13,7 @@ from house.fresh import run_cli
 from stepguard.cli.app import app
 from stepguard.journal import Journal
 from stepguard.ledger import Ledger, ledger_path
-from stepguard.records.bad_samples import BadSamples
+from stepguard.records.checks import BadSamples
 
 
 def invoke(*words: str | Path) -> Any:

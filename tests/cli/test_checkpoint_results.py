@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepguard.cli import _checkpoint_results
+from stepguard.cli import _results
 from verification import saved
 
 
@@ -18,19 +18,19 @@ def good(tmp_path: Path) -> Path:
 def test_bar_appears_on_a_terminal_after_a_while_and_leaves_no_trace(
     good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_checkpoint_results, "PATIENCE", -1.0)
+    monkeypatch.setattr(_results, "PATIENCE", -1.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    (found,) = _checkpoint_results.verified([good])
+    (found,) = _results.verified([good])
     shown = capsys.readouterr()
     assert found.ok and "verifying" in shown.err and shown.out == ""
-    monkeypatch.setattr(_checkpoint_results, "PATIENCE", 1e9)
-    _checkpoint_results.verified([good])
+    monkeypatch.setattr(_results, "PATIENCE", 1e9)
+    _results.verified([good])
     assert capsys.readouterr().err == ""
 
 
 def test_bar_is_not_drawn_into_a_pipe(
     good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_checkpoint_results, "PATIENCE", -1.0)
-    _checkpoint_results.verified([good])
+    monkeypatch.setattr(_results, "PATIENCE", -1.0)
+    _results.verified([good])
     assert capsys.readouterr().err == ""

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from cli.journals import run_stepguard, write_run
 from stepguard.cli.app import app
-from stepguard.cli.live import follow
+from stepguard.cli.runs import follow
 from stepguard.journal import Journal
 from stepguard.records import Reading
 from stepguard.report.story import StoryReader

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cli.scripts import write
 from stepguard.cli.app import app
-from stepguard.run import fix as fixes
+from stepguard.run import replay as fixes
 
 PROJECT = '''"""A project."""
 from __future__ import annotations

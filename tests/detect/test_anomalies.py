@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from detect.runs import CONFIG, HEALTHY, PEERS, SETTLED, healthy, play, played, reading, slow_rise
 from stepguard.detect import History, judge
-from stepguard.detect.anomalies import ZERO_STEPS, trend
+from stepguard.detect.judge import ZERO_STEPS, trend
 from stepguard.records import GuardConfig
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

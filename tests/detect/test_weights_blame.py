@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from detect.runs import SETTLED, played, reading
-from stepguard.detect.weights_blame import LASTING, Signs, blame_weights
+from stepguard.detect.judge import LASTING, Signs, blame_weights
 from stepguard.records import Verdict
 
 HIGH = Verdict(kind="spike", severity="suspicion", summary="high", evidence={"loss": 50.0})

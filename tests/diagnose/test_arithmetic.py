@@ -8,7 +8,7 @@ import pytest
 
 from diagnose.diagnose_literals import at, number, origin, tensor
 from stepguard.diagnose import Case
-from stepguard.diagnose.arithmetic import (
+from stepguard.diagnose.rule import (
     counts_nothing,
     log_argument,
     negative_root,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from stepguard import Guard, GuardConfig
+from stepguard.diagnose.engine import HEALTHY_SERIES
 from stepguard.diagnose.rules import RULES
-from stepguard.diagnose.silent import HEALTHY_SERIES
 from stepguard.records import Incident
 
 ROOT = Path(__file__).parents[2]

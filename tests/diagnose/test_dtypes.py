@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from stepguard.diagnose.dtypes import FORMATS, exp_limit, largest, plain, rounds_to_zero
+from stepguard.diagnose.case import FORMATS, exp_limit, largest, plain, rounds_to_zero
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -11,11 +11,11 @@ import torch
 import stepguard
 from stepguard import GuardConfig
 from stepguard.diagnose import Rule, all_rules
-from stepguard.diagnose.forecast import SERIES, forecasts, trend_begins
+from stepguard.diagnose.engine import FORECAST_SERIES, forecasts, trend_begins
 from stepguard.journal import RunRecord, read_run
 from stepguard.records import Reading
 
-FORECASTS = [rule for rule in all_rules() if rule.code.startswith(SERIES)]
+FORECASTS = [rule for rule in all_rules() if rule.code.startswith(FORECAST_SERIES)]
 CURES = [
     pytest.param(rule, remedy.snippet, id=f"{rule.code}-{number}")
     for rule in FORECASTS

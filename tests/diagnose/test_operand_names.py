@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diagnose.diagnose_literals import number, origin, tensor
-from stepguard.diagnose.operand_names import name_operands
+from stepguard.diagnose.source_line import name_operands
 from stepguard.records import Operand
 
 X = tensor("self", (4,), 0.0, 1.0)

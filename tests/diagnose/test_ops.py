@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepguard.diagnose import ops
+from stepguard.diagnose import case
 
 
 @pytest.mark.parametrize(
@@ -12,13 +12,13 @@ from stepguard.diagnose import ops
     [("aten.add_", "add"), ("aten._softmax", "_softmax"), ("norm", "norm"), (None, "")],
 )
 def test_base_name_drops_packet_and_in_place_mark(op: str | None, name: str) -> None:
-    assert ops.base_name(op) == name
+    assert case.base_name(op) == name
 
 
 def test_what_counts_and_what_measures_are_different_families() -> None:
-    assert not ops.COUNTED & (ops.MEASURED | ops.CURVED)
+    assert not case.COUNTED & (case.MEASURED | case.CURVED)
 
 
 def test_no_family_names_an_in_place_operation() -> None:
-    families = (ops.PRODUCTS, ops.STATISTICS, ops.NORM_LAYERS, ops.SOFTMAXES, ops.EXPONENTIALS)
+    families = (case.PRODUCTS, case.STATISTICS, case.NORM_LAYERS, case.SOFTMAXES, case.EXPONENTIALS)
     assert not [name for family in families for name in family if name.endswith("_")]

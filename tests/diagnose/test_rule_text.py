@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepguard.diagnose.rule_text import parse, rule_text
+from stepguard.diagnose.rule import parse, rule_text
 from stepguard.diagnose.rules import RULES
 
 PAGE = """# SG999: a made-up cause

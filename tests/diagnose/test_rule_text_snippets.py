@@ -12,7 +12,7 @@ import torch
 
 from stepguard.diagnose import Rule
 from stepguard.diagnose import all_rules as every_rule
-from stepguard.diagnose.silent import HEALTHY_SERIES
+from stepguard.diagnose.engine import HEALTHY_SERIES
 
 Names = dict[str, Any]
 

@@ -11,7 +11,7 @@ import torch
 import stepguard
 from stepguard import GuardConfig
 from stepguard.diagnose import Rule, all_rules
-from stepguard.diagnose.silent import SERIES, silent_findings
+from stepguard.diagnose.engine import SERIES, silent_findings
 from stepguard.journal import read_run
 from stepguard.records import Reading
 

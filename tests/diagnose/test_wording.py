@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diagnose.diagnose_literals import number, tensor
-from stepguard.diagnose.wording import broken_by, counts, describe, limit_of, spell
+from stepguard.diagnose.rule import broken_by, counts, describe, limit_of, spell
 
 
 @pytest.mark.parametrize(

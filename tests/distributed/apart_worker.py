@@ -26,7 +26,7 @@ from process_group import gloo
 from stepguard import Guard, GuardConfig, StoreError
 from stepguard.checkpoints import Store, read_seal
 from stepguard.engine.protect import GuardDisarmed
-from stepguard.sentinel import rank_meeting
+from stepguard.sentinel import rank_agreement
 
 FEATURES, STEPS, BAD_STEP, BAD_RANK = 4, 6, 2, 1
 WRITING = ("rank0_save", "rank0_save_bad", "rank0_restore", "joined_checkpoint")
@@ -281,7 +281,7 @@ def rank0_save(out: Path, wrap: str) -> dict[str, Any]:
     inner = model.module if wrap == "ddp" else model
     inner.seen.fill_(1.0 + dist.get_rank())
     running.step(data(0))
-    with mock.patch.object(rank_meeting.time, "sleep", wraps=time.sleep) as waits:
+    with mock.patch.object(rank_agreement.time, "sleep", wraps=time.sleep) as waits:
         alone = guard.save() if dist.get_rank() == 0 else None
     for step in range(1, STEPS):
         running.step(data(step))

@@ -22,12 +22,12 @@ from distributed.worker import BAD_RANK, BAD_STEP, LOCATING, guarded, reference
 from process_group import gloo
 from stepguard import GuardConfig
 from stepguard.engine import transaction
-from stepguard.engine.incident import incident_record, rank_reading
+from stepguard.engine.incident import incident_record, ranks
 from stepguard.engine.protect import GuardDisarmed
 
 WEAK_SPOTS: dict[str, tuple[Any, str]] = {
-    "closer_look": (rank_reading, "examine"),
-    "own_trouble": (rank_reading, "own_trouble"),
+    "closer_look": (ranks, "examine"),
+    "own_trouble": (ranks, "own_trouble"),
     "foreign": (transaction, "mark_foreign_parameter"),
     "causes": (transaction, "find_causes"),
     "deciding": (transaction, "choose_remedy"),

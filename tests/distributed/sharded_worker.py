@@ -24,7 +24,7 @@ import stepguard
 from distributed.sharded_models import CLASSES, FEATURES, RATE, build, data_rank
 from distributed.worker import counted
 from stepguard import Guard, GuardConfig, TrainingHalted
-from stepguard.engine.drivers import step_end
+from stepguard.engine.drivers import step as step_end
 from stepguard.records import Origin
 
 STEPS, BAD_STEP, BAD_RANK = 6, 2, 1

@@ -23,7 +23,7 @@ import stepguard
 from process_group import gloo
 from stepguard import Guard, GuardConfig, TrainingHalted
 from stepguard.engine import transaction
-from stepguard.engine.drivers import step_end
+from stepguard.engine.drivers import step as step_end
 from stepguard.engine.protect import GuardDisarmed
 from stepguard.engine.watch import live_tracing
 

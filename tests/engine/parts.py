@@ -9,9 +9,9 @@ from torch import nn
 
 from guard.scenes import plain_net
 from stepguard.records import Decision, Evidence, Incident, Origin, Reading, Verdict
+from stepguard.state.batch import Step
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import capture_rng
-from stepguard.state.step import Step
 
 
 def step_of(*micro_batches: Any, index: int = 0, **changed: Any) -> Step:

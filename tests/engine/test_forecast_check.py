@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from stepguard import Guard, GuardConfig
-from stepguard.engine.forecast_check import ForecastCheck
-from stepguard.engine.looks import LookSchedule
+from stepguard.engine.probes import ForecastCheck, LookSchedule
 from stepguard.journal import read_run
 from stepguard.records import Reading
-from stepguard.records.look import AttentionLook, Look
+from stepguard.records.probes import AttentionLook, Look
 from stepguard.report.story import read_story
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from distributed.launch import PATHS
-from stepguard.engine.hung_rank import RankProgress, behind
+from stepguard.engine.recover.signals import RankProgress, behind
 
 WORKER = Path(__file__).parents[1] / "distributed" / "hung_worker.py"
 SEEN = 7

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stepguard.engine.interception import StepTaken, borrowing, offer, taking
+from stepguard.engine.protect import StepTaken, borrowing, offer, taking
 
 
 def _loss(batch: Any) -> Any:

@@ -10,13 +10,7 @@ import pytest
 
 from report.literals import MASKED_ROW
 from stepguard import GuardConfig
-from stepguard.engine.outputs import (
-    Output,
-    OutputLost,
-    Outputs,
-    SinkDropped,
-    add_people_outputs,
-)
+from stepguard.engine.protect import Output, OutputLost, Outputs, SinkDropped, add_people_outputs
 from stepguard.journal import Journal, read_run
 from stepguard.records import Reading, Sink
 

@@ -18,7 +18,7 @@ import torch
 import stepguard
 from guard.scenes import LOOPS, Scene, batches, grouped, plain_net, poisoned, quiet
 from stepguard import ConfigError, Guard
-from stepguard.engine.outputs import OutputLost
+from stepguard.engine.protect import OutputLost
 from stepguard.journal import read_run
 
 SCRIPT = Path(__file__).with_name("full_disk_run.py")

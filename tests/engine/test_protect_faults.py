@@ -18,20 +18,19 @@ from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
 import stepguard.detect
-import stepguard.engine.drivers.step_end
+import stepguard.engine.drivers.step
 import stepguard.engine.incident.incident_record
-import stepguard.engine.outputs
+import stepguard.engine.protect
 import stepguard.engine.reader
-import stepguard.engine.recover.probation
 import stepguard.engine.recover.rewind
 import stepguard.engine.recover.snapshots
 import stepguard.engine.transaction
 import stepguard.engine.watch.live_tracing
 import stepguard.engine.watch.observed_loss
 import stepguard.journal
-import stepguard.report.humanlog
+import stepguard.report.sinks
 import stepguard.report.terminal
-import stepguard.sentinel.packet
+import stepguard.sentinel.gradients
 import stepguard.state.buffers
 from guard.scenes import (
     LOOPS,
@@ -48,8 +47,7 @@ from guard.scenes import (
 )
 from pairwise import pairwise
 from stepguard import Policy
-from stepguard.engine.outputs import OutputLost
-from stepguard.engine.protect import GuardDisarmed, NotExplained, PartFailed
+from stepguard.engine.protect import GuardDisarmed, NotExplained, OutputLost, PartFailed
 from stepguard.journal import read_run
 
 pytestmark = pytest.mark.slow
@@ -61,14 +59,14 @@ GRADIENTS = (stepguard.engine.reader, stepguard.engine.watch.observed_loss)
 WEAK_SPOTS: dict[str, tuple[Any, str]] = {
     "norm": (GRADIENTS, "gradient_norm"),
     "look at the weights": (stepguard.engine.reader, "largest"),
-    "reading": (stepguard.sentinel.packet.Packet, "fetch"),
+    "reading": (stepguard.sentinel.gradients.Packet, "fetch"),
     "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),
     "judging": (stepguard.engine.transaction, "judge_reading"),
     "history": (stepguard.detect.History, "add"),
 }
 SPARED: dict[str, tuple[Any, str]] = {
     "journal": (stepguard.journal.Journal, "step"),
-    "readable log": (stepguard.report.humanlog.HumanLog, "step"),
+    "readable log": (stepguard.report.sinks.HumanLog, "step"),
     "snapshots": (stepguard.engine.recover.snapshots.Snapshots, "between_steps"),
     "probation": (stepguard.engine.recover.rewind.Rewinder, "committed"),
 }
@@ -81,15 +79,15 @@ AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
     "facts of the run": (stepguard.engine.transaction, "run_facts"),
     "deciding": (stepguard.engine.transaction, "choose_remedy"),
     "planning": (stepguard.engine.recover.rewind.Rewinder, "plan"),
-    "probation": (stepguard.engine.recover.probation.Probation, "incident"),
+    "probation": (stepguard.engine.recover.snapshots.Probation, "incident"),
     "recording": (stepguard.engine.incident.incident_record, "write_down"),
     "capsule": (stepguard.engine.incident.incident_record, "write_capsule"),
     "folder of the incident": (stepguard.engine.incident.incident_record, "write_file"),
     "journal": (stepguard.journal.Journal, "incident"),
     "step line": (stepguard.journal.Journal, "step"),
-    "readable log": (stepguard.report.humanlog.HumanLog, "incident"),
+    "readable log": (stepguard.report.sinks.HumanLog, "incident"),
     "terminal": (stepguard.report.terminal, "paint_incident"),
-    "sink": (stepguard.engine.outputs.Outputs, "incident"),
+    "sink": (stepguard.engine.protect.Outputs, "incident"),
     "applying": (stepguard.engine.transaction.Transaction, "apply"),
     "verdict": (stepguard.engine.transaction, "judge_reading"),
 }

@@ -26,7 +26,7 @@ from guard.scenes import (
 )
 from stepguard import Guard, GuardConfig
 from stepguard.engine.protect import GuardDisarmed
-from stepguard.sentinel.packet import Packet
+from stepguard.sentinel.gradients import Packet
 
 DATA = batches(12)
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "allclose", "_unique2")

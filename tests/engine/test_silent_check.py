@@ -11,13 +11,15 @@ from torch import nn
 
 import stepguard
 from stepguard import GuardConfig
-from stepguard.diagnose.rules.sg912 import IN_A_ROW
+from stepguard.diagnose.rules.sg900 import SG912_IN_A_ROW
 from stepguard.journal import read_run
 
 Schedule = torch.optim.lr_scheduler.LRScheduler
 
 
-def told(folder: Path, loop: Callable[[Schedule, int], None], steps: int = IN_A_ROW) -> list[str]:
+def told(
+    folder: Path, loop: Callable[[Schedule, int], None], steps: int = SG912_IN_A_ROW
+) -> list[str]:
     """Codes that a watched run with a schedule was told; `loop` is called after every update."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -39,23 +41,23 @@ def test_schedule_that_is_never_stepped_is_told_at_the_end(tmp_path: Path) -> No
 
 def test_schedule_stepped_once_an_epoch_is_not_told(tmp_path: Path) -> None:
     def once(schedule: Schedule, step: int) -> None:
-        if step == IN_A_ROW - 1:
+        if step == SG912_IN_A_ROW - 1:
             schedule.step()
 
     assert told(tmp_path, once) == []
 
 
 def test_short_run_is_not_told(tmp_path: Path) -> None:
-    assert told(tmp_path, lambda schedule, step: None, steps=IN_A_ROW - 1) == []
+    assert told(tmp_path, lambda schedule, step: None, steps=SG912_IN_A_ROW - 1) == []
 
 
 def test_run_that_an_exception_ends_is_not_told(tmp_path: Path) -> None:
     def interrupt(schedule: Schedule, step: int) -> None:
-        if step == IN_A_ROW:
+        if step == SG912_IN_A_ROW:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        told(tmp_path, interrupt, steps=IN_A_ROW + 2)
+        told(tmp_path, interrupt, steps=SG912_IN_A_ROW + 2)
     assert [n for n in read_run(tmp_path).notes if n.get("kind") == "silent"] == []
 
 

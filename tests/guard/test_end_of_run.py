@@ -21,9 +21,9 @@ import forked
 import stepguard
 from distributed.launch import PATHS, launch
 from stepguard.cli.app import app
-from stepguard.engine.outputs import OutputLost
+from stepguard.engine.protect import OutputLost
 from stepguard.journal import is_running, this_process
-from stepguard.report.page_facts import verdict
+from stepguard.report.page import verdict
 from stepguard.report.story import read_story
 from stepguard.report.story.model import Attempt
 

@@ -24,7 +24,7 @@ from guard.scenes import (
     state_of,
 )
 from stepguard import ConfigError, GuardConfig, Incident
-from stepguard.engine.outputs import SinkDropped
+from stepguard.engine.protect import SinkDropped
 from stepguard.integrations.sinks import Sink
 from stepguard.journal import read_run
 from stepguard.records import Reading

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 import stepguard
-from stepguard.records.field_docs import fields_with_text
+from stepguard.records.codec import fields_with_text
 
 NAMES = [name for name in stepguard.__all__ if name != "__version__"]
 RECORDS = [name for name in NAMES if is_dataclass(getattr(stepguard, name))]

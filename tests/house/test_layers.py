@@ -25,8 +25,8 @@ def _edges(**modules: str) -> list[graph.Edge]:
 
 
 def test_source_is_really_read() -> None:
-    assert "stepguard.records.reading" in MODULES
-    assert ("stepguard.detect.judge", "stepguard.records.reading") in {
+    assert "stepguard.records.incident" in MODULES
+    assert ("stepguard.detect.judge", "stepguard.records.incident") in {
         (e.importer, e.target) for e in EDGES
     }
 
@@ -54,10 +54,10 @@ def test_frameworks_are_imported_by_integrations_only() -> None:
 def test_rich_that_draws_random_numbers_is_imported_at_start_by_report_only() -> None:
     assert graph.rich_at_start_outside_report(MODULES) == []
     made_up = {
-        "stepguard.engine.outputs": "from rich.console import Console",
+        "stepguard.engine.protect": "from rich.console import Console",
         "stepguard.report.panel": "import rich",
     }
-    assert graph.rich_at_start_outside_report(made_up) == ["stepguard.engine.outputs"]
+    assert graph.rich_at_start_outside_report(made_up) == ["stepguard.engine.protect"]
 
 
 def test_module_without_layer_would_be_caught() -> None:

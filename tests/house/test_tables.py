@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import get_args
 
-from stepguard.records import decision, verdict
+from stepguard.records import incident
 from stepguard.report import phrases
-from stepguard.report.decision_words import ACTION_WORDS
+from stepguard.report.phrases import ACTION_WORDS
 
 
 def test_every_action_has_its_words() -> None:
-    assert set(ACTION_WORDS) == set(get_args(decision.Action))
+    assert set(ACTION_WORDS) == set(get_args(incident.Action))
 
 
 def test_every_verdict_has_a_title() -> None:
-    assert set(phrases.VERDICT_TITLES) == set(get_args(verdict.VerdictKind)) - {"ok"}
+    assert set(phrases.VERDICT_TITLES) == set(get_args(incident.VerdictKind)) - {"ok"}

@@ -47,7 +47,7 @@ from stepguard import ConfigError, Incident, Policy, TrainingHalted
 from stepguard.integrations import lightning as integration
 from stepguard.integrations._lightning_saves import AUTOMATIC
 from stepguard.integrations._lightning_step import TrainingStep
-from stepguard.integrations._versions import Framework
+from stepguard.integrations._parts import Framework
 from stepguard.integrations.lightning import GuardCallback
 from stepguard.journal import read_run
 

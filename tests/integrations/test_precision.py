@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from stepguard.integrations import _precision
+from stepguard.integrations import _parts
 from stepguard.integrations.transformers import half_precision
 
 
@@ -57,6 +57,6 @@ def test_an_accelerator_that_is_not_cuda_is_not_traded_for_the_cpu(
 
 
 def cpu_with_bf16(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
-    for sign in _precision.CPU_SIGNS:
+    for sign in _parts.CPU_SIGNS:
         found: Any = lambda: present  # noqa: E731
         monkeypatch.setattr(torch.cpu, sign, found)

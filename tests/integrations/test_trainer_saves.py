@@ -20,7 +20,7 @@ from integrations.trainers import (
     texts,
     trainer,
 )
-from stepguard.integrations._saves import to_delete
+from stepguard.integrations._parts import to_delete
 from stepguard.integrations.transformers import SaveRefused, guard
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from integrations.trainers import numbers, regression, trainer
 from stepguard import ConfigError
-from stepguard.integrations._versions import Framework
+from stepguard.integrations._parts import Framework
 from stepguard.integrations.transformers import guard
 
 KNOWN = Framework("transformers", first="5.0", before="6.0", tested="5.22.2", without=("5.3.1",))

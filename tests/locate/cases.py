@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepguard.records import Evidence, Origin
-from stepguard.records.evidence import NO_EVIDENCE
+from stepguard.records.incident import NO_EVIDENCE
 
 from .loop import Loop
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from stepguard.locate import locate
 from stepguard.records import Origin, Reading
+from stepguard.state.batch import Step, total_loss
 from stepguard.state.buffers import BufferKeeper, keeps_statistics
 from stepguard.state.rng import capture_rng
-from stepguard.state.step import Step, total_loss
 
 
 @dataclass

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepguard.locate.attribution import Attribution, Read, attribute
-from stepguard.locate.calls import Call
-from stepguard.locate.finite import flaws
+from stepguard.locate.operands import Attribution, Call, Read, attribute, flaws
 
 INF = math.inf
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from stepguard.locate.autocast_dtype import AutocastObserver
-from stepguard.locate.modules import ModuleSpans
+from stepguard.locate.evidence import AutocastObserver
+from stepguard.locate.source import ModuleSpans
 from stepguard.locate.tracer import Tracer
 
 

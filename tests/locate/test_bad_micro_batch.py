@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.bad_micro_batch import bad_micro_batch, compiled_only, repeats
 from stepguard.locate.replay import Replayer
+from stepguard.locate.samples import bad_micro_batch, compiled_only, repeats
 from stepguard.records import Reading
+from stepguard.state.batch import Step
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
 from stepguard.state.rng import capture_rng
-from stepguard.state.step import Step
 
 from .cases import noise
 

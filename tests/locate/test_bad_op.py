@@ -7,10 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from stepguard.locate.attribution import Read
-from stepguard.locate.bad_op import BadOp, Invocation
-from stepguard.locate.calls import Call
-from stepguard.locate.operators import describe
+from stepguard.locate.evidence import BadOp, Invocation
+from stepguard.locate.operands import Call, Read, describe
 
 
 def read(name: str, tensor: Tensor) -> Read:

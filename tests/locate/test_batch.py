@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stepguard.locate.batch import duplicate, named_tensors, repaired, sample_count, subset
+from stepguard.locate.replay_state import duplicate, named_tensors, repaired, sample_count, subset
 
 
 class Pair(NamedTuple):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from stepguard.locate.calls import Call, ancestors, aten, earliest, real_maker
-from stepguard.locate.finite import Flaws
+from stepguard.locate.operands import Call, Flaws, ancestors, aten, earliest, real_maker
 
 
 def call(index: int, op: str = "aten.mul", **fields: object) -> Call:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepguard.locate.calls import Call
-from stepguard.locate.modules import ModuleSpans
+from stepguard.locate.operands import Call
+from stepguard.locate.source import ModuleSpans
 from stepguard.locate.tracer import Tracer
 from stepguard.records import Evidence
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.exception_origin import (
+from stepguard.locate.origins import (
     place_exception,
     place_replayed_exception,
     traceback_origin,
     whole_attempt,
 )
 from stepguard.records import Origin
-from stepguard.state.step import Step
+from stepguard.state.batch import Step
 
 from .cases import noise
 from .test_bad_micro_batch import step_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepguard.locate.finite import Flaws, flaws, mask_like, plain, storage_key
+from stepguard.locate.operands import Flaws, flaws, mask_like, plain, storage_key
 
 INF = math.inf
 

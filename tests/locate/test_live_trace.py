@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.live_trace import SEEN_LIVE, LiveTrace, OwnSpans
-from stepguard.locate.shared_tracer import Recorder, module_key, present_recorder, shared_recorder
+from stepguard.locate.live_trace import (
+    SEEN_LIVE,
+    LiveTrace,
+    OwnSpans,
+    Recorder,
+    module_key,
+    present_recorder,
+    shared_recorder,
+)
 from stepguard.records import Reading
 
 from .cases import noise

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepguard.locate import locate
-from stepguard.locate.locate_budget import FLOOR, MOST_FRUITLESS, LocateBudget
 from stepguard.locate.replay import Ran, Replayer
+from stepguard.locate.replay_state import FLOOR, MOST_FRUITLESS, LocateBudget
 from stepguard.records import Origin, Reading
-from stepguard.state.step import Step
+from stepguard.state.batch import Step
 
 from . import loop as loops
 from .cases import noise

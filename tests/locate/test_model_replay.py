@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.model_replay import (
+from stepguard.locate.replay import (
     CAME_IN,
     OUTSIDE_BACKWARD,
     OUTSIDE_BOTH,
@@ -17,9 +17,8 @@ from stepguard.locate.model_replay import (
     outside_model,
 )
 from stepguard.records import Origin, Reading
-from stepguard.state.batch import OUTPUT_GRADIENT
+from stepguard.state.batch import OUTPUT_GRADIENT, Step
 from stepguard.state.isolation import untouched
-from stepguard.state.step import Step
 
 from .cases import noise
 from .test_bad_micro_batch import step_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.modules import ModuleSpans
+from stepguard.locate.source import ModuleSpans
 from stepguard.tensors.torch_private import next_sequence_number
 
 

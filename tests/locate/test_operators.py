@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepguard.locate.operators import describe
+from stepguard.locate.operands import describe
 
 aten = torch.ops.aten
 INF = math.inf

@@ -8,12 +8,10 @@ import torch
 from torch import nn
 
 from stepguard.locate.blame import FirstBad
-from stepguard.locate.calls import Call
-from stepguard.locate.finite import Flaws
-from stepguard.locate.modules import ModuleSpans
-from stepguard.locate.origin_record import line_of, origin_of
+from stepguard.locate.live_trace import line_of, origin_of
+from stepguard.locate.operands import Call, Flaws
 from stepguard.locate.replay import Ran, Replayer, Traced
-from stepguard.locate.source import Line
+from stepguard.locate.source import Line, ModuleSpans
 from stepguard.locate.tracer import Tracer
 
 from .cases import noise

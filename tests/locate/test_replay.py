@@ -14,10 +14,10 @@ from torch import nn
 from stepguard.locate import locate
 from stepguard.locate.replay import Replayer
 from stepguard.records import Reading
+from stepguard.state.batch import Step
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
 from stepguard.state.rng import capture_rng
-from stepguard.state.step import Step
 
 from .cases import noise
 

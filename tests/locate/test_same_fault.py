@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.same_fault import kind
+from stepguard.locate.replay import kind
 
 from .guarded import code, evidence, first_incident, noise
 

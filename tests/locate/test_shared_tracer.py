@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from stepguard.locate import shared_tracer
-from stepguard.locate.modules import ModuleSpans
-from stepguard.locate.shared_tracer import (
+from stepguard.locate import live_trace
+from stepguard.locate.live_trace import (
     LiveTracer,
     leave,
     module_key,
     present_recorder,
     shared_recorder,
 )
+from stepguard.locate.source import ModuleSpans
 from stepguard.tensors.torch_private import TorchDispatchMode, dispatch_mode_stack
 
 
@@ -86,7 +86,7 @@ def test_fault_of_the_tracer_ends_the_trace_and_not_the_step(
 
 
 def test_full_tracer_records_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_tracer, "MOST_CALLS", 2)
+    monkeypatch.setattr(live_trace, "MOST_CALLS", 2)
     tracer = LiveTracer(ModuleSpans({}))
     with tracer:
         torch.ones(2).exp().sin().cos()
@@ -111,7 +111,7 @@ def test_forgotten_calls_free_their_past_and_keep_the_numbers() -> None:
 
 
 def test_modules_have_one_key_for_all_guards() -> None:
-    recorder = shared_tracer.Recorder()
+    recorder = live_trace.Recorder()
     model = nn.Linear(1, 1)
     recorder.follow_modules({"": model})
     recorder.follow_modules({"critic": model})

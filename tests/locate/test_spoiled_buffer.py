@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.spoiled_buffer import buffer_origin
+from stepguard.locate.origins import buffer_origin
 from stepguard.records import Reading
 
 from .cases import noise

@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.stop_at_origin import frames_at_origin
+from stepguard.locate.find_origin import frames_at_origin
 from stepguard.records import Reading
 
 from .cases import noise

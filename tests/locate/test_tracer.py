@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stepguard.locate.calls import Call
-from stepguard.locate.modules import ModuleSpans
+from stepguard.locate.operands import Call
+from stepguard.locate.source import ModuleSpans
 from stepguard.locate.tracer import Tracer
 
 INF = math.inf

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.look.deep_look import DeepLook
-from stepguard.records.look import Look
+from stepguard.records.probes import Look
 
 
 def look_at(

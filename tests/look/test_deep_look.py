@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from look.looked import look_at
 from stepguard.look.deep_look import DeepLook
-from stepguard.records.look import Look, TensorLook
+from stepguard.records.probes import Look, TensorLook
 
 
 class Squares(nn.Module):

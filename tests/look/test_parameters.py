@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from look.looked import look_at
-from stepguard.records.look import Look, ParameterLook
+from stepguard.records.probes import Look, ParameterLook
 
 
 def parameter(look: Look, name: str) -> ParameterLook:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepguard.policy import Budget
-from stepguard.policy.budget import PER
+from stepguard.policy.decide import PER
 from stepguard.records import Policy
 from stepguard.report.phrases import count
 

@@ -9,9 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepguard.policy import Budget, decide
-from stepguard.policy.budget import LEAST_LOST, budget_from
-from stepguard.policy.decide import Fault, Situation, allows_continuing
-from stepguard.policy.rewind_choice import RewindPlan, RewindTarget
+from stepguard.policy.decide import (
+    LEAST_LOST,
+    Fault,
+    RewindPlan,
+    RewindTarget,
+    Situation,
+    allows_continuing,
+    budget_from,
+)
 from stepguard.records import Action, Decision, Policy
 
 ACTIONS: tuple[Action, ...] = get_args(Action)

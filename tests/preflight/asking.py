@@ -14,10 +14,9 @@ from torch import nn
 
 from stepguard._errors import ConfigError
 from stepguard.preflight import Tracked
-from stepguard.preflight.run import check
-from stepguard.preflight.target import Request, resolve
-from stepguard.records.preflight import Outcome, Preflight
-from stepguard.state.importing import import_function, importable
+from stepguard.preflight.run import Request, check, resolve
+from stepguard.records.checks import Outcome, Preflight
+from stepguard.state.capsule import import_function, importable
 
 PROJECT = Path(__file__).parent / "project"
 CONFIG = json.loads((PROJECT / "config.json").read_text())

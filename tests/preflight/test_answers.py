@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepguard.preflight.answers import failed, listed, one_line, passed
+from stepguard.preflight.subject import failed, listed, one_line, passed
 
 
 def test_exception_is_one_short_line() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from preflight.doctored import project_in
 from stepguard.preflight.doctor import best_of, examine
-from stepguard.records.examination import Examination, Section
+from stepguard.records.incident import Examination, Section
 from stepguard.verification import check_path
 from verification import saved
 

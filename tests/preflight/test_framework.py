@@ -14,10 +14,9 @@ from torch import nn
 
 from stepguard import ConfigError
 from stepguard.preflight import Subject, check
-from stepguard.preflight.framework import read_framework
+from stepguard.preflight.inspection import Probe
 from stepguard.preflight.items.precision import emulated
-from stepguard.preflight.probe import Probe
-from stepguard.preflight.subject import subject_of
+from stepguard.preflight.subject import read_framework, subject_of
 
 
 @pytest.fixture

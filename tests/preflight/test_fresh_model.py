@@ -9,7 +9,7 @@ import pytest
 
 from preflight.doctored import project_in
 from stepguard import ConfigError
-from stepguard.preflight.fresh_model import FreshModel
+from stepguard.preflight.doctor import FreshModel
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from stepguard import ConfigError
-from stepguard.preflight.answers import NotApplicable, NotGiven
 from stepguard.preflight.inspection import CheckContext, Inspection
-from stepguard.preflight.subject import Subject
-from stepguard.records.verification import Verification
+from stepguard.preflight.subject import NotApplicable, NotGiven, Subject
+from stepguard.records.checks import Verification
 
 
 def inspect(**parts: Any) -> Inspection:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, passed
-from stepguard.preflight.inspection import CheckContext, Inspection
-from stepguard.preflight.item import item
+from stepguard.preflight.inspection import CheckContext, Inspection, item
 from stepguard.preflight.run import run_item
-from stepguard.preflight.subject import Subject
+from stepguard.preflight.subject import Answer, NotApplicable, NotGiven, Subject, passed
 
 NOTHING = Inspection(Subject(), CheckContext(Path()))
 

@@ -7,9 +7,8 @@ from collections import Counter
 import torch
 from torch import nn
 
-from stepguard.preflight.framework import FrameworkFacts
-from stepguard.preflight.probe import probe_precision
-from stepguard.preflight.traced_step import TracedStep
+from stepguard.preflight.inspection import TracedStep, probe_precision
+from stepguard.preflight.subject import FrameworkFacts
 
 CPU = torch.device("cpu")
 HALF = FrameworkFacts(name="half", openers=(lambda: torch.autocast("cpu", dtype=torch.bfloat16),))

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from preflight.asking import inside
 from stepguard.preflight import Subject, check
-from stepguard.records.preflight import Preflight
+from stepguard.records.checks import Preflight
 
 LINEAR = nn.Linear(3, 3)
 ROWS = torch.ones(2, 3)

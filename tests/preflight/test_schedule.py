@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from stepguard.preflight import schedule
-from stepguard.preflight.schedule import dry_run, follows_metric, peak_rates
+from stepguard.preflight import subject
+from stepguard.preflight.subject import dry_run, follows_metric, peak_rates
 
 
 def adam(lr: float = 1e-3) -> torch.optim.Optimizer:
@@ -33,7 +33,7 @@ def test_schedule_that_is_too_short_says_where_it_fails() -> None:
 
 
 def test_long_run_is_not_tried_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "MOST_STEPS", 5)
+    monkeypatch.setattr(subject, "MOST_STEPS", 5)
     optimizer = adam()
     found = dry_run(optimizer, lr_scheduler.ConstantLR(optimizer), 6)
     assert (found.steps, found.whole) == (5, False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepguard.preflight.sizes import (
+from stepguard.preflight.subject import (
     available_memory,
     gradient_bytes,
     model_bytes,

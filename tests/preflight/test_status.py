@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stepguard.preflight.inspection import CheckContext, Inspection
-from stepguard.preflight.status import alignment, status_facts
+from stepguard.preflight.run import alignment, status_facts
 from stepguard.preflight.subject import Subject
 
 

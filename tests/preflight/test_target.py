@@ -9,8 +9,7 @@ import pytest
 
 from preflight.asking import PROJECT, ask, inside, written
 from stepguard import ConfigError
-from stepguard.preflight.run import check
-from stepguard.preflight.target import Request, resolve
+from stepguard.preflight.run import Request, check, resolve
 
 
 def given(target: str, **more: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from preflight.asking import CONFIG, inside
 from stepguard.preflight import Subject, Tracked, check
-from stepguard.preflight.tracking import unread
+from stepguard.preflight.subject import unread
 
 
 class Stateful(nn.Module):

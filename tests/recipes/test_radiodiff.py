@@ -12,7 +12,7 @@ import torch
 from recipe_process import run
 from stepguard import verify
 from stepguard.journal import read_run
-from stepguard.preflight.tracking import unread
+from stepguard.preflight.subject import unread
 
 TINY = (
     "model.image_size=16",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stepguard.journal import read_run
-from stepguard.report.stages import judge_stages, parse_stage
+from stepguard.report.live import judge_stages, parse_stage
 from stepguard.report.story import read_story
 
 REPORTED = (
@@ -409,7 +409,7 @@ def test_diagnose_compares_the_configuration_with_safe_settings(
 ) -> None:
     from configs.config import Config
     from diagnose_nan import compared
-    from stepguard.records.examination import Section
+    from stepguard.records.incident import Section
 
     found = compared(Config(**changed), Section(title="configuration", status="fine", lines=("",)))
 
@@ -422,7 +422,7 @@ def test_diagnose_compares_the_configuration_with_safe_settings(
 def test_a_fault_that_the_examination_found_outlasts_the_comparison(folder: Path) -> None:
     from configs.config import Config
     from diagnose_nan import compared
-    from stepguard.records.examination import Section
+    from stepguard.records.incident import Section
 
     fault = Section(title="configuration", status="failed", lines=("", "the rate comes back"))
 

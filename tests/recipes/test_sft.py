@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipe_process import run
-from stepguard.preflight.tracking import unread
+from stepguard.preflight.subject import unread
 
 TINY = (
     "model.hidden_size=16",

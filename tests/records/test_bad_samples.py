@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepguard.records.bad_samples import BadSamples
+from stepguard.records.checks import BadSamples
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from dataclasses import fields
 
 from stepguard.records import Evidence, Origin
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.records.evidence import NO_EVIDENCE
-from stepguard.records.origin import with_evidence
+from stepguard.records.incident import NO_EVIDENCE, with_evidence
 
 
 def test_joined_records_hold_the_facts_of_both() -> None:

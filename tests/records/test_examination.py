@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepguard.records.examination import Examination, Section, SectionStatus, not_checked
+from stepguard.records.incident import Examination, Section, SectionStatus, not_checked
 
 
 @pytest.mark.parametrize(

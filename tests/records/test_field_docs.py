@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
-from stepguard.records.field_docs import documented, fields_with_text
+from stepguard.records.codec import documented, fields_with_text
 
 
 @documented

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepguard.records.linefile import LineFile
+from stepguard.records.codec import LineFile
 
 
 def test_half_a_line_of_a_crash_is_ended_by_the_next_line(tmp_path: Path) -> None:

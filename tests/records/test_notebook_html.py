@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepguard.records import Decision, Finding, Incident, Operand, Origin, Reading, Remedy, Verdict
-from stepguard.records.notebook_html import box, code, stacked
+from stepguard.records.incident import box, code, stacked
 
 HOSTILE = "<script>alert(1)</script>"
 

@@ -8,7 +8,7 @@ import pytest
 
 from stepguard.records import Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.records.old_fields import upgrade_incident
+from stepguard.records.incident import upgrade_incident
 
 INCIDENT = Incident(
     id="i",

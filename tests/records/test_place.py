@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepguard.records import Origin
-from stepguard.records.place import place, place_and_phase
+from stepguard.records.incident import place, place_and_phase
 
 
 def test_place_names_the_root_model_and_what_lies_outside() -> None:

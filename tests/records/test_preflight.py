@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepguard.records.preflight import Outcome, Preflight
+from stepguard.records.checks import Outcome, Preflight
 
 RESULT = Preflight(
     target="train:build",

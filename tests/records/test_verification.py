@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from stepguard.records.checks import Problem, Rate, Verification, Watched
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.records.verification import Problem, Rate, Verification, Watched
 
 BAD = Problem(file="a.pt", kind="nan", tensor="w", detail="1 NaN of 3", role="parameter")
 ODD = Problem(file="a.pt", kind="inf", tensor="mask", severity="warning", role="buffer")

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from report.literals import Written, masked_row, step_line, told, troubled_run
-from stepguard.report.curves import decimate, gather, scale_for, stretches, thin
+from stepguard.report.plot import decimate, gather, scale_for, stretches, thin
 
 
 def test_series_hold_finite_values_only() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from report.literals import BARE
 from stepguard.records import Decision, Policy, Reading
-from stepguard.records.decision import Action
-from stepguard.report.decision_words import ACTION_WORDS, budget, done, done_times, effect
+from stepguard.records.incident import Action
+from stepguard.report.phrases import ACTION_WORDS, budget, done, done_times, effect
 
 ACTIONS: tuple[Action, ...] = typing.get_args(Action)
 

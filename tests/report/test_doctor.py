@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepguard.records.examination import Examination, Section
-from stepguard.report.doctor import render_examination
+from stepguard.records.incident import Examination, Section
+from stepguard.report.checks import render_examination
 
 
 def test_sections_are_numbered_and_commands_stay_whole() -> None:

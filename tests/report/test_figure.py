@@ -6,7 +6,7 @@ from pathlib import Path
 
 from report import real_runs
 from report.literals import NAN, Written, step_line, told, troubled_run
-from stepguard.report.figure import describe, replace_file
+from stepguard.report.plot import describe, replace_file
 from stepguard.report.story import read_story
 
 

@@ -18,7 +18,7 @@ from stepguard import Guard, GuardConfig
 from stepguard.journal import RunRecord
 from stepguard.records import Decision, Incident, Reading, Verdict
 from stepguard.report.health import concerns, silence
-from stepguard.report.live_view import judge_run
+from stepguard.report.live import judge_run
 from stepguard.report.story import read_story
 
 END = {"type": "end", "armed": True}

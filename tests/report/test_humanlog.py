@@ -13,7 +13,7 @@ import pytest
 import forked
 from report.literals import BARE, INF, MASKED_ROW, NAN, masked_row, note
 from stepguard.records import Decision, Reading, Verdict
-from stepguard.report.humanlog import HumanLog, drop_torn_line, step_line
+from stepguard.report.sinks import HumanLog, drop_torn_line, step_line
 
 NOON = datetime(2026, 3, 1, 12, 0, 5)
 SNIPPET = """

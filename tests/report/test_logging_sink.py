@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from report.literals import MASKED_ROW, masked_row, note
-from stepguard.report.logging_sink import LOGGER, LoggingSink
+from stepguard.report.sinks import LOGGER, LoggingSink
 
 
 class Records(logging.Handler):

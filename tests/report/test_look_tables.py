@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepguard.records.look import AttentionLook, Look, ParameterLook, TensorLook
-from stepguard.report.look_tables import look_tables
+from stepguard.records.probes import AttentionLook, Look, ParameterLook, TensorLook
+from stepguard.report.probes import look_tables
 
 
 def look(step: int, bits: float, infinities: int = 0) -> Look:

@@ -17,17 +17,14 @@ from typer.testing import CliRunner
 
 import stepguard
 from browser import opened, started
-from stepguard.cli._page import report_page
+from stepguard.cli._results import report_page
 from stepguard.cli.app import app
 from stepguard.locate.source import variable_name
-from stepguard.report.page_document import story_document
-from stepguard.report.page_facts import overview, verdict
-from stepguard.report.run_markdown import render_markdown
-from stepguard.report.run_terminal import render_terminal
+from stepguard.report.page import overview, story_document, verdict
+from stepguard.report.run_report import render_markdown, render_terminal
 from stepguard.report.story import read_story
 from stepguard.report.summary import render_json, summarize
-from stepguard.serve.folders import RunFolders
-from stepguard.serve.follower import PageProgress, RunFollower
+from stepguard.serve.app import PageProgress, RunFolders, RunFollower
 
 STEPS, BAD = 12, 6
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stepguard.report.page_columns import (
+from stepguard.report.page import (
     FINITE,
     MINUS_INF,
     MISSING,

@@ -12,8 +12,7 @@ from report.hostile import ATTACK, hostile_run
 from report.real_runs import restarted
 from stepguard.journal import Journal
 from stepguard.records import Reading
-from stepguard.report.page_document import Extras, parts, run_name, story_document, version
-from stepguard.report.page_incident import LONGEST_TEXT
+from stepguard.report.page import LONGEST_TEXT, Extras, parts, run_name, story_document, version
 from stepguard.report.story import read_story
 
 

@@ -8,7 +8,7 @@ from cli.journals import write_run
 from report.hostile import ATTACK
 from stepguard.journal import Journal
 from stepguard.records import Reading
-from stepguard.report.page_facts import (
+from stepguard.report.page import (
     chain_of_events,
     concern_words,
     fact_groups,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from stepguard.records import Decision, Incident, Operand, Origin, Reading, Verdict
-from stepguard.report.page_incident import LONGEST_TEXT, bad_values, clipped, incident_card
+from stepguard.report.page import LONGEST_TEXT, bad_values, clipped, incident_card
 from stepguard.report.story import StoryIncident
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from cli.journals import write_run
 from report.real_runs import silently_wrong
 from stepguard.journal import Journal
-from stepguard.report.page_looks import looks_section
+from stepguard.report.page import looks_section
 from stepguard.report.story import read_story
 
 

@@ -8,7 +8,7 @@ import typing
 import pytest
 
 from stepguard.records import Operand, Origin
-from stepguard.records.verdict import VerdictKind
+from stepguard.records.incident import VerdictKind
 from stepguard.report import phrases
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from report.literals import NAN, Written, step_line, told, troubled_run
 from stepguard._errors import ConfigError
-from stepguard.report.figure import describe
-from stepguard.report.plot_png import write_png
+from stepguard.report.plot import describe, write_png
 
 pytest.importorskip("matplotlib")
 

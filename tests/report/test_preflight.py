@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from stepguard.records.checks import Outcome, Preflight
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.records.preflight import Outcome, Preflight
-from stepguard.report.preflight import SECTIONS, render_preflight
+from stepguard.report.checks import SECTIONS, render_preflight
 
 RESULT = Preflight(
     target="train:build",

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from stepguard.records.bad_samples import BadSamples
-from stepguard.report.bad_samples import as_json, render_ledger, suspects
+from stepguard.records.checks import BadSamples
+from stepguard.report.checks import as_json, render_ledger, suspects
 
 ENTRY = BadSamples(
     step=300,

@@ -14,7 +14,7 @@ from cli.journals import run_stepguard, write_run
 from report.hostile import hostile_run
 from report.real_runs import fixed, in_part, restarted, rewound, silently_wrong
 from report.two_ranks import two_ranks
-from stepguard.cli._page import report_page
+from stepguard.cli._results import report_page
 
 pytestmark = pytest.mark.process
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stepguard.records import Reading
-from stepguard.report.scalars import NONFINITE, SKIPPED, finite_only, scalars
+from stepguard.report.sinks import NONFINITE, SKIPPED, finite_only, scalars
 
 HEALTHY: dict[str, Any] = {
     "step": 7,

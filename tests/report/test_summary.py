@@ -18,11 +18,9 @@ from report.literals import (
     troubled_run,
 )
 from stepguard.records import Decision, Incident, Policy
-from stepguard.report.run_markdown import render_markdown
-from stepguard.report.run_terminal import render_terminal
+from stepguard.report.run_report import render_markdown, render_terminal
 from stepguard.report.story import story_of
-from stepguard.report.summary import RunSummary, longest_stretch, render_json, summarize
-from stepguard.report.timeline import Event
+from stepguard.report.summary import Event, RunSummary, longest_stretch, render_json, summarize
 
 SCREEN = """\
 stepguard report: runs/demo/journal.jsonl ──────────────────────────────────────

@@ -7,7 +7,7 @@ from typing import Any
 
 from report.literals import Written, masked_row, step_line, told
 from stepguard.records import Incident
-from stepguard.report.timeline import Event, timeline
+from stepguard.report.summary import Event, timeline
 
 
 def _texts(events: tuple[Event, ...]) -> list[str]:

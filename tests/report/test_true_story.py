@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from report import real_runs
 from stepguard.cli.app import app
 from stepguard.report.compare import compare
-from stepguard.report.curves import gather
-from stepguard.report.figure import describe
-from stepguard.report.run_terminal import render_terminal
+from stepguard.report.plot import describe, gather
+from stepguard.report.run_report import render_terminal
 from stepguard.report.story import Story, read_story
 from stepguard.report.summary import summarize
 

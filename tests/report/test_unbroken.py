@@ -16,7 +16,7 @@ from report import literals
 from stepguard.cli.app import app
 from stepguard.report import screen
 from stepguard.report.panel import paint_incident
-from stepguard.report.unbroken import CUT, Unbroken, fitted, middle
+from stepguard.report.screen import CUT, Unbroken, fitted, middle
 from verification import saved
 
 WIDTHS = [40, 60, 80, 120]

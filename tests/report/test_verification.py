@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepguard.records.verification import Problem, Verification
-from stepguard.report.verification import render_results
+from stepguard.records.checks import Problem, Verification
+from stepguard.report.checks import render_results
 
 BAD = Problem(
     file="run/a/optimizer.pt",

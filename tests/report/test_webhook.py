@@ -13,9 +13,9 @@ import stepguard
 from guard.scenes import NAN, plain_net
 from report.endpoint import Endpoint, listening
 from stepguard import ConfigError, Guard, GuardConfig, Policy, TrainingHalted
-from stepguard.engine.outputs import SinkDropped
+from stepguard.engine.protect import SinkDropped
 from stepguard.integrations.sinks.webhook import WebhookSink
-from stepguard.report.webhook import LONGEST, payload
+from stepguard.report.sinks import LONGEST, payload
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_stop_is_told_always(endpoint: Endpoint) -> None:
     assert "HALTED step=" in endpoint.got[-1]["text"]
 
 
-@pytest.mark.filterwarnings("always::stepguard.engine.outputs.SinkDropped")
+@pytest.mark.filterwarnings("always::stepguard.engine.protect.SinkDropped")
 def test_endpoint_that_refuses_costs_one_line_without_its_address(endpoint: Endpoint) -> None:
     endpoint.status = 404
     with pytest.warns(SinkDropped) as caught:
@@ -70,7 +70,7 @@ def test_endpoint_that_refuses_costs_one_line_without_its_address(endpoint: Endp
     assert len(guard.incidents) == 9 and guard.armed
 
 
-@pytest.mark.filterwarnings("always::stepguard.engine.outputs.SinkDropped")
+@pytest.mark.filterwarnings("always::stepguard.engine.protect.SinkDropped")
 def test_redirect_is_not_followed_and_told_without_addresses(endpoint: Endpoint) -> None:
     with listening() as other:
         endpoint.status = 307
@@ -109,7 +109,7 @@ def test_endpoint_that_hangs_never_holds_training_back(endpoint: Endpoint) -> No
 def test_queue_is_bounded_and_what_is_left_out_is_counted(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepguard.report.webhook.WAITING", 2)
+    monkeypatch.setattr("stepguard.report.sinks.WAITING", 2)
     endpoint.open.clear()
     sink = WebhookSink(endpoint.url, timeout=30.0)
     for number in range(20):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
-from stepguard.records.whatif import TrialOutcome, WhatIf
-from stepguard.report.whatif import progress_bar, sentences, show
+from stepguard.records.probes import TrialOutcome, WhatIf
+from stepguard.report.probes import progress_bar, sentences, show
 
 SKIP = TrialOutcome(
     name="skip",

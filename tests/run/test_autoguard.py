@@ -9,7 +9,7 @@ from torch import nn
 import stepguard
 from stepguard import GuardConfig
 from stepguard.engine.context import guarded
-from stepguard.run import autoguard, guarded_script
+from stepguard.run import guarded_script
 
 QUIET = GuardConfig(terminal="quiet")
 
@@ -17,7 +17,7 @@ QUIET = GuardConfig(terminal="quiet")
 @pytest.mark.slow
 def test_guard_is_built_at_the_first_call_of_the_model_and_closed_at_the_end() -> None:
     before = nn.Module.__call__
-    with autoguard.AutomaticGuards(QUIET, lambda text: None) as automatic:
+    with guarded_script.AutomaticGuards(QUIET, lambda text: None) as automatic:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         assert automatic.guards == [] and nn.Module.__call__ is not before
@@ -31,7 +31,7 @@ def test_guard_is_built_at_the_first_call_of_the_model_and_closed_at_the_end() -
 
 @pytest.mark.slow
 def test_automatic_guard_is_closed_when_the_user_builds_one() -> None:
-    with autoguard.AutomaticGuards(QUIET, lambda text: None) as automatic:
+    with guarded_script.AutomaticGuards(QUIET, lambda text: None) as automatic:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.ones(1, 2)).sum().backward()
@@ -43,7 +43,7 @@ def test_automatic_guard_is_closed_when_the_user_builds_one() -> None:
 
 @pytest.mark.slow
 def test_parameters_of_no_module_are_guarded_at_the_first_step() -> None:
-    with autoguard.AutomaticGuards(QUIET, lambda text: None) as automatic:
+    with guarded_script.AutomaticGuards(QUIET, lambda text: None) as automatic:
         weight = nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([weight], lr=0.1)
         weight.sum().backward()
@@ -59,8 +59,8 @@ def test_an_optimizer_that_cannot_be_guarded_is_told_once_and_truly(
     def refuse(*args: object, **settings: object) -> None:
         raise TypeError("float() argument must be a number, not 'NoneType'")
 
-    monkeypatch.setattr(autoguard, "watch", refuse)
-    with autoguard.AutomaticGuards(GuardConfig(), guarded_script.tell) as several:
+    monkeypatch.setattr(guarded_script, "watch", refuse)
+    with guarded_script.AutomaticGuards(GuardConfig(), guarded_script.tell) as several:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):

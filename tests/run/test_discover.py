@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
 from stepguard.engine.drivers.schedule import scheduler_of
-from stepguard.run.discover import (
+from stepguard.run.guarded_script import (
     LooseParameters,
     parameters_of,
     share,

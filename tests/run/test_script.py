@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepguard.run.script import as_main
+from stepguard.run.guarded_script import as_main
 
 SCRIPT = """
 import sys

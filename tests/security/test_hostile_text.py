@@ -16,11 +16,10 @@ from cli.journals import write_run
 from stepguard._errors import ConfigError, JournalError, StepguardError
 from stepguard.cli.app import app
 from stepguard.records import GuardConfig
-from stepguard.records.codec import dumps
-from stepguard.records.text import as_markdown, mask_settings, masked, printable
+from stepguard.records.codec import as_markdown, dumps, mask_settings, masked, printable
+from stepguard.report.sinks import WebhookSink
 from stepguard.report.story import read_story
 from stepguard.report.story import reader as readers
-from stepguard.report.webhook import WebhookSink
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.exe"
 COMMANDS = (
@@ -191,11 +190,11 @@ def test_many_starts_are_grouped_in_linear_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted, not timed: each start is looked at a fixed number of times."""
-    from stepguard.report.story import processes
+    from stepguard.report.story import model
 
     looked = []
-    goes_on = processes._goes_on
-    monkeypatch.setattr(processes, "_goes_on", lambda *words: looked.append(1) or goes_on(*words))
+    goes_on = model._goes_on
+    monkeypatch.setattr(model, "_goes_on", lambda *words: looked.append(1) or goes_on(*words))
     for rank in ("", ".rank1"):
         with (tmp_path / f"journal{rank}.jsonl").open("w") as file:
             for start in range(3000):

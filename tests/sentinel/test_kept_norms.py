@@ -8,8 +8,13 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from stepguard.sentinel.gradients import GradientNorm, gradient_norm
-from stepguard.sentinel.kept_norms import MOST_MODULES, STEPS, GradientNorms
+from stepguard.sentinel.gradients import (
+    MOST_MODULES,
+    STEPS,
+    GradientNorm,
+    GradientNorms,
+    gradient_norm,
+)
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 

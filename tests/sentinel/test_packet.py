@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stepguard.sentinel.packet import Packet
+from stepguard.sentinel.gradients import Packet
 
 
 def test_numbers_come_back_in_order_and_in_full_precision() -> None:

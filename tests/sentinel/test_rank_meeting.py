@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from stepguard.sentinel import rank_meeting
-from stepguard.sentinel.rank_meeting import Meeting, RankAbsent
+from stepguard.sentinel import rank_agreement
+from stepguard.sentinel.rank_agreement import Meeting, RankAbsent
 
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
     shared = dist.HashStore()
-    monkeypatch.setattr(rank_meeting, "default_store", lambda: shared)
+    monkeypatch.setattr(rank_agreement, "default_store", lambda: shared)
     return shared
 
 

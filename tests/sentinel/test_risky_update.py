@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Adam, Optimizer
 
 from stepguard.detect.history import LR_JUMP
-from stepguard.sentinel.risky_update import CHEAP_COPY, is_custom, risky_update
+from stepguard.sentinel.gradients import CHEAP_COPY, is_custom, risky_update
 
 
 class Own(Optimizer):

@@ -10,14 +10,14 @@ import pytest
 from cli.journals import write_run
 from stepguard.journal import Journal
 from stepguard.records import Reading
-from stepguard.serve import follower
-from stepguard.serve.follower import PageProgress, RunFollower
+from stepguard.serve import app
+from stepguard.serve.app import PageProgress, RunFollower
 
 
 @pytest.fixture(autouse=True)
 def _no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower, "EVERY", 0.0)
-    monkeypatch.setattr(follower, "REST", 0.0)
+    monkeypatch.setattr(app, "EVERY", 0.0)
+    monkeypatch.setattr(app, "REST", 0.0)
 
 
 def test_place_is_read_back_and_nonsense_is_not() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.disk.faults import Failing, Recorder
 
-from stepguard.state.atomic import DISK, new_folder, write_file
+from stepguard.state.files import DISK, new_folder, write_file
 
 
 def test_file_is_replaced_and_no_sibling_stays(tmp_path: Path) -> None:

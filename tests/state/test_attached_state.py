@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from stepguard.state.attached_state import AttachedState
+from stepguard.state.buffers import AttachedState
 
 
 class Memory:

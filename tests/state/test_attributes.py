@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard.state.attributes import AttributeKeeper
-from stepguard.state.plain_data import MANY
-from stepguard.state.undo import UndoCopy
+from stepguard.state.buffers import UndoCopy
+from stepguard.state.files import MANY
+from stepguard.state.python_state import AttributeKeeper
 
 
 class Holder(nn.Module):

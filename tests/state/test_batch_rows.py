@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
-from stepguard.state.batch_rows import batch_without, part_named, samples_in
+from stepguard.state.batch import batch_without, part_named, samples_in
 
 Point = namedtuple("Point", "x y")
 

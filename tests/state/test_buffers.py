@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.state.buffers import BufferKeeper, keeps_statistics
-from stepguard.state.plain_data import SMALL
+from stepguard.state.files import SMALL
 
 BIG = SMALL + 1
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepguard.state import fingerprint
-from stepguard.state.fingerprint import fact_fingerprint, tensor_fingerprints
+from stepguard.state import sharded
+from stepguard.state.sharded import fact_fingerprint, tensor_fingerprints
 
 
 def print_of(tensor: Tensor) -> str:
@@ -38,7 +38,7 @@ def test_a_copy_has_the_same_fingerprint(dtype: torch.dtype) -> None:
 
 
 def test_every_piece_of_a_large_tensor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "PIECE", 4)
+    monkeypatch.setattr(sharded, "PIECE", 4)
     tensor = torch.randn(10)
     seen = {print_of(tensor)}
     for place in range(10):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepguard.state.host_memory import free_memory
+from stepguard.state.files import free_memory
 
 
 def files(tmp_path: Path, **content: str) -> tuple[Path, Path]:

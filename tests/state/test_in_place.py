@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.state.in_place import Refill, in_containers_of
-from stepguard.state.tree_json import tree_to_json
+from stepguard.state.batch import tree_to_json
+from stepguard.state.sharded import Refill, in_containers_of
 
 
 def saved(value: Any) -> tuple[Any, dict[str, Tensor]]:

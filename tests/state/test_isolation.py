@@ -7,9 +7,9 @@ import warnings
 import torch
 from torch import nn
 
+from stepguard.state.batch import Step
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
-from stepguard.state.step import Step
 
 
 def step_of(model: nn.Module) -> Step:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from stepguard.state.kept_values import KeptValue, Scope, keep
-from stepguard.state.plain_data import MANY
+from stepguard.state.files import MANY
+from stepguard.state.python_state import KeptValue, Scope, keep
 
 
 def remembered(value: Any) -> KeptValue:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from stepguard.state.module_counters import ModuleCounters
+from stepguard.state.python_state import ModuleCounters
 
 
 class Counting(nn.Module):

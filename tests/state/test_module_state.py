@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from stepguard.state.module_state import (
-    fill_module,
-    module_misfit,
-    module_tensors,
-    why_not_kept,
-)
+from stepguard.state.buffers import fill_module, module_misfit, module_tensors, why_not_kept
 
 
 class Late(nn.Module):

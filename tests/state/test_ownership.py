@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import stepguard
 from guard.scenes import difference, quiet
 from stepguard import Guard
-from stepguard.state.ownership import Ownership
-from stepguard.state.run_state import RunState
+from stepguard.state.run_state import Ownership, RunState
 
 STEPS = 24
 DAMAGE = 17

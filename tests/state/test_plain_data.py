@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepguard.state.plain_data import (
+from stepguard.state.files import (
     MANY,
     SMALL,
     WithoutGraph,

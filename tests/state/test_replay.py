@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from stepguard.state.batch import Step
 from stepguard.state.buffers import BufferKeeper
-from stepguard.state.plain_data import SMALL
-from stepguard.state.replay import reevaluate, rerun
+from stepguard.state.files import SMALL
+from stepguard.state.isolation import reevaluate, rerun
 from stepguard.state.rng import capture_rng
-from stepguard.state.step import Step
 
 
 class Odd(nn.Module):

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from stepguard.state.resumable_loader import ResumableLoader
+from stepguard.state.batch import tree_from_json, tree_to_json
+from stepguard.state.loader import ResumableLoader
 from stepguard.state.rng import capture_rng
-from stepguard.state.tree_json import tree_from_json, tree_to_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 SIZE, BATCH = 22, 4

@@ -23,8 +23,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from stepguard.state.delivered_batches import observe_loaders, stop_observing
-from stepguard.state.resumable_loader import ResumableLoader
+from stepguard.state.loader import ResumableLoader, observe_loaders, stop_observing
 from stepguard.tensors.torch_private import LoaderIterator
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from stepguard.state.resumable_loader import ResumableLoader
+from stepguard.state.loader import ResumableLoader
 
 
 def _feed(size: int = 10, loader: Any = None) -> tuple[ResumableLoader, list[str]]:

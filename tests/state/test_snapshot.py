@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepguard.state.host_memory import free_memory
+from stepguard.state.files import free_memory
 from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 

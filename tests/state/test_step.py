@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from stepguard.state.batch import Step, total_loss, unwrapped
 from stepguard.state.buffers import BufferKeeper
-from stepguard.state.step import Step, total_loss, unwrapped
 
 
 class DistributedDataParallel(nn.Module):

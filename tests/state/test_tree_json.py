@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepguard.state.tree_json import NotPlainError, tree_from_json, tree_to_json
+from stepguard.state.batch import NotPlainError, tree_from_json, tree_to_json
 
 NAN = math.nan
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
 
-from stepguard.state.undo import UndoCopy
+from stepguard.state.buffers import UndoCopy
 
 
 def test_an_update_is_undone_in_the_same_tensors() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from stepguard.tensors.dtypes import dtype_name
 from stepguard.tensors.names import (
     dotted,
     named_buffers,
@@ -16,6 +15,7 @@ from stepguard.tensors.names import (
     optimizer_parameters,
     parameter_names,
 )
+from stepguard.tensors.values import dtype_name
 
 
 def test_an_empty_part_leaves_no_dot() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stepguard.tensors.versions import versions, written_since
+from stepguard.tensors.values import versions, written_since
 
 
 def test_only_tensors_written_in_place_are_listed() -> None:

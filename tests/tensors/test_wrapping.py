@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from stepguard.tensors.wrapping import swapped, wrap
+from stepguard.tensors.names import swapped, wrap
 
 
 class Counter:

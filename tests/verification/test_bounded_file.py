@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepguard.verification.bounded_file import BUFFER, open_file
-from stepguard.verification.damage import Damaged
+from stepguard.verification.bounded_file import BUFFER, Damaged, open_file
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import stepguard
-from stepguard.verification.chunk_reading import CHUNK, PIECE
+from stepguard.verification.reading import CHUNK, PIECE
 
 TYPES = [
     torch.float64,

@@ -9,9 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepguard.verification.chunks import cut, merge
-from stepguard.verification.dtype_names import SIZES
-from stepguard.verification.file_layout import ChecksumRange, Segment, StoredTensor
+from stepguard.verification.bounded_file import SIZES
+from stepguard.verification.reading import ChecksumRange, Segment, StoredTensor, cut, merge
 
 
 @st.composite

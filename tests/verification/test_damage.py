@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepguard.verification import limits
-from stepguard.verification.damage import Damaged, ProblemList, clean
+from stepguard.verification import bounded_file
+from stepguard.verification.bounded_file import Damaged, ProblemList, clean
 
 
 def test_text_of_a_file_is_shortened_and_cannot_control_a_terminal() -> None:
@@ -14,11 +14,11 @@ def test_text_of_a_file_is_shortened_and_cannot_control_a_terminal() -> None:
 
 def test_problems_of_one_kind_are_listed_in_part_and_counted() -> None:
     problems = ProblemList("m.pt")
-    for number in range(limits.MOST_PER_KIND + 7):
+    for number in range(bounded_file.MOST_PER_KIND + 7):
         problems.add("nan", f"bad {number}", tensor="w")
     problems.add("nan", "another severity", severity="warning")
     problems.add_damage(Damaged("torn", "is empty"))
     found = problems.all()
-    assert len(found) == limits.MOST_PER_KIND + 3
+    assert len(found) == bounded_file.MOST_PER_KIND + 3
     assert found[-1].detail == "and 7 more of this kind in this file"
     assert [problem.kind for problem in found[-3:]] == ["nan", "torn", "nan"]

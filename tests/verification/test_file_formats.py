@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 import stepguard
-from stepguard.records.verification import Role
+from stepguard.records.checks import Role
 from stepguard.verification import file_formats
-from stepguard.verification.bounded_file import FileSlice
-from stepguard.verification.damage import Damaged
-from stepguard.verification.file_layout import FileLayout
-from stepguard.verification.format_entry import FileFormat
+from stepguard.verification.bounded_file import Damaged, FileSlice
+from stepguard.verification.reading import FileLayout
+from stepguard.verification.scan import FileFormat
 from verification import hostile, saved
 from verification.saved import ONE_FILE, Saver, poison
 

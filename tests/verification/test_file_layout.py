@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepguard.verification.damage import ProblemList
-from stepguard.verification.file_layout import FileLayout, Statistics
-from stepguard.verification.pickle_contents import PickleContents
+from stepguard.verification.bounded_file import ProblemList
+from stepguard.verification.pickle_machine import PickleContents
+from stepguard.verification.reading import FileLayout, Statistics
 
 
 def test_only_tensors_that_can_be_nonfinite_have_a_segment() -> None:

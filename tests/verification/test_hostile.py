@@ -14,7 +14,7 @@ import pytest
 from benchmarks.parts import fuzz
 
 import stepguard
-from stepguard.records.verification import Verification
+from stepguard.records.checks import Verification
 from verification import hostile
 
 BOUND = 1 << 30
@@ -264,7 +264,7 @@ def test_names_from_the_file_cannot_move_the_cursor(tmp_path: Path) -> None:
 
 
 CHILD = """
-import resource, sys, stepguard, torch, stepguard.verification.api
+import resource, sys, stepguard, torch, stepguard.verification.path_check
 def status(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from stepguard.verification import limits
-from stepguard.verification.damage import ProblemList
-from stepguard.verification.pickle_contents import PickleContents, walk
-from stepguard.verification.pickle_values import PickledObject, StorageRecord, TensorRecord
+from stepguard.verification import bounded_file
+from stepguard.verification.bounded_file import ProblemList
+from stepguard.verification.pickle_globals import PickledObject, StorageRecord, TensorRecord
+from stepguard.verification.pickle_machine import PickleContents, walk
 
 
 def tensor(dtype: str = "float32", *, parameter: bool = False) -> TensorRecord:
@@ -70,8 +70,8 @@ def test_list_that_holds_itself_ends() -> None:
 
 def test_walk_is_limited_in_depth_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     deep: Any = tensor()
-    for _ in range(limits.MOST_DEPTH + 2):
+    for _ in range(bounded_file.MOST_DEPTH + 2):
         deep = [deep]
     assert walked(deep)[1] == ["limit"]
-    monkeypatch.setattr(limits, "MOST_NODES", 10)
+    monkeypatch.setattr(bounded_file, "MOST_NODES", 10)
     assert walked([tensor()] * 20)[1] == ["limit"]

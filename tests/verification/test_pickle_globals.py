@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 
 from stepguard.verification import pickle_globals
-from stepguard.verification.bounded_file import FileSlice
-from stepguard.verification.damage import Damaged
-from stepguard.verification.pickle_globals import brief, dtype_of, storage_of, trust
-from stepguard.verification.pickle_machine import PickleMachine, PickleReferences
-from stepguard.verification.pickle_values import (
+from stepguard.verification.bounded_file import Damaged, FileSlice
+from stepguard.verification.pickle_globals import (
     ArrayRecord,
     Global,
     NumpyType,
@@ -24,7 +21,12 @@ from stepguard.verification.pickle_values import (
     PickledObject,
     StorageRecord,
     TensorRecord,
+    brief,
+    dtype_of,
+    storage_of,
+    trust,
 )
+from stepguard.verification.pickle_machine import PickleMachine, PickleReferences
 
 FLOATS = Global("torch", "FloatStorage")
 STORAGE = StorageRecord("0", "float32", 12)

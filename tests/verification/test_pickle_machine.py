@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from benchmarks.parts.fuzz import named, raw, text
 
-from stepguard.verification import limits
-from stepguard.verification.bounded_file import open_file
-from stepguard.verification.damage import Damaged
+from stepguard.verification import bounded_file
+from stepguard.verification.bounded_file import Damaged, open_file
+from stepguard.verification.pickle_globals import Global, PickledBytes, PickledObject
 from stepguard.verification.pickle_machine import PickleMachine, PickleReferences
-from stepguard.verification.pickle_values import Global, PickledBytes, PickledObject
 
 P4 = b"\x80\x04"
 REDUCED = P4 + named("collections", "OrderedDict")
@@ -66,7 +65,7 @@ def test_sets_and_bytes_become_records(tmp_path: Path) -> None:
 
 
 def test_long_byte_string_stays_in_the_file(tmp_path: Path) -> None:
-    size = limits.SMALL_BYTES + 1
+    size = bounded_file.SMALL_BYTES + 1
     found = read(tmp_path, P4 + raw(b"x" * size) + b".")
     assert (found.start, found.size, found.data) == (7, size, None)
 
@@ -106,7 +105,7 @@ def test_every_opcode_that_reaches_code_is_replaced() -> None:
 def test_limits_of_a_stream_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(limits, limit, 5)
+    monkeypatch.setattr(bounded_file, limit, 5)
     assert refused(tmp_path, P4 + b"N\x94" * 20 + b".").kind == "limit"
 
 
@@ -168,7 +167,7 @@ def test_declared_length_is_checked_before_it_is_read(
 def test_text_longer_than_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "LONGEST_TEXT", 300)
+    monkeypatch.setattr(bounded_file, "LONGEST_TEXT", 300)
     assert refused(tmp_path, P4 + text("x" * 301) + b".").kind == "limit"
 
 

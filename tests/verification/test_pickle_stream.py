@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepguard.verification.bounded_file import open_file
-from stepguard.verification.damage import Damaged
-from stepguard.verification.pickle_stream import PickleReader, is_legacy
-from stepguard.verification.pickle_values import Global, TensorRecord
+from stepguard.verification.bounded_file import Damaged, open_file
+from stepguard.verification.pickle_globals import Global, TensorRecord
+from stepguard.verification.pickle_machine import PickleReader, is_legacy
 from verification import hostile, saved
 
 

@@ -6,19 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from stepguard.verification.damage import Damaged, ProblemList
-from stepguard.verification.file_layout import FileLayout
-from stepguard.verification.pickle_contents import PickledTensor
-from stepguard.verification.pickle_machine import PickleReferences
-from stepguard.verification.pickle_stream import ByteRange
-from stepguard.verification.pickle_tensors import add_tensor, hostile_refused, names_reported
-from stepguard.verification.pickle_values import (
+from stepguard.verification.bounded_file import Damaged, ProblemList
+from stepguard.verification.pickle_format import add_tensor, hostile_refused, names_reported
+from stepguard.verification.pickle_globals import (
     ArrayRecord,
     Global,
     PickledBytes,
     StorageRecord,
     TensorRecord,
 )
+from stepguard.verification.pickle_machine import ByteRange, PickledTensor, PickleReferences
+from stepguard.verification.reading import FileLayout
 
 STORAGES = {"0": ByteRange(128, 48)}
 STORAGE = StorageRecord("0", "float32", 12)

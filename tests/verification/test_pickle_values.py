@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepguard.verification.pickle_values import (
+from stepguard.verification.pickle_globals import (
     ArrayRecord,
     NumpyType,
     PickledBytes,

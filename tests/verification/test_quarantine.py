@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stepguard._errors import StoreError
-from stepguard.records.verification import Problem, Verification
+from stepguard.records.checks import Problem, Verification
 from stepguard.verification import quarantine
 from verification import hostile, saved
 

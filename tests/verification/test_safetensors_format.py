@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from stepguard.verification.bounded_file import open_file
-from stepguard.verification.damage import Damaged, ProblemList
-from stepguard.verification.file_formats import read_content
-from stepguard.verification.file_layout import FileLayout
-from stepguard.verification.safetensors_format import parse_json, read_safetensors
+from stepguard.verification.bounded_file import Damaged, ProblemList, open_file
+from stepguard.verification.file_formats import parse_json, read_content, read_safetensors
+from stepguard.verification.reading import FileLayout
 from verification import hostile
 
 

@@ -10,9 +10,8 @@ import torch
 import xxhash
 
 from stepguard.verification import scan
-from stepguard.verification.bounded_file import open_file
-from stepguard.verification.damage import ProblemList
-from stepguard.verification.file_layout import ChecksumRange, FileLayout
+from stepguard.verification.bounded_file import ProblemList, open_file
+from stepguard.verification.reading import ChecksumRange, FileLayout
 
 VALUES = torch.linspace(-3.0, 5.0, 700_000)
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from stepguard.verification import tensor_stats
-from stepguard.verification.tensor_stats import PieceStatistics, statistics_of
+from stepguard.verification import bounded_file
+from stepguard.verification.bounded_file import PieceStatistics, statistics_of
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -28,11 +28,11 @@ def test_complex_numbers_are_counted_once() -> None:
 
 
 def test_extremes_of_pieces_are_those_of_their_values() -> None:
-    extremes = tensor_stats.Extremes("float8_e5m2", 2)
+    extremes = bounded_file.Extremes("float8_e5m2", 2)
     for number in range(2):
         extremes.add(number, torch.tensor([1.0, -2.0 - number]).to(torch.float8_e5m2))
     assert extremes.bounds() == [(-2.0, 1.0), (-3.0, 1.0)]
 
 
 def test_sum_of_squares_leaves_out_what_is_not_finite() -> None:
-    assert tensor_stats.squares(torch.tensor([3.0, math.nan, -4.0, math.inf])) == 25.0
+    assert bounded_file.squares(torch.tensor([3.0, math.nan, -4.0, math.inf])) == 25.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stepguard
-from stepguard.records.verification import Problem
+from stepguard.records.checks import Problem
 from verification import saved
 
 

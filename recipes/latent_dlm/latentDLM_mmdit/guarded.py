@@ -14,7 +14,7 @@ from latentDLM_mmdit.pairs import Batch
 from latentDLM_mmdit.plain import CHECKPOINT, load_checkpoint, write_checkpoint
 from latentDLM_mmdit.session import Session
 from stepguard import Guard, GuardConfig, Incident, Policy, verify
-from stepguard.report.humanlog import error_lines
+from stepguard.report.sinks import error_lines
 
 UNSET_CLIP_NORM = 1.0
 

@@ -18,7 +18,7 @@ from latentDLM_mmdit.session import Session
 from stepguard import __version__
 from stepguard.journal import Journal
 from stepguard.records import Reading
-from stepguard.report.humanlog import HumanLog
+from stepguard.report.sinks import HumanLog
 
 CHECKPOINT = Path("latest") / "checkpoint.pt"
 

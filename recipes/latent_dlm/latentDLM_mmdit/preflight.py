@@ -8,7 +8,7 @@ from latentDLM_mmdit.guarded import guard_settings
 from latentDLM_mmdit.pairs import folders
 from latentDLM_mmdit.session import Session
 from stepguard.preflight import Subject, check
-from stepguard.preflight.tracking import plain
+from stepguard.preflight.subject import plain
 
 LOOKED_AT = (
     "precision",

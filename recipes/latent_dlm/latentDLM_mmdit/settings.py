@@ -89,6 +89,6 @@ def from_command_line(
 
 
 def _plain(config: Settings) -> dict[str, Any]:
-    from stepguard.preflight.tracking import plain
+    from stepguard.preflight.subject import plain
 
     return plain(config)

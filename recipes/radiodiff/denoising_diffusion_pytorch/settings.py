@@ -12,7 +12,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from omegaconf import OmegaConf
 
 from stepguard.preflight import Subject, Tracked, check
-from stepguard.preflight.tracking import plain
+from stepguard.preflight.subject import plain
 
 Settings = Any
 """Nested settings with attribute access; reads are remembered (`stepguard.preflight.Tracked`)."""

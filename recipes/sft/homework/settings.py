@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from stepguard.integrations.transformers import half_precision
 from stepguard.preflight import Tracked
-from stepguard.preflight.tracking import plain
+from stepguard.preflight.subject import plain
 
 Settings = Any
 """Nested settings with attribute access; reads are remembered (`stepguard.preflight.Tracked`)."""

@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from stepguard.preflight import Subject, check
 from stepguard.preflight.subject import subject_of
-from stepguard.records.preflight import Preflight
+from stepguard.records.checks import Preflight
 
 LOOKED_AT = ("labels", "data", "precision", "scaler", "optimizer")
 

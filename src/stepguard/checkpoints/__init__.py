@@ -1,12 +1,16 @@
 """Sealed checkpoints on disk: written atomically, proven while reading, last-good never lost."""
 
-from stepguard.checkpoints.background import Background
-from stepguard.checkpoints.entries import Entry, PassedOver
-from stepguard.checkpoints.opening import Opened
-from stepguard.checkpoints.seal import Health, Seal, SealedFile, SealedTensor, read_seal
-from stepguard.checkpoints.store import Store
-from stepguard.checkpoints.tensor_files import Select
-from stepguard.checkpoints.writing import tensor_digest
+from stepguard.checkpoints.files import Select, tensor_digest
+from stepguard.checkpoints.seal import (
+    Entry,
+    Health,
+    PassedOver,
+    Seal,
+    SealedFile,
+    SealedTensor,
+    read_seal,
+)
+from stepguard.checkpoints.store import Background, Opened, Store
 
 __all__ = [
     "Background",

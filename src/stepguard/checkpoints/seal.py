@@ -6,9 +6,12 @@ Digests are XXH3-128: they find accidents (torn writes, flipped bits, swapped pa
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +21,11 @@ from pydantic import Field, ValidationError
 
 from stepguard._errors import StoreError
 from stepguard.records.codec import dumps, from_jsonable, to_plain
+from stepguard.state.files import Disk, sibling
+
+# --- The seal of a checkpoint: what it holds, with digests of every file, every tensor and
+# itself.
+
 
 SCHEMA = 2
 SEAL = "seal.json"
@@ -240,3 +248,215 @@ def open_plain(path: Path) -> tuple[int, int]:
         os.close(fd)
         raise StoreError(f"{path} is not a regular file.")
     return fd, found.st_size
+
+
+# --- What lies in a folder of checkpoints: sealed ones, damaged ones, leftovers, and `last-good`.
+
+
+LAST_GOOD = "last-good"
+_CHECKPOINT = re.compile(r"step-(\d{1,18})(?:-\d{1,9})?")
+_LEFTOVER = re.compile(r"\.(step-\d+(-\d+)?|last-good)\.\d+-\d+\.(tmp|old)")
+_POINTER = re.compile(rb"(step-\d{1,18}(?:-\d{1,9})?) ([0-9a-f]{32})\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A sealed checkpoint, known by its seal; its data is proven only when it is opened."""
+
+    path: Path
+    step: int
+    serial: int
+    health: Health
+    written: str
+    sizes: dict[str, int]
+    """Bytes of its files."""
+    seal_digest: str
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes.values())
+
+    @property
+    def good(self) -> bool:
+        return self.health.good
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A checkpoint (or the pointer) that was not used, and why."""
+
+    path: Path
+    reason: str
+
+
+def checkpoint_name(step: int, turn: int = 1) -> str:
+    """Return `step-100`; after a rewind the same step is saved again, as `step-100-2`."""
+    if turn == 1:
+        return f"step-{step}"
+    return f"step-{step}-{turn}"
+
+
+Known = dict[tuple[Path, int, int, int], Entry]
+"""Entries by path, inode, time and size of the seal, so that an unchanged one is parsed once."""
+
+
+def list_entries(folder: Path, known: Known | None = None) -> tuple[list[Entry], list[PassedOver]]:
+    """Return the sealed checkpoints, newest first, and those whose seal is missing or damaged."""
+    entries: list[Entry] = []
+    damaged: list[PassedOver] = []
+    for path in _named(folder, _CHECKPOINT):
+        try:
+            entries.append(_known_entry(path, known))
+        except StoreError as fault:
+            damaged.append(PassedOver(path, str(fault)))
+    entries.sort(key=lambda entry: (entry.serial, entry.step), reverse=True)
+    return entries, damaged
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Return temporary files of writers; the caller must know that none of them is running."""
+    return _named(folder, _LEFTOVER)
+
+
+def entry_of(path: Path) -> Entry:
+    """Read a checkpoint's seal, and check that its files are there with the sealed sizes."""
+    content = read_small(path / SEAL)
+    seal = parse_seal(content, path)
+    entry = Entry(
+        path=path,
+        step=seal.step,
+        serial=seal.serial,
+        health=seal.health,
+        written=seal.written,
+        sizes={name: sealed.size for name, sealed in seal.files.items()},
+        seal_digest=digest_of(content),
+    )
+    _check_sizes(entry)
+    return entry
+
+
+def _known_entry(path: Path, known: Known | None) -> Entry:
+    if known is None:
+        return entry_of(path)
+    try:
+        found = (path / SEAL).lstat()
+    except OSError:
+        return entry_of(path)
+    key = (path, found.st_ino, found.st_mtime_ns, found.st_size)
+    if key in known:
+        _check_sizes(known[key])
+    else:
+        known[key] = entry_of(path)
+    return known[key]
+
+
+def _check_sizes(entry: Entry) -> None:
+    for name, sealed in entry.sizes.items():
+        try:
+            size = (entry.path / name).lstat().st_size
+        except OSError:
+            raise StoreError(f"{entry.path} is not whole: {name} is missing.") from None
+        if size != sealed:
+            raise StoreError(
+                f"{entry.path} is not whole: {name} has {size} bytes, {sealed} were sealed."
+            )
+
+
+def pointer_bytes(name: str, seal_digest: str) -> bytes:
+    """Return the content of `last-good`: a name and the digest of the seal it means."""
+    return f"{name} {seal_digest}\n".encode()
+
+
+def read_pointer(folder: Path) -> Path:
+    """Return the checkpoint that `last-good` names; StoreError if it is damaged or outdated."""
+    content = read_small(folder / LAST_GOOD)
+    match = _POINTER.fullmatch(content)
+    if match is None:
+        raise StoreError(f"{folder / LAST_GOOD} is damaged: it does not name a checkpoint.")
+    path = folder / match.group(1).decode()
+    if digest_of(read_small(path / SEAL)) != match.group(2).decode():
+        raise StoreError(
+            f"{folder / LAST_GOOD} names {path.name} with another seal than the one there."
+        )
+    return path
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+    except OSError:
+        return []
+
+
+# --- Decide which checkpoints to remove, and remove them. The last good and the best one stay.
+
+
+def removable(
+    entries: Sequence[Entry], last_good: Path | None, keep: int, keep_every: int | None
+) -> list[Entry]:
+    """Return the entries, given newest first, that are not new, a milestone, last-good or the best.
+
+    Checkpoints that are not good are counted apart, so that no number of them pushes out a good
+    one.
+    """
+    good = [entry for entry in entries if entry.good]
+    doubtful = [entry for entry in entries if not entry.good]
+    kept = {entry.path for entry in (*good[:keep], *doubtful[:keep])}
+    kept.update(_milestones(good, keep_every))
+    kept.update(_best(good))
+    return [entry for entry in entries if entry.path not in kept and entry.path != last_good]
+
+
+def _best(good: Sequence[Entry]) -> set[Path]:
+    """Return the good checkpoint of the newest run with the lowest level of the loss."""
+    best: Entry | None = None
+    lowest = math.inf
+    for entry in good:
+        level = entry.health.level
+        if level is not None and entry.health.run == good[0].health.run and level < lowest:
+            best = entry
+            lowest = level
+    return set() if best is None else {best.path}
+
+
+def _milestones(good: Sequence[Entry], keep_every: int | None) -> set[Path]:
+    """Return the newest good checkpoint of every `keep_every`th step."""
+    if keep_every is None:
+        return set()
+    newest = {entry.step: entry.path for entry in reversed(good) if entry.step % keep_every == 0}
+    return set(newest.values())
+
+
+def remove(folder: Path, paths: Sequence[Path], disk: Disk, say: Callable[[str], None]) -> None:
+    """Remove checkpoints. What cannot be removed is reported, and left for the next save."""
+    hidden: list[Path] = []
+    for path in paths:
+        with _reported(path, say):
+            # rename first, and durably: a half removed folder must not look like a checkpoint
+            old = sibling(path, "old")
+            disk.rename(path, old)
+            hidden.append(old)
+    if hidden:
+        with _reported(folder, say):
+            disk.sync_folder(folder)
+            sweep(hidden, disk, say)
+
+
+def sweep(paths: Sequence[Path], disk: Disk, say: Callable[[str], None]) -> None:
+    """Remove what does not have the name of a checkpoint any more, or never had."""
+    for path in paths:
+        with _reported(path, say):
+            if path.is_dir() and not path.is_symlink():
+                disk.rmtree(path)
+            else:
+                disk.unlink(path)
+
+
+@contextmanager
+def _reported(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except OSError as fault:
+        say(f"{path} cannot be removed ({fault.strerror}); the next save tries again.")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import platform
+import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -16,38 +20,257 @@ from torch import Tensor
 
 from stepguard import __version__
 from stepguard._errors import StoreError
-from stepguard.checkpoints.entries import (
-    LAST_GOOD,
-    Entry,
-    Known,
-    PassedOver,
-    checkpoint_name,
-    leftovers,
-    list_entries,
-    pointer_bytes,
-    read_pointer,
+from stepguard.checkpoints.files import (
+    Select,
+    WrittenFiles,
+    gather_ranks,
+    read_back,
+    read_tensors,
+    write_json,
+    write_rank,
+    write_tensors,
 )
-from stepguard.checkpoints.opening import Opened, open_last_good, open_one, read_facts
-from stepguard.checkpoints.rank_files import gather_ranks, write_rank
-from stepguard.checkpoints.retention import removable, remove, sweep
 from stepguard.checkpoints.seal import (
     FACTS,
+    LAST_GOOD,
     PLAIN,
     SCHEMA,
     SEAL,
+    Entry,
     Health,
+    Known,
+    PassedOver,
     Seal,
+    SealedFile,
+    checkpoint_name,
     digest_of,
     first_line,
+    leftovers,
+    list_entries,
+    load_json,
+    pointer_bytes,
+    read_added_seals,
+    read_pointer,
+    read_rank_seals,
     read_seal,
+    read_small,
+    removable,
+    remove,
     seal_bytes,
+    sweep,
 )
-from stepguard.checkpoints.tensor_files import Select
-from stepguard.checkpoints.writer_lock import WriterLock
-from stepguard.checkpoints.writing import WrittenFiles, read_back, write_json, write_tensors
-from stepguard.records.codec import dumps
-from stepguard.state.atomic import DISK, Disk, sibling, write_file
-from stepguard.tensors.sharding import TensorPart
+from stepguard.records.codec import dumps, restore_floats
+from stepguard.state.files import DISK, Disk, sibling, write_file
+from stepguard.tensors.names import TensorPart
+
+# --- Open checkpoints: every byte is proven against the seal; damaged ones are passed over by
+# name.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A checkpoint, proven and in memory."""
+
+    path: Path
+    step: int
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+    health: Health
+    passed_over: tuple[PassedOver, ...] = ()
+    """Checkpoints that would have been used if they were not damaged."""
+
+
+def open_last_good(
+    folder: Path,
+    device: torch.device | str | None = None,
+    select: Select | None = None,
+    but_not: Sequence[PassedOver] = (),
+) -> Opened:
+    """Open last-good, else the newest good one that is undamaged; StoreError names them all."""
+    passed = {each.path: each for each in but_not}
+    while (path := _next_candidate(folder, passed)) is not None:
+        try:
+            return replace(open_one(path, device, select), passed_over=tuple(passed.values()))
+        except StoreError as fault:
+            reason = str(fault)
+            # by the rotation of a writer that is running
+            if not path.is_dir():
+                reason = f"{path} was removed while it was being opened."
+            passed[path] = PassedOver(path, reason)
+    for damaged in list_entries(folder)[1]:
+        passed.setdefault(damaged.path, damaged)
+    raise StoreError(_nothing_to_open(folder, list(passed.values())))
+
+
+def open_one(
+    path: Path, device: torch.device | str | None = None, select: Select | None = None
+) -> Opened:
+    """Open this checkpoint and no other. `select` says which part of each tensor is wanted."""
+    seal = read_seal(path)
+    if FACTS not in seal.files:
+        raise StoreError(f"{path} has a seal without {FACTS}.")
+    try:
+        facts = read_facts(path / FACTS, seal.files[FACTS])
+        tensors = read_tensors(path, read_rank_seals(path, seal), device, select)
+        for rank, added in read_added_seals(path, seal).items():
+            for kind, own in restore_floats(added.facts).items():
+                facts.setdefault(kind, {})[str(rank)] = own
+    except OSError as fault:
+        raise StoreError(f"{path} cannot be read: {fault.strerror}.") from None
+    return Opened(path=path, step=seal.step, tensors=tensors, facts=facts, health=seal.health)
+
+
+def _next_candidate(folder: Path, passed: dict[Path, PassedOver]) -> Path | None:
+    """Return what `last-good` names, else the newest good checkpoint that was not passed over."""
+    # the folder is listed again for every candidate: a writer may have changed it meanwhile
+    candidates: list[Path] = []
+    try:
+        candidates.append(read_pointer(folder))
+    except StoreError as fault:
+        passed.setdefault(folder / LAST_GOOD, PassedOver(folder / LAST_GOOD, str(fault)))
+    entries, damaged = list_entries(folder)
+    candidates += [entry.path for entry in entries if entry.good]
+    for path in candidates:
+        if path not in passed:
+            if passed:
+                for each in damaged:
+                    passed.setdefault(each.path, each)
+            return path
+    return None
+
+
+def _nothing_to_open(folder: Path, passed: list[PassedOver]) -> str:
+    if not folder.is_dir():
+        return f"{folder} does not exist; there is no checkpoint to open."
+    if all(each.path.name == LAST_GOOD and not each.path.exists() for each in passed):
+        return f"{folder} holds no sealed good checkpoint; there is nothing to open."
+    reasons = "\n".join(f"  {each.path.name}: {each.reason}" for each in passed)
+    return (
+        f"{folder} holds no good checkpoint that can be used; `stepguard verify` shows the "
+        f"details.\n{reasons}"
+    )
+
+
+def read_facts(path: Path, sealed: SealedFile) -> dict[str, Any]:
+    """Read the facts of a checkpoint, proven unaltered."""
+    content = read_small(path)
+    if len(content) != sealed.size or digest_of(content) != sealed.digest:
+        raise StoreError(f"{path} is not what was sealed: its digest differs.")
+    try:
+        facts: dict[str, Any] = restore_floats(load_json(content, path))
+    except RecursionError:
+        raise StoreError(f"{path} is nested too deeply to be read.") from None
+    return facts
+
+
+# --- One writer per folder: another process gets an error, another thread waits its turn.
+
+
+LOCK = ".writer.lock"
+_NO_LOCKS_HERE = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+"""Some network filesystems have no locks; there, keeping to one writer is up to the user."""
+
+
+@dataclass(slots=True)
+class _LockedFolder:
+    """A folder that this process writes to."""
+
+    descriptor: int
+    owners: int = 0
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    thread: int | None = None
+
+
+_LOCKED: dict[Path, _LockedFolder] = {}
+# reentrant: the garbage collector can release one lock while this thread is taking another
+_TABLE = threading.RLock()
+
+
+class WriterLock:
+    """A store's right to write into its folder, from its first save until it is released."""
+
+    def __init__(self, folder: Path, disk: Disk) -> None:
+        self._pid = 0
+        self._folder = folder.resolve()
+        with _TABLE:
+            if self._folder not in _LOCKED:
+                _LOCKED[self._folder] = _LockedFolder(_lock(self._folder, disk))
+            _LOCKED[self._folder].owners += 1
+        self._pid = os.getpid()
+
+    @property
+    def lost(self) -> bool:
+        """Was it released, or is this a fork? Locks belong to the process that took them."""
+        return self._pid != os.getpid()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Allow one save at a time; a thread waits for another, but not for itself."""
+        locked = _LOCKED[self._folder]
+        if locked.thread == threading.get_ident():
+            raise StoreError(
+                f"{self._folder} is being written by this very thread: a save cannot start inside "
+                f"a save."
+            )
+        with locked.turn:
+            locked.thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                locked.thread = None
+
+    def release(self) -> None:
+        """Let another process write; a second call does nothing."""
+        if self.lost:
+            return
+        self._pid = 0
+        with _TABLE:
+            locked = _LOCKED[self._folder]
+            locked.owners -= 1
+            if not locked.owners:
+                os.close(locked.descriptor)
+                del _LOCKED[self._folder]
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _lock(folder: Path, disk: Disk) -> int:
+    """Lock a folder for this process; returns the descriptor that holds the lock."""
+    path = folder / LOCK
+    with suppress(FileExistsError), disk.new_file(path):
+        pass
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as fault:
+        if fault.errno in _NO_LOCKS_HERE:
+            return descriptor
+        os.close(descriptor)
+        if fault.errno not in {errno.EACCES, errno.EAGAIN}:
+            raise
+        raise StoreError(
+            f"another process writes checkpoints into {folder}; end it, or give each run a folder "
+            f"of its own."
+        ) from None
+    return descriptor
+
+
+def _forget_locks() -> None:
+    """Empty the table in a forked child, which has none of the locks."""
+    global _TABLE
+    # another thread of the parent may have held it at the moment of the fork
+    _TABLE = threading.RLock()
+    for locked in _LOCKED.values():
+        os.close(locked.descriptor)
+    _LOCKED.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+# --- The store: checkpoints are complete, finite and sealed before anything points to them.
+
 
 MOST_KNOWN = 1000
 """Entries that are remembered, at most."""
@@ -369,3 +592,97 @@ def _json(facts: dict[str, Any]) -> bytes:
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=3)
+
+
+# --- Save while training continues: one writer thread, one save at a time, faults only reported.
+
+
+NICENESS = 5
+"""The writer gets a quarter of a core that training wants too; with less it starves."""
+
+
+class Background:
+    """Runs each save in a thread of its own, for which an interpreter that ends waits."""
+
+    def __init__(
+        self,
+        store: Store,
+        say: Callable[[str], None],
+        sealed: Callable[[int, Path, Health], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._say = say
+        self._sealed = sealed
+        store.say = say
+        self._thread: threading.Thread | None = None
+        self._saved: Path | None = None
+        self._refused = 0
+
+    def offer(
+        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
+    ) -> bool:
+        """Start a save; False if the one before is still being written, for nothing is queued.
+
+        The tensors are not copied; they must not be written to until `idle()`.
+        """
+        tensors = dict(tensors)
+        facts = dict(facts)
+
+        def save() -> Path:
+            path = self._store.save(step, tensors, facts, health)
+            if self._sealed is not None:
+                self._sealed(step, path, health)
+            return path
+
+        return self.offer_job(step, save)
+
+    def offer_job(self, step: int, job: Callable[[], Path | None]) -> bool:
+        """Start a save of any kind, which returns the path of what it wrote; False as `offer`."""
+        if not self.idle():
+            self._refused += 1
+            return False
+        self._saved = None
+        self._thread = threading.Thread(
+            target=self._save, args=(step, job), name=f"stepguard-save-{step}"
+        )
+        self._thread.start()
+        return True
+
+    def left_out(self) -> None:
+        """Count a save that could not begin because one is still being written."""
+        self._refused += 1
+
+    def idle(self) -> bool:
+        """Is nothing being written?"""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path | None:
+        """Wait for the running save; returns the path of the last one, None if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._saved
+
+    def close(self) -> None:
+        """Finish the running save."""
+        self.wait()
+
+    def _save(self, step: int, job: Callable[[], Path | None]) -> None:
+        _lower_priority()
+        try:
+            self._saved = job()
+        except Exception as fault:
+            self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
+        if self._refused:
+            later = "1 later save was"
+            if self._refused > 1:
+                later = f"{self._refused} later saves were"
+            self._say(f"saving step {step} took so long that {later} left out.")
+            self._refused = 0
+
+
+def _lower_priority() -> None:
+    with suppress(OSError, AttributeError):
+        # only on Linux has a thread a priority of its own; elsewhere training would slow down too
+        if os.uname().sysname == "Linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

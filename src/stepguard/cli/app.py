@@ -14,22 +14,13 @@ from typer.core import TyperGroup
 
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
-from stepguard.cli._terminal import echo
+from stepguard.cli._results import echo
 from stepguard.cli.check import check
+from stepguard.cli.checkpoints import doctor, quarantine, verify
 from stepguard.cli.compare import compare
-from stepguard.cli.doctor import doctor
-from stepguard.cli.explain import explain
-from stepguard.cli.fix import fix
-from stepguard.cli.live import live
-from stepguard.cli.look import look
-from stepguard.cli.plot import plot
-from stepguard.cli.quarantine import quarantine
-from stepguard.cli.replay import replay
-from stepguard.cli.report import report
+from stepguard.cli.incidents import explain, fix, replay, whatif
 from stepguard.cli.run import run
-from stepguard.cli.serve import serve
-from stepguard.cli.verify import verify
-from stepguard.cli.whatif import whatif
+from stepguard.cli.runs import live, look, plot, report, serve
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     run,

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from stepguard._errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError
-from stepguard.cli._terminal import echo
+from stepguard.cli._results import echo
 
 if TYPE_CHECKING:
-    from stepguard.preflight.target import Request
-    from stepguard.records.preflight import Preflight
+    from stepguard.preflight.run import Request
+    from stepguard.records.checks import Preflight
 
 Progress = Callable[[int, int | None], None]
 
@@ -77,7 +77,7 @@ def check(
     """Check a run before it starts: precision, learning rate, labels, data, disk. Exit code 5 if it
     fails.
     """
-    from stepguard.preflight.target import Request
+    from stepguard.preflight.run import Request
 
     given: dict[str, object] = {
         "data": data,
@@ -101,8 +101,7 @@ def _checked(
     request: Request, only: tuple[str, ...], skip: tuple[str, ...], *, quiet: bool
 ) -> Preflight:
     from stepguard.preflight.run import check as check_subject
-    from stepguard.preflight.run import selected
-    from stepguard.preflight.target import resolve
+    from stepguard.preflight.run import resolve, selected
 
     # A misspelt item is an error before anything is built.
     selected(only, skip)
@@ -163,7 +162,7 @@ def _bar(stream: TextIO) -> Iterator[Progress | None]:
 def _show(result: Preflight, *, as_json: bool) -> None:
     from stepguard.records.codec import dumps, to_plain
     from stepguard.report import screen
-    from stepguard.report.preflight import render_preflight
+    from stepguard.report.checks import render_preflight
 
     if as_json:
         echo(dumps({**to_plain(result), "ok": result.ok}))

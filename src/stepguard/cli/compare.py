@@ -9,9 +9,15 @@ from typing import Annotated
 import typer
 
 from stepguard._errors import ConfigError
-from stepguard.cli._page import COMPARISON, comparison_page, write_page
-from stepguard.cli._run_folder import RankOption, folder_of, open_run
-from stepguard.cli._terminal import echo
+from stepguard.cli._results import (
+    COMPARISON,
+    RankOption,
+    comparison_page,
+    echo,
+    folder_of,
+    open_run,
+    write_page,
+)
 
 
 def compare(

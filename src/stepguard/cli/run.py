@@ -66,7 +66,7 @@ def run(
     _refuse_no_script(script, context, module=module)
     given = _folders(run_dir, human_log)
     if webhook:
-        from stepguard.report.webhook import WebhookSink
+        from stepguard.report.sinks import WebhookSink
 
         given["sinks"] = (WebhookSink(webhook, name=Path(script).name),)
     settings = _settings(context, config, given)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from stepguard.records.reading import Reading
+from stepguard.records.incident import Reading
 
 MAD_TO_SIGMA = 1.4826
 """Makes the median absolute deviation of normal noise equal to its standard deviation."""

@@ -4,12 +4,212 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from stepguard.detect import anomalies
-from stepguard.detect.history import History
-from stepguard.records.reading import Reading
+from stepguard.detect.history import MATURE, MOVED, ZERO_STEPS, History, Weights
+from stepguard.records.incident import OK, Reading, Severity, Verdict, VerdictKind
 from stepguard.records.settings import GuardConfig
-from stepguard.records.verdict import OK, Severity, Verdict, VerdictKind
+
+# --- Judge finite anomalies: a jump of the loss, a slow rise, a learning rate that was not
+# configured.
+
+
+YOUNG_SIGMAS = 10.0
+"""A run of a few steps has no noise estimate worth the name, so it takes more to be suspicious."""
+NEWBORN = 3
+"""Losses below which nothing is known of the noise."""
+NEWBORN_SIGMAS = 1000.0
+"""For so few losses: the first updates may well leave a start that happened to be good."""
+DRIFT_LEAST = 32
+"""Losses a rise must last before it is called a drift."""
+DRIFT_SIGMAS = 4.0
+RUNAWAY = 10.0
+"""Times every loss remembered that a loss must be to count as running away."""
+RUNAWAY_BEFORE = 5.0
+"""Times every loss before it that the last loss must be, where the update is not known."""
+LARGE_UPDATE = 0.3
+"""Of the norm of the weights: a healthy update changes them by a thousandth."""
+STOOD_STILL = 0.01
+"""Of the norm of the weights: an update below it cannot have made a loss run away."""
+HEAVY_TAIL = 4.0
+"""Times what one loss in twenty exceeds: a heavy-tailed loss does not stand out by its tail."""
+
+
+def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
+    """Judge a loss far above its usual level in one step."""
+    loss = reading.judged_loss
+    if loss is None or not _knows_a_level(history):
+        return OK
+    excess = (loss - history.level) / history.spread
+    if not excess > _spike_limit(len(history.losses), sigmas):
+        return OK
+    why = _runs_away(reading, history) or _has_diverged(reading, history)
+    if not why and len(history.losses) >= MATURE and excess < HEAVY_TAIL * history.tail:
+        return OK
+    usual = f"its usual {history.level:.6g}"
+    summary = f"loss {loss:.6g} is {excess:.3g} deviations above {usual}"
+    evidence: dict[str, float | int | str] = {
+        "loss": loss,
+        "level": history.level,
+        "deviations": excess,
+    }
+    if why and reading.update_ratio is not None:
+        evidence["update_ratio"] = reading.update_ratio
+    return _told("spike", summary, why, evidence)
+
+
+def _knows_a_level(history: History) -> bool:
+    """A few losses that were all exactly 0 (a penalty that begins there) show no usual level."""
+    if len(history.losses) < MATURE:
+        return any(history.losses)
+    return True
+
+
+def _spike_limit(known: int, sigmas: float) -> float:
+    """Deviations that make a spike, after so many losses."""
+    if known < NEWBORN:
+        return max(sigmas, NEWBORN_SIGMAS)
+    if known < MATURE:
+        return max(sigmas, YOUNG_SIGMAS)
+    return sigmas
+
+
+def _told(
+    kind: VerdictKind, summary: str, why: str, evidence: dict[str, float | int | str]
+) -> Verdict:
+    """An incident where `why` shows that the weights caused it, else a suspicion."""
+    if not why:
+        return Verdict(kind=kind, severity="suspicion", summary=summary, evidence=evidence)
+    return Verdict(kind=kind, severity="incident", summary=f"{summary}; {why}", evidence=evidence)
+
+
+def _runs_away(reading: Reading, history: History) -> str:
+    """What shows that the weights caused it and not the data, in words; empty if nothing."""
+    loss = reading.judged_loss
+    losses = list(history.losses)
+    largest = max(map(abs, losses))
+    if loss is None or not largest or loss < RUNAWAY * largest:
+        return ""
+    # a batch can be hard, but it does not move the weights
+    ratio = reading.update_ratio
+    if ratio is not None and ratio >= LARGE_UPDATE:
+        return f"the last update changed the weights by {ratio:.3g} of their norm"
+    if ratio is not None and ratio < STOOD_STILL:
+        return ""
+    earlier = max(map(abs, losses[:-1]), default=0.0)
+    if earlier and losses[-1] >= RUNAWAY_BEFORE * earlier:
+        return f"the loss before was already {losses[-1] / earlier:.3g} times every earlier one"
+    return ""
+
+
+def drift(reading: Reading, history: History) -> Verdict:
+    """Judge a slow steady rise, which tests of single steps never see."""
+    if history.surrogate:
+        # the divergence from a reference begins at 0 and can only rise
+        return OK
+    values = list(history.losses)
+    if reading.judged_loss is not None:
+        values.append(reading.judged_loss)
+    if len(values) < DRIFT_LEAST:
+        return OK
+    rise, noise = trend(values)
+    if not rise > DRIFT_SIGMAS * max(noise, 0.01 * abs(values[0])):
+        return OK
+    count = len(values)
+    summary = f"loss has risen by {rise:.4g} over {count} steps ({rise / count:+.3g} a step)"
+    evidence: dict[str, float | int | str] = {"rise": rise, "steps": count, "noise": noise}
+    return _told("drift", summary, _has_diverged(reading, history), evidence)
+
+
+def worth_measuring(reading: Reading, history: History) -> bool:
+    """Is the loss so high that the weights are measured? That reads every parameter."""
+    loss = reading.judged_loss
+    if loss is None or not history.losses:
+        return False
+    return loss >= RUNAWAY * max(map(abs, history.losses)) or _is_far(history)
+
+
+def _is_far(history: History) -> bool:
+    return bool(history.losses) and history.level > history.progress.far_limit
+
+
+def _has_diverged(reading: Reading, history: History) -> str:
+    """Why the weights caused a level far above the start; empty where that is not shown."""
+    weights = Weights(moved=reading.weights_moved, update=reading.update_ratio)
+    shown = history.divergence(weights) if weights.known and _is_far(history) else ""
+    return f"the run began at {history.began_at:.6g}, and {shown}" if shown else ""
+
+
+def trend(values: list[float]) -> tuple[float, float]:
+    """Rise over the window by least squares, and the standard deviation around that line."""
+    # squares of float64 losses beyond 1e154 would overflow
+    unit = max(map(abs, values)) or 1.0
+    count = len(values)
+    mean_x = (count - 1) / 2
+    mean_y = sum(value / unit for value in values) / count
+    products = 0.0
+    squares = 0.0
+    for x, value in enumerate(values):
+        products += (x - mean_x) * (value / unit - mean_y)
+        squares += (x - mean_x) ** 2
+    slope = products / squares
+    left_over = 0.0
+    for x, value in enumerate(values):
+        left_over += (value / unit - mean_y - slope * (x - mean_x)) ** 2
+    return slope * (count - 1) * unit, math.sqrt(left_over / count) * unit
+
+
+def impossible_lr(reading: Reading) -> Verdict:
+    """Judge a learning rate that is NaN or infinite: the update would ruin every weight."""
+    for group, rate in enumerate(reading.lr):
+        if not math.isfinite(rate):
+            effect = "the update would make every weight non-finite"
+            return Verdict(
+                kind="lr_mismatch",
+                severity="incident",
+                summary=f"group {group} runs with lr {rate}: {effect}",
+                evidence={"group": group, "lr": rate},
+            )
+    return OK
+
+
+def lr_mismatch(reading: Reading, history: History) -> Verdict:
+    """Judge a learning rate at least twice as high as anything configured or seen before."""
+    group = history.excess_lr(reading.lr)
+    if group is None:
+        return OK
+    rate = reading.lr[group]
+    ceiling = history.ceiling(group)
+    known = f"the highest configured or seen before is {ceiling:.4g}"
+    return Verdict(
+        kind="lr_mismatch",
+        severity="note",
+        summary=f"group {group} runs with lr {rate:.4g}; {known}",
+        evidence={"group": group, "lr": rate, "ceiling": ceiling},
+    )
+
+
+def nothing_learned(reading: Reading, history: History) -> Verdict:
+    """Judge a batch without a target, and a loss and gradient that stay exactly 0."""
+    if reading.labels == 0:
+        return Verdict(
+            kind="no_labels",
+            severity="note",
+            summary="no target of this step counts: nothing is learned",
+        )
+    silent = reading.judged_loss == 0.0 and not reading.grad_norm
+    # once: where it comes again the loss is 0 by intention, as of a hinge or a solved task
+    if silent and history.zero_losses + 1 == ZERO_STEPS and not history.zero_stretches:
+        summary = (
+            f"loss and gradient have been exactly 0 for {ZERO_STEPS} steps: nothing is learned "
+            "from them (reported once)"
+        )
+        return Verdict(kind="zero_loss", severity="note", summary=summary)
+    return OK
+
+
+# --- Judge a Reading. Pure: the same Reading and History give the same Verdict on every rank.
+
 
 STATE_KINDS: dict[str, VerdictKind] = {
     "param": "nonfinite_parameter",
@@ -29,10 +229,10 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
         lambda: _state(reading),
         lambda: _loss(reading),
         lambda: _gradient(reading, config),
-        lambda: anomalies.impossible_lr(reading),
+        lambda: impossible_lr(reading),
         lambda: _anomaly(reading, history, config),
-        lambda: anomalies.nothing_learned(reading, history),
-        lambda: anomalies.lr_mismatch(reading, history),
+        lambda: nothing_learned(reading, history),
+        lambda: lr_mismatch(reading, history),
     )
     for test in tests:
         verdict = test()
@@ -46,10 +246,10 @@ def _anomaly(reading: Reading, history: History, config: GuardConfig) -> Verdict
     if config.anomalies == "off":
         return OK
     if config.spike_sigmas is not None:
-        verdict = anomalies.spike(reading, history, config.spike_sigmas)
+        verdict = spike(reading, history, config.spike_sigmas)
         if verdict.kind != "ok":
             return verdict
-    return anomalies.drift(reading, history)
+    return drift(reading, history)
 
 
 def alarming(reading: Reading) -> bool:
@@ -157,3 +357,118 @@ def _overflow(reading: Reading, config: GuardConfig) -> Verdict:
         severity = "incident"
         summary = f"GradScaler has fallen to {scale:g} and the gradients still overflow"
     return Verdict(kind=kind, severity=severity, summary=summary, evidence={"scale": scale})
+
+
+# --- Decide whether the weights caused a finite anomaly, and not the data or the loss function.
+
+
+LASTING = 3
+"""Suspicious steps in a row before the weights can be blamed."""
+WEIGHTS_SHARE = 0.5
+"""Of a rise: what an earlier batch must show too, and what may remain on older weights."""
+SAME_LOSS = 0.1
+"""Relative difference of two losses of one step: dropout and kernels differ a little."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signs:
+    """What was measured about a suspicious step (`anomalies="act"` only); None where unknown."""
+
+    lasting: int
+    """Suspicious steps in a row, this one included: as many different batches."""
+    earlier_then: float | None = None
+    """The loss of an earlier healthy batch when it was new."""
+    earlier_now: float | None = None
+    """The same batch on the present weights."""
+    own_then: float | None = None
+    """The loss of a step that began from a snapshot, when it ran."""
+    own_now: float | None = None
+    """The same step on the same weights now: if it differs, the loss function changed."""
+    older_loss: float | None = None
+    """This very batch on the weights of a good snapshot."""
+    older_step: int | None = None
+    moved: float | None = None
+    """Distance of the present weights from those of a good snapshot, over their norm."""
+
+
+def blame_weights(verdict: Verdict, reading: Reading, history: History, signs: Signs) -> Verdict:
+    """Make it an incident if independent signs agree that the weights caused it, else a note."""
+    doubt = _first_doubt(verdict, reading, history, signs)
+    if doubt:
+        return replace(verdict, severity="note", summary=f"{verdict.summary}; {doubt}")
+    measured = {
+        "repeat_loss": signs.earlier_now,
+        "older_loss": signs.older_loss,
+        "older_step": signs.older_step,
+        "moved": signs.moved,
+    }
+    evidence = dict(verdict.evidence or {})
+    for name, value in measured.items():
+        if value is not None:
+            evidence[name] = value
+    summary = f"{verdict.summary}; {_blame(signs)}"
+    return replace(verdict, severity="incident", summary=summary, evidence=evidence)
+
+
+def _first_doubt(verdict: Verdict, reading: Reading, history: History, signs: Signs) -> str:
+    """The first thing that speaks against blaming the weights; empty when all signs agree."""
+    loss = reading.judged_loss
+    if loss is None or history.best is None:
+        return "there is no loss to judge by"
+    if not verdict.bad:
+        if not loss > history.progress.lost_limit:
+            return "what the run has learned is not lost"
+        if signs.lasting < LASTING:
+            return f"it has lasted {signs.lasting} of {LASTING} steps"
+    if signs.earlier_now is None or signs.earlier_then is None:
+        return _doubt_by_distance(signs)
+    return _doubt_by_losses(signs, signs.earlier_then, signs.earlier_now, loss, history)
+
+
+def _doubt_by_distance(signs: Signs) -> str:
+    """Where no step can be run again, only weights far from where they were good can be blamed."""
+    if signs.moved is None:
+        return "nothing is known of earlier weights"
+    if math.isfinite(signs.moved) and signs.moved < MOVED:
+        return f"the weights have moved by {signs.moved:.3g} of their norm since they were good"
+    return ""
+
+
+def _doubt_by_losses(
+    signs: Signs, earlier_then: float, earlier_now: float, loss: float, history: History
+) -> str:
+    """Compare what earlier steps give, on the present weights and on those they had."""
+    assert history.best is not None
+    rise = loss - history.best
+    if not _rose_too(earlier_then, earlier_now, rise, history):
+        return (
+            f"an earlier batch gives {earlier_now:.6g} and gave {earlier_then:.6g}: not the weights"
+        )
+    if signs.own_then is None or signs.own_now is None:
+        return "no earlier step can be run again on the weights it had"
+    if not math.isclose(signs.own_then, signs.own_now, rel_tol=SAME_LOSS, abs_tol=SAME_LOSS * rise):
+        return (
+            f"an earlier step, on the weights it had, gives {signs.own_now:.6g} and gave "
+            f"{signs.own_then:.6g}: the loss function changed"
+        )
+    if signs.older_loss is None or not signs.older_loss - history.best <= WEIGHTS_SHARE * rise:
+        return "this batch is as hard for earlier weights"
+    return ""
+
+
+def _rose_too(then: float, now: float, rise: float, history: History) -> bool:
+    """Has the loss of an earlier batch risen as much, or to many times what it was?"""
+    if not math.isfinite(now):
+        return True
+    enough = min(WEIGHTS_SHARE * rise, RUNAWAY * max(abs(then), history.best_noise))
+    return now - then >= enough
+
+
+def _blame(signs: Signs) -> str:
+    if signs.earlier_now is not None and signs.older_loss is not None:
+        return (
+            f"an earlier batch gives {signs.earlier_now:.6g} and gave {signs.earlier_then:.6g}, "
+            f"and on the weights of step {signs.older_step} this batch gives "
+            f"{signs.older_loss:.6g}: the weights are hurt"
+        )
+    return f"the weights have moved by {signs.moved:.3g} of their norm since they were good"

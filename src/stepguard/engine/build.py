@@ -21,34 +21,30 @@ from torch.optim import Optimizer
 from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.detect import History
-from stepguard.engine.context import (
-    Context,
-    automatic_guards,
-    guarded,
-    own_steps,
-    real_optimizer,
-)
-from stepguard.engine.drivers.schedule import one_schedule
-from stepguard.engine.incident.declared_rates import DeclaredRates
+from stepguard.engine.context import Context, automatic_guards, guarded, own_steps, real_optimizer
+from stepguard.engine.drivers.schedule import DeclaredRates, one_schedule
 from stepguard.engine.incident.gradient_outliers import Outliers
-from stepguard.engine.interception import borrowing
-from stepguard.engine.model_wrapper import data_parallel_wrapper
-from stepguard.engine.outputs import OutputLost, Outputs, add_people_outputs
-from stepguard.engine.protect import quiet_warning
+from stepguard.engine.protect import (
+    OutputLost,
+    Outputs,
+    add_people_outputs,
+    borrowing,
+    quiet_warning,
+)
+from stepguard.engine.result import data_parallel_wrapper
 from stepguard.journal import Journal, starts_in, this_process
-from stepguard.locate.locate_budget import LocateBudget
+from stepguard.locate.replay_state import LocateBudget
 from stepguard.locate.source import variable_name
 from stepguard.records import GuardConfig
-from stepguard.records.text import mask_settings
-from stepguard.report.humanlog import HumanLog
+from stepguard.records.codec import mask_settings
+from stepguard.report.sinks import HumanLog
+from stepguard.sentinel.gradients import Shares
 from stepguard.sentinel.rank_agreement import Agreement
-from stepguard.sentinel.sharded_gradients import Shares
-from stepguard.state.attached_state import AttachedState, communication_hooks
-from stepguard.state.buffers import BufferKeeper
-from stepguard.state.ownership import Ownership
+from stepguard.state.batch import unwrapped
+from stepguard.state.buffers import AttachedState, BufferKeeper, communication_hooks
+from stepguard.state.run_state import Ownership
 from stepguard.state.sharded import sharded_part
-from stepguard.state.step import unwrapped
-from stepguard.tensors.sharding import wrapped_by_fsdp1
+from stepguard.tensors.names import wrapped_by_fsdp1
 from stepguard.tensors.values import elements
 
 T = TypeVar("T")

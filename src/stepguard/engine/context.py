@@ -17,28 +17,33 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stepguard.detect import History
-from stepguard.engine.drivers.schedule import advance, named_position, scheduler_of
-from stepguard.engine.incident.declared_rates import DeclaredRates, group_rates
+from stepguard.engine.drivers.schedule import (
+    DeclaredRates,
+    advance,
+    group_rates,
+    named_position,
+    scheduler_of,
+)
 from stepguard.engine.incident.gradient_outliers import Outliers
-from stepguard.engine.outputs import Outputs
+from stepguard.engine.protect import Outputs
 from stepguard.engine.watch.gradient_habits import GradientHabits
 from stepguard.ledger import Ledger
-from stepguard.locate.locate_budget import LocateBudget
+from stepguard.locate.replay_state import LocateBudget
 from stepguard.policy import Budget
 from stepguard.records import GuardConfig, Incident, Reading
-from stepguard.sentinel.gradients import GradientNorm
-from stepguard.sentinel.kept_norms import GradientNorms
+from stepguard.records.incident import box
+from stepguard.sentinel.gradients import GradientNorm, GradientNorms, Shares
 from stepguard.sentinel.rank_agreement import Agreement
-from stepguard.sentinel.sharded_gradients import Shares
-from stepguard.state.attached_state import AttachedState
-from stepguard.state.buffers import BufferKeeper
-from stepguard.state.delivered_batches import RecentBatches
-from stepguard.state.ownership import Ownership
-from stepguard.state.resumable_loader import ResumableLoader
-from stepguard.state.step import Step
+from stepguard.state.batch import Step
+from stepguard.state.buffers import AttachedState, BufferKeeper
+from stepguard.state.loader import RecentBatches, ResumableLoader
+from stepguard.state.run_state import Ownership
 from stepguard.tensors.names import optimizer_parameters
 from stepguard.tensors.values import is_finite
-from stepguard.whatif.subject import LeadUp
+from stepguard.whatif.trial import LeadUp
+
+# --- What the parts of one guard share.
+
 
 T = TypeVar("T")
 
@@ -341,3 +346,29 @@ def own_steps(given: Optimizer, real: Optimizer) -> Optimizer | None:
         # accelerate's own leaves out steps in which gradients are added up; guard.step adds them up
         return None
     return given
+
+
+# --- What a guard shows of itself, in one line and in a notebook. Never waits for the device.
+
+
+SHOWN = 5
+"""Incidents, the newest ones, that a notebook shows."""
+
+
+def guard_line(context: Context, *, closed: bool, armed: bool) -> str:
+    """`Guard of AdamW of Net: 12 steps, 1 incident, armed`."""
+    count = len(context.incidents)
+    counted = "1 incident" if count == 1 else f"{count} incidents"
+    state = "armed" if armed else "disarmed"
+    if closed:
+        state = "closed"
+    return f"Guard of {context.name}: {context.step} steps, {counted}, {state}"
+
+
+def guard_html(context: Context, *, closed: bool, armed: bool) -> str:
+    """The line, and the newest incidents below it."""
+    rows = []
+    for incident in context.incidents[-SHOWN:]:
+        rows.append((f"step {incident.step}", incident.summary))
+    title = guard_line(context, closed=closed, armed=armed)
+    return box(title, rows, bad=bool(context.incidents))

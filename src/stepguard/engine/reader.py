@@ -14,16 +14,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.optimizer_kinds import takes_found_inf
-from stepguard.engine.rank_numbers import RankNumbers
-from stepguard.engine.seen_alone import SeenAlone
-from stepguard.locate.overflowed_reduction import summed_in_half_precision
+from stepguard.engine.drivers.schedule import takes_found_inf
+from stepguard.locate.origins import summed_in_half_precision
 from stepguard.records import Reading
-from stepguard.sentinel.gradients import GradientNorm, gradient_norm
-from stepguard.sentinel.packet import Packet
-from stepguard.sentinel.rank_agreement import RISK
-from stepguard.sentinel.risky_update import is_custom
-from stepguard.sentinel.sharded_gradients import norm_over_ranks
+from stepguard.sentinel.gradients import (
+    GradientNorm,
+    Packet,
+    gradient_norm,
+    is_custom,
+    norm_over_ranks,
+    risky_update,
+)
+from stepguard.sentinel.rank_agreement import REDUCED, RISK
 from stepguard.sentinel.stored_tensors import (
     RotatingScan,
     extremes,
@@ -32,11 +34,139 @@ from stepguard.sentinel.stored_tensors import (
     root_mean_square,
     state_tensors,
 )
-from stepguard.state.batch import named_tensors
+from stepguard.state.batch import named_tensors, total_loss
 from stepguard.state.run_state import extra_tensors
-from stepguard.state.step import total_loss
 from stepguard.tensors.names import named_buffers
 from stepguard.tensors.values import is_finite
+
+# --- What one rank sees and the others do not: it has to reach them before anybody waits.
+
+
+class SeenAlone:
+    """Values of this rank for the reduction of a step. Never waits for the device."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._first: dict[tuple[int, str], Tensor] = {}
+        """On the device: what every buffer held before the run, by its place."""
+
+    def start(self) -> None:
+        """Before the first update: remember what buffers hold, where nobody asks the host."""
+        context = self._context
+        if context.agreement.mode != "spread" and not takes_found_inf(context.optimizer):
+            return
+        for root in context.roots.values():
+            for module in root.modules():
+                for key, buffer in module._buffers.items():
+                    first = None
+                    if buffer is not None:
+                        first = extremes(context.buffers.remembered(buffer))
+                    if first is not None:
+                        self._first[id(module), key] = first
+
+    def written_buffers(self) -> list[Tensor]:
+        """Largest of each buffer that this step's forward wrote, 0 for one infinite on purpose."""
+        ignored = self._context.ignored
+        found: list[Tensor] = []
+        # by place, not by tensor: a forward pass may put another tensor there
+        for place, buffer in self._context.buffers.written_at():
+            value = largest([buffer]) if id(buffer) not in ignored else None
+            if value is None:
+                continue
+            first = self._first.get(place)
+            if first is not None:
+                # one that held inf or NaN before the first step is a sentinel, no trouble
+                meant = ~torch.isfinite(first).all().to(value.device)
+                value = torch.where(meant, torch.zeros_like(value), value)
+            found.append(value)
+        return found
+
+    def trouble(self) -> Tensor | None:
+        """NaN where this rank's learning rate is not finite, or where it has missed an update."""
+        if all(map(math.isfinite, self._context.lr)) and not self._context.missed:
+            return None
+        return torch.tensor(math.nan)
+
+    def risk(self, line: Tensor, least: Tensor | None) -> Tensor:
+        """1 where the update of this rank could make NaN of finite gradients, else 0."""
+        context = self._context
+        if risky_update(context.optimizer, context.lr_ceiling):
+            return torch.ones_like(line[0])
+        if least is None:
+            return torch.zeros_like(line[0])
+        # only a custom optimizer has it taken: those divide by the norm of a gradient
+        return least.detach().reshape(()).eq(0).to(line)
+
+
+# --- The numbers of a step that ranks reduce together, and what they mean once they are read.
+
+
+SQUARES, WITH_LOSS = 1, 2
+"""Where the sums of ranks hold the square of the norm and the number of losses."""
+
+
+class RankNumbers:
+    """Four numbers of every rank, always the same ones, in one reduction."""
+
+    def __init__(self, context: Context, alone: SeenAlone) -> None:
+        self._context = context
+        self._alone = alone
+
+    def reduced(
+        self, loss: Tensor | None, named: dict[str, Tensor], norm: GradientNorm | None
+    ) -> list[Tensor]:
+        """What all ranks saw, where that takes a reduction."""
+        agreement = self._context.agreement
+        if agreement.mode != "collective":
+            return []
+        state = self._alone.trouble()
+        if state is None:
+            state = named.get("state")
+        local = [loss, named.get("norm"), named.get("buffers"), state]
+        device = torch.device("cpu")
+        for value in local:
+            if value is not None:
+                device = value.device
+                break
+        zero = torch.zeros((), device=device)
+        line = [zero if v is None else v.detach().reshape(()).to(zero) for v in local]
+        values = torch.stack(line)
+        risk = self._alone.risk(values, named.get("least"))
+        sums = _sums(values, norm, has_loss=loss is not None) if agreement.adds else None
+        shared = agreement.reduce(values, self._context.step, risk, sums)
+        if shared is None:
+            return []
+        return list(shared.unbind())
+
+    def loss(self, shared: list[float]) -> float | None:
+        """The largest loss of all ranks; of a sharded model their mean."""
+        if not shared:
+            return None
+        if not self._context.agreement.adds:
+            return shared[0]
+        return shared[0] / shared[WITH_LOSS] if shared[WITH_LOSS] else None
+
+    def norm(
+        self, measured: GradientNorm | None, own: float | None, shared: list[float]
+    ) -> float | None:
+        """The norm of gradients of which each rank has measured its part, once all are finite."""
+        parts = measured is not None and measured.squares is not None
+        if not parts or not shared or shared[REDUCED + SQUARES]:
+            return own
+        return math.sqrt(shared[SQUARES])
+
+
+def _sums(values: Tensor, norm: GradientNorm | None, *, has_loss: bool) -> Tensor:
+    """What ranks of a sharded model add: losses, squares of their parts, and how many losses."""
+    sums = values.to(torch.float64, copy=True)
+    sums[SQUARES] = 0.0
+    if norm is not None and norm.squares is not None:
+        sums[SQUARES] = norm.squares
+    sums[WITH_LOSS] = torch.isfinite(values[0]).to(sums) if has_loss else 0.0
+    return sums
+
+
+# --- From tensors on the device to a Reading on the host, through one packet.
 
 
 @dataclass(slots=True)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from stepguard.records import Incident, Reading
-from stepguard.records.notebook_html import Row, box, number
+from stepguard.records.incident import Row, box, number
+from stepguard.sentinel.rank_agreement import world
+
+# --- What `guard.step` returns. Numbers are read from the device on first access.
 
 
 class StepResult:
@@ -98,3 +105,24 @@ class StepResult:
         return (
             f"StepResult(loss={self.loss}, grad_norm={self.grad_norm}, committed={self.committed})"
         )
+
+
+# --- Find the DistributedDataParallel around a model: the loss goes through it in any case.
+
+
+def data_parallel_wrapper(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the wrapper of this process that holds `model`; None if it is or has none.
+
+    Its parameters are reduced in the backward pass, and only a replay that knows the wrapper can
+    keep it from waiting for the other ranks.
+    """
+    if world()[1] == 1 or isinstance(model, DistributedDataParallel):
+        return None
+    # type() and not isinstance: proxies answer isinstance with side effects
+    found: list[DistributedDataParallel] = [
+        o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)
+    ]
+    for wrapper in found:
+        if wrapper.__dict__.get("_modules", {}).get("module") is model:
+            return wrapper
+    return None

@@ -21,38 +21,41 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident import incident_record
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import (
+    FoundAlone,
     accept,
-    examine,
-    mark_foreign_parameter,
-    stored_trouble,
-)
-from stepguard.engine.incident.exploded_weights import (
     blamed_on_update,
+    examine,
     exploded,
+    mark_foreign_parameter,
+    presumed_reading,
+    presumed_verdict,
+    stored_trouble,
     surfaces_only,
     weights_ruined,
 )
-from stepguard.engine.incident.found_alone import FoundAlone
-from stepguard.engine.incident.halting import BORN_IN_THE_STEP, halt
-from stepguard.engine.incident.lead_up import keep_lead_up
 from stepguard.engine.incident.lost_samples import with_sample_names
-from stepguard.engine.incident.origin_of_ranks import find_together
-from stepguard.engine.incident.outcome import change_settings, not_applied
-from stepguard.engine.incident.presumed_verdict import presumed_reading, presumed_verdict
-from stepguard.engine.incident.rank_decision import last_resort, tried, with_decision
-from stepguard.engine.incident.rank_reading import agreed_reading
-from stepguard.engine.incident.run_facts import run_facts
-from stepguard.engine.incident.situation import SituationReader
-from stepguard.engine.incident.tried_remedies import try_remedies
-from stepguard.engine.incident.whatif_decision import what_helps
+from stepguard.engine.incident.ranks import (
+    agreed_reading,
+    find_together,
+    last_resort,
+    tried,
+    with_decision,
+)
+from stepguard.engine.incident.run_facts import change_settings, not_applied, run_facts
+from stepguard.engine.incident.situation import (
+    BORN_IN_THE_STEP,
+    SituationReader,
+    halt,
+    keep_lead_up,
+)
+from stepguard.engine.incident.trials import try_remedies, what_helps
 from stepguard.engine.protect import Protection, explain_or_warn
 from stepguard.engine.reader import Pending, Reader
-from stepguard.engine.recover.earlier_weights import loss_function_changed
-from stepguard.engine.recover.rewind import Rewinder
+from stepguard.engine.recover.rewind import Rewinder, loss_function_changed
 from stepguard.locate import locate
 from stepguard.policy import decide as choose_remedy
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
-from stepguard.state.step import Step
+from stepguard.state.batch import Step
 
 VERIFY_FROM = 2
 """Bad steps in a row from which on the weights are verified on an earlier batch."""

@@ -22,15 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stepguard._errors import ConfigError, TrainingHalted
 from stepguard.engine.context import Context, automatic_guards, guarded, real_optimizer
-from stepguard.engine.drivers.optimizer_kinds import calls_of_step
-from stepguard.engine.drivers.outer_optimizer import voting_manager
-from stepguard.engine.drivers.schedule import position
-from stepguard.engine.interception import borrowing
-from stepguard.engine.model_wrapper import data_parallel_wrapper
+from stepguard.engine.drivers.scaler import voting_manager
+from stepguard.engine.drivers.schedule import calls_of_step, position
+from stepguard.engine.protect import borrowing
+from stepguard.engine.result import data_parallel_wrapper
 from stepguard.records import GuardConfig
-from stepguard.state.optimizer_state import inner_optimizers
-from stepguard.state.resumable_loader import ResumableLoader
-from stepguard.state.step import unwrapped
+from stepguard.state.batch import unwrapped
+from stepguard.state.loader import ResumableLoader
+from stepguard.state.run_state import inner_optimizers
 from stepguard.tensors.names import named_parameters, optimizer_parameter_ids
 
 LOOKED_AT = 3

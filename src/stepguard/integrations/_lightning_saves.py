@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from stepguard._errors import SaveRefused
-from stepguard.tensors.wrapping import wrap
+from stepguard.tensors.names import wrap
 
 Place = str | Path
 Look = Callable[[bool], tuple[str, ...]]

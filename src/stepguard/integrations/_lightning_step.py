@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from stepguard.tensors.wrapping import swapped
+from stepguard.tensors.names import swapped
 
 # Of a torchmetrics.Metric, which is known by its attributes: importing it takes a second.
 METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache")

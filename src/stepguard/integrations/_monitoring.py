@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from stepguard._errors import ConfigError
 from stepguard.engine.context import guarded
 from stepguard.guard import Guard
-from stepguard.integrations._holding import hold_schedule
+from stepguard.integrations._parts import hold_schedule
 from stepguard.integrations._trainer_log import INCIDENTS, NONFINITE
 from stepguard.records import GuardConfig, Incident, Reading, Sink
 from stepguard.report.phrases import count

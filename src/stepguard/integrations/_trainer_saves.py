@@ -13,8 +13,8 @@ import transformers.trainer
 from transformers.trainer_utils import sort_checkpoints
 
 from stepguard._errors import SaveRefused
-from stepguard.integrations._saves import to_delete
-from stepguard.tensors.wrapping import swapped, wrap
+from stepguard.integrations._parts import to_delete
+from stepguard.tensors.names import swapped, wrap
 
 Look = Callable[[bool], tuple[str, ...]]
 """Names of non-finite stored tensors; True asks all ranks, which then all take part."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepguard._errors import StepguardError
-from stepguard.tensors.wrapping import swapped
+from stepguard.tensors.names import swapped
 
 ITEMS = "num_items_in_batch"
 DATA = ("train_dataset", "eval_dataset")

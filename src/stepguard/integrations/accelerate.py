@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError, SaveRefused
 from stepguard.guard import Guard
-from stepguard.integrations._versions import Framework
+from stepguard.integrations._parts import Framework
 from stepguard.records import GuardConfig, Incident
-from stepguard.state.step import LossFn, total_loss
+from stepguard.state.batch import LossFn, total_loss
 from stepguard.watching import watch_for
 
 ACCELERATE = Framework("accelerate", first="1.10", before="2.0", tested="1.15.0")
@@ -34,9 +34,8 @@ ACCELERATE.require()
 from accelerate import Accelerator  # noqa: E402 (first the version, then what that version must have)
 from accelerate.utils import DistributedType  # noqa: E402
 
-from stepguard.integrations._holding import hold_schedule  # noqa: E402
-from stepguard.tensors.names import optimizer_parameter_ids  # noqa: E402
-from stepguard.tensors.wrapping import wrap  # noqa: E402
+from stepguard.integrations._parts import hold_schedule  # noqa: E402
+from stepguard.tensors.names import optimizer_parameter_ids, wrap  # noqa: E402
 
 __all__ = ["AcceleratorGuard", "SaveRefused", "guard"]
 

@@ -21,11 +21,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError, SaveRefused
 from stepguard.guard import Guard
-from stepguard.integrations._host_logger import HostLogger
-from stepguard.integrations._versions import Framework
+from stepguard.integrations._parts import Framework, HostLogger
 from stepguard.records import GuardConfig, Incident
-from stepguard.state.step import LossFn, total_loss
-from stepguard.tensors.wrapping import swapped, wrap
+from stepguard.state.batch import LossFn, total_loss
+from stepguard.tensors.names import swapped, wrap
 from stepguard.watching import watch_for
 
 __all__ = ["FabricGuard", "SaveRefused", "guard"]

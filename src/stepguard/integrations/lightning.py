@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError, SaveRefused
 from stepguard.guard import Guard
-from stepguard.integrations._versions import Framework
+from stepguard.integrations._parts import Framework
 from stepguard.records import GuardConfig, Incident
 from stepguard.watching import watch_for
 
@@ -31,10 +31,10 @@ LIGHTNING.require()
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402 (first the version, then its parts)
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy  # noqa: E402
 
-from stepguard.integrations._host_logger import HostLogger  # noqa: E402
 from stepguard.integrations._lightning_saves import Gate, protect_checkpoints  # noqa: E402
 from stepguard.integrations._lightning_step import TrainingStep  # noqa: E402
-from stepguard.tensors.wrapping import wrap  # noqa: E402
+from stepguard.integrations._parts import HostLogger  # noqa: E402
+from stepguard.tensors.names import wrap  # noqa: E402
 
 __all__ = ["GuardCallback", "SaveRefused"]
 

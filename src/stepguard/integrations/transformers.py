@@ -22,7 +22,7 @@ from typing import Any
 from stepguard._errors import ConfigError, SaveRefused, TrainingHalted
 from stepguard.engine.incident.closer_look import bad_tensors
 from stepguard.guard import Guard
-from stepguard.integrations._versions import Framework
+from stepguard.integrations._parts import Framework
 from stepguard.records import GuardConfig, Incident
 from stepguard.watching import watch_for
 
@@ -35,13 +35,12 @@ from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 TRANSFORMERS.need(transformers.trainer, "rotate_checkpoints")
 
-from stepguard.integrations._holding import hold_schedule  # noqa: E402
 from stepguard.integrations._monitoring import GradientMonitoringCallback, safe_compute_loss  # noqa: E402
-from stepguard.integrations._precision import half_precision  # noqa: E402
+from stepguard.integrations._parts import half_precision, hold_schedule  # noqa: E402
 from stepguard.integrations._trainer_log import INCIDENTS, TrueLoss, correct  # noqa: E402
 from stepguard.integrations._trainer_saves import TrainerSaves  # noqa: E402
 from stepguard.integrations._trainer_step import TrainingStep  # noqa: E402
-from stepguard.tensors.wrapping import wrap  # noqa: E402
+from stepguard.tensors.names import wrap  # noqa: E402
 
 __all__ = [
     "GradientMonitoringCallback",

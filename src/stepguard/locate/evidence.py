@@ -6,22 +6,445 @@ Measured while the tensors are alive, since the trace keeps none of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from stepguard.locate import row_evidence
-from stepguard.locate.attribution import Read
-from stepguard.locate.bad_op import BadOp
-from stepguard.locate.calls import Call, real_maker
-from stepguard.locate.finite import numeric, plain
-from stepguard.locate.operands import Index, broadcast_index, of_number, summarise
-from stepguard.records.evidence import NO_EVIDENCE, Evidence
-from stepguard.records.origin import Operand
-from stepguard.tensors.dtypes import dtype_name
+from stepguard.locate import replay_state as batches
+from stepguard.locate.operands import (
+    Call,
+    Index,
+    Operator,
+    Read,
+    broadcast_index,
+    element,
+    first_broken,
+    first_true,
+    mask_like,
+    numeric,
+    of_number,
+    plain,
+    real_maker,
+    summarise,
+)
+from stepguard.records.incident import NO_EVIDENCE, Evidence, Operand, Origin, Reading
+from stepguard.state.batch import Step
+from stepguard.tensors.names import named_buffers, named_parameters, names_by_id
 from stepguard.tensors.torch_private import tree_map
-from stepguard.tensors.values import is_finite
+from stepguard.tensors.values import dtype_name, is_finite, local_part
+
+# --- See which dtype autocast computes in while the user's code is replayed.
+
+
+class AutocastObserver(TorchFunctionMode):
+    """Remembers the first autocast dtype in force at a torch function; changes no call."""
+
+    def __init__(self, device_types: Iterable[str]) -> None:
+        super().__init__()
+        self.dtype: str | None = None
+        self._device_types = sorted(set(device_types))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.dtype is None:
+            self.dtype = self._dtype_in_force()
+        return func(*args, **(kwargs or {}))
+
+    def _dtype_in_force(self) -> str | None:
+        for device in self._device_types:
+            if torch.is_autocast_enabled(device):
+                return dtype_name(torch.get_autocast_dtype(device))
+        return None
+
+
+# --- Tensors that were bad before the step ran: parameters, buffers, optimizer slots, the batch.
+
+
+def stored_tensor(step: Step, name: str) -> Tensor | None:
+    """Return the tensor behind `param:NAME`, `buffer:NAME` or `opt:SLOT` (its first bad one)."""
+    kind, _, path = name.partition(":")
+    if kind == "param":
+        return dict(named_parameters(step.named_roots())).get(path)
+    if kind == "buffer":
+        return dict(named_buffers(step.named_roots())).get(path)
+    for slot, _, tensor in optimizer_slots(step):
+        if slot == path and not is_finite(tensor):
+            return tensor
+    return None
+
+
+def optimizer_slots(step: Step) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield slot, parameter and tensor of the optimizer's state."""
+    names = names_by_id(named_parameters(step.named_roots()))
+    for parameter, slots in step.optimizer.state.items():
+        # Some optimizers keep further entries there, under a string for instance.
+        if not isinstance(slots, Mapping):
+            continue
+        for slot, value in slots.items():
+            if numeric(value):
+                yield str(slot), names.get(id(parameter), ""), value
+
+
+def bad_elements(tensor: Tensor, operand: Operand) -> Evidence:
+    """Count the bad elements of a stored tensor."""
+    bad = operand.nan + operand.posinf + operand.neginf
+    return Evidence(bad_elements=bad, elements=local_part(tensor).numel())
+
+
+def state_origin(step: Step, reading: Reading) -> Origin:
+    """Describe the first bad state tensor of a reading, as it is found now."""
+    name = reading.bad_state[0]
+    origin = Origin(
+        step=reading.step, phase="state", module=owner_of(name), tensor=name, method="scan"
+    )
+    tensor = stored_tensor(step, name)
+    if tensor is None:
+        return origin
+    operand = summarise(name, tensor)
+    evidence = bad_elements(tensor, operand) | Evidence(parameter=_owning_parameter(step, tensor))
+    return replace(
+        origin,
+        inputs=(operand,),
+        reproduced=None if is_finite(tensor) else True,
+        evidence=evidence,
+    )
+
+
+def owner_of(name: str) -> str | None:
+    """Name the module that holds a parameter or buffer."""
+    kind, _, path = name.partition(":")
+    if kind == "opt":
+        return None
+    return path.rpartition(".")[0]
+
+
+def _owning_parameter(step: Step, tensor: Tensor) -> str | None:
+    """Name the parameter whose optimizer slot this tensor is."""
+    for _, parameter, value in optimizer_slots(step):
+        if value is tensor and parameter:
+            return parameter
+    return None
+
+
+def evidence_origin(
+    step: Step, reading: Reading, evidence: Evidence = NO_EVIDENCE, *remarks: str
+) -> Origin:
+    """Say the best that can be said without a replay."""
+    if reading.bad_state and not reading.state_born:
+        return state_origin(step, reading)
+    for micro, batch in enumerate(step.micro_batches):
+        for name, tensor in batches.named_tensors(batch):
+            if numeric(tensor) and not is_finite(tensor) and not mask_like(tensor):
+                operand = summarise(name, tensor)
+                return Origin(
+                    step=reading.step,
+                    phase="input",
+                    tensor=name,
+                    micro_batch=micro,
+                    inputs=(operand,),
+                    method="scan",
+                    evidence=bad_elements(tensor, operand) | evidence,
+                    remarks=remarks,
+                )
+    return replace(_unlocated(reading), evidence=evidence, remarks=remarks)
+
+
+def loss_is_bad(reading: Reading) -> bool:
+    """True if the loss of the step, or of one of its micro-batches, is not finite."""
+    if reading.bad_micro_batches:
+        return True
+    return reading.loss is not None and not math.isfinite(reading.loss)
+
+
+def first_bad_micro_batch(reading: Reading) -> int | None:
+    """Return the index of the first micro-batch with a bad loss."""
+    if not reading.bad_micro_batches:
+        return None
+    return reading.bad_micro_batches[0]
+
+
+def _unlocated(reading: Reading) -> Origin:
+    """Tell a bad loss from a bad gradient, and no more."""
+    origin = Origin(step=reading.step, phase="backward", method="evidence")
+    if loss_is_bad(reading):
+        return replace(origin, phase="loss", micro_batch=first_bad_micro_batch(reading))
+    if reading.bad_grads:
+        return replace(origin, tensor=f"param:{reading.bad_grads[0]}")
+    return origin
+
+
+# --- One operation that has just made a bad value, with the arguments it had.
+
+
+@dataclass(slots=True)
+class Invocation:
+    """One operation with its arguments, as they were before it ran."""
+
+    operator: Operator
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: list[Read]
+    numbers: list[tuple[str, float]]
+    selects: bool = False
+    """Chooses elements by a condition."""
+
+    @property
+    def used(self) -> list[Read]:
+        """Tensors whose values the result depends on."""
+        return [read for read in self.reads if self.operator.reads(read.name)]
+
+    def only(self, position: int) -> Invocation:
+        """Return what a foreach operation did at one position of its lists, by plain names."""
+        mark = f"[{position}]"
+        reads = []
+        for read in self.reads:
+            if _belongs(read.name, mark):
+                reads.append(replace(read, name=read.name.removesuffix(mark)))
+        numbers = []
+        for name, value in self.numbers:
+            if _belongs(name, mark):
+                numbers.append((name.removesuffix(mark), value))
+        args = tuple(_one(value, position) for value in self.args)
+        kwargs = {name: _one(value, position) for name, value in self.kwargs.items()}
+        return replace(self, args=args, kwargs=kwargs, reads=reads, numbers=numbers)
+
+
+def _belongs(name: str, mark: str) -> bool:
+    return name.endswith(mark) or "[" not in name
+
+
+def _one(value: Any, position: int) -> Any:
+    # The operator still takes lists: one of one entry gives the same result for that entry.
+    if isinstance(value, list | tuple) and position < len(value):
+        return [value[position]]
+    return value
+
+
+@dataclass(slots=True)
+class BadOp:
+    """One operation that has just made a bad value, with the arguments it had."""
+
+    call: Call
+    invocation: Invocation
+    out: Tensor
+    where: Tensor | None
+    """True at the elements that no input explains, where that is known."""
+
+    @property
+    def operator(self) -> Operator:
+        return self.invocation.operator
+
+    @property
+    def reads(self) -> list[Read]:
+        return self.invocation.reads
+
+    @property
+    def numbers(self) -> list[tuple[str, float]]:
+        return self.invocation.numbers
+
+    @property
+    def index(self) -> Index | None:
+        """The first bad element that no input explains."""
+        if self.where is not None:
+            return first_true(self.where)
+        return first_broken(self.out)
+
+    def read(self, name: str) -> Read | None:
+        """Return the tensor that was given for this argument."""
+        for read in self.reads:
+            if read.name == name:
+                return read
+        return None
+
+    def at(self, name: str) -> float | None:
+        """Return the element of this argument that met the bad position, or the number itself."""
+        read = self.read(name)
+        if read is None:
+            return dict(self.numbers).get(name)
+        index = self.index
+        if index is None:
+            return None
+        return element(read.tensor, broadcast_index(index, tuple(read.tensor.shape)))
+
+
+# --- Measure operations that work along an axis: softmax rows, reductions, losses over targets.
+
+
+SOFTMAX = (
+    "_softmax",
+    "_log_softmax",
+    "_safe_softmax",
+    "logsumexp",
+    "softmax",
+    "log_softmax",
+    "_softmax_backward_data",
+)
+SPREAD = ("std", "var", "var_mean", "std_mean")
+REDUCES = (
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "median",
+    "nanmean",
+    "logsumexp",
+    "prod",
+    *SPREAD,
+)
+PROBABILITY = ("binary_cross_entropy", "kl_div")
+
+
+def rows(bad_op: BadOp) -> Evidence:
+    """Everything that can be said about rows, reduced elements and targets."""
+    base = bad_op.operator.base
+    found = NO_EVIDENCE
+    for applies, gather in _GATHERERS:
+        if applies(base):
+            found |= gather(bad_op)
+    return found
+
+
+def _argument(bad_op: BadOp, name: str) -> Any:
+    """An argument by its name in the schema, given by position or by keyword."""
+    made = bad_op.invocation
+    if name in made.kwargs:
+        return made.kwargs[name]
+    arguments = bad_op.operator.arguments
+    position = arguments.index(name) if name in arguments else len(made.args)
+    if position < len(made.args):
+        return made.args[position]
+    return None
+
+
+def _softmax_rows(bad_op: BadOp) -> Evidence:
+    return _masked_rows(bad_op, "self") or NO_EVIDENCE
+
+
+def _attention_rows(bad_op: BadOp) -> Evidence:
+    return _masked_rows(bad_op, "attn_mask") or _masked_rows(bad_op, "attn_bias") or NO_EVIDENCE
+
+
+def _masked_rows(bad_op: BadOp, name: str) -> Evidence | None:
+    """How many rows of this operand are masked throughout; None for no row at all."""
+    read = bad_op.read(name)
+    if read is None or not read.tensor.dim():
+        return None
+    axis = _argument(bad_op, "dim")
+    if isinstance(axis, list | tuple) and axis:
+        axis = axis[0]
+    tensor = read.tensor
+    # a boolean attention mask is True where a key may be looked at
+    closed = ~tensor if tensor.dtype is torch.bool else torch.isneginf(tensor)
+    dead = closed.all(dim=axis if isinstance(axis, int) else -1)
+    count = int(dead.sum())
+    if count:
+        return Evidence(masked_rows=count, rows=dead.numel())
+    return None
+
+
+def _reduced(bad_op: BadOp) -> Evidence:
+    read = bad_op.read("self")
+    if read is None:
+        return NO_EVIDENCE
+    group = read.tensor.numel() // max(1, bad_op.out.numel())
+    if group == 0 or (group == 1 and bad_op.operator.base in SPREAD):
+        return Evidence(reduced_elements=group)
+    return NO_EVIDENCE
+
+
+def _targets(bad_op: BadOp) -> Evidence:
+    target = _argument(bad_op, "target")
+    if not isinstance(target, Tensor):
+        return NO_EVIDENCE
+    ignored = _argument(bad_op, "ignore_index")
+    count = target.numel()
+    if isinstance(ignored, int):
+        count = int((target != ignored).sum())
+    scores = _argument(bad_op, "self")
+    impossible = isinstance(scores, Tensor) and bool(torch.isinf(scores).any())
+    return Evidence(
+        valid_targets=count,
+        targets=target.numel(),
+        zero_target_probability=count > 0 and impossible,
+    )
+
+
+def _probabilities(bad_op: BadOp) -> Evidence:
+    target = _argument(bad_op, "target")
+    if not isinstance(target, Tensor) or not target.numel():
+        return NO_EVIDENCE
+    low = float(target.min())
+    high = float(target.max())
+    if low < 0:
+        return Evidence(target_out_of_domain=low)
+    if high > 1:
+        return Evidence(target_out_of_domain=high)
+    return NO_EVIDENCE
+
+
+def _negative_target(bad_op: BadOp) -> Evidence:
+    """A negative target of kl_div, which torch computes as xlogy(target, target)."""
+    value = bad_op.at("other")
+    if value is None or value >= 0 or not math.isfinite(value):
+        return NO_EVIDENCE
+    return Evidence(target_out_of_domain=value)
+
+
+def _zero_norm(bad_op: BadOp) -> Evidence:
+    """Weight normalisation divides every row of `v` by its norm."""
+    direction = _argument(bad_op, "v")
+    if not isinstance(direction, Tensor):
+        return NO_EVIDENCE
+    rows_in_use = direction.reshape(direction.shape[0], -1).any(1)
+    if bool(rows_in_use.all()):
+        return NO_EVIDENCE
+    return Evidence(zero_denominator=True, denominator_from="norm")
+
+
+def _negative_variance(bad_op: BadOp) -> Evidence:
+    variance = _argument(bad_op, "running_var")
+    if not isinstance(variance, Tensor) or _argument(bad_op, "training"):
+        return NO_EVIDENCE
+    eps = float(_argument(bad_op, "eps") or 0.0)
+    if float(variance.min()) + eps < 0:
+        return Evidence(argument="negative")
+    return NO_EVIDENCE
+
+
+def _ctc(bad_op: BadOp) -> Evidence:
+    lengths = _argument(bad_op, "input_lengths")
+    wanted = _argument(bad_op, "target_lengths")
+    if lengths is None or wanted is None:
+        return NO_EVIDENCE
+    have = torch.as_tensor(lengths).flatten()
+    need = torch.as_tensor(wanted).flatten()
+    short = int((have < need).sum())
+    # repeated labels need a blank in between: such a target fails without being longer
+    return Evidence(ctc_infeasible=short or int(torch.isinf(bad_op.out).sum()))
+
+
+_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[BadOp], Evidence]], ...] = (
+    (SOFTMAX.__contains__, _softmax_rows),
+    (lambda base: "scaled_dot_product" in base or "efficient_attention" in base, _attention_rows),
+    (REDUCES.__contains__, _reduced),
+    (lambda base: base.startswith("nll_loss"), _targets),
+    (PROBABILITY.__contains__, _probabilities),
+    (lambda base: base == "xlogy", _negative_target),
+    (lambda base: base == "_weight_norm_interface", _zero_norm),
+    (lambda base: "batch_norm" in base, _negative_variance),
+    (lambda base: base == "_ctc_loss", _ctc),
+)
+"""Which operations, by name, and what is measured there."""
+
+
+# --- Measure the operation that made a bad value: its operands, and the facts that rules ask for.
+
 
 MOST_OPERANDS = 6
 HUGE = 1e15
@@ -70,10 +493,10 @@ def measure(bad_op: BadOp) -> None:
         evidence |= Evidence(number_argument=argument, number=value)
     for gather in (
         _division,
-        _argument,
+        _evidence_argument,
         _infinities,
         _gradient,
-        row_evidence.rows,
+        rows,
         _precision,
         _stored_huge,
     ):
@@ -134,7 +557,7 @@ def _whole(tensor: Tensor) -> bool:
     return bool((values == values.round()).all())
 
 
-def _argument(bad_op: BadOp) -> Evidence:
+def _evidence_argument(bad_op: BadOp) -> Evidence:
     """The argument of a logarithm, root or power that is outside its domain."""
     base = bad_op.operator.base
     name = "self" if base in DOMAIN else ARGUMENT.get(base)

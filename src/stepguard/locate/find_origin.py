@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
-from stepguard.diagnose.operand_names import name_operands
-from stepguard.locate import bad_state, impurity, model_replay, samples, update_origin
-from stepguard.locate import batch as batches
-from stepguard.locate.bad_micro_batch import bad_micro_batch, compiled_only, repeats
-from stepguard.locate.blame import (
-    FirstBad,
-    blame_gradients,
-    blame_loss,
-    first_reader,
-    huge_operand,
-)
-from stepguard.locate.calls import Call
-from stepguard.locate.evidence import HUGE
-from stepguard.locate.finite import plain
-from stepguard.locate.locate_budget import LocateBudget
-from stepguard.locate.model_replay import ModelReplayer
-from stepguard.locate.origin_record import huge_origin, origin_of
-from stepguard.locate.replay import Replayer, ReplayError, Traced
-from stepguard.locate.same_fault import difference
-from stepguard.locate.spoiled_buffer import buffer_origin
-from stepguard.records.evidence import Evidence
-from stepguard.records.origin import Origin, with_evidence
-from stepguard.records.reading import Reading
+from stepguard.diagnose.source_line import name_operands
+from stepguard.locate import evidence, origins, replay, samples
+from stepguard.locate import replay_state as batches
+from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss, first_reader, huge_operand
+from stepguard.locate.evidence import HUGE, Invocation
+from stepguard.locate.live_trace import huge_origin, origin_of
+from stepguard.locate.operands import Call, plain
+from stepguard.locate.origins import buffer_origin
+from stepguard.locate.replay import ModelReplayer, Replayer, ReplayError, Traced, difference
+from stepguard.locate.replay_state import LocateBudget
+from stepguard.locate.samples import bad_micro_batch, compiled_only, repeats
+from stepguard.locate.source import ModuleSpans, is_users
+from stepguard.locate.tracer import Tracer
+from stepguard.records.incident import Evidence, Origin, Reading, with_evidence
+from stepguard.state.batch import Step
 from stepguard.state.isolation import untouched
-from stepguard.state.step import Step
+
+# --- `locate`: from a bad step and its reading to the operation that made the first harmful
+# value.
+
 
 MOST_REPAIRS = 3
 """Batch tensors that may turn out innocent before the search settles for what it has."""
@@ -53,7 +49,7 @@ def locate(step: Step, reading: Reading, budget: LocateBudget | None = None) -> 
     except ReplayError as failure:
         error = str(failure)[:200]
         remark = f"the replay failed: {error}"
-        return bad_state.evidence_origin(step, reading, Evidence(replay_error=error), remark)
+        return evidence.evidence_origin(step, reading, Evidence(replay_error=error), remark)
     return name_operands(replace(origin, remarks=(*origin.remarks, *budget.cut)))
 
 
@@ -81,8 +77,8 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
     reason = no_replay(step)
     if reason is not None:
         remark = f"the step could not be run again: {reason}"
-        return bad_state.evidence_origin(step, reading, Evidence(no_replay=reason), remark)
-    with untouched(step) as keeper, impurity.kept_loss_function_state(step) as own:
+        return evidence.evidence_origin(step, reading, Evidence(no_replay=reason), remark)
+    with untouched(step) as keeper, replay.kept_loss_function_state(step) as own:
         if step.model_only:
             model_replayer = ModelReplayer(step, keeper, budget)
             return _replay_model(model_replayer, reading)
@@ -90,7 +86,7 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
         replayer.loss_fn_state = own
         origin = _replay(replayer, reading)
         if origin.reproduced is False:
-            return impurity.with_changed_state(origin, own)
+            return replay.with_changed_state(origin, own)
         return origin
 
 
@@ -98,23 +94,23 @@ def _made_by_step(step: Step, reading: Reading) -> Origin:
     """Locate state that was fine before the step and is bad after it."""
     if reading.bad_state[0].startswith("buffer:"):
         return buffer_origin(step, reading, no_replay(step))
-    return update_origin.update_origin(step, reading)
+    return origins.update_origin(step, reading)
 
 
 def _of_finite_step(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
     if reading.bad_state:
         return _bad_state(step, reading)
     if not all(map(math.isfinite, reading.lr)):
-        return update_origin.update_origin(step, reading)
+        return origins.update_origin(step, reading)
     if reading.grad_norm is not None and math.isinf(reading.grad_norm):
-        return _of_infinite_norm(step, update_origin.norm_origin(step, reading))
+        return _of_infinite_norm(step, origins.norm_origin(step, reading))
     found = None
     if step.replayable and no_replay(step) is None:
-        with untouched(step) as keeper, impurity.kept_loss_function_state(step) as own:
+        with untouched(step) as keeper, replay.kept_loss_function_state(step) as own:
             replayer = Replayer(step, keeper, budget)
             replayer.loss_fn_state = own
             found = samples.costly_samples(replayer, reading)
-    return found or update_origin.divergence_origin(step, reading)
+    return found or origins.divergence_origin(step, reading)
 
 
 def _of_infinite_norm(step: Step, origin: Origin) -> Origin:
@@ -145,10 +141,10 @@ def _of_infinite_norm(step: Step, origin: Origin) -> Origin:
 
 def _bad_state(step: Step, reading: Reading) -> Origin:
     """Name who reads state that is bad under a finite loss, such as a running variance."""
-    origin = bad_state.state_origin(step, reading)
+    origin = evidence.state_origin(step, reading)
     if no_replay(step) is not None or origin.tensor is None or origin.tensor.startswith("opt:"):
         return origin
-    tensor = bad_state.stored_tensor(step, origin.tensor)
+    tensor = evidence.stored_tensor(step, origin.tensor)
     if tensor is None:
         return origin
     with untouched(step) as keeper:
@@ -184,7 +180,7 @@ def _replay_model(replayer: ModelReplayer, reading: Reading) -> Origin:
     else:
         origin = _from_micro_batch(replayer, reading, call)
     if not origin.reproduced and origin.phase != "state":
-        return model_replay.outside_model(replayer, reading)
+        return replay.outside_model(replayer, reading)
     return replayer.with_caller(origin, call)
 
 
@@ -194,11 +190,11 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int) -> Origi
     if found is None and traced.ran.clean:
         return _clean_replay(replayer, reading)
     if found is None:
-        origin = bad_state.evidence_origin(step, reading, Evidence(untraced=True))
+        origin = evidence.evidence_origin(step, reading, Evidence(untraced=True))
         return replace(origin, micro_batch=micro, reproduced=True)
     origin = origin_of(found, traced, replayer)
     if reading.bad_state and origin.tensor not in reading.bad_state:
-        return bad_state.state_origin(step, reading)
+        return evidence.state_origin(step, reading)
     origin = _with_huge_buffer(origin, found, replayer, micro)
     if reading.overflow:
         origin = with_evidence(origin, Evidence(scale_overflow=True))
@@ -297,11 +293,103 @@ def _was_harmful(traced: Traced, call: Call) -> bool:
 
 def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
     """Say why a bad step may be clean when it is run again."""
-    origin = bad_state.evidence_origin(replayer.step, reading)
+    origin = evidence.evidence_origin(replayer.step, reading)
     if compiled_only(replayer):
         origin = with_evidence(origin, Evidence(compiled_only=True))
         return replace(origin, reproduced=True, method="replay")
-    differ = impurity.different_losses(replayer)
+    differ = replay.different_losses(replayer)
     same_bits = differ is None and repeats(replayer)
     origin = with_evidence(origin, Evidence(same_bits=same_bits, different_losses=differ))
     return replace(origin, reproduced=False, method="replay")
+
+
+# --- Replay a step and stop where its first bad value is made, with the user's frames alive.
+
+
+class ReachedError(BaseException):
+    """Raised in the operation to stop at. A BaseException: the user's handlers do not catch it."""
+
+
+class StoppingTracer(Tracer):  # type: ignore[no-untyped-call]
+    """Records calls, and raises ReachedError once the operation of this number has run."""
+
+    def __init__(self, modules: ModuleSpans, last: int) -> None:
+        super().__init__(modules)
+        self._last = last
+
+    def _record(self, invocation: Invocation, result: Any) -> None:
+        super()._record(invocation, result)
+        if len(self.calls) > self._last:
+            raise ReachedError
+
+
+class StoppingReplayer(Replayer):
+    """Traces with a StoppingTracer."""
+
+    last = 0
+    """Number of the operation to stop after."""
+
+    def new_tracer(self, spans: ModuleSpans) -> Tracer:
+        return StoppingTracer(spans, self.last)
+
+
+def frames_at_origin(step: Step, reading: Reading) -> TracebackType | None:
+    """Return the user's frames at the origin, innermost last; of a backward origin, its forward's.
+
+    None where no frame of the user's is involved: the optimizer made it, or the replay is clean.
+    """
+    if finite_step(reading) or reading.state_born:
+        return None
+    if not step.replayable or no_replay(step) is not None:
+        return None
+    with untouched(step) as keeper:
+        stopping = StoppingReplayer(step, keeper)
+        try:
+            stop = _where_to_stop(Replayer(step, keeper), reading)
+            if stop is not None:
+                micro, stopping.last = stop
+                stopping.clear_gradients()
+                stopping.trace(micro)
+        except ReplayError:
+            return None
+        except ReachedError as reached:
+            return _users_only(reached.__traceback__)
+    return None
+
+
+def _where_to_stop(replayer: Replayer, reading: Reading) -> tuple[int, int] | None:
+    """Return the micro-batch and the number of the operation to stop after."""
+    micro = bad_micro_batch(replayer, reading)
+    if micro is None:
+        return None
+    traced, found = search(replayer, micro, replayer.step.micro_batches[micro])
+    if found is None:
+        return None
+    call = _forward_call(traced, found)
+    if call is None:
+        return None
+    return micro, call.index
+
+
+def _forward_call(traced: Traced, found: FirstBad) -> Call | None:
+    call: Call | None = found.call
+    if found.call.stage == "stored" or found.call.uninitialised:
+        call = found.consumer
+    if call is not None and call.stage == "backward":
+        # No frame of the user's is alive in the backward: stop where the node was created.
+        call = traced.tracer.owners.get(call.sequence)
+    return call
+
+
+def _users_only(trace: TracebackType | None) -> TracebackType | None:
+    """Take the frames of torch and stepguard out of a traceback."""
+    kept = []
+    while trace is not None:
+        if is_users(trace.tb_frame.f_code.co_filename):
+            kept.append(trace)
+        trace = trace.tb_next
+    inner = None
+    for entry in reversed(kept):
+        entry.tb_next = inner
+        inner = entry
+    return inner

@@ -6,28 +6,35 @@ The user's loss function is called from this file: its frames mark where the use
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stepguard.locate import batch as batches
-from stepguard.locate.autocast_dtype import AutocastObserver
-from stepguard.locate.calls import Stage
-from stepguard.locate.finite import numeric
-from stepguard.locate.locate_budget import LocateBudget
-from stepguard.locate.loss_function_state import LossFunctionState
-from stepguard.locate.module_attributes import kept_tensors
-from stepguard.locate.modules import ModuleSpans
+from stepguard.locate import evidence
+from stepguard.locate import replay_state as batches
+from stepguard.locate.evidence import AutocastObserver
+from stepguard.locate.operands import Stage, numeric, plain
+from stepguard.locate.replay_state import (
+    LocateBudget,
+    LossFunctionState,
+    kept_tensors,
+    named_tensors,
+)
+from stepguard.locate.source import Line, ModuleSpans, with_source
 from stepguard.locate.tracer import Tracer
+from stepguard.records.incident import Evidence, Origin, Reading, with_evidence
+from stepguard.state.batch import OUTPUT_GRADIENT, Step, total_loss
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import restore_rng
-from stepguard.state.step import Step, total_loss
 from stepguard.tensors.names import named_buffers, named_parameters
 from stepguard.tensors.values import is_finite
+
+# --- Run one micro-batch of the bad step again: same RNG, buffers, batch and loss scale.
 
 
 class ReplayError(Exception):
@@ -195,3 +202,242 @@ def _parts(given: Any) -> dict[str, float]:
     if not isinstance(given, Mapping):
         return {}
     return {str(name): float(part.detach()) for name, part in given.items()}
+
+
+# --- Loss functions that depend on more than their batch: on state of their own, or on chance.
+
+
+ROUNDING = 1e-3
+"""Relative difference of two losses that an unordered sum may explain."""
+MOST_NAMED = 3
+
+
+@contextmanager
+def kept_loss_function_state(step: Step) -> Iterator[LossFunctionState]:
+    """Remember the loss function's own state and put it back: replays must not use it up."""
+    own = LossFunctionState(step.loss_fn)
+    try:
+        yield own
+    finally:
+        own.restore()
+
+
+def with_changed_state(origin: Origin, own: LossFunctionState) -> Origin:
+    """Add the names of what the replays changed."""
+    return with_evidence(origin, Evidence(moves=own.changed()[:MOST_NAMED]))
+
+
+def different_losses(replayer: Replayer) -> tuple[float, float] | None:
+    """Run two more forward passes: finite losses that are far apart show an impure function."""
+    if replayer.step.model_only or not replayer.budget.affords(1.0):
+        return None
+    # Let the state move on as it does in the loop.
+    own = replayer.loss_fn_state
+    replayer.loss_fn_state = None
+    try:
+        first = _losses(replayer)
+        second = _losses(replayer)
+    finally:
+        replayer.loss_fn_state = own
+    for one, other in zip(first, second, strict=True):
+        both_finite = math.isfinite(one) and math.isfinite(other)
+        if both_finite and not math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-9):
+            return one, other
+    return None
+
+
+def _losses(replayer: Replayer) -> list[float]:
+    losses = []
+    for micro in range(len(replayer.step.micro_batches)):
+        ran = replayer.run(micro, backward=False)
+        losses.append(math.nan if ran.loss is None else _size(ran.loss))
+    return losses
+
+
+def _size(loss: Tensor) -> float:
+    """Return the loss; of a watched model, whose replay ends with its output, the norm of that."""
+    if loss.numel() == 1:
+        return float(loss)
+    return float(torch.linalg.vector_norm(plain(loss).to(torch.float64)))
+
+
+# --- Replay a watched step, of which only the model's part can be run again.
+
+
+METHOD = "output-gradient"
+OUTSIDE_FORWARD = (
+    "born outside the model: run again, its outputs are finite; the loss expression was not seen"
+)
+OUTSIDE_BACKWARD = (
+    "born outside the model: the gradient that came back to its outputs is bad already; "
+    "the loss expression was not seen"
+)
+OUTSIDE_BOTH = (
+    "the model run again gives finite gradients, so the bad one came another way: a parameter used "
+    "outside the model's forward, a hook, or something transient"
+)
+CAME_IN = (
+    "the bad value came into the model through an argument that was computed before; that "
+    "part was not seen"
+)
+
+
+class ModelReplayer(Replayer):
+    """Runs the recorded calls of the model; `Ran.loss` is the first bad output, or the first."""
+
+    any_gradient = False
+    """Run the backward also where what came back is bad, with ones for it."""
+
+    def bad_call(self) -> int | None:
+        """Return the first call whose outputs, or else whose gradients, are bad when run again."""
+        for backward in (False, True):
+            for call in range(len(self.step.micro_batches)):
+                self.clear_gradients()
+                if not self.run(call, backward=backward).clean:
+                    self.clear_gradients()
+                    return call
+        return None
+
+    def came_back_finite(self, call: int) -> bool:
+        """True if what the loss sent back to the outputs of this call is finite."""
+        return all(map(is_finite, self.step.micro_batches[call][OUTPUT_GRADIENT].values()))
+
+    def with_caller(self, origin: Origin, call: int | None) -> Origin:
+        """Add what a full replay knows from the user's frames: the line that called the model."""
+        if call is None or origin.phase not in ("input", "forward", "backward"):
+            return origin
+        if origin.phase == "input" and origin.tensor in self._computed_arguments(call):
+            return replace(
+                origin,
+                phase="forward",
+                tensor=None,
+                module=None,
+                op=None,
+                reproduced=None,
+                remarks=(*origin.remarks, CAME_IN),
+            )
+        if origin.source is not None or call >= len(self.step.lines):
+            return origin
+        recorded = self.step.lines[call]
+        if recorded is None:
+            return origin
+        return with_source(origin, Line(*recorded))
+
+    def _computed_arguments(self, call: int) -> list[str]:
+        """Name the arguments of this call that are not data but the result of operations."""
+        computed = []
+        for name, tensor in named_tensors(self.step.micro_batches[call]):
+            if tensor.grad_fn is not None:
+                computed.append(name)
+        return computed
+
+    def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
+        self._prepare(micro)
+        assert self.step.model_fn is not None
+        backward = backward and (self.any_gradient or self.came_back_finite(micro))
+        try:
+            with tracing(tracer, "forward"):
+                outputs, gradients = self.step.model_fn(batch)
+            ran = _forward_result(outputs)
+            if backward and ran.loss_finite:
+                self._backward_from(outputs, gradients, tracer)
+        except Exception as error:
+            raise ReplayError(f"{type(error).__name__}: {error}") from error
+        if backward and ran.loss_finite:
+            ran.grads_finite = not self.bad_gradients()
+        return ran
+
+    def _backward_from(
+        self, outputs: list[Tensor], gradients: list[Tensor | None], tracer: Tracer | None
+    ) -> None:
+        """Start the backward at the outputs that the loss sent a gradient to."""
+        reached = []
+        received = []
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if gradient is not None:
+                reached.append(output)
+                received.append(gradient if is_finite(gradient) else torch.ones_like(gradient))
+        if reached:
+            with tracing(tracer, "backward"):
+                torch.autograd.backward(reached, received)
+
+
+def _forward_result(outputs: list[Tensor]) -> Ran:
+    """Take the first bad output for the loss, or else the first one."""
+    for output in outputs:
+        if not is_finite(output):
+            return Ran(loss_finite=False, loss=output.detach())
+    return Ran(loss_finite=True, loss=outputs[0].detach() if outputs else None)
+
+
+def outside_model(replayer: ModelReplayer, reading: Reading) -> Origin:
+    """Say where the bad value was not made, when the model's part is clean."""
+    if reading.bad_state and not reading.state_born:
+        return evidence.state_origin(replayer.step, reading)
+    origin = Origin(
+        step=reading.step,
+        phase="backward",
+        micro_batch=evidence.first_bad_micro_batch(reading),
+        method=METHOD,
+    )
+    if evidence.loss_is_bad(reading):
+        return replace(origin, phase="loss", remarks=(OUTSIDE_FORWARD,))
+    calls = range(len(replayer.step.micro_batches))
+    if all(map(replayer.came_back_finite, calls)):
+        return replace(origin, remarks=(OUTSIDE_BOTH,))
+    return replace(origin, remarks=(OUTSIDE_BACKWARD,))
+
+
+# --- Compare the fault of a replay with the fault that was seen: NaN, +inf and -inf are
+# different.
+
+
+def kind(value: float) -> str:
+    """`nan`, `+inf`, `-inf` or `finite`."""
+    if math.isnan(value):
+        return "nan"
+    if math.isinf(value):
+        return "+inf" if value > 0 else "-inf"
+    return "finite"
+
+
+def difference(reading: Reading, micro: int, replayer: Replayer) -> str | None:
+    """Say in which way the replayed micro-batch goes bad differently; None if it agrees."""
+    ran = replayer.first_traced
+    if ran is None or replayer.step.model_only:
+        return None
+    return (
+        _loss_difference(reading, micro, ran)
+        or _part_difference(reading, ran)
+        or _gradient_difference(reading, ran)
+    )
+
+
+def _loss_difference(reading: Reading, micro: int, ran: Ran) -> str | None:
+    if micro >= len(reading.micro_losses) or ran.loss is None:
+        return None
+    seen = kind(reading.micro_losses[micro])
+    given = kind(float(ran.loss))
+    if seen == given:
+        return None
+    return f"the loss was {seen} and the replay gives {given}"
+
+
+def _part_difference(reading: Reading, ran: Ran) -> str | None:
+    # The parts in a reading are sums over the micro-batches.
+    if len(reading.micro_losses) != 1:
+        return None
+    for name, value in reading.components.items():
+        given = kind(ran.parts.get(name, value))
+        if given != kind(value):
+            return f"the loss part {name!r} was {kind(value)} and the replay gives {given}"
+    return None
+
+
+def _gradient_difference(reading: Reading, ran: Ran) -> str | None:
+    seen = reading.bad_grads
+    given = ran.bad_gradients
+    # A replay leaves out the backward of a bad loss, so it may name no gradient at all.
+    if not given or not seen or set(given) & set(seen):
+        return None
+    return f"the gradient of {seen[0]} was non-finite and the replay breaks that of {given[0]}"

@@ -22,26 +22,31 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.attribution import Read, attribute
-from stepguard.locate.bad_op import BadOp, Invocation
-from stepguard.locate.calls import MOVES, Call, Stage
-from stepguard.locate.evidence import MOST_OPERANDS, measure
-from stepguard.locate.finite import (
+from stepguard.locate.evidence import MOST_OPERANDS, BadOp, Invocation, measure
+from stepguard.locate.operands import (
     CLEAN,
+    MOVES,
+    TESTS,
+    UNINITIALISED,
+    Call,
     Flaws,
+    Operator,
+    OperatorEntry,
+    Read,
+    Stage,
+    attribute,
     broken,
+    describe,
     flaws,
     mask_like,
     numeric,
     reach,
     storage_key,
+    summarise,
 )
-from stepguard.locate.modules import ModuleSpans
-from stepguard.locate.operands import summarise
-from stepguard.locate.operators import TESTS, UNINITIALISED, Operator, OperatorEntry, describe
-from stepguard.locate.source import Line, backward_caller, user_function, user_line
-from stepguard.records.evidence import Evidence
-from stepguard.state import faked_collectives
+from stepguard.locate.source import Line, ModuleSpans, backward_caller, user_function, user_line
+from stepguard.records.incident import Evidence
+from stepguard.state import sharded
 from stepguard.tensors.torch_private import (
     TorchDispatchMode,
     current_autograd_node,
@@ -152,10 +157,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # torch takes the mode off its stack while this method runs: operations of the tracer's own
         # (finite tests, copies) are not traced.
         kwargs = kwargs or {}
-        if func.namespace in faked_collectives.NAMESPACES:
+        if func.namespace in sharded.NAMESPACES:
             # The other ranks do not replay: a real collective would wait for them for ever.
             self.local_collectives = True
-            result = faked_collectives.alone(func, args, kwargs)
+            result = sharded.alone(func, args, kwargs)
             self._exchange(func, args, result)
             return result
         # Exotic tensors must not stop the user's code: an operator whose tensors cannot be tested

@@ -3,31 +3,507 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stepguard.locate.finite import plain
-from stepguard.look.batches import SeenBatch
-from stepguard.look.observer import ObservedResult, Observer
-from stepguard.look.parameters import Updates
-from stepguard.look.statistics import FIELDS, bits_above_floor, bits_of_headroom, sampled
-from stepguard.records.look import Look, ParameterLook, StepFacts, TensorLook
+from stepguard.locate.live_trace import leave
+from stepguard.locate.operands import (
+    TAKES_INFINITY,
+    TESTS,
+    UNINITIALISED,
+    Operator,
+    aten,
+    describe,
+    numeric,
+    plain,
+    storage_key,
+)
+from stepguard.locate.source import ModuleSpans
+from stepguard.look.loss_facts import LossFacts
+from stepguard.look.statistics import (
+    FIELDS,
+    Numbers,
+    SeenBatch,
+    Updates,
+    bits_above_floor,
+    bits_of_headroom,
+    root_mean_square,
+    rounded_to_zero,
+    sampled,
+    vector_of,
+)
+from stepguard.records.probes import (
+    AttentionLook,
+    Look,
+    NormLook,
+    ParameterLook,
+    Stage,
+    StepFacts,
+    TensorLook,
+    UnitLook,
+)
+from stepguard.state import sharded
 from stepguard.tensors.names import (
     named_buffers,
     named_modules,
     named_parameters,
     optimizer_parameter_ids,
 )
-from stepguard.tensors.torch_private import transforming
+from stepguard.tensors.torch_private import TorchDispatchMode, current_autograd_node, transforming
 from stepguard.tensors.values import is_lazy
 
-MOST_ROWS = 400
+# --- What the look notes of attention, normalisation, activations and classification losses.
+
+
+SOFTMAX = aten("_softmax _safe_softmax")
+FUSED_ATTENTION = aten(
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math"
+)
+NORMS = aten(
+    "native_layer_norm native_batch_norm _native_batch_norm_legit native_group_norm "
+    "_native_batch_norm_legit_functional cudnn_batch_norm miopen_batch_norm _fused_rms_norm"
+)
+RECTIFIERS = aten("relu relu_ threshold clamp_min hardtanh hardtanh_")
+SATURATING = {"aten.sigmoid": (0.01, 0.99), "aten.tanh": (-0.99, 0.99)}
+LOG_SOFTMAX = aten("_log_softmax")
+TARGETS = aten("nll_loss_forward nll_loss2d_forward")
+MOST_ROWS = 2048
+"""Rows of an attention that are looked at."""
+MOST_QUERIES = 64
+MOST_KEYS = 4096
+MASKED_BELOW = -1e4
+"""Logits below are taken for masked positions."""
+SURE_OF_A_SUM = 4e-3
+"""Probabilities that were rounded to bfloat16 sum to 1 within half of this."""
+
+
+@dataclass(slots=True)
+class LayerFacts:
+    """Numbers on the device, and what each stands for."""
+
+    numbers: Numbers
+    _attention: list[tuple[str, int, int]] = field(default_factory=list)
+    _norms: list[tuple[str, str, int]] = field(default_factory=list)
+    _units: list[tuple[str, str, int, int, int]] = field(default_factory=list)
+    _targets: list[int] = field(default_factory=list)
+    _probabilities: list[int] = field(default_factory=list)
+
+    def before(self, operator: Operator, args: Any, kwargs: Any, module: str) -> None:
+        """Note what goes in, where the operation may overwrite it."""
+        name = operator.name
+        if name in LOG_SOFTMAX:
+            self._note_probabilities(args[0], args[1])
+        elif name in TARGETS:
+            self._note_targets(args)
+
+    def after(
+        self, operator: Operator, args: Any, kwargs: Any, results: list[Tensor], module: str
+    ) -> None:
+        """Note what came out of a forward operation."""
+        name = operator.name
+        if name in SOFTMAX and module:
+            self._note_softmax(module, args[0], args[1])
+        elif name in FUSED_ATTENTION:
+            self._note_fused(module, args, kwargs)
+        elif name in NORMS:
+            self._note_norm(module, args[0], results[0])
+        elif name in RECTIFIERS or name in SATURATING:
+            self._note_units(module, name, results[0])
+
+    # --- attention ------------------------------------------------------------------------------
+
+    def _note_softmax(self, module: str, logits: Tensor, dim: int) -> None:
+        if logits.dim() < 3 or dim not in (-1, logits.dim() - 1):
+            return
+        self._add_rows(module, _some_rows(logits.detach().reshape(-1, logits.shape[-1])))
+
+    def _note_fused(self, module: str, args: Any, kwargs: Any) -> None:
+        """A fused attention keeps its logits to itself: compute some of them again."""
+        query, key = args[0].detach()[:1], args[1].detach()[:1]
+        if query.shape[1] != key.shape[1] or key.shape[-2] > MOST_KEYS:
+            return  # grouped heads; too many keys to be cheap
+        stride = max(1, query.shape[-2] // MOST_QUERIES)
+        positions = torch.arange(0, query.shape[-2], stride, device=query.device)
+        scale = kwargs.get("scale") or 1.0 / math.sqrt(query.shape[-1])
+        rows = query[:, :, positions].float() @ key.float().transpose(-2, -1) * scale
+        mask = kwargs.get("attn_mask")
+        if isinstance(mask, Tensor) and mask.is_floating_point():
+            # a mask may have one row for all queries, and one for all heads or samples
+            shown = mask.detach()[:1] if mask.dim() == 4 else mask.detach()
+            rows = rows + shown.expand(*rows.shape[:2], query.shape[-2], -1)[:, :, positions]
+        if _is_causal(args, kwargs):
+            keys = torch.arange(key.shape[-2], device=query.device)
+            rows = rows.masked_fill(keys[None, :] > positions[:, None], -torch.inf)
+        self._add_rows(module, _some_rows(rows.reshape(-1, rows.shape[-1])))
+
+    def _add_rows(self, module: str, logits: Tensor) -> None:
+        wide = logits.float()
+        seen = wide > MASKED_BELOW
+        keys = seen.sum(-1)
+        several = keys > 1
+        weights = torch.softmax(wide, -1)
+        entropy = -(weights * torch.log(weights.clamp_min(1e-30))).sum(-1)
+        relative = entropy / torch.log(keys.clamp_min(2).float())
+        count = several.sum().clamp_min(1)
+        parts = (
+            torch.where(seen, wide, -torch.inf).amax(),
+            torch.where(several, relative, 0.0).sum() / count,
+            (several & (weights.amax(-1) > 0.99)).sum() / count,
+            (several & (relative > 0.999)).sum() / count,
+        )
+        vector = torch.cat([part.to(torch.float64).reshape(1) for part in parts])
+        self._attention.append((module, self.numbers.add(vector), logits.shape[-1]))
+
+    # --- the rest -------------------------------------------------------------------------------
+
+    def _note_norm(self, module: str, given: Tensor, result: Tensor) -> None:
+        scale = root_mean_square(given.detach())
+        zeros = (sampled(result.detach()) == 0).to(torch.float64).mean().reshape(1)
+        number = self.numbers.add(torch.cat([scale, zeros]))
+        self._norms.append((module, str(given.dtype).removeprefix("torch."), number))
+
+    def _note_units(self, module: str, op: str, result: Tensor) -> None:
+        values = result.detach()
+        if values.dim() < 2:
+            return
+        axis = 1 if values.dim() == 4 else values.dim() - 1
+        units = values.shape[axis]
+        positions = values.numel() // max(units, 1)
+        if op in SATURATING:
+            low, high = SATURATING[op]
+            sample = sampled(values)
+            share = ((sample < low) | (sample > high)).to(torch.float64).mean()
+        else:
+            others = [dim for dim in range(values.dim()) if dim != axis]
+            share = (values.amax(others) <= 0).to(torch.float64).mean()
+        self._units.append((module, op, units, positions, self.numbers.add(share.reshape(1))))
+
+    def _note_probabilities(self, logits: Tensor, dim: int) -> None:
+        """Rows that are between 0 and 1 and sum to 1 have been through a softmax."""
+        values = logits.detach()
+        if values.dim() < 2 or values.shape[dim] < 2:
+            return
+        sums = values.float().sum(dim)
+        off = torch.maximum((sums - 1.0).abs().amax(), (-values.float()).amax())
+        self._probabilities.append(self.numbers.add(off.to(torch.float64).reshape(1)))
+
+    def _note_targets(self, args: Any) -> None:
+        target = args[1]
+        ignored = (target == args[4]).sum().to(torch.float64).reshape(1)
+        count = ignored.new_tensor([float(target.numel())])
+        self._targets.append(self.numbers.add(torch.cat([ignored, count])))
+
+    # --- on the host ----------------------------------------------------------------------------
+
+    def attention(self, values: list[list[float]]) -> list[AttentionLook]:
+        found = []
+        for module, number, keys in self._attention:
+            logit, entropy, collapsed, uniform = values[number]
+            found.append(
+                AttentionLook(
+                    module=module,
+                    largest_logit=logit,
+                    entropy=entropy,
+                    collapsed=collapsed,
+                    uniform=uniform,
+                    keys=keys,
+                )
+            )
+        return found
+
+    def norms(self, values: list[list[float]]) -> list[NormLook]:
+        found = []
+        for module, dtype, number in self._norms:
+            scale, zeros = values[number]
+            found.append(NormLook(module=module, dtype=dtype, scale=scale, output_zeros=zeros))
+        return found
+
+    def units(self, values: list[list[float]]) -> list[UnitLook]:
+        found = []
+        for module, op, units, positions, number in self._units:
+            share = values[number][0]
+            flat = op in SATURATING
+            found.append(
+                UnitLook(
+                    module=module,
+                    op=op,
+                    units=units,
+                    positions=positions,
+                    saturated=share if flat else 0.0,
+                    dead=0.0 if flat else share,
+                )
+            )
+        return found
+
+    def facts(self, values: list[list[float]]) -> StepFacts:
+        ignored = sum(values[number][0] for number in self._targets)
+        labels = sum(values[number][1] for number in self._targets)
+        twice = any(values[number][0] < SURE_OF_A_SUM for number in self._probabilities)
+        return StepFacts(labels=int(labels), ignored=int(ignored), softmax_twice=twice)
+
+
+def _some_rows(rows: Tensor) -> Tensor:
+    stride = max(1, math.ceil(rows.shape[0] / MOST_ROWS))
+    return rows[::stride]
+
+
+def _is_causal(args: Any, kwargs: Any) -> bool:
+    """`is_causal` stands behind the dropout in every fused attention, or is a keyword."""
+    if "is_causal" in kwargs:
+        return bool(kwargs["is_causal"])
+    return any(argument is True for argument in args[3:])
+
+
+# --- A dispatch mode that watches a healthy step: every operation runs once, as it would have.
+
+
+MOST_RESULTS = 20_000
+"""Results that are measured; a validation between two updates must not fill the memory."""
+CONVERSIONS = aten("_to_copy copy_")
+DISPATCH_SECONDS = 5e-6
+"""What passing one operation through a mode costs, besides the statistics: measured on a CPU."""
+
+
+@dataclass(slots=True)
+class ObservedResult:
+    """One result of one operation."""
+
+    op: str
+    module: str
+    stage: Stage
+    dtype: torch.dtype
+    vector: int
+    """Number of its statistics."""
+    parents: tuple[int, ...]
+    """Numbers of the results it was made of."""
+    may_hold_infinity: bool = False
+    """An infinity is an ordinary argument of this operation."""
+    conversion: int | None = None
+    """Number of the vector that counts what became 0 in a conversion."""
+
+
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches the operations between `start` and `stop`. A fault of its own ends the look only."""
+
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        trained: Iterable[int] = (),
+        owned: Iterable[int] = (),
+    ) -> None:
+        """`trained`: identities of what this guard's optimizer updates, `owned`: of what any
+        optimizer of the process does.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.modules = ModuleSpans(dict(roots))
+        self.numbers = Numbers()
+        self.seen: list[ObservedResult] = []
+        self.layers = LayerFacts(self.numbers)
+        known = {id(one) for root in roots.values() for one in root.parameters()}
+        self.loss = LossFacts(self.numbers, set(trained), known | {*trained, *owned})
+        self.fault: Exception | None = None
+        self.layer_fault: Exception | None = None
+        """Why nothing more is noted of layers; everything else is measured on."""
+        self.paused = False
+        """The guard does work of its own, which is not part of the step."""
+        self.backward_begins: Callable[[], None] | None = None
+        """Called at the first operation of every backward pass."""
+        self.seconds = 0.0
+        self._in_backward = False
+        self._last: dict[int, int] = {}
+        """Who wrote the memory at this address last."""
+        self._process = os.getpid()
+        self._running = False
+
+    @property
+    def on_the_stack(self) -> bool:
+        """True while torch hands it every operation."""
+        return self._running
+
+    def start(self) -> None:
+        """Begin to watch, or go on after `stop`."""
+        self.paused = False
+        self._running = True
+        self.modules.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Watch no more; what was seen stays. Call it again if it was called inside a backward."""
+        self.paused = True
+        # The engine puts the modes of its beginning back when a backward pass ends.
+        if self._running and current_autograd_node() is None:
+            self._running = False
+            leave(self)
+            self.modules.__exit__()
+
+    def store(self, name: str, tensor: Tensor) -> None:
+        """Make a tensor known that no operation of the step made."""
+        self._add(name, "", "stored", tensor, (), may_hold_infinity=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._idle(func):
+            return func(*args, **kwargs)
+        operator = describe(func)
+        before = self._before(operator, args, kwargs)
+        result = func(*args, **kwargs)
+        if before is not None:
+            self._after(operator, before, args, kwargs, result)
+        return result
+
+    def _idle(self, func: Any) -> bool:
+        if self.paused or self.fault is not None or len(self.seen) >= MOST_RESULTS:
+            return True
+        # A worker process of a data loader inherits the mode.
+        if os.getpid() != self._process:
+            return True
+        return func.namespace in sharded.NAMESPACES
+
+    def _before(self, operator: Operator, args: Any, kwargs: Any) -> list[Tensor] | None:
+        """The tensors that go in; None where the operation makes no values."""
+        began = time.thread_time()
+        try:
+            if operator.views or operator.name in TESTS or operator.name in UNINITIALISED:
+                return None
+            self._notice_backward()
+            entries = operator.entries(args, kwargs)
+            tensors = [entry.value for entry in entries if isinstance(entry.value, Tensor)]
+            # before it runs: an operation in place overwrites what it reads
+            self._note_layer(self.layers.before, operator, args, kwargs)
+            if self._stage() == "forward":
+                self._note_loss(self.loss.before, operator, args, kwargs)
+            return tensors
+        except Exception as fault:
+            self.fault = fault
+            return None
+        finally:
+            self.seconds += time.thread_time() - began
+
+    def _after(
+        self, operator: Operator, given: list[Tensor], args: Any, kwargs: Any, result: Any
+    ) -> None:
+        began = time.thread_time()
+        try:
+            parents = self._parents(operator, given)
+            module = self._module()
+            stage = self._stage()
+            results = _tensors(result) or [t for t in given if t is _written(operator, args)]
+            for tensor in results:
+                known = operator.name in TAKES_INFINITY
+                self._add(operator.name, module, stage, tensor, parents, may_hold_infinity=known)
+            if operator.name in CONVERSIONS and results:
+                self._note_conversion(given[-1], results[0])
+            if stage == "forward":
+                self._note_layer(self.layers.after, operator, args, kwargs, results)
+                made = _tensors(result) or results
+                self._note_loss(self.loss.after, operator, args, kwargs, made)
+        except Exception as fault:
+            self.fault = fault
+        finally:
+            self.seconds += time.thread_time() - began + DISPATCH_SECONDS
+
+    def _note_layer(self, note: Callable[..., None], *given: Any) -> None:
+        if self.layer_fault is None:
+            try:
+                note(*given, self._module())
+            except Exception as fault:
+                self.layer_fault = fault
+
+    def _note_loss(self, note: Callable[..., None], *given: Any) -> None:
+        if self.layer_fault is None:
+            try:
+                note(*given, self.modules.current)
+            except Exception as fault:
+                self.layer_fault = fault
+
+    def _notice_backward(self) -> None:
+        backward = self._stage() == "backward"
+        if backward and not self._in_backward and self.backward_begins is not None:
+            self.backward_begins()
+        self._in_backward = backward
+
+    def _parents(self, operator: Operator, given: list[Tensor]) -> tuple[int, ...]:
+        parents = []
+        for tensor in given:
+            if not numeric(tensor):
+                continue
+            key = storage_key(tensor)
+            if key not in self._last:
+                self.store("constant", tensor)
+            if key in self._last:
+                parents.append(self._last[key])
+        return tuple(parents)
+
+    def _add(
+        self,
+        op: str,
+        module: str,
+        stage: Stage,
+        tensor: Tensor,
+        parents: tuple[int, ...],
+        *,
+        may_hold_infinity: bool,
+    ) -> None:
+        if not numeric(tensor):
+            return
+        vector = vector_of(tensor)
+        if vector is None:
+            return
+        number = self.numbers.add(vector)
+        dtype = plain(tensor).dtype
+        self._last[storage_key(tensor)] = len(self.seen)
+        self.seen.append(
+            ObservedResult(op, module, stage, dtype, number, parents, may_hold_infinity)
+        )
+
+    def _note_conversion(self, before: Tensor, after: Tensor) -> None:
+        """Count what a narrower dtype rounds to 0."""
+        if not self.seen or not numeric(before) or not numeric(after):
+            return
+        narrower = torch.finfo(after.dtype).tiny > torch.finfo(before.dtype).tiny
+        if narrower and before.shape == after.shape:
+            self.seen[-1].conversion = self.numbers.add(rounded_to_zero(before, after))
+
+    def _module(self) -> str:
+        node = current_autograd_node()
+        if node is None or self.modules.current is not None:
+            return self.modules.current or ""
+        return self.modules.created(node._sequence_nr()) or ""
+
+    def _stage(self) -> Stage:
+        if current_autograd_node() is None or self.modules.current is not None:
+            return "forward"
+        return "backward"
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, list | tuple):
+        return [item for item in result if isinstance(item, Tensor)]
+    return []
+
+
+def _written(operator: Operator, args: Any) -> Any:
+    """The argument that an operation without a result writes."""
+    if not operator.written or not args:
+        return None
+    return args[0]
+
+
+# --- One deep look: begin before the forward pass, end after the update, and get a record.
+
+
+MOST_ROWS_KEPT = 400
 """Rows of each kind that a record keeps, the worst ones."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules whose parts a model calls one by one, or chooses from."""
@@ -149,13 +625,14 @@ class DeepLook:
         tensors = tensor_rows(self._observer.seen, values)
         look = Look(
             step=self.step,
-            tensors=tuple(tensors[:MOST_ROWS]),
+            tensors=tuple(tensors[:MOST_ROWS_KEPT]),
             parameters=_worst_parameters(parameters),
-            attention=tuple(layers.attention(values)[:MOST_ROWS]),
-            norms=tuple(layers.norms(values)[:MOST_ROWS]),
-            units=tuple(layers.units(values)[:MOST_ROWS]),
+            attention=tuple(layers.attention(values)[:MOST_ROWS_KEPT]),
+            norms=tuple(layers.norms(values)[:MOST_ROWS_KEPT]),
+            units=tuple(layers.units(values)[:MOST_ROWS_KEPT]),
             facts=self._facts(self._observer.loss.facts(layers.facts(values), values), values),
-            left_out=max(0, len(tensors) - MOST_ROWS) + max(0, len(parameters) - MOST_ROWS),
+            left_out=max(0, len(tensors) - MOST_ROWS_KEPT)
+            + max(0, len(parameters) - MOST_ROWS_KEPT),
         )
         self._seconds += time.thread_time() - began
         return replace(look, seconds=self._seconds + self._observer.seconds)
@@ -273,9 +750,9 @@ def _born_infinite(index: int, seen: Sequence[ObservedResult], values: list[list
 
 def _worst_parameters(parameters: tuple[ParameterLook, ...]) -> tuple[ParameterLook, ...]:
     """Keep the order of the model; drop what moves as it should where there are too many."""
-    if len(parameters) <= MOST_ROWS:
+    if len(parameters) <= MOST_ROWS_KEPT:
         return parameters
-    ranked = sorted(parameters, key=_suspicion, reverse=True)[:MOST_ROWS]
+    ranked = sorted(parameters, key=_suspicion, reverse=True)[:MOST_ROWS_KEPT]
     kept = {one.name for one in ranked}
     return tuple(one for one in parameters if one.name in kept)
 

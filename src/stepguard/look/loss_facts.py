@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.calls import aten
-from stepguard.locate.finite import storage_key
-from stepguard.locate.operators import Operator
+from stepguard.locate.operands import Operator, aten, storage_key
 from stepguard.look.statistics import Numbers, sampled
-from stepguard.records.look import StepFacts
+from stepguard.records.probes import StepFacts
 from stepguard.tensors.torch_private import next_sequence_number
 
 PROBABILITIES = ("SoftmaxBackward0", "SigmoidBackward0", "HardsigmoidBackward0")

@@ -4,8 +4,6 @@ None of them hides an error: a value outside a function's domain is still NaN, s
 name it.
 """
 
-from stepguard.numerics.accumulation import count_labels, token_share
-from stepguard.numerics.ctc import ctc_loss
 from stepguard.numerics.diffusion import (
     cosine_alphas,
     ddm_weights,
@@ -14,10 +12,26 @@ from stepguard.numerics.diffusion import (
     sample_times,
     time_features,
 )
-from stepguard.numerics.events import Events, events
-from stepguard.numerics.hyper_connections import mix_streams, read_out, write_in
-from stepguard.numerics.losses import latent_mse, masked_cross_entropy, masked_mean, soft_limit
-from stepguard.numerics.norms import RMSNorm, rms_norm
+from stepguard.numerics.layers import (
+    RMSNorm,
+    Sinkhorn,
+    mix_streams,
+    read_out,
+    rms_norm,
+    sinkhorn,
+    write_in,
+)
+from stepguard.numerics.losses import (
+    Events,
+    count_labels,
+    ctc_loss,
+    events,
+    latent_mse,
+    masked_cross_entropy,
+    masked_mean,
+    soft_limit,
+    token_share,
+)
 from stepguard.numerics.safe import (
     lasting_eps,
     safe_acos,
@@ -30,7 +44,6 @@ from stepguard.numerics.safe import (
     safe_softmax,
     safe_sqrt,
 )
-from stepguard.numerics.sinkhorn import Sinkhorn, sinkhorn
 
 __all__ = [
     "Events",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepguard._errors import ConfigError
-from stepguard.numerics.events import Events, events
+from stepguard.numerics.losses import Events, events
 from stepguard.numerics.safe import safe_log
 
 

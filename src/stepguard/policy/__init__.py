@@ -1,6 +1,5 @@
 """Choosing what to do about an incident: pure, so that every rank chooses the same."""
 
-from stepguard.policy.budget import Budget
-from stepguard.policy.decide import decide
+from stepguard.policy.decide import Budget, decide
 
 __all__ = ["Budget", "decide"]

@@ -14,13 +14,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepguard.preflight.run import check as check
-    from stepguard.preflight.subject import Subject as Subject
-    from stepguard.preflight.tracking import Tracked as Tracked
+    from stepguard.preflight.run import check
+    from stepguard.preflight.subject import Subject, Tracked
 
 _HOMES = {
     "Subject": "stepguard.preflight.subject",
-    "Tracked": "stepguard.preflight.tracking",
+    "Tracked": "stepguard.preflight.subject",
     "check": "stepguard.preflight.run",
 }
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,29 +19,126 @@ from typing import Any
 
 from torch import nn
 
-from stepguard._errors import CapsuleError, JournalError, StoreError
-from stepguard.checkpoints.entries import read_pointer
-from stepguard.preflight.answers import listed
-from stepguard.preflight.fresh_model import FreshModel
-from stepguard.preflight.inspection import CheckContext, Inspection
+from stepguard._errors import CapsuleError, ConfigError, JournalError, StoreError
+from stepguard.checkpoints.seal import read_pointer
+from stepguard.preflight.inspection import CheckContext, Inspection, nonfinite_outputs, trace_step
 from stepguard.preflight.items import config as config_items
 from stepguard.preflight.items import lr as lr_items
-from stepguard.preflight.items.model import floating_tensors
-from stepguard.preflight.run import run_item
-from stepguard.preflight.settings.keys import as_number, flat, last_part, names
-from stepguard.preflight.settings.rates import RATE_NAMES, rate_settings
-from stepguard.preflight.settings.settings_file import read_settings
-from stepguard.preflight.subject import Subject
-from stepguard.records.examination import Examination, Section, SectionStatus, not_checked
-from stepguard.records.verification import Verification
+from stepguard.preflight.items.model import floating_tensors, judge_step, stored_finite
+from stepguard.preflight.run import call_build, run_item
+from stepguard.preflight.settings import (
+    RATE_NAMES,
+    as_number,
+    flat,
+    last_part,
+    names,
+    rate_settings,
+    read_settings,
+)
+from stepguard.preflight.subject import FrameworkFacts, Subject, listed, subject_of
+from stepguard.records.checks import Status, Verification
+from stepguard.records.incident import Examination, Section, SectionStatus, not_checked
 from stepguard.report.health import concerns
-from stepguard.report.live_view import judge_run
+from stepguard.report.live import judge_run
 from stepguard.report.phrases import count, size
 from stepguard.report.story import Run, read_story
 from stepguard.report.summary import IncidentGroup, changed_settings, group_incidents
-from stepguard.state.capsule import check_capsule
+from stepguard.state.capsule import check_capsule, import_function, importable
 from stepguard.verification import Plan
 from stepguard.verification import check_path as verify
+
+# --- A model built by the user's function for `stepguard doctor`: its values and its first
+# output.
+
+
+STATUSES: dict[Status, SectionStatus] = {
+    "pass": "fine",
+    "not_applicable": "fine",
+    "warn": "warning",
+    "fail": "failed",
+    "not_checked": "not checked",
+}
+GIVE_INPUTS = (
+    "let the build function return (model, inputs), or give the model an `example_input_array`"
+)
+
+
+class FreshModel:
+    """What `module:function` returns. What it raises is told in a section, not raised."""
+
+    def __init__(self, build: str) -> None:
+        self._subject = Subject()
+        self._fault = ""
+        with importable():
+            function = import_function(build, ConfigError)
+            try:
+                self._subject = _as_subject(call_build(function, build), build)
+            except ConfigError as fault:
+                self._fault = str(fault)
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._subject.model
+
+    def values_section(self) -> Section:
+        """Are its first values finite?"""
+        if self._fault:
+            return Section(title="fresh model", status="failed", lines=(self._fault,))
+        outcome = run_item(stored_finite, Inspection(self._subject, CheckContext(Path.cwd())))
+        said = f"{type(self.model).__name__}: {', '.join(outcome.evidence)}"
+        return Section(title="fresh model", status=STATUSES[outcome.status], lines=(said,))
+
+    def forward_section(self) -> Section:
+        """Call it in evaluation mode; name the first module whose output is not finite."""
+        model = self.model
+        if model is None or any(parameter.is_meta for parameter in model.parameters()):
+            return not_checked("forward pass", "there is no model with weights")
+        inputs = self._subject.batch
+        # Lightning keeps an example under the first name, transformers under the second.
+        for name in ("example_input_array", "dummy_inputs"):
+            if inputs is None:
+                inputs = getattr(model, name, None)
+        if inputs is None:
+            return not_checked("forward pass", GIVE_INPUTS)
+        model.eval()
+        with _bad_modules(model) as bad:
+            step = trace_step(Subject(model=model, batch=inputs), FrameworkFacts(), inputs)
+        answer = judge_step(step)
+        said = ", ".join(answer.evidence)
+        if bad:
+            said += f"; first in {bad[0]}"
+        return Section(title="forward pass", status=STATUSES[answer.status], lines=(said,))
+
+
+def _as_subject(built: Any, build: str) -> Subject:
+    """A model, (model, inputs), or whatever the build function of `check` may return."""
+    if isinstance(built, nn.Module):
+        return Subject(model=built)
+    if isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module):
+        return Subject(model=built[0], batch=built[1])
+    return subject_of(built, build)
+
+
+@contextmanager
+def _bad_modules(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the names of the modules whose output is not finite, in the order of calls."""
+    bad: list[str] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if nonfinite_outputs(output):
+            bad.append(names[module] or "the model itself")
+
+    handles = [module.register_forward_hook(hook) for module in names]
+    try:
+        yield bad
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --- The examination of `stepguard doctor`: what a run's folder holds, and what to do next.
+
 
 LIMIT = 1.0
 """Above this a gate no longer damps what it multiplies."""

@@ -9,14 +9,93 @@ is the journal's schema, which must stay readable for plots that expect a number
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
 import json
 import math
+import os
 import re
+import textwrap
+import threading
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from stepguard.records.text import UNPRINTABLE
+from stepguard._errors import ConfigError
+
+# --- The one cleaner of text that came from a file, before people see it.
+
+
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""What can move a cursor, start an escape sequence, reverse the direction or hide."""
+SECRET = re.compile(r"(^|[-_.])(api-?_?key|key|token|passw(or)?d|secret|credentials?)s?$", re.I)
+"""How options, settings and variables end whose value is nobody else's business."""
+MASK = "***"
+_CODE_SPAN = re.compile(r"(?<!`)(`[^`\n]+`)(?!`)")
+
+
+def printable(text: str) -> str:
+    """Replace what could control a terminal; line ends and tabs stay."""
+    return UNPRINTABLE.sub("?", text)
+
+
+def one_line(text: str) -> str:
+    """The same, for what must not end a line."""
+    return printable(text.replace("\n", " ").replace("\t", " "))
+
+
+def as_markdown(text: str) -> str:
+    """One line of Markdown in which nothing is HTML, a link or a table's border.
+
+    Code spans stay: nothing in them is interpreted.
+    """
+    parts = _CODE_SPAN.split(one_line(text))
+    for place in range(0, len(parts), 2):
+        plain = parts[place].replace("&", "&amp;").replace("<", "&lt;").replace("`", "\\`")
+        parts[place] = plain.replace("](", "]\\(")
+    return "".join(parts).replace("|", "\\|")
+
+
+def masked(arguments: list[str]) -> list[str]:
+    """A command line without its secrets: `--api-key S`, `--token=S` and `opt.key=S` lose S."""
+    shown: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if hide_next and not argument.startswith("--"):
+            shown.append(MASK)
+            hide_next = False
+            continue
+        secret = SECRET.search(name.lstrip("-")) is not None
+        hide_next = secret and not equals and name.startswith("-")
+        shown.append(f"{name}={MASK}" if secret and equals else argument)
+    return shown
+
+
+def mask_settings(settings: dict[str, object]) -> dict[str, object]:
+    """Settings, nested ones too, without the values of those that are secret by their name."""
+    shown: dict[str, object] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            shown[name] = mask_settings(value)
+        elif isinstance(value, str) and SECRET.search(name):
+            shown[name] = MASK
+        else:
+            shown[name] = value
+    return shown
+
+
+# --- Records to strict JSON and back: NaN and Inf become null beside a `<field>_kind` that says
+# which.
+
 
 Record = TypeVar("Record")
 
@@ -165,3 +244,273 @@ def _restore(item: Any, kind: Any) -> Any:
     if isinstance(kind, list):
         return [_restore(part, named) for part, named in zip(item, kind, strict=True)]
     return float(kind)
+
+
+# --- Append lines to a file so that each is there wholly or not at all, whatever the disk does.
+
+
+class LineFile:
+    """Appends whole lines with one `write` each. One writer; several threads of it may write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # A checkpoint that is written in the background reports from its own thread.
+        self._turn = threading.Lock()
+        self._fd = -1
+        self._torn = False
+        self._open()
+
+    def append(self, line: bytes, *, durable: bool = False) -> None:
+        """Write a line that ends in a newline; `durable` waits until it is on disk.
+
+        Raises OSError where the line cannot be written.
+        """
+        with self._turn:
+            deleted = os.fstat(self._fd).st_nlink == 0
+            if deleted:
+                self._make_again()
+            self._append(line)
+            if durable:
+                os.fsync(self._fd)
+
+    def _append(self, line: bytes) -> None:
+        size = os.fstat(self._fd).st_size
+        left = b"\n" + line if self._torn else line
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except BaseException:
+            self._cut(size)
+            raise
+        self._torn = False
+
+    def _cut(self, size: int) -> None:
+        """Remove the part of the line that a full disk took, or let the next line end it."""
+        if os.fstat(self._fd).st_size == size:
+            return
+        self._torn = True
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, size)
+            self._torn = _ends_torn(self._fd)
+
+    def _make_again(self) -> None:
+        """Make the file again after its path was deleted: the open one is invisible by now."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        gone = self._fd
+        self._open()
+        os.close(gone)
+
+    def _open(self) -> None:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._torn = _ends_torn(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _ends_torn(fd: int) -> bool:
+    """Has a crash left half a line at the end?"""
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+
+
+# --- Read the settings of a guard from a file: TOML, YAML or JSON, by its name.
+
+
+LARGEST = 1 << 20
+"""Bytes; a configuration is smaller."""
+FOLDERS = ("run_dir", "human_log")
+NOT_IN_A_FILE = frozenset({"sinks"})
+"""Fields that are objects of Python."""
+POLICY = "policy"
+
+
+def read_tables(
+    path: Path, settings: Sequence[str], policy: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields for GuardConfig and those for Policy, of the names given for each."""
+    table = _table(path)
+    for name in NOT_IN_A_FILE & table.keys():
+        raise ConfigError(
+            f"{path}: {name} is an object of Python and cannot stand in a file; give it in code."
+        )
+    below = table.pop(POLICY, {})
+    if not isinstance(below, dict):
+        raise ConfigError(
+            f"{path}: policy={below!r} must be a table; in TOML write [policy] and its fields "
+            "below it."
+        )
+    _refuse_unknown(path, table, settings, policy)
+    _refuse_unknown(path, below, policy, settings, inside="policy.")
+    for name in FOLDERS:
+        if isinstance(table.get(name), str) and table[name].strip():
+            # Absolute paths: the program may change the current directory.
+            table[name] = str(Path(table[name]).resolve())
+    return table, _with_tuples(below)
+
+
+def number_as_text(path: Path, table: Mapping[str, Any]) -> str:
+    """A sentence where YAML has read a number such as 1e-4 as text; else empty."""
+    if READERS.get(path.suffix.lower()) is not _yaml:
+        return ""
+    for name, value in table.items():
+        if isinstance(value, str) and _is_number(value):
+            return f" YAML reads {name}: {value} as text; write it with a point, as in 1.0e-4."
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _table(path: Path) -> dict[str, Any]:
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(
+            f"{path} is not a configuration by its name; give a file that ends in "
+            f"{', '.join(READERS)}."
+        )
+    text = _text(path)
+    kind = path.suffix[1:].upper()
+    try:
+        found = reader(text)
+    except (ValueError, RecursionError) as error:
+        said = " ".join(str(error).split()).rstrip(".")[:200]
+        raise ConfigError(f"{path} is not {kind}: {said}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path} holds a {type(found).__name__}; write names and values, such as "
+            "anomalies and terminal."
+        )
+    return found
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; give one with fields of GuardConfig.")
+    try:
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise ConfigError(f"{path} has {size:,} bytes; a configuration is smaller.")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: {error}.") from None
+
+
+def _yaml(text: str) -> Any:
+    # PyYAML takes 40 ms to import, and most configurations are built in code.
+    import yaml
+
+    try:
+        # An empty file is None to PyYAML.
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    ".toml": tomllib.loads,
+    ".yaml": _yaml,
+    ".yml": _yaml,
+    ".json": json.loads,
+}
+
+
+def _refuse_unknown(
+    path: Path,
+    table: Mapping[str, Any],
+    known: Sequence[str],
+    elsewhere: Sequence[str],
+    inside: str = "",
+) -> None:
+    for name in table:
+        if name in known:
+            continue
+        if name in elsewhere:
+            hint = "It belongs outside of policy." if inside else "It is a field of [policy]."
+        else:
+            hint = _nearest(str(name), known, inside)
+        raise ConfigError(f"{path}: {inside}{name} is not known. {hint}")
+
+
+def _nearest(name: str, known: Sequence[str], inside: str) -> str:
+    near = get_close_matches(name, known, n=1)
+    if near:
+        return f"Did you mean {inside}{near[0]}?"
+    return f"Known are {', '.join(known)}."
+
+
+def _with_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Files have lists where Policy takes tuples."""
+    converted = {}
+    for name, value in table.items():
+        converted[name] = tuple(value) if isinstance(value, list) else value
+    return converted
+
+
+# --- Show the text under each field of a dataclass in `help()`, where Python itself drops it.
+
+
+T = TypeVar("T")
+WIDTH = 88
+
+
+class DocWithFields:
+    """A class docstring that is completed with its fields when somebody reads it.
+
+    The source is read then and not before: importing the class costs nothing.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._whole: str | None = None
+
+    def __get__(self, instance: object, owner: type[object]) -> str:
+        if self._whole is None:
+            self._whole = _whole(self._text, owner)
+        return self._whole
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Let `help(cls)` list every field with its type, default and text."""
+    cls.__doc__ = DocWithFields(cls.__doc__ or "")  # type: ignore[assignment]
+    return cls
+
+
+def fields_with_text(cls: type[object]) -> dict[str, tuple[str, str]]:
+    """Field -> its declaration and the text below it, empty where it has none."""
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):
+        return {}  # installed without its source
+    definition = ast.parse(source).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    found: dict[str, tuple[str, str]] = {}
+    following = [*definition.body[1:], None]
+    for statement, after in zip(definition.body, following, strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            found[statement.target.id] = (ast.unparse(statement), _field_docs_text(after))
+    return found
+
+
+def _field_docs_text(statement: ast.stmt | None) -> str:
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
+        return ""
+    value = statement.value.value
+    return " ".join(value.split()) if isinstance(value, str) else ""
+
+
+def _whole(text: str, owner: type[object]) -> str:
+    lines = [inspect.cleandoc(text), "", "Fields:"]
+    for declaration, said in fields_with_text(owner).values():
+        lines.append(f"    {declaration}")
+        lines += textwrap.wrap(said, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join(lines)

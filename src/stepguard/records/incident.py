@@ -2,16 +2,748 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from html import escape
+from typing import Any, Literal, TypeAlias
 
-from stepguard.records.decision import Decision
-from stepguard.records.field_docs import documented
-from stepguard.records.finding import Finding
-from stepguard.records.notebook_html import Row, box, code, stacked
-from stepguard.records.origin import Origin
-from stepguard.records.place import place_and_phase
-from stepguard.records.reading import Reading
-from stepguard.records.verdict import Verdict
+from stepguard.records.codec import documented
+from stepguard.records.probes import Look
+
+# --- What the policy chose to do about an incident.
+
+
+Action = Literal["leave_out", "skip", "retry", "undo", "heal", "rewind", "lower_lr", "stop", "note"]
+"""`leave_out`: the update was made without what was proven guilty. `undo`: the optimizer made the
+bad value, its update was taken back. `heal`: a damaged rank was given the state of a healthy one.
+`note`: told, nothing done.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The action, why it was that one, and how much of each budget is used."""
+
+    action: Action
+    reason: str = ""
+    consecutive: int = 0
+    """Incidents in a row up to and including this one."""
+    total: int = 0
+    """Incidents since the run began."""
+    lr_factor: float | None = None
+    """Multiplies every group's learning rate, with `lower_lr` and with a rewind that lowers it."""
+    new_scale: float | None = None
+    """The static loss scale to go on with, where the scale was the cause."""
+    new_eps: float | None = None
+    """The optimizer's epsilon to go on with, with `Policy(on_incident="whatif")`."""
+    new_clip: float | None = None
+    """The norm to clip to from here on, with `Policy(on_incident="whatif")`."""
+    rewound_to: int | None = None
+    """With `rewind`: the optimizer steps that are left after it."""
+    left_out: str = ""
+    """What the update was made without, in words: `sample 5`, `micro-batch 2 of 4`."""
+    data: str | None = None
+    """With `rewind`: `repeat`, `skip` or `reorder` the steps since."""
+    not_restored: str = ""
+    """What a vetoed update moved and could not be put back, in words; empty: nothing."""
+
+
+# --- Why it happened, with evidence, and what to do about it.
+
+
+Safety = Literal["safe", "changes-numbers", "changes-training"]
+"""What a remedy does to healthy steps: nothing, other values, or another training."""
+Certainty = Literal["certain", "likely", "possible"]
+"""How sure a finding is: no other cause fits, others are not excluded, rather a circumstance."""
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """Lines of the user's program, and what to write instead of them."""
+
+    file: str
+    """The source file, as Python knows it."""
+    line: int
+    """The first of the lines, counted from 1."""
+    old: tuple[str, ...]
+    """The lines as they are."""
+    new: tuple[str, ...]
+    """The lines as they are to be."""
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """One thing the user can do, with a snippet to paste."""
+
+    title: str
+    """What to do, in one line."""
+    snippet: str = ""
+    """Code to paste; may be empty."""
+    safety: Safety = "safe"
+    """What it does to healthy steps: nothing, other values, or another training."""
+    edits: tuple[Edit, ...] = ()
+    """The same as changes of the program; empty where the remedy is no change of its lines."""
+    needs: tuple[str, ...] = ()
+    """Functions of `stepguard.numerics` that the edits call."""
+    tried: str = ""
+    """What came of running the step with it, or why it was not run; empty without edits."""
+    proven: bool = False
+    """The step was run with it: loss and gradients are finite."""
+    loss: float | None = None
+    """The loss of the step with it, where it was run."""
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One cause, most certain first in an incident.
+
+    For instance:
+
+        finding = guard.incidents[0].findings[0]
+        print(finding.code, finding.title, *finding.evidence)
+    """
+
+    code: str
+    """Such as `SG204`; `stepguard explain SG204` prints its page."""
+    title: str
+    """The cause in a few words."""
+    evidence: tuple[str, ...] = ()
+    """Sentences with numbers: the operand that was 0, the row that was masked."""
+    certainty: Certainty = "possible"
+    """certain: nothing else fits; likely: others are not excluded; possible: a circumstance."""
+    remedies: tuple[Remedy, ...] = ()
+    """Ordered by how safe they are to apply."""
+
+
+# --- What a Reading means: fine, worth a line, suspicious, or an incident.
+
+
+VerdictKind = Literal[
+    "ok",
+    "nonfinite_input",
+    "nonfinite_loss",
+    "loss_overflow",
+    "nonfinite_gradient",
+    "nonfinite_parameter",
+    "nonfinite_buffer",
+    "nonfinite_optimizer_state",
+    "infinite_norm",
+    "zero_loss",
+    "no_labels",
+    "scale_calibration",
+    "scaler_collapse",
+    "spike",
+    "drift",
+    "lr_mismatch",
+    "exception",
+    "replica_drift",
+    "same_data",
+]
+
+FINITE_KINDS: tuple[VerdictKind, ...] = ("spike", "drift")
+"""Anomalies of finite numbers: told, and by default not acted upon."""
+
+Severity = Literal["ok", "note", "suspicion", "incident"]
+"""`note` is a journal line; `suspicion` asks for evidence; `incident` is acted upon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The judgement of one step: kind, how grave it is, and the numbers it rests on."""
+
+    kind: VerdictKind = "ok"
+    severity: Severity = "ok"
+    summary: str = ""
+    """One sentence with the value that was wrong."""
+    evidence: dict[str, float | int | str] | None = None
+
+    @property
+    def bad(self) -> bool:
+        """True when the step must not be committed."""
+        return self.severity == "incident"
+
+    @property
+    def finite_anomaly(self) -> bool:
+        """True for a spike or a drift: suspicious, but every number is finite."""
+        return self.kind in FINITE_KINDS
+
+
+OK = Verdict()
+
+
+# --- What one step looked like from outside: a few numbers, read with at most one host sync.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The agreed numbers of one optimizer step. Non-finite floats are kept as they are."""
+
+    step: int
+    """Index of the optimizer step, counted from 0 over the guard's life."""
+    loss: float | None = None
+    """Sum of the micro-batch losses, not scaled; None where no loss could be seen."""
+    micro_losses: tuple[float, ...] = ()
+    """The loss of each micro-batch, in order."""
+    components: dict[str, float] = field(default_factory=dict)
+    """Named parts of the loss, added over the micro-batches."""
+    followed: dict[str, float] = field(default_factory=dict)
+    """What the user follows with `guard.follow`, by name."""
+    grad_norm: float | None = None
+    """2-norm of all gradients in fp32, after unscaling and before clipping; of sharded ones that
+    of all ranks."""
+    least_norm: float | None = None
+    """Smallest norm of one parameter's gradient; read under optimizers that are not torch's."""
+    grads_finite: bool = True
+    """Exact: no gradient element is NaN or Inf."""
+    clip_factor: float | None = None
+    """What clipping multiplied the gradients by; None where nothing clips."""
+    scale: float | None = None
+    """GradScaler scale during the step."""
+    lr: tuple[float, ...] = ()
+    """Learning rate of each parameter group."""
+    schedule: str = ""
+    """Name and position of the learning-rate schedule during the step: `OneCycleLR at 33 of 100`.
+    Filled for every incident whose schedule can be found."""
+    climbs: bool = False
+    """The optimizer maximises: what is returned as the loss should rise."""
+    labels: int | None = None
+    """How many targets the step had, where the batch says so."""
+    shared_loss: float | None = None
+    """Where ranks compare losses, the largest of them, of sharded models their mean: finite
+    anomalies are judged by it."""
+    seconds: float | None = None
+    """Wall-clock time since the previous step was read."""
+    bad_state: tuple[str, ...] = ()
+    """Stored tensors that are non-finite: `param:NAME`, `buffer:NAME`, `opt:SLOT`."""
+    bad_inputs: tuple[str, ...] = ()
+    """Batch tensors that hold NaN or Inf (`batch:KEY`); filled only once something is wrong."""
+    bad_grads: tuple[str, ...] = ()
+    """Parameters whose gradient is non-finite; filled only once something is wrong."""
+    unnamed_grads: int = 0
+    """How many more there are, where several ranks name only the first ones to each other."""
+    state_born: bool = False
+    """True when `bad_state` was finite before this step's update: the optimizer made it."""
+    missed: str = ""
+    """An update that this rank refused alone, in words: its weights are no longer the others'."""
+    loss_overflow: bool = False
+    """The loss is infinite only because finite values were added up beyond the range of its dtype:
+    every gradient is finite."""
+    overflow: bool = False
+    """Gradients are non-finite only by the loss scale: a replay at scale 1 is finite."""
+    repeat_loss: float | None = None
+    """Loss of an earlier good batch on the present weights; only measured on suspicion."""
+    repeat_before: float | None = None
+    """What that same batch gave when it was new, to tell hurt weights from a hard batch."""
+    update_ratio: float | None = None
+    """Norm of the last update over that of the weights; only measured on suspicion."""
+    weights_moved: float | None = None
+    """Relative distance of the weights from the last good snapshot; only measured on suspicion."""
+    alarm: bool = False
+    """Some rank reported a non-finite value."""
+    bad_ranks: tuple[int, ...] = ()
+    """Ranks whose own loss or gradient was bad before any reduction."""
+
+    @property
+    def judged_loss(self) -> float | None:
+        """The loss every rank sees alike; turned over where it is to rise, so that lower is always
+        better.
+        """
+        loss = self.loss if self.shared_loss is None else self.shared_loss
+        return -loss if self.climbs and loss is not None else loss
+
+    @property
+    def bad_micro_batches(self) -> tuple[int, ...]:
+        """Indices of the micro-batches whose loss is not finite."""
+        return tuple(i for i, value in enumerate(self.micro_losses) if not _finite(value))
+
+
+def _finite(value: float) -> bool:
+    # NaN - NaN and Inf - Inf are NaN, which equals nothing.
+    return value - value == 0.0
+
+
+# --- Facts that were measured around a bad value: locating fills them in, the rules read them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Evidence:
+    """One record for one origin. `first | second` holds the facts of both."""
+
+    # --- where the value went
+
+    unselected: bool = False
+    """The bad value sits in a branch that `where`, `masked_fill` or a boolean index left out."""
+    selected_against: str | None = None
+    """The forward operation of that branch, where its value itself was bad."""
+    absorbed: bool = False
+    """It vanished in the forward (the loss is finite) and came back as NaN in the backward."""
+    absorbed_by: str | None = None
+    """The operation that turned it into a finite value."""
+    discarded_by: str | None = None
+    """The selection that left a NaN of the forward out of the loss, but not out of the gradient."""
+    turned_nan_by: str | None = None
+    """The operation that first turned a born infinity into NaN."""
+    chosen_by: str | None = None
+    """What the condition of a `where` looked at, where that `where` chose a NaN constant."""
+    recomputed: bool = False
+    """Seen only in the second forward of a checkpointed block."""
+    inner_gradient: bool = False
+    """Born in a gradient that the forward itself computes (gradient penalty, forces)."""
+    intended_inf: bool = False
+    """An infinity that was written on purpose (a mask) went in."""
+    as_data: bool = False
+    """A stored tensor is bad, but to this guard it is data: a lookup table, another's weights."""
+
+    # --- what the operation did, at the bad element
+
+    zero_denominator: bool = False
+    zero_numerator: bool = False
+    """0 / 0, where the denominator is zero too."""
+    denominator_fractional: bool = False
+    """Some divisors are not whole numbers, so they do not count anything."""
+    denominator_learned: bool = False
+    """The divisor was computed from weights, so it does not count anything."""
+    denominator_from: str | None = None
+    """The operation that computed the divisor, behind casts and copies."""
+    numerator_from: str | None = None
+    """The operation that computed what was divided, where that is 0 too."""
+    denominator_root: str | None = None
+    """The only stored tensor the divisor was computed from, if that is one batch tensor."""
+    argument: Literal["zero", "negative"] | None = None
+    """Of a logarithm, root, power or variance."""
+    argument_from: str | None = None
+    argument_root: str | None = None
+    negative_power: bool = False
+    """0 was raised to a power below 0."""
+    zero_times_inf: bool = False
+    inf_minus_inf: bool = False
+    eps_vanished: float | None = None
+    """An epsilon on the way to that operand that its dtype rounds to 0."""
+    masked_rows: int | None = None
+    """Rows of a softmax, logsumexp or attention that are masked throughout."""
+    rows: int | None = None
+    """All rows of it."""
+    reduced_elements: int | None = None
+    """0 for a mean, max ... over no element; 1 for a std or var of a single one."""
+    valid_targets: int | None = None
+    """Targets that count."""
+    targets: int | None = None
+    """All targets."""
+    zero_target_probability: bool = False
+    """The chosen class has probability 0, so its logarithm is -inf."""
+    target_out_of_domain: float | None = None
+    """A target outside what the loss allows."""
+    ctc_infeasible: int | None = None
+    """CTC targets that are longer than their input allows."""
+    zero_upstream_gradient: bool = False
+    """Backward: the gradient that came in was 0 at the bad element (0 * inf, 0 / 0)."""
+    singular_at: float | None = None
+    """Backward: the finite operand at which the derivative breaks."""
+    uninitialised: bool = False
+    """Memory of `torch.empty` was read before it was written."""
+    opaque: Literal["function", "operator", "module", "code"] | None = None
+    """What made the value inside, where no operation is visible: a custom autograd function, an
+    operator from outside torch, a module or other code that writes memory by itself.
+    """
+    constant: Literal["nan", "inf"] | None = None
+    """A tensor from outside model and batch was already bad."""
+    attribute: str | None = None
+    """Path of the module attribute that holds this constant or this number."""
+    number_argument: str | None = None
+    """The argument for which a bad Python number was given."""
+    number: float | None = None
+    """That number: NaN, or infinite where one computes with it."""
+
+    # --- precision
+
+    half_precision: bool = False
+    """Operands or output are float16 or bfloat16."""
+    dtype_limit: float | None = None
+    """The largest number of the output's dtype."""
+    finite_in: str | None = None
+    """The wider dtype in which the same operation on the same operands is finite."""
+    autocast: str | None = None
+    """The dtype of the autocast context that the forward pass ran in."""
+    scale: float | None = None
+    """The loss scale of the step, where it is not 1."""
+    scale_overflow: bool = False
+    """The step is finite at loss scale 1."""
+    eps: float | None = None
+    """The optimizer's epsilon."""
+    eps_underflow: bool = False
+    """That epsilon is 0 in the parameter's dtype."""
+    finite_norm: float | None = None
+    """Norm of the gradients in float64, where float32 overflows."""
+
+    # --- data and state
+
+    huge_parameter: str | None = None
+    """A parameter that is finite, but beyond 1e15, and an operand of what overflowed."""
+    huge_buffer: str | None = None
+    """A buffer that is finite, but absurdly large, and made what overflowed."""
+    batch_max: float | None = None
+    """Largest finite magnitude in the micro-batch."""
+    sample_max: float | None = None
+    """Largest finite magnitude in the guilty samples."""
+    others_max: float | None = None
+    """Largest finite magnitude in all other samples."""
+    loss_with: float | None = None
+    """A finite loss that jumped, replayed with all its samples."""
+    loss_without: float | None = None
+    """The same without the guilty ones."""
+    confounded_samples: bool = False
+    """Leaving samples out does not separate guilty from innocent ones."""
+    bad_elements: int | None = None
+    """Non-finite elements of the stored tensor."""
+    elements: int | None = None
+    """All elements of the stored tensor."""
+    parameter: str | None = None
+    """The parameter whose optimizer slot it is."""
+    lr: float | None = None
+    """The highest learning rate of the step."""
+    repeat_loss: float | None = None
+    """The loss of an earlier batch on the present weights."""
+    weights_ruined: bool = False
+    """That loss shows that the weights are lost, so the update is to blame."""
+    surfaced_at: str | None = None
+    """The operation in which ruined weights first showed."""
+
+    # --- replay
+
+    no_replay: str | None = None
+    """Why no replay was possible."""
+    replay_error: str | None = None
+    """The exception that the user's code raised in the replay."""
+    compiled_only: bool = False
+    """The compiled step is bad, the eager replay is clean."""
+    same_bits: bool | None = None
+    """A clean replay, run several times, gives the same bits each time; None: not tried."""
+    different_losses: tuple[float, float] | None = None
+    """Finite losses of two replays that are too far apart for rounding."""
+    moves: tuple[str, ...] = ()
+    """State of the loss function's own that a replay changes, in words."""
+    departs: str | None = None
+    """How the replay is bad in another way than the step was, in words."""
+    untraced: bool = False
+    """The replay is bad again, but no operation of the trace explains it."""
+    unseen: tuple[str, ...] = ()
+    """Operators whose results could not be read."""
+    local_collectives: bool = False
+    """Collectives of the loss function were answered with this rank's own values."""
+
+    def __or__(self, other: Evidence) -> Evidence:
+        """The facts of both; where both hold one, that of the left record."""
+        return replace(other, **self.stated())
+
+    def __repr__(self) -> str:
+        """Only what was measured: there are some sixty fields."""
+        facts = ", ".join(f"{name}={value!r}" for name, value in self.stated().items())
+        return f"Evidence({facts})"
+
+    def stated(self) -> dict[str, Any]:
+        """The facts that were measured, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in values.items() if value != defaults[name]}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Write only what was measured: most facts do not apply to one incident."""
+        from pydantic_core import core_schema
+
+        schema = handler(source)
+        schema["serialization"] = core_schema.plain_serializer_function_ser_schema(cls.stated)
+        return schema
+
+
+NO_EVIDENCE = Evidence()
+"""Nothing was measured."""
+
+
+# --- How records look in a notebook: small HTML without colours of its own, so it fits any theme.
+
+
+Row: TypeAlias = tuple[str, str]
+"""A label, and what it says: text, or HTML made by one of the functions below."""
+BOX = "border-left:4px solid {color};padding:2px 0 2px 12px;margin:4px 0;line-height:1.4"
+LABEL = "text-align:left;vertical-align:top;padding:0 12px 2px 0;opacity:.65;font-weight:600"
+VALUE = "text-align:left;vertical-align:top;padding:0 0 2px 0"
+CODE = "margin:0;background:none;padding:0;font-family:monospace"
+BAD = "#c2410c"
+GOOD = "#15803d"
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+
+def box(title: str, rows: Iterable[Row], *, bad: bool) -> str:
+    """A title and a table of labels and values; rows that say nothing are left out."""
+    lines = []
+    for label, said in rows:
+        if said:
+            lines.append(
+                f'<tr><th scope="row" style="{LABEL}">{escape(label)}</th>'
+                f'<td style="{VALUE}">{as_html(said)}</td></tr>'
+            )
+    style = BOX.format(color=BAD if bad else GOOD)
+    table = f'<table style="border:0">{"".join(lines)}</table>' if lines else ""
+    return f'<div style="{style}"><strong>{escape(title)}</strong>{table}</div>'
+
+
+def as_html(said: str) -> str:
+    """Escaped, unless it is HTML made here."""
+    return said if isinstance(said, Html) else escape(said)
+
+
+def code(lines: Iterable[str]) -> Html:
+    """Source lines; the marked one (`> 5 | ...`) in bold."""
+    shown = []
+    for line in lines:
+        text = escape(line)
+        shown.append(f"<b>{text}</b>" if line.startswith(">") else text)
+    if not shown:
+        return Html("")
+    inner = "\n".join(shown)
+    return Html(f'<pre style="{CODE}">{inner}</pre>')
+
+
+def stacked(parts: Iterable[str]) -> Html:
+    """Several texts below each other."""
+    said = [as_html(part) for part in parts if part]
+    return Html("<br>".join(said))
+
+
+def number(value: float | None) -> str:
+    """Six digits are enough to read."""
+    return "not read" if value is None else f"{value:.6g}"
+
+
+# --- Where the first harmful value was born.
+
+
+Phase = Literal["input", "forward", "loss", "backward", "optimizer", "state", "checkpoint"]
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """One tensor or number that went into, or came out of, the operation."""
+
+    name: str = ""
+    """Argument name in the operator's schema, or a stored tensor's name."""
+    label: str = ""
+    """What to call it: the user's own expression in the source line, or its part (`the divisor`);
+    empty where `name` says it.
+    """
+    dtype: str = ""
+    """Such as `float32`."""
+    shape: tuple[int, ...] = ()
+    """Sizes, empty for a number."""
+    min: float | None = None
+    """Smallest finite element."""
+    max: float | None = None
+    """Largest finite element."""
+    nan: int = 0
+    """How many elements are NaN."""
+    posinf: int = 0
+    """How many are +Inf."""
+    neginf: int = 0
+    """How many are -Inf."""
+    zeros: int = 0
+    """How many are 0."""
+    index: tuple[int, ...] | None = None
+    """First non-finite element, or for an operand the element that broke the operation."""
+    value: float | None = None
+    """The element at `index`, or the number itself for a Python scalar."""
+    exponents: tuple[tuple[int, int], ...] = ()
+    """How many elements lie from 2^n to below 2^(n+1), by n; zeros and non-finite ones are not in
+    it. Of a tensor of more than a million elements, a regular part of them.
+    """
+
+    @property
+    def finite(self) -> bool:
+        return not (self.nan or self.posinf or self.neginf)
+
+    @property
+    def called(self) -> str:
+        """The label, or else the name."""
+        return self.label or self.name
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """The user's statement that an operation is part of."""
+
+    file: str
+    """The source file, as Python knows it."""
+    line: int
+    """Its first line, counted from 1."""
+    text: str
+    """Its lines as they are in the file."""
+    start: int
+    """Where the operation begins in `text`, in bytes of UTF-8."""
+    end: int
+    """Where it ends."""
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Origin:
+    """The birth of the first harmful value, as exactly as it could be confirmed.
+
+    For instance:
+
+        origin = guard.incidents[0].origin
+        print(origin.source, origin.op, origin.module, origin.samples)
+    """
+
+    step: int
+    """Optimizer step, counted from 0."""
+    phase: Phase
+    """input, forward, loss, backward, optimizer, state or checkpoint. `state`: a parameter, buffer
+    or optimizer slot was bad before the step.
+    """
+    module: str | None = None
+    """Dotted path; "" is the root model's own forward, None is outside every module."""
+    op: str | None = None
+    """The aten packet, for instance `aten._softmax`."""
+    node: str | None = None
+    """The autograd node, backward only."""
+    source: str | None = None
+    """`file.py:88` of the user's frame."""
+    library: str | None = None
+    """`package/file.py:47` of an installed package that the user's line has called; None where the
+    operation is in the user's own line.
+    """
+    context: tuple[str, ...] = ()
+    """Source lines around `source`, each with its number."""
+    statement: Statement | None = None
+    """The statement at `source`, and which part of it the operation is."""
+    tensor: str | None = None
+    """`batch:x`, `param:NAME`, `buffer:NAME`, `opt:SLOT` where a stored tensor is the culprit."""
+    samples: tuple[int, ...] = ()
+    """Indices in the batch, each confirmed by leaving it out, or for a finite loss that jumped far
+    larger than all others; empty when none could be found.
+    """
+    rows: tuple[str, ...] = ()
+    """Who the samples are, in the order of `samples`: `row 48211` of the data set, `id a.png`;
+    empty: not known.
+    """
+    content: str = ""
+    """What the first of these samples holds: dtype, shape and range of its tensors."""
+    excerpt: str = field(default="", compare=False)
+    """The beginning of its text, where it has one. For the terminal of this process only: no file
+    and no other process gets it.
+    """
+    micro_batch: int | None = None
+    """Which micro-batch of the step, counted from 0; None where there is one, or it is not known.
+    """
+    rank: int | None = None
+    """Rank that made it; None where that is not known."""
+    inputs: tuple[Operand, ...] = ()
+    """What the operation was given."""
+    output: Operand | None = None
+    """What it returned."""
+    method: str = ""
+    """How it was found: `replay`, `scan`, `output-gradient`, ..."""
+    reproduced: bool | None = None
+    """True: the replay shows it again; False: it does not (transient); None: no replay was
+    possible.
+    """
+    evidence: Evidence = NO_EVIDENCE
+    """What was measured around the bad value; the rules that name a cause read it."""
+    remarks: tuple[str, ...] = ()
+    """Sentences for people: what was not seen, and what was left out for lack of time."""
+
+    @property
+    def place(self) -> str:
+        """`aten._softmax in layers.3.attn at model.py:88`, as far as it is known."""
+        words = [self.tensor or self.op or ""]
+        if self.node:
+            words.append(f"({self.node})" if words[0] else self.node)
+        if self.module is not None:
+            words.append(f"in {self.module or 'the model itself'}")
+        if self.library:
+            words.append(f"at {self.library}")
+        if self.source and self.source != self.library:
+            words.append(f"called from {self.source}" if self.library else f"at {self.source}")
+        return " ".join(words).strip()
+
+    @property
+    def culprits(self) -> str:
+        """`sample 4 (row 48211)` of the batch; empty where none could be confirmed."""
+        said = ""
+        if self.samples:
+            said = "sample " + ", ".join(map(str, self.samples))
+        if self.rows:
+            said += f" ({', '.join(self.rows)})"
+        return said
+
+    def html_rows(self) -> list[Row]:
+        """What a notebook shows of it."""
+        return [
+            ("where", f"{self.phase}: {self.place}" if self.place else self.phase),
+            ("sample", self.culprits.removeprefix("sample ")),
+            ("source", code(self.context)),
+            ("values", stacked(_in_words(operand) for operand in self.inputs)),
+            ("note", stacked(self.remarks)),
+        ]
+
+    def _repr_html_(self) -> str:
+        return box(f"Origin of the bad value, step {self.step}", self.html_rows(), bad=True)
+
+    def __repr__(self) -> str:
+        said = " ".join(part for part in (self.place, self.culprits) if part)
+        return f"<Origin: {self.phase} of step {self.step}, {said or 'place not known'}>"
+
+
+def _in_words(operand: Operand) -> str:
+    shape = "x".join(map(str, operand.shape)) or "number"
+    said = f"{operand.called or 'input'}: {operand.dtype} {shape}"
+    if operand.min is not None and operand.max is not None:
+        said += f", {operand.min:.6g} to {operand.max:.6g}"
+    counts = (
+        ("NaN", operand.nan),
+        ("Inf", operand.posinf + operand.neginf),
+        ("zero", operand.zeros),
+    )
+    for name, count in counts:
+        if count:
+            said += f", {count} {name}"
+    return said
+
+
+def with_evidence(origin: Origin, more: Evidence) -> Origin:
+    """The origin with further facts; what it states already stays."""
+    return replace(origin, evidence=origin.evidence | more)
+
+
+# --- The place where a bad value was born, in words: the same words in every output.
+
+
+def place(origin: Origin, what: str = "") -> str:
+    """`aten._softmax in layers.3.attn at model.py:88`, as far as it is known.
+
+    `what` names the operation or tensor; by default the stored tensor, or else the operation.
+    """
+    if not what:
+        return origin.place
+    return replace(origin, tensor=what).place
+
+
+def place_and_phase(origin: Origin) -> str:
+    """`forward: aten._softmax in layers.3.attn at model.py:88`."""
+    where = place(origin)
+    return f"{origin.phase}: {where}" if where else origin.phase
+
+
+# --- One bad step: an Incident only ever gains fields on its way through the pipeline.
+
 
 MOST_REMEDIES = 2
 """Of the first finding, in a notebook."""
@@ -101,3 +833,129 @@ def _where(origin: Origin) -> str:
     if origin.samples or origin.rows:
         where += f" {origin.culprits}"
     return where
+
+
+# --- What `stepguard doctor` found: sections, each with a status and sentences.
+
+
+SectionStatus = Literal["fine", "warning", "failed", "corrupt", "not checked"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One part of the examination."""
+
+    title: str
+    status: SectionStatus
+    lines: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+    """Exact commands that follow from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """All sections, in their fixed order."""
+
+    path: str
+    sections: tuple[Section, ...]
+
+    @property
+    def status(self) -> SectionStatus:
+        """The worst of all; what was not checked does not count."""
+        found = {section.status for section in self.sections}
+        worst: tuple[SectionStatus, ...] = ("corrupt", "failed", "warning")
+        for status in worst:
+            if status in found:
+                return status
+        return "fine"
+
+
+def not_checked(title: str, why: str) -> Section:
+    """A section without input; the text says what to give."""
+    return Section(title=title, status="not checked", lines=(why,))
+
+
+# --- Read incidents that an earlier version wrote: fields that have another name or form by now.
+
+
+def upgrade_incident(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an incident as the present records name them; what is new stays as it is."""
+    upgraded = dict(fields)
+    decision = fields.get("decision")
+    if isinstance(decision, dict) and decision.get("action") == "warn":
+        upgraded["decision"] = {**decision, "action": "note"}
+    origin = fields.get("origin")
+    if isinstance(origin, dict) and "notes" in origin:
+        upgraded["origin"] = _with_remarks(origin)
+    findings = fields.get("findings")
+    if isinstance(findings, list):
+        upgraded["findings"] = [_with_certainty(finding) for finding in findings]
+    return upgraded
+
+
+def _with_remarks(origin: dict[str, Any]) -> dict[str, Any]:
+    """`notes` mixed sentences with tokens such as `masked_rows=2`: only the sentences are kept."""
+    notes = origin.get("notes") or ()
+    remarks = [note for note in notes if isinstance(note, str) and _is_sentence(note)]
+    rest = {name: value for name, value in origin.items() if name != "notes"}
+    return {"remarks": remarks, **rest}
+
+
+def _is_sentence(note: str) -> bool:
+    first_word = note.partition(" ")[0]
+    return " " in note and "=" not in first_word
+
+
+def _with_certainty(finding: Any) -> Any:
+    """`confidence` was a number between 0 and 1 that nothing had measured."""
+    if not isinstance(finding, dict) or "confidence" not in finding:
+        return finding
+    rest = {name: value for name, value in finding.items() if name != "confidence"}
+    return {"certainty": _certainty(finding["confidence"]), **rest}
+
+
+def _certainty(confidence: Any) -> str:
+    if not isinstance(confidence, int | float) or confidence <= 0.5:
+        return "possible"
+    return "certain" if confidence >= 0.9 else "likely"
+
+
+# --- What a run's events are passed on to: journal, readable log, terminal, TensorBoard, your
+# own.
+
+
+class Sink:
+    """Receives a run's events as they happen. Override what you need.
+
+        class Pager(stepguard.Sink):
+            def incident(self, incident):
+                page(incident.summary)
+
+        guard = stepguard.Guard(model, optimizer, config=GuardConfig(sinks=(Pager(),)))
+
+    A sink of yours is called on rank 0; if it raises, it is dropped and training continues.
+    """
+
+    def step(self, reading: Reading, committed: bool) -> None:
+        """A step was read; `committed` is False when its update did not happen."""
+
+    def incident(self, incident: Incident) -> None:
+        """A step was bad: called once, when it has been dealt with and all is known about it."""
+
+    def note(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Any other line of the journal: a note, a fault of the guard's own, the end of the run."""
+
+    def look(self, look: Look) -> None:
+        """A deep look was taken at a healthy step."""
+
+    def halted(self, incident: Incident, exit_line: str) -> None:
+        """The policy stops the run for this incident; `exit_line` says so to launch scripts."""
+
+    def close(self) -> None:
+        """The guard is closed: flush, and close what this sink opened itself.
+
+        A sink that several guards share may get further events, and opens itself again.
+        """
+
+    def __repr__(self) -> str:
+        return type(self).__name__

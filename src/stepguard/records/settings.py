@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from stepguard._errors import ConfigError
-from stepguard.records.config_file import number_as_text, read_tables
-from stepguard.records.decision import Action
-from stepguard.records.field_docs import documented
-from stepguard.records.sink import Sink
+from stepguard.records.codec import documented, number_as_text, read_tables
+from stepguard.records.incident import Action, Sink
 
 ACTIONS: tuple[str, ...] = get_args(Action)
 

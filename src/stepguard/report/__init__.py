@@ -3,7 +3,7 @@ torch.
 """
 
 from stepguard.report._random import same_random_numbers
-from stepguard.report.humanlog import HumanLog
+from stepguard.report.sinks import HumanLog
 from stepguard.report.terminal import Terminal
 
 __all__ = ["HumanLog", "Terminal", "same_random_numbers"]

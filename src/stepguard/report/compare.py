@@ -11,12 +11,12 @@ import numpy as np
 from rich.table import Table
 
 from stepguard.records.codec import dumps, to_jsonable
-from stepguard.records.decision import Action
+from stepguard.records.incident import Action
 from stepguard.report import phrases, screen
-from stepguard.report.decision_words import done_times
+from stepguard.report.phrases import done_times
+from stepguard.report.screen import Name, Unbroken
 from stepguard.report.story import Run, StepTable
 from stepguard.report.summary import RunSummary, summarize
-from stepguard.report.unbroken import Name, Unbroken
 
 Better = Literal["first", "second", "same", "unknown"]
 TAIL = 0.1

@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from stepguard.records import Incident, Operand, Origin, Policy, Reading, Remedy
-from stepguard.records.place import place_and_phase
+from stepguard.records.incident import place_and_phase
 from stepguard.report import phrases
-from stepguard.report.decision_words import budget, done, effect
-from stepguard.report.unbroken import Unbroken
+from stepguard.report.phrases import budget, done, effect
+from stepguard.report.screen import Unbroken
 
 LABEL_WIDTH = 7
 MOST_EVIDENCE = 4

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from stepguard.records import Incident, Policy, Sink
-from stepguard.report import messages, phrases, screen
-from stepguard.report.decision_words import ACTION_WORDS, effect
+from stepguard.report import phrases, screen
 from stepguard.report.panel import next_commands, paint_incident
+from stepguard.report.phrases import ACTION_WORDS, effect
 
 THINNED_OUT = frozenset(
     {*phrases.VERDICT_TITLES, "tracing", "outlier", "parameters", "filtered", "adopted"}
@@ -76,7 +76,7 @@ class Terminal(Sink):
             counted += f", {decision.consecutive} in a row"
         if _power_of_two(times) and times > 2:
             counted += f", next shown is the {phrases.ordinal(2 * times)}"
-        self._line(messages.incident_line(incident, counted, again=again), "bold red")
+        self._line(phrases.incident_line(incident, counted, again=again), "bold red")
 
     def _kind(self, incident: Incident) -> tuple[str, ...]:
         """What it is counted as: one that could not be located is the last located one again.
@@ -97,9 +97,9 @@ class Terminal(Sink):
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Print one line; other lines of the journal than notes and faults are for programs."""
         if kind == "fault":
-            self._line(messages.disarmed(fields), "bold red")
+            self._line(phrases.disarmed(fields), "bold red")
         elif kind == "note" and self._is_news(fields):
-            self._note(str(fields.get("kind")), messages.note_line(fields))
+            self._note(str(fields.get("kind")), phrases.note_line(fields))
 
     def _is_news(self, fields: Mapping[str, Any]) -> bool:
         """A rise that goes on is one rise. A spike that is not the largest by far is a tail of the
@@ -133,7 +133,7 @@ class Terminal(Sink):
         """Say why the run stops and where the weights are; the exit line is printed anyway."""
         if incident.id not in self._shown:
             self.incident(incident)
-        said = [messages.stopping(incident), effect(incident) or ACTION_WORDS["stop"].effect]
+        said = [phrases.stopping(incident), effect(incident) or ACTION_WORDS["stop"].effect]
         report = [command for command in next_commands(incident) if " report " in command]
         said += [f"next: {command}" for command in report[:1]]
         self._line("; ".join(said), "bold red")

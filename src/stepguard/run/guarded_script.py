@@ -3,30 +3,383 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import io
 import os
+import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from stepguard._errors import (
     EXIT_HALTED,
     EXIT_SCRIPT_FAILED,
     EXIT_USAGE,
     ConfigError,
+    StepguardError,
     TrainingHalted,
 )
 from stepguard.checkpoints import Store
-from stepguard.engine.wiring import check_watched
+from stepguard.engine.context import automatic_guards, guarded
+from stepguard.engine.drivers.schedule import scheduler_of
+from stepguard.engine.wiring import check_watched, hear_optimizers, keeps_hearing, stop_hearing
 from stepguard.guard import Guard
+from stepguard.locate.source import variable_name
 from stepguard.records import GuardConfig
-from stepguard.records.text import printable
+from stepguard.records.codec import printable
 from stepguard.report.phrases import count
-from stepguard.run.autoguard import AutomaticGuards, NotRestored
-from stepguard.run.script import as_main
+from stepguard.state.sharded import distributed
+from stepguard.tensors.names import optimizer_parameter_ids, optimizer_parameters, wrap
+from stepguard.watching import watch
+
+# --- Run a user's script as the main program, in the surroundings that `python script.py` gives.
+
+
+@contextmanager
+def as_main(
+    script: str | Path, arguments: list[str], *, module: bool = False
+) -> Iterator[Callable[[], None]]:
+    """Yield a function that does what `python script arguments` (`module`: `python -m`) does."""
+    # python -m searches the current directory first, python script.py that of the script.
+    folder = Path.cwd() if module else Path(script).resolve().parent
+    with _surroundings(str(script), arguments, folder):
+        if module:
+            yield lambda: _run_module(str(script))
+        else:
+            yield lambda: _run_file(Path(script).resolve())
+
+
+def _run_module(name: str) -> None:
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _run_file(path: Path) -> None:
+    # Not runpy.run_path: it changes sys.argv[0] or leaves __file__ relative, unlike python.
+    with io.open_code(str(path)) as file:
+        code = compile(file.read(), str(path), "exec", dont_inherit=True)
+    main = ModuleType("__main__")
+    main.__file__ = str(path)
+    main.__loader__ = SourceFileLoader("__main__", str(path))
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+@contextmanager
+def _surroundings(name: str, arguments: list[str], folder: Path) -> Iterator[None]:
+    argv = sys.argv
+    search = list(sys.path)
+    hook = sys.excepthook
+    main = sys.modules["__main__"]
+    sys.argv = [name, *arguments]
+    sys.excepthook = sys.__excepthook__
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        sys.argv = argv
+        sys.path[:] = search
+        sys.excepthook = hook
+
+
+# --- Find the model, scheduler and scaler of an optimizer among the objects of the process.
+
+
+class LooseParameters(nn.Module):
+    """Stands in for a model when the parameters belong to no module."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        params = optimizer_parameters(optimizer)
+        self.loose = nn.ParameterList([p for p in params if isinstance(p, nn.Parameter)])
+
+
+@dataclass(slots=True)
+class Trained:
+    """What an optimizer trains: the model, and further modules by name where it has several."""
+
+    model: nn.Module
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+
+
+def parameters_of(optimizer: Optimizer) -> frozenset[int]:
+    """Identities of what the optimizer updates."""
+    return frozenset(optimizer_parameter_ids(optimizer))
+
+
+def share(module: nn.Module, parameters: frozenset[int]) -> int:
+    """How many of the parameters lie in the module."""
+    try:
+        return sum(id(p) in parameters for p in module.parameters())
+    except AttributeError:
+        # Found by the garbage collector before its __init__ has run.
+        return 0
+
+
+def trained_by(optimizer: Optimizer, called: nn.Module | None = None) -> Trained:
+    """The outermost modules that hold the parameters; `called` is preferred to what contains it."""
+    ours = parameters_of(optimizer)
+    found = [_called_first(module, called, ours) for module in _outermost(ours)]
+    if not found and called is not None and share(called, ours):
+        return Trained(called)
+    if not found:
+        return Trained(LooseParameters(optimizer))
+    found.sort(key=lambda module: (share(module, ours), module is called), reverse=True)
+    rest = {}
+    for index, module in enumerate(found[1:], start=1):
+        name = variable_name(module) or f"{type(module).__name__.lower()}{index}"
+        if name in rest:
+            name = f"{name}{index}"
+        rest[name] = module
+    return Trained(found[0], rest)
+
+
+def _outermost(parameters: frozenset[int]) -> list[nn.Module]:
+    modules: list[nn.Module] = []
+    inner: set[int] = set()
+    for module in _living(nn.Module):
+        if isinstance(module, LooseParameters) or not share(module, parameters):
+            continue
+        modules.append(module)
+        # Module.modules() begins with the module itself.
+        inner.update(map(id, list(module.modules())[1:]))
+    return [module for module in modules if id(module) not in inner]
+
+
+def _called_first(
+    module: nn.Module, called: nn.Module | None, parameters: frozenset[int]
+) -> nn.Module:
+    """The called module in place of a container (a trainer, an average of weights) around it."""
+    if called is None or not any(inner is called for inner in module.modules()):
+        return module
+    complete = share(called, parameters) == share(module, parameters)
+    return called if complete else module
+
+
+def scaler_in_use() -> GradScaler | None:
+    """The one enabled GradScaler of the process, if there is exactly one."""
+    enabled = [s for s in _living(GradScaler) if s.is_enabled()]
+    return enabled[0] if len(enabled) == 1 else None
+
+
+def _living(kind: type[Any]) -> list[Any]:
+    # type() and not isinstance: proxies answer isinstance with side effects.
+    return [o for o in gc.get_objects() if issubclass(type(o), kind)]
+
+
+# --- Guard every optimizer of a process automatically, before its first step begins.
+
+
+MOST_CALLS = 10_000
+"""Module calls after which an optimizer without a model is left to its first step."""
+
+
+class NotRestored(BaseException):
+    """The checkpoint that was asked for cannot be loaded: the script must not start afresh.
+
+    Not an Exception: a script that catches everything would train from the beginning.
+    """
+
+
+class AutomaticGuards:
+    """A context manager; leaving it closes every guard and undoes every wrap.
+
+    `restore`: load this checkpoint into every model and optimizer before its first step.
+    """
+
+    def __init__(
+        self, config: GuardConfig, complain: Callable[[str], None], restore: str | None = None
+    ) -> None:
+        self._restore_from = restore
+        self.guards: list[Guard] = []
+        self.refused = 0
+        """Optimizers that could not be guarded, each told with its reason."""
+        self._config = config
+        self._complain = complain
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._refused: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._early: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepping: list[int] = []
+        self._calls = 0
+        self._undo = ExitStack()
+        self._call_hook: ExitStack | None = None
+
+    def __enter__(self) -> AutomaticGuards:
+        wrap(self._undo, Optimizer, "__init__", self._noticing)
+        self._undo.callback(self._stop_listening)
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        # guards are made while an optimizer steps, when no hook may be added
+        keeps_hearing.add(self)
+        hear_optimizers()
+        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+        for guard in list(self.guards):
+            # The value refers to its weak key: left there, neither would ever be freed.
+            automatic_guards.pop(guard.optimizer, None)
+            guard.close()
+        keeps_hearing.discard(self)
+        stop_hearing()
+
+    def ended_by(self, error: BaseException) -> None:
+        """The script ends by this exception."""
+        for guard in self.guards:
+            guard.ended_by(error)
+
+    # --- an optimizer is made ---
+
+    def _noticing(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._known.add(optimizer)
+            self._waiting.add(optimizer)
+            self._calls = 0
+            self._listen()
+
+        return init
+
+    def _listen(self) -> None:
+        if self._call_hook is None:
+            self._call_hook = ExitStack()
+            wrap(self._call_hook, nn.Module, "__call__", self._before_call)
+
+    def _stop_listening(self) -> None:
+        if self._call_hook is not None:
+            self._call_hook.close()
+            self._call_hook = None
+
+    # --- a module is called ---
+
+    def _before_call(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._waiting and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self._called(module)
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _called(self, module: nn.Module) -> None:
+        self._calls += 1
+        for optimizer in list(self._waiting):
+            if optimizer in guarded or self._calls > MOST_CALLS:
+                self._waiting.discard(optimizer)
+            elif share(module, parameters_of(optimizer)):
+                self._waiting.discard(optimizer)
+                if not self._shares_parameters(optimizer):
+                    self._early.add(optimizer)
+                    self._attach(optimizer, module)
+        if not self._waiting:
+            self._stop_listening()
+
+    def _shares_parameters(self, optimizer: Optimizer) -> bool:
+        """One optimizer inside another: the one that steps first is the user's."""
+        ours = parameters_of(optimizer)
+        others = [other for other in self._known if other is not optimizer]
+        return any(ours & parameters_of(other) for other in others)
+
+    # --- an optimizer steps ---
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # A step that raised has left its optimizer in the list.
+        self._after_step(optimizer, args, kwargs)
+        inside_another = bool(self._stepping)
+        self._stepping.append(id(optimizer))
+        self._waiting.discard(optimizer)
+        if optimizer in self._early:
+            self._early.discard(optimizer)
+            self._look_again(optimizer)
+        if optimizer in guarded or inside_another:
+            return
+        # a new optimizer in the place of an earlier one keeps its guard
+        if not any(guard.port.follow(optimizer) for guard in self.guards):
+            self._attach(optimizer, None)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) in self._stepping:
+            del self._stepping[self._stepping.index(id(optimizer)) :]
+
+    def _look_again(self, optimizer: Optimizer) -> None:
+        """Replace the guard of a model that was called before it was wrapped in DDP."""
+        guard = next((g for g in self.guards if g.optimizer is optimizer), None)
+        if guard is None or not distributed() or isinstance(guard.model, DistributedDataParallel):
+            return
+        if isinstance(trained_by(optimizer).model, DistributedDataParallel):
+            automatic_guards.pop(optimizer)()
+
+    # --- the guards ---
+
+    def _attach(self, optimizer: Optimizer, called: nn.Module | None) -> None:
+        if optimizer in self._refused:
+            return
+        try:
+            trained = trained_by(optimizer, called)
+            guard = watch(
+                trained.model,
+                optimizer,
+                modules=trained.modules,
+                scheduler=scheduler_of(optimizer),
+                scaler=scaler_in_use(),
+                config=self._config,
+            )
+        except Exception as fault:
+            # The script must run, guarded or not.
+            self._refused.add(optimizer)
+            self.refused += 1
+            self._complain(
+                f"{type(optimizer).__name__} is not guarded: {type(fault).__name__}: {fault}"
+            )
+            return
+        self.guards.append(guard)
+        automatic_guards[optimizer] = functools.partial(self._make_way, guard)
+        if self._restore_from is not None:
+            self._restore(guard, self._restore_from, late=called is None)
+
+    def _restore(self, guard: Guard, which: str, *, late: bool) -> None:
+        """Load the checkpoint; `late`: gradients of the fresh weights are there already."""
+        try:
+            done = guard.restore(which)
+        except StepguardError as fault:
+            raise NotRestored(f"--restore {which}: {fault}") from fault
+        if late:
+            # They belong to weights that are gone: the update at hand finds nothing to do.
+            guard.optimizer.zero_grad(set_to_none=True)
+        if guard.rank == 0:
+            self._complain(
+                f"{guard.name or 'the run'} goes on after {done} steps; the script's own loop and "
+                "its data begin at their start"
+            )
+
+    def _make_way(self, guard: Guard) -> None:
+        """Close a guard because the user has built one for the same optimizer."""
+        self.guards.remove(guard)
+        guard.close()
+
+
+# --- Run a user's script under automatic guards, and turn its end into an exit code.
+
 
 EXIT_INTERRUPTED = 130
 SWALLOWED = (0, EXIT_SCRIPT_FAILED)

@@ -9,9 +9,11 @@ the capsule here.
 
 from __future__ import annotations
 
+import ast
+import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,22 +22,44 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stepguard._errors import CapsuleError
+from stepguard._errors import CapsuleError, JournalError, StateError
 from stepguard.diagnose import RunFacts, diagnose
+from stepguard.diagnose.source_line import import_of
 from stepguard.engine.context import Context
-from stepguard.engine.incident.tried_remedies import try_remedies
-from stepguard.engine.interception import StepTaken, taking
+from stepguard.engine.incident.situation import SHORTLY
+from stepguard.engine.incident.trials import try_remedies
+from stepguard.engine.protect import StepTaken, taking
+from stepguard.journal import read_run
 from stepguard.locate import locate
-from stepguard.locate.exception_origin import place_replayed_exception
-from stepguard.locate.locate_budget import LocateBudget
-from stepguard.records import Evidence, Incident, Origin, Reading, Verdict
-from stepguard.records.verdict import VerdictKind
-from stepguard.run.script import as_main
+from stepguard.locate.origins import place_replayed_exception
+from stepguard.locate.replay_state import LocateBudget
+from stepguard.records import Edit, Evidence, Incident, Origin, Reading, Remedy, Verdict
+from stepguard.records.incident import VerdictKind
+from stepguard.records.probes import WhatIf
+from stepguard.run.guarded_script import as_main
+from stepguard.state.batch import LossFn, Step, unwrapped
 from stepguard.state.buffers import BufferKeeper
-from stepguard.state.capsule import Capsule, read_capsule
-from stepguard.state.importing import Check, find_module, import_function, importable, inside
-from stepguard.state.replay import rerun
-from stepguard.state.step import LossFn, Step, unwrapped
+from stepguard.state.capsule import (
+    Capsule,
+    Check,
+    Window,
+    find_module,
+    import_function,
+    importable,
+    inside,
+    read_capsule,
+    read_window,
+    window_step,
+)
+from stepguard.state.files import write_file
+from stepguard.state.isolation import rerun
+from stepguard.state.run_state import RunState
+from stepguard.whatif.candidates import OwnFix
+from stepguard.whatif.trial import Progress, TrialSubject, compare_candidates
+
+# --- Replay a capsule: the same step, in a fresh process or on another machine, with the same
+# origin.
+
 
 SAME_LOSS = 1e-4
 """Other kernels and thread counts round differently; a loss that far apart is another one."""
@@ -283,3 +307,238 @@ def _below_here(path: Path) -> Path:
             f"build=."
         )
     return resolved
+
+
+# --- Try on a capsule what would have helped, with the objects of the user's own program.
+
+
+def whatif(
+    path: str | Path,
+    *,
+    build: str | Callable[[], Any] | None = None,
+    script: str | None = None,
+    own: str | OwnFix | None = None,
+    progress: Progress = lambda done, total, name: None,
+    confirm: Confirm = lambda command: False,
+) -> WhatIf:
+    """Train the steps of a capsule, or of the last chain of incidents of a run.
+
+    Raises CapsuleError.
+    """
+    folder, failed_next = capsule_of(Path(path))
+    content = read_capsule(folder)
+    fix = own
+    if isinstance(own, str):
+        with importable():
+            fix = import_function(own, CapsuleError)
+    assert not isinstance(fix, str)
+    found: list[WhatIf] = []
+
+    def try_all(step: Step, incident: Incident) -> None:
+        named = replace(incident, id=_name(content.folder))
+        found.append(_tried(content, step, named, fix, progress, failed_next))
+
+    replay(folder, build=build, script=script, inspect=try_all, confirm=confirm)
+    return found[0]
+
+
+def _tried(
+    content: Capsule,
+    step: Step,
+    incident: Incident,
+    own: OwnFix | None,
+    progress: Progress,
+    failed_next: int | None,
+) -> WhatIf:
+    window = read_window(content.folder) or Window(start=content.saved_state(), steps=[])
+    subject = TrialSubject(
+        step=step,
+        bad=window_step(step, incident.reading.loss, incident.reading.lr),
+        window=window,
+        run_state=RunState(step.named_roots(), step.optimizer),
+        incident=incident,
+        failed_next=failed_next,
+    )
+    try:
+        return compare_candidates(subject, own=own, progress=progress)
+    except StateError as why:
+        raise CapsuleError(f"{content.folder} cannot be tried: {why}") from None
+
+
+def capsule_of(
+    path: Path, wanted: Callable[[Incident], bool] = lambda incident: True
+) -> tuple[Path, int | None]:
+    """The capsule at this path; of a run, the first one of its last chain of incidents.
+
+    The first that is `wanted`, if any is. Beside it the step after that one, where the journal
+    shows that it failed as well.
+    """
+    folder = path.parent if path.name == "journal.jsonl" else path
+    if not (folder / "incidents").is_dir():
+        incident = folder.resolve().parent if folder.name == "capsule" else folder.resolve()
+        return folder, _failed_next(_incidents(incident.parent.parent), incident.name)
+    known = _incidents(folder)
+    with_capsule = [one for one in known if one.capsule and (folder / one.capsule).is_dir()]
+    written = sorted(folder.glob("incidents/*/capsule/capsule.json"))
+    if not with_capsule and written:
+        # without a journal: the last by its name, which begins with its step
+        return written[-1].parent, None
+    if not with_capsule:
+        raise CapsuleError(
+            f"{folder} holds no capsule: steps of guard.step with a batch that can be kept have "
+            "one, unless GuardConfig(capsule='off')."
+        )
+    chain = len(known) - 1
+    # a rewind leads back to earlier steps
+    while chain and known[chain - 1].step >= known[chain].step - SHORTLY:
+        chain -= 1
+    kept = [one for one in known[chain:] if one in with_capsule] or with_capsule[-1:]
+    chosen = next(filter(wanted, kept), kept[0])
+    return folder / str(chosen.capsule), _failed_next(known, chosen.id)
+
+
+def _incidents(run: Path) -> list[Incident]:
+    """What the journal tells of a run; nothing where there is none."""
+    try:
+        return read_run(run).incidents
+    except (OSError, JournalError):
+        return []
+
+
+def _failed_next(known: list[Incident], name: str) -> int | None:
+    step = next((one.step for one in known if one.id == name), None)
+    if step is None or all(one.step != step + 1 for one in known):
+        return None
+    return step + 1
+
+
+def _name(capsule: Path) -> str:
+    if capsule.name == "capsule":
+        return capsule.resolve().parent.name
+    return capsule.name
+
+
+# --- Write the fix of an incident as a change of the user's files, proven by running the step.
+
+
+@dataclass(slots=True, kw_only=True)
+class ProvenFix:
+    """A change that was seen to mend the step."""
+
+    incident: Incident
+    """The incident as the replay found it: before the change."""
+    remedy: Remedy
+    code: str
+    """Of the finding that it answers."""
+    files: dict[Path, tuple[str, str]] = field(default_factory=dict)
+    """Each file as it is, and as it is to be."""
+
+    @property
+    def diff(self) -> str:
+        """The change as a unified diff, for `git apply` or `patch -p1`."""
+        parts: list[str] = []
+        for path, (old, new) in self.files.items():
+            name = path.relative_to(Path.cwd()).as_posix()
+            parts += difflib.unified_diff(
+                old.splitlines(keepends=True),
+                new.splitlines(keepends=True),
+                f"a/{name}",
+                f"b/{name}",
+            )
+        return "".join(parts)
+
+    def apply(self) -> list[Path]:
+        """Write the files. Raises CapsuleError if one has changed since the step was run."""
+        for path, (old, _) in self.files.items():
+            if _read(path) != old:
+                raise CapsuleError(f"{path} has changed since the step was run; run this again.")
+        for path, (_, new) in self.files.items():
+            mode = path.stat().st_mode
+            write_file(path, new.encode())
+            path.chmod(mode)
+        return list(self.files)
+
+
+def fix(
+    path: str | Path,
+    *,
+    build: str | Callable[[], Any] | None = None,
+    script: str | None = None,
+    confirm: Confirm = lambda command: False,
+) -> ProvenFix:
+    """Replay the capsule and return the fix that mends its step. Raises CapsuleError.
+
+    Of a run, the first incident of its last chain for which the run itself has found a fix, else
+    the first of all.
+    """
+    folder, _ = capsule_of(Path(path), _has_fix)
+    incident = replay(folder, build=build, script=script, confirm=confirm)
+    if incident.origin is None or not incident.origin.reproduced:
+        raise CapsuleError(f"{folder} is not reproduced here: there is nothing to prove a fix on.")
+    untried = ""
+    for finding in incident.findings[:1]:
+        for remedy in finding.remedies:
+            if remedy.proven:
+                found = ProvenFix(incident=incident, remedy=remedy, code=finding.code)
+                found.files = _changed_files(remedy)
+                return found
+            untried = untried or remedy.tried or remedy.title
+    raise CapsuleError(
+        f"no change of your own lines is known to mend {folder}: {untried or 'no cause was found'}."
+    )
+
+
+def _has_fix(incident: Incident) -> bool:
+    return any(remedy.proven for one in incident.findings[:1] for remedy in one.remedies)
+
+
+def _changed_files(remedy: Remedy) -> dict[Path, tuple[str, str]]:
+    files: dict[Path, tuple[str, str]] = {}
+    for name in dict.fromkeys(edit.file for edit in remedy.edits):
+        if not Path(name).is_file():
+            raise CapsuleError(f"{name} is not a file: change the cell by hand: {remedy.snippet}")
+        path = inside(Path(name), name, CapsuleError)
+        old = _read(path)
+        files[path] = (old, _changed(path, old, remedy, name))
+    return files
+
+
+def _changed(path: Path, text: str, remedy: Remedy, name: str) -> str:
+    lines = text.splitlines(keepends=True)
+    newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+    edits = [edit for edit in remedy.edits if edit.file == name]
+    for edit in sorted(edits, key=lambda one: one.line, reverse=True):
+        _replace(path, lines, edit, newline)
+    place, known = _after_imports("".join(lines))
+    needs = tuple(name for name in remedy.needs if name not in known)
+    if needs:
+        lines.insert(place, import_of(needs) + newline)
+    return "".join(lines)
+
+
+def _replace(path: Path, lines: list[str], edit: Edit, newline: str) -> None:
+    first = edit.line - 1
+    last = first + len(edit.old)
+    if tuple(line.rstrip("\r\n") for line in lines[first:last]) != edit.old:
+        raise CapsuleError(f"{path} has changed since it was loaded; run this again.")
+    lines[first:last] = [line + newline for line in edit.new]
+
+
+def _after_imports(text: str) -> tuple[int, set[str]]:
+    """The line before which one more import can stand, and what is imported of ours already."""
+    place = 0
+    known: set[str] = set()
+    for position, node in enumerate(ast.parse(text).body):
+        imports = isinstance(node, ast.Import | ast.ImportFrom)
+        docstring = position == 0 and isinstance(node, ast.Expr)
+        if not imports and not docstring:
+            break
+        place = node.end_lineno or node.lineno
+        if isinstance(node, ast.ImportFrom) and node.module == "stepguard.numerics":
+            known |= {name.name for name in node.names if name.asname is None}
+    return place, known
+
+
+def _read(path: Path) -> str:
+    # bytes, so that the ends of lines stay what they are
+    return path.read_bytes().decode()

@@ -10,15 +10,30 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
+from stepguard.detect.history import LR_JUMP
+from stepguard.records.codec import float_kind
+from stepguard.tensors.names import (
+    fsdp1_parts,
+    is_distributed,
+    optimizer_parameters,
+    parts_of,
+    wrapped_by_fsdp1,
+)
 from stepguard.tensors.torch_private import foreach_mul_, foreach_norm
-from stepguard.tensors.values import HALVES, dense_values, local_part
+from stepguard.tensors.values import HALVES, at_least_float32, dense_values, elements, local_part
+
+# --- Norm of the gradients, and through it an exact finite test, in one foreach pass.
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +177,306 @@ def _by_device_and_dtype(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups.values()
+
+
+# --- Norms of single gradients in the last steps: kept on the device for nothing, read at an
+# incident.
+
+
+STEPS = 32
+"""Steps that are remembered."""
+MOST_MODULES = 40
+"""Rows of the table; modules of a larger model are taken together by the first parts of their name.
+"""
+
+
+class GradientNorms:
+    """The last steps in which every parameter had a gradient."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, Tensor]] = deque(maxlen=STEPS)
+
+    def keep(self, step: int, norm: GradientNorm | None) -> None:
+        """Remember this step, where its norm was made of single ones. Waits for nothing."""
+        if norm is not None and norm.single is not None:
+            self._kept.append((step, norm.single))
+
+    def table(self, names: Sequence[str]) -> dict[str, Any] | None:
+        """Norms by module and step, oldest first; None where there are none for these parameters.
+
+        Non-finite norms are words: strict JSON has no such numbers.
+        """
+        kept = [(step, norms) for step, norms in self._kept if len(norms) == len(names)]
+        if not kept:
+            return None
+        # one transfer for all steps
+        every = torch.stack([norms.double() for _, norms in kept]).cpu()
+        modules = _modules(names)
+        rows = []
+        for members in modules.values():
+            together = torch.linalg.vector_norm(every[:, members], dim=1)
+            rows.append([_plain(value) for value in together.tolist()])
+        return {"steps": [step for step, _ in kept], "modules": list(modules), "norms": rows}
+
+
+def _plain(value: float) -> float | str:
+    return float_kind(value) or value
+
+
+def _modules(names: Iterable[str]) -> dict[str, list[int]]:
+    """Places of the parameters of each module; modules share a row where there are too many."""
+    owners = [name.rpartition(".")[0] or name for name in names]
+    depth = max(owner.count(".") for owner in owners) + 1
+    grouped = _grouped(owners, depth)
+    while len(grouped) > MOST_MODULES and depth > 1:
+        depth -= 1
+        grouped = _grouped(owners, depth)
+    return dict(list(grouped.items())[:MOST_MODULES])
+
+
+def _grouped(owners: Sequence[str], depth: int) -> dict[str, list[int]]:
+    grouped: dict[str, list[int]] = {}
+    for place, owner in enumerate(owners):
+        grouped.setdefault(".".join(owner.split(".")[:depth]), []).append(place)
+    return grouped
+
+
+# --- Carry a few numbers from the device to the host: one transfer, awaited as late as possible.
+
+
+class Packet:
+    """Scalars of one step. In a healthy step the host waits for the device in `fetch` only."""
+
+    fetched = 0
+    """How many packets this process has waited for; tests count syncs with it."""
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        device = values[0].device
+        # mps has no float64.
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        scalars = [v.detach().reshape(()) for v in values]
+        line = torch.stack([s.to(device=device, dtype=wide, non_blocking=True) for s in scalars])
+        self.values = line
+        self._event: torch.Event | None = None
+        self._host = line
+        if device.type != "cpu" and not line.is_meta:
+            self._host = torch.empty(line.shape, dtype=line.dtype, pin_memory=True)
+            self._host.copy_(line, non_blocking=True)
+            self._event = torch.Event(device=device)
+            self._event.record(torch.accelerator.current_stream(device))
+
+    def fetch(self) -> list[float]:
+        """Return the numbers on the host."""
+        Packet.fetched += 1
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
+
+
+# --- Tell whether an update could make NaN out of finite gradients; then it is checked at once.
+
+
+CHEAP_COPY = 2**16
+"""Number of parameters up to which a copy in every step costs next to nothing."""
+
+
+def is_custom(optimizer: Optimizer) -> bool:
+    """True if the optimizer is not torch's own, so that its arithmetic is not known."""
+    return not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def risky_update(
+    optimizer: Optimizer, lr_ceiling: tuple[float, ...], least_norm: float | None = None
+) -> bool:
+    """Could this update turn finite gradients into non-finite weights?"""
+    if is_custom(optimizer) and (least_norm == 0.0 or _is_small(optimizer)):
+        return True
+    for index, group in enumerate(optimizer.param_groups):
+        ceiling = lr_ceiling[index] if index < len(lr_ceiling) else math.inf
+        if _rate_jumps(group, ceiling) or _has_fragile_parameters(group):
+            return True
+    return False
+
+
+def _is_small(optimizer: Optimizer) -> bool:
+    count: int = sum(map(elements, optimizer_parameters(optimizer)))
+    return count <= CHEAP_COPY
+
+
+def _rate_jumps(group: dict[str, Any], ceiling: float) -> bool:
+    rate = group.get("lr")
+    # Written with `not <=` so that a rate of NaN jumps, too.
+    return rate is not None and not float(rate) <= LR_JUMP * max(ceiling, 1e-30)
+
+
+def _has_fragile_parameters(group: dict[str, Any]) -> bool:
+    eps = _epsilon(group)
+    dtypes = {parameter.dtype for parameter in group["params"]}
+    return any(_is_fragile(dtype, eps) for dtype in dtypes)
+
+
+def _epsilon(group: dict[str, Any]) -> float | None:
+    eps = group.get("eps")
+    # Adafactor has two; None stands for the dtype's own.
+    if isinstance(eps, tuple | list):
+        eps = next((e for e in eps if isinstance(e, float)), None)
+    if not isinstance(eps, int | float):
+        return None
+    return float(eps)
+
+
+@cache
+def _is_fragile(dtype: torch.dtype, eps: float | None) -> bool:
+    """fp16 overflows at 65504; an epsilon that rounds to 0 lets an update divide by 0."""
+    if dtype is torch.float16:
+        return True
+    if eps is None or not dtype.is_floating_point:
+        return False
+    return float(torch.tensor(eps, dtype=dtype)) == 0.0
+
+
+# --- The norm of gradients that are spread over ranks.
+
+
+@torch.no_grad()
+def norm_over_ranks(
+    root: nn.Module, params: Sequence[Tensor], max_norm: float, *, each: bool = False
+) -> GradientNorm | None:
+    """Return the norm of all gradients of all ranks; None if there are none.
+
+    FSDP1 has no call that only takes the norm: there the gradients are clipped as well.
+    `each`: the smallest norm of one parameter's shard as well.
+    """
+    if wrapped_by_fsdp1(root):
+        # A rank may hold no gradient at all, and has to take part.
+        total = _clip_fsdp1(root, max_norm)
+        return GradientNorm(at_least_float32(total), total, clipped=True)
+    grads = [p.grad for p in params if p.grad is not None]
+    if not grads:
+        return None
+    least: Tensor | None = None
+    if each:
+        local = gradient_norm(grads, each=True)
+        least = local.least if local is not None else None
+    total = whole(get_total_norm(grads)) if _alike(grads) else _of_several_meshes(grads)
+    return GradientNorm(at_least_float32(total), total, least, shards=True)
+
+
+def whole(norm: Any) -> Tensor:
+    """Return a norm as a plain tensor. Of a DTensor every rank has a part: then a collective."""
+    full: Tensor = norm.full_tensor() if is_distributed(norm) else norm
+    return full
+
+
+def _clip_fsdp1(root: Any, max_norm: float) -> Tensor:
+    total: Tensor = root.clip_grad_norm_(max_norm)
+    return total
+
+
+def _mesh(tensor: Any) -> Any:
+    return tensor.device_mesh if is_distributed(tensor) else None
+
+
+def _alike(grads: Sequence[Tensor]) -> bool:
+    first = _mesh(grads[0])
+    return all(_mesh(grad) == first for grad in grads)
+
+
+def _of_several_meshes(grads: Sequence[Tensor]) -> Tensor:
+    """torch's own clipping refuses to mix meshes, or plain tensors and DTensors."""
+    groups: list[tuple[Any, list[Tensor]]] = []
+    for grad in grads:
+        mesh = _mesh(grad)
+        for known, members in groups:
+            if known == mesh:
+                members.append(grad)
+                break
+        else:
+            groups.append((mesh, [grad]))
+    norms = [at_least_float32(whole(get_total_norm(members))) for _, members in groups]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+    return total
+
+
+def _least(norms: Sequence[GradientNorm]) -> Tensor | None:
+    leasts = [norm.least for norm in norms if norm.least is not None]
+    return torch.stack(leasts).min() if leasts else None
+
+
+class Shares:
+    """Which share of the square of its own part of a gradient a rank adds to that of all ranks.
+
+    A part that several ranks hold, as copies, is added by all of them.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], ranks: int) -> None:
+        self._ranks = ranks
+        self._fsdp1 = fsdp1_parts(roots)
+        self._params: Sequence[Tensor] = ()
+        self._known: dict[int, float] | None = {}
+
+    @torch.no_grad()
+    def norm(self, params: Sequence[Tensor], *, each: bool = False) -> GradientNorm | None:
+        """Measure this rank's part of the gradients; None if it has none."""
+        shares = self._of(params)
+        found: list[tuple[float, GradientNorm]] = []
+        for share, gradients in self._grouped(params, shares).items():
+            norm = gradient_norm(gradients, each=each)
+            if norm is not None:
+                found.append((share, norm))
+        if not found:
+            return None
+        first = found[0][1].total
+        totals = torch.stack([norm.total.to(first) for _, norm in found])
+        total = first if len(found) == 1 else torch.linalg.vector_norm(totals)
+        least = _least([norm for _, norm in found])
+        if shares is None:
+            return GradientNorm(total, total, least)
+        weights = totals.new_tensor([share for share, _ in found])
+        return GradientNorm(total, total, least, squares=self._squares(totals, weights))
+
+    def _grouped(
+        self, params: Sequence[Tensor], shares: dict[int, float] | None
+    ) -> dict[float, list[Tensor]]:
+        """Gradients by the share of their squares; a parameter that came later is a copy."""
+        groups: dict[float, list[Tensor]] = {}
+        for parameter in params:
+            if parameter.grad is None:
+                continue
+            share = 0.0
+            if shares is not None:
+                share = shares.get(id(parameter), 1.0 / self._ranks)
+            groups.setdefault(share, []).append(parameter.grad)
+        return groups
+
+    def heard(self, norm: Any) -> GradientNorm:
+        """The norm that the loop's own clipping took, of which this rank has a part."""
+        own = norm.to_local() if is_distributed(norm) else norm
+        parts = parts_of(norm, partial=True) if is_distributed(norm) else None
+        if parts is None:
+            return GradientNorm(own, own)
+        share = own.new_tensor(parts / self._ranks)
+        return GradientNorm(own, own, squares=self._squares(own, share))
+
+    @staticmethod
+    def _squares(norms: Tensor, shares: Tensor) -> Tensor:
+        # A norm that float32 can hold may have a square that it cannot.
+        return (norms.double().square() * shares).sum()
+
+    def _of(self, params: Sequence[Tensor]) -> dict[int, float] | None:
+        """Shares by the id of the parameter; None where a part is not one of the gradient's own."""
+        if params is self._params:
+            return self._known
+        self._params = params
+        self._known = {}
+        for parameter in params:
+            gradient = parameter.grad
+            parts: int | None = self._fsdp1.get(id(parameter), 1)
+            if is_distributed(parameter):
+                parts = parts_of(parameter if gradient is None else gradient)
+            if parts is None:
+                self._known = None
+                break
+            self._known[id(parameter)] = parts / self._ranks
+        return self._known

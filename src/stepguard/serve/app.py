@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import ipaddress
 import json
+import os
 import re
-from collections.abc import AsyncIterator, Callable
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -26,12 +35,232 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stepguard._errors import ConfigError
-from stepguard.report.page_facts import overview
-from stepguard.report.run_page import policy, render_page
-from stepguard.serve.folders import RunFolders
-from stepguard.serve.follower import EVERY, PageProgress, RunFollower
-from stepguard.serve.run_list import render_list
+from stepguard._errors import ConfigError, JournalError
+from stepguard.records import Incident
+from stepguard.report.page import (
+    Extras,
+    drawn_columns,
+    overview,
+    parts,
+    plain_columns,
+    quick_facts,
+    run_facts,
+    states_of,
+    story_document,
+    version,
+)
+from stepguard.report.page_extras import asset, embedded, page_extras, policy, render_page
+from stepguard.report.story import Run, Story, StoryReader
+from stepguard.report.story.reader import belongs_to_run_above, is_journal
+
+# --- The runs below a folder, by name. A name that is not among them opens nothing.
+
+
+DEEPEST = 5
+"""Folders below the given one in which runs are looked for."""
+MOST_RUNS = 2000
+SKIPPED = frozenset({"incidents", "checkpoints", "capsule", "__pycache__", "node_modules"})
+
+
+class RunFolders:
+    """Finds run folders below `root`, which may be a run itself."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise JournalError(
+                f"{root} is not a folder; give a run directory, or a folder with run directories."
+            )
+        self.root = root.resolve()
+
+    @property
+    def single(self) -> bool:
+        """Is the folder itself a run?"""
+        return _is_run(self.root)
+
+    def names(self) -> list[str]:
+        """Names of the runs, as paths below the root; the root itself is its own folder name."""
+        if self.single:
+            return [self.root.name]
+        return sorted(path.relative_to(self.root).as_posix() for path in self._found())
+
+    def path(self, name: str) -> Path | None:
+        """The folder of a run; None for anything that is not one of `names`."""
+        if self.single:
+            return self.root if name == self.root.name else None
+        # Built from the name's own parts only: no part can lead up or out.
+        parts = name.split("/")
+        if any(
+            not part or part in SKIPPED or part.startswith(".") or "\\" in part for part in parts
+        ):
+            return None
+        try:
+            path = self.root.joinpath(*parts).resolve()
+        except (OSError, ValueError):
+            return None
+        if not path.is_relative_to(self.root) or not _is_run(path):
+            return None
+        return path
+
+    def _found(self) -> Iterator[Path]:
+        count = 0
+        for folder, below, _ in os.walk(self.root):
+            here = Path(folder)
+            depth = len(here.relative_to(self.root).parts)
+            if depth and _is_run(here) and not belongs_to_run_above(here):
+                count += 1
+                yield here
+            below[:] = [name for name in below if name not in SKIPPED and not name.startswith(".")]
+            if depth >= DEEPEST or count >= MOST_RUNS:
+                below.clear()
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return any(is_journal(path) for path in folder.glob("journal*.jsonl"))
+    except OSError:
+        return False
+
+
+# --- Tails one run for all pages that show it, and says to each what came since it last asked.
+
+
+EVERY = 0.4
+"""Seconds between two looks at a journal that somebody watches."""
+_NUMBER = re.compile(r"[0-9]{1,15}")
+REST = 8
+"""A look that took long is followed by so many times as long a rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageProgress:
+    """How far a page has come: which run of the folder, how many rows, which facts."""
+
+    number: int
+    rows: int
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.number}:{self.rows}:{self.version}"
+
+    @classmethod
+    def parse(cls, text: str) -> PageProgress | None:
+        """What `str` wrote; None for anything else."""
+        number, _, rest = text.partition(":")
+        rows, _, facts = rest.partition(":")
+        if not _NUMBER.fullmatch(number) or not _NUMBER.fullmatch(rows):
+            return None
+        return cls(int(number), int(rows), facts)
+
+
+class RunFollower:
+    """One run folder. Reading happens in a thread, one look at a time."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.name = name
+        self._reader = StoryReader(folder, steps_of="all")
+        self._extras = Extras()
+        self._samples: dict[str, Any] = {}
+        self._lock = asyncio.Lock()
+        self._next_look = 0.0
+
+    async def look(self) -> Story:
+        """The story up to now; a journal is read at most every `EVERY` seconds."""
+        async with self._lock:
+            if time.monotonic() >= self._next_look:
+                began = time.monotonic()
+                await asyncio.to_thread(self._read)
+                now = time.monotonic()
+                self._next_look = now + max(EVERY, REST * (now - began))
+            return self._reader.story()
+
+    def _read(self) -> None:
+        restarts = self._reader.restarts
+        if self._reader.read():
+            if self._reader.restarts != restarts:
+                self._samples.clear()
+            story = self._reader.story()
+            self._extras = page_extras(story, self.folder, self._kept)
+
+    def _kept(self, incident: Incident, card: dict[str, Any], folder: Path) -> bool:
+        """Take what an earlier look found in the incident's folder."""
+        found = self._samples.setdefault(f"{folder}/{incident.rank}/{incident.id}", card)
+        if found is card:
+            return False
+        card["samples"] = found["samples"]
+        card["heat"] = found["heat"]
+        return True
+
+    async def document(self, events: str) -> dict[str, Any]:
+        """The whole page's document, with the address of what comes after it."""
+        story = await self.look()
+        document = await asyncio.to_thread(story_document, story, self.name, self._extras)
+        return {**document, "live": {"events": f"{events}?journal={self._reader.restarts}"}}
+
+    async def since(
+        self, place: PageProgress, journal: str, lane: int = 0
+    ) -> tuple[PageProgress, dict[str, Any]] | None:
+        """What came since to one optimizer of the run; None if nothing did.
+
+        The page has to be made anew, and gets nothing, for a new run, for another optimizer, and
+        where a journal was replaced: `journal` is which one the page shows.
+        """
+        story = await self.look()
+        lanes = story.latest.lanes
+        run = lanes[lane] if lane < len(lanes) else lanes[0]
+        now = PageProgress(run.number, len(run.steps), version(run, len(lanes)))
+        if journal != str(self._reader.restarts):
+            return now, {}
+        if now == place:
+            return None
+        others = place.version.rpartition("-")[2] not in ("", str(len(lanes)))
+        if now.number != place.number or now.rows < place.rows or others:
+            return now, {}
+        return now, await asyncio.to_thread(self._message, story.latest, run, place, now)
+
+    def _message(
+        self, whole: Run, run: Run, place: PageProgress, now: PageProgress
+    ) -> dict[str, Any]:
+        names = drawn_columns(run.steps)
+        message: dict[str, Any] = {
+            "from": place.rows,
+            "count": now.rows - place.rows,
+            "columns": plain_columns(run.steps, names, states_of(run), place.rows),
+            "always": quick_facts(run, whole),
+        }
+        if now.version != place.version or not place.rows:
+            message["parts"] = parts(run)
+            message["facts"] = run_facts(run, self.name, self._extras, whole)
+        return message
+
+
+# --- The list of runs that a server shows first.
+
+
+COLUMNS = ("run", "state", "steps", "loss", "incidents", "last step")
+
+
+def render_list(root: str, rows: Sequence[dict[str, str]]) -> tuple[str, str, str]:
+    """The page, its script and its style."""
+    script = asset("list.js")
+    style = asset("page.css")
+    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in COLUMNS)
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>runs · stepguard</title><style>{style}</style></head><body>"
+        '<header class="top"><div class="brand">stepguard</div><h1>Runs</h1>'
+        f'<div class="line">{escape(root)}</div></header><main class="rest">'
+        f'<section class="sheet"><table class="runs-table"><thead><tr>{heads}</tr></thead>'
+        '<tbody id="runs"></tbody></table><p id="none" hidden>No run here yet.</p></section></main>'
+        f'<script type="application/json" id="stepguard-runs">{embedded({"runs": list(rows)})}'
+        f"</script><script>{script}</script></body></html>"
+    )
+    return page, script, style
+
+
+# --- The web application: a list of runs, a page for each, and a stream of what comes.
+
 
 KEEP_ALIVE = 15.0
 """Seconds without a row after which a line says that the stream is alive."""
@@ -203,3 +432,79 @@ def build_app(
         Route("/events/{name:path}", runs.events),
     ]
     return Starlette(routes=routes, middleware=[Middleware(AccessCheck, token=token)])
+
+
+# --- Binds the live page to an address and says where it is.
+
+
+FIRST_PERSON, NOBODY = 1000, 65534
+"""User numbers of people; below are services."""
+FURTHER_PORTS = 20
+"""Ports above the usual one that are tried when it is taken."""
+
+
+def is_loopback(host: str) -> bool:
+    """Can only this machine reach this address?"""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def shared_machine() -> bool:
+    """Do other people use this machine now? Root is not counted: it can read the runs anyway."""
+    processes = Path("/proc")
+    if not processes.is_dir():
+        return True  # not known
+    users = set()
+    for process in processes.iterdir():
+        if process.name.isdecimal():
+            with contextlib.suppress(OSError):  # it has ended
+                users.add(process.stat().st_uid)
+    return any(FIRST_PERSON <= user < NOBODY for user in users - {os.getuid()})
+
+
+def serve_runs(
+    root: Path, host: str, port: int | None, token: str | None, say: Callable[[str], None]
+) -> None:
+    """Serve until Ctrl+C. A token is made where none is given and others could ask."""
+    try:
+        import uvicorn
+
+    except ImportError as missing:
+        raise ConfigError(
+            f"the live page needs {missing.name}: pip install 'stepguard[serve]'."
+        ) from missing
+    if token is None and (not is_loopback(host) or shared_machine()):
+        token = secrets.token_urlsafe(24)
+    servers: list[uvicorn.Server] = []
+    app = build_app(root, token, lambda: any(server.should_exit for server in servers))
+    with _bound(host, port) as listening:
+        at = listening.getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        ending = f"/?token={token}" if token else "/"
+        say(f"serving {root} at http://{shown}:{at}{ending} (Ctrl+C ends it)")
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
+        servers.append(uvicorn.Server(config))
+        servers[0].run(sockets=[listening])
+
+
+def _bound(host: str, port: int | None) -> socket.socket:
+    """A socket at this port; without one, at the first free port from 8321 on."""
+    wanted = range(8321, 8321 + FURTHER_PORTS) if port is None else range(port, port + 1)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    why = ""
+    for number in wanted:
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, number))
+        except OSError as error:
+            listening.close()
+            why = error.strerror or str(error)
+            continue
+        listening.listen(128)
+        return listening
+    raise ConfigError(f"{host} port {wanted[0]} cannot be used: {why}; give another with --port.")

@@ -5,13 +5,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+import math
+from collections import deque, namedtuple
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.optim import Optimizer
 
-from stepguard.tensors.names import dotted
+from stepguard._errors import ConfigError
+from stepguard.state.buffers import BufferKeeper
+from stepguard.state.files import is_array
+from stepguard.state.rng import RngState
+from stepguard.tensors.names import dotted, optimizer_parameters
 from stepguard.tensors.values import is_finite
+
+# --- Walk a batch, whatever containers it is made of: name its tensors, rebuild it with others.
+
 
 OUTPUT_GRADIENT = "output gradient"
 """Key beside the arguments of a recorded model call: the gradients that its outputs received.
@@ -106,3 +121,514 @@ def tensor_attributes(value: Any) -> Iterator[tuple[str, Tensor]]:
     for name, item in vars(value).items():
         if isinstance(item, Tensor):
             yield name, item
+
+
+# --- Count the samples of a batch and cut some of them out. Refuses what might be cut wrongly.
+
+
+CONSTANTS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    Enum,
+    PurePath,
+    torch.dtype,
+    torch.device,
+    type(None),
+)
+ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+Layout = Literal["parts", "samples", "constant", "unclear"]
+"""Of a list: each entry holds all samples, each is one sample, none depends on samples."""
+
+
+class UncutError(Exception):
+    """A batch that cannot be cut without guessing what its parts mean."""
+
+
+def row_count(batch: Any) -> int | None:
+    """Count the samples; None if the parts do not agree or may not be cut safely."""
+    for count in _candidates(batch):
+        if _fits(batch, count, root=True):
+            return count
+    return None
+
+
+def keep_rows(batch: Any, keep: Sequence[int], count: int) -> Any:
+    """Return the batch with only these of its `count` samples, in new tensors, or UncutError."""
+    if not _fits(batch, count, root=True):
+        raise UncutError(f"not every part has {count} rows")
+    return _cut(batch, list(keep), count, root=True)
+
+
+def samples_in(batch: Any) -> int | None:
+    """How many samples a batch has; None where its parts do not agree on a number."""
+    try:
+        return row_count(batch)
+    except Exception:
+        # a container class of the user's may raise anything
+        return None
+
+
+def batch_without(batch: Any, rows: Collection[int]) -> Any | None:
+    """The batch without these samples, in new tensors; the given one stays as it is.
+
+    None where it cannot be cut safely: its parts have no common first dimension (a graph, a packed
+    sequence, a sparse tensor), a class with unknown parts, a row it does not have, or nothing left.
+    """
+    count = samples_in(batch)
+    bad = set(rows)
+    if count is None or not bad or len(bad) == count:
+        return None
+    if min(bad) < 0 or max(bad) >= count:
+        return None
+    try:
+        return keep_rows(batch, [row for row in range(count) if row not in bad], count)
+    except Exception:
+        # a container class of the user's that cannot be copied, or refuses other sizes
+        return None
+
+
+def part_named(batch: Any, key: str) -> Any:
+    """Return the part with this name: a key, field or position, dotted where nested; or None."""
+    for child, value in children(batch):
+        if child == key:
+            return value
+        if key.startswith(f"{child}."):
+            return part_named(value, key[len(child) + 1 :])
+    return None
+
+
+def _candidates(batch: Any) -> Iterator[int]:
+    """Yield possible counts: rows of the first tensor, then lengths of lists with tensors."""
+    for part in _parts(batch):
+        if isinstance(part, Tensor) and part.dim():
+            if _is_dense(part):
+                yield int(part.shape[0])
+            break
+    for part in _parts(batch):
+        if isinstance(part, list | tuple) and _holds_tensors(part):
+            yield len(part)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    yield value
+    if type(value) in ATOMS or isinstance(value, PackedSequence):
+        return
+    for _, child in children(value):
+        if type(child) not in ATOMS:
+            yield from _parts(child)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if type(value) in ATOMS:
+        return False
+    return any(isinstance(part, Tensor) for part in _parts(value))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _is_plain_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def _fits(value: Any, count: int, *, root: bool = False) -> bool:
+    """Does every part have one row for each of `count` samples, or not depend on samples?"""
+    if isinstance(value, Tensor):
+        return _is_dense(value) and _rows_fit(value, count)
+    if is_array(value):
+        return _rows_fit(value, count)
+    if isinstance(value, PackedSequence):
+        return False
+    if _is_plain_sequence(value):
+        return _layout(value, count, root) != "unclear"
+    if isinstance(value, Mapping | tuple) or is_record(value):
+        return all(_fits(child, count) for _, child in children(value))
+    return isinstance(value, CONSTANTS)
+
+
+def _rows_fit(values: Any, count: int) -> bool:
+    """A scalar belongs to all samples; else the first dimension counts them."""
+    return not values.ndim or int(values.shape[0]) == count
+
+
+def _layout(value: Sequence[Any], count: int, root: bool) -> Layout:
+    length_fits = len(value) == count
+    if not any(_holds_tensors(item) or is_array(item) for item in value):
+        return "samples" if length_fits else "constant"
+    parts_fit = all(_fits(item, count) for item in value)
+    if root:
+        return _root_layout(value, length_fits, parts_fit)
+    # Both fit: two views of two samples, or two images with two channels.
+    if parts_fit == length_fits:
+        return "unclear"
+    return "parts" if parts_fit else "samples"
+
+
+def _root_layout(value: Sequence[Any], length_fits: bool, parts_fit: bool) -> Layout:
+    if parts_fit:
+        return "parts"
+    # A tuple (inputs, weights) is not a list of samples; a list of dicts or pairs may be one.
+    alike = isinstance(value, list) and len({type(item) for item in value}) == 1
+    if length_fits and alike and not isinstance(value[0], Tensor):
+        return "samples"
+    return "unclear"
+
+
+def _cut(value: Any, keep: list[int], count: int, *, root: bool = False) -> Any:
+    if isinstance(value, Tensor):
+        return _cut_tensor(value, keep)
+    if is_array(value):
+        return value[keep] if value.ndim else value
+    if _is_plain_sequence(value):
+        return _cut_sequence(value, keep, count, root)
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        raise UncutError(f"a {type(value).__name__} cannot be changed")
+    return with_children(value, lambda _, item: _cut(item, keep, count))
+
+
+def _cut_tensor(tensor: Tensor, keep: list[int]) -> Tensor:
+    if not tensor.dim():
+        return tensor
+    chosen = torch.tensor(keep, dtype=torch.long, device=tensor.device)
+    return tensor.detach().index_select(0, chosen).requires_grad_(tensor.requires_grad)
+
+
+def _cut_sequence(value: Sequence[Any], keep: list[int], count: int, root: bool) -> Any:
+    layout = _layout(value, count, root)
+    if layout == "constant":
+        return value
+    if layout == "parts":
+        items = [_cut(item, keep, count) for item in value]
+    else:
+        items = [value[row] for row in keep]
+    return tuple(items) if type(value) is tuple else items
+
+
+# --- What one step was made of, kept just long enough to run it again.
+
+
+PARALLEL_WRAPPERS = ("DistributedDataParallel", "DataParallel")
+
+WANTED = "return one scalar tensor, for instance loss.mean(), or a dict of named scalar tensors"
+
+LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
+ModelFn = Callable[[Any], tuple[list[Tensor], list[Tensor | None]]]
+"""Runs a watched model on a recorded call; returns its outputs and the gradients they got."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One optimizer step with all that a replay needs. Only RNG states are copies."""
+
+    index: int
+    model: nn.Module
+    optimizer: Optimizer
+    modules: dict[str, nn.Module]
+    """Further modules by name, such as a criterion."""
+    buffers: BufferKeeper
+    """Already holds the values from before the step."""
+    loss_fn: LossFn | None = None
+    """None in `watch` mode, where the guard does not run the step."""
+    micro_batches: tuple[Any, ...] = ()
+    rng: list[RngState] = field(default_factory=list)
+    """State before each micro-batch."""
+    began: RngState | None = None
+    """State before the whole step, where that is not the first of `rng`."""
+    scale: float = 1.0
+    """What the loss was multiplied by before backward."""
+    clip_norm: float | None = None
+    grads_gone: bool = False
+    """The loop has dropped or replaced this step's gradients; those present are of another step."""
+    model_fn: ModelFn | None = None
+    """`watch` mode: the model's part of the step; `micro_batches` are then calls of the model."""
+    sharded: bool = False
+    """The model's parameters are spread over ranks: no rank can run any of it alone."""
+    gathered: bool = False
+    """This rank holds all parameters at the moment, by a plan of all ranks."""
+    not_gathered: str = ""
+    """Why the ranks have agreed on no such plan."""
+    summed_in_half: bool = False
+    """`watch` mode: the loss was added up in float16."""
+    lines: tuple[tuple[Any, ...] | None, ...] = ()
+    """`watch` mode: the line that called the model, for each call (`locate.source.Line`)."""
+
+    @property
+    def replayable(self) -> bool:
+        """Can the step be run again from batch to loss, by this rank alone?"""
+        return self.loss_fn is not None and self._runs_alone
+
+    @property
+    def repeatable(self) -> bool:
+        """Can the step be run again by all ranks together?"""
+        return self.loss_fn is not None
+
+    @property
+    def _runs_alone(self) -> bool:
+        return self.gathered or not self.sharded
+
+    @property
+    def model_only(self) -> bool:
+        """Can only the model's part be run again?"""
+        if not self._runs_alone or self.loss_fn is not None:
+            return False
+        return self.model_fn is not None and bool(self.micro_batches)
+
+    @property
+    def start(self) -> RngState | None:
+        """Random numbers before the step; None if the guard did not run it."""
+        if self.began is not None:
+            return self.began
+        return self.rng[0] if self.rng else None
+
+    def given_gradients(self) -> list[Tensor]:
+        """Return what a backward pass by this rank alone leaves gradients in."""
+        if self.gathered:
+            # The optimizer holds the shards, which get none of it.
+            return [p for root in self.named_roots().values() for p in root.parameters()]
+        return optimizer_parameters(self.optimizer)
+
+    def named_roots(self) -> dict[str, nn.Module]:
+        """Return the root modules by the prefix of their names; the model's is ""."""
+        return {"": unwrapped(self.model), **self.modules}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's module inside DistributedDataParallel or torch.compile's wrapper."""
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and type(model).__name__ in PARALLEL_WRAPPERS:
+        inner = getattr(model, "module", None)
+    if not isinstance(inner, nn.Module):
+        return model
+    return unwrapped(inner)
+
+
+def total_loss(output: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """Return the scalar, or the sum of named scalars, that a loss function gave; else raise."""
+    if not isinstance(output, Mapping):
+        return _scalar(output)
+    if not output:
+        raise ConfigError(f"loss_fn returned an empty dict; {WANTED}.")
+    parts = [_scalar(part, f" for {name!r}") for name, part in output.items()]
+    return sum(parts[1:], start=parts[0])
+
+
+def _scalar(value: Any, name: str = "") -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"loss_fn returned{name} a {type(value).__name__}; {WANTED}.")
+    if value.numel() != 1:
+        raise ConfigError(
+            f"loss_fn returned{name} a tensor of shape {tuple(value.shape)}; {WANTED}."
+        )
+    return value
+
+
+# --- Turn any tree of values into tensors plus JSON, and back: nothing read can execute code.
+
+
+SCALARS = (str, int, float, bool, type(None))
+DEEPEST_TREE = 64
+"""Containers inside containers; deeper ones are refused, in both directions."""
+
+
+class NotPlainError(ValueError):
+    """A value that is neither a tensor, a container, nor a plain scalar."""
+
+
+class Attributed(dict[str, Any]):
+    """Stands for a mapping whose keys are also attributes, as the batches of tokenizers are."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass(slots=True)
+class KnownTensors:
+    """Tensors that have a name already: each is kept once and referred to from then on."""
+
+    parameters: Mapping[int, str] = field(default_factory=dict)
+    """Names by the id of the parameter."""
+    seen: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    """By id. The tensor itself is held, so that no other tensor gets its id."""
+
+
+def tree_to_json(
+    value: Any,
+    tensors: dict[str, Tensor],
+    name: str,
+    depth: int = 0,
+    *,
+    known: KnownTensors | None = None,
+) -> Any:
+    """Return the structure as JSON; put each tensor into `tensors`, under the name it refers to.
+
+    Tensors are not copied. Raises NotPlainError for a value that cannot be kept.
+    """
+    if depth > DEEPEST_TREE:
+        raise NotPlainError(f"{name} is nested deeper than {DEEPEST_TREE} levels.")
+    if isinstance(value, Tensor):
+        return _tensor_to_json(value, tensors, name, known)
+    if type(value) in SCALARS:
+        return {"value": _spelled(value), "kind": type(value).__name__}
+
+    def below(key: object, item: Any) -> Any:
+        return tree_to_json(item, tensors, f"{name}/{_shown(key, known)}", depth + 1, known=known)
+
+    if isinstance(value, Mapping):
+        items = [[_key(key, name, known), below(key, item)] for key, item in value.items()]
+        return {"mapping": items, "attributes": type(value) is not dict}
+    if isinstance(value, list | tuple | deque):
+        return _sequence_to_json(value, below)
+    if is_record(value):
+        fields = [[key, below(key, item)] for key, item in children(value)]
+        return {"fields": fields, "type": type(value).__name__}
+    if hasattr(value, "__array__"):
+        array = tree_to_json(torch.as_tensor(value), tensors, name, depth + 1)
+        return {"array": array, "number": _is_numpy_number(value)}
+    raise NotPlainError(
+        f"{name} is a {type(value).__name__}; only tensors, containers and plain values can be "
+        f"kept."
+    )
+
+
+def tree_from_json(
+    structure: Any, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor] | None = None
+) -> Any:
+    """Invert `tree_to_json`; ValueError, TypeError or KeyError for what that never writes.
+
+    `parameters`: the live ones by name, for what refers to them.
+    """
+    if "tensor" in structure:
+        return _tensor(structure, tensors)
+    if "parameter" in structure:
+        return (parameters or {})[structure["parameter"]]
+    if "value" in structure:
+        return _tree_json_scalar(structure)
+    if "array" in structure:
+        array = tree_from_json(structure["array"], tensors).numpy()
+        return array[()] if structure.get("number") else array
+    if "named" in structure or "fields" in structure:
+        return _record(structure, tensors)
+    if "mapping" in structure:
+        return _mapping(structure, tensors, parameters)
+    return _sequence(structure, lambda item: tree_from_json(item, tensors, parameters))
+
+
+def _is_numpy_number(value: Any) -> bool:
+    """A number of numpy is an array without a length."""
+    return type(value).__module__ == "numpy" and not hasattr(value, "__len__")
+
+
+def _mapping(
+    structure: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor] | None,
+) -> dict[Any, Any]:
+    items: dict[Any, Any] = {}
+    for key, item in structure["mapping"]:
+        items[key_from_json(key, parameters)] = tree_from_json(item, tensors, parameters)
+    return Attributed(items) if structure.get("attributes") else items
+
+
+def _tree_json_scalar(structure: dict[str, Any]) -> Any:
+    value = structure["value"]
+    if structure.get("kind") != "float":
+        return value
+    number = float(value)
+    # The one NaN object of the module: containers compare it by identity.
+    return math.nan if math.isnan(number) else number
+
+
+def _record(structure: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """Build a look-alike of a named tuple or a dataclass: the class itself is not in the file."""
+    named = structure.get("named")
+    fields = structure["fields"] if named is None else named
+    names = [str(name) for name, _ in fields]
+    for name in names:
+        if not name.isidentifier() or name.startswith("_"):
+            raise ValueError(f"{name!r} is not a name of a field")
+    values = [tree_from_json(value, tensors) for _, value in fields]
+    if named is None:
+        return dataclasses.make_dataclass("Batch", names)(*values)
+    return namedtuple("Batch", names)(*values)
+
+
+def _sequence_to_json(value: Any, below: Callable[[object, Any], Any]) -> dict[str, Any]:
+    if hasattr(value, "_fields"):
+        named = [[field, below(field, getattr(value, field))] for field in value._fields]
+        return {"named": named, "type": type(value).__name__}
+    items = [below(index, item) for index, item in enumerate(value)]
+    if isinstance(value, deque):
+        return {"deque": items, "most": value.maxlen}
+    if isinstance(value, list):
+        return {"list": items}
+    return {"tuple": items}
+
+
+def _sequence(structure: dict[str, Any], below: Callable[[Any], Any]) -> Any:
+    if "deque" in structure:
+        return deque((below(item) for item in structure["deque"]), maxlen=structure["most"])
+    if "tuple" in structure:
+        return tuple(below(item) for item in structure["tuple"])
+    return [below(item) for item in structure["list"]]
+
+
+def _tensor_to_json(
+    value: Tensor, tensors: dict[str, Tensor], name: str, known: KnownTensors | None
+) -> Any:
+    if known is not None:
+        if id(value) in known.parameters:
+            return {"parameter": known.parameters[id(value)]}
+        _, name = known.seen.setdefault(id(value), (value, name))
+    tensors[name] = value.detach()
+    return {"tensor": name, "requires_grad": value.requires_grad, "device": value.device.type}
+
+
+def _tensor(structure: dict[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
+    tensor = tensors[structure["tensor"]].clone()
+    if structure.get("device", "cpu") != "cpu" and torch.accelerator.is_available():
+        tensor = tensor.to(torch.accelerator.current_accelerator())
+    return tensor.requires_grad_(bool(structure.get("requires_grad")))
+
+
+def _key(key: Any, name: str, known: KnownTensors | None) -> Any:
+    if isinstance(key, str):
+        return key
+    if type(key) in SCALARS:
+        return {"value": _spelled(key), "kind": type(key).__name__}
+    if isinstance(key, Tensor) and known is not None and id(key) in known.parameters:
+        return {"parameter": known.parameters[id(key)]}
+    raise NotPlainError(
+        f"{name} has a {type(key).__name__} as a key; only plain values can be kept."
+    )
+
+
+def _shown(key: Any, known: KnownTensors | None) -> Any:
+    """Return a key as part of a name."""
+    if not isinstance(key, Tensor):
+        return key
+    if known is None:
+        return "tensor"
+    return known.parameters.get(id(key), "tensor")
+
+
+def key_from_json(key: Any, parameters: Mapping[str, Tensor] | None = None) -> Any:
+    """Return the key of a mapping from what `tree_to_json` wrote for it."""
+    if isinstance(key, str):
+        return key
+    return tree_from_json(key, {}, parameters)
+
+
+def _spelled(value: Any) -> Any:
+    # JSON has neither NaN nor Inf, and repr keeps every bit of a float.
+    if isinstance(value, float):
+        return repr(value)
+    return value

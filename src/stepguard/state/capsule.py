@@ -11,6 +11,8 @@ from __future__ import annotations
 import getpass
 import hashlib
 import hmac
+import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -18,8 +20,10 @@ import secrets
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,16 +33,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stepguard._errors import CapsuleError, StateError
+from stepguard._errors import CapsuleError, StateError, StepguardError
 from stepguard.records import Reading, Verdict
-from stepguard.records.codec import dumps, from_jsonable, to_plain
-from stepguard.records.text import masked
-from stepguard.state.atomic import new_folder
+from stepguard.records.codec import dumps, from_jsonable, masked, restore_floats, to_plain
+from stepguard.state.batch import LossFn, NotPlainError, Step, tree_from_json, tree_to_json
+from stepguard.state.files import new_folder
 from stepguard.state.rng import RngState, rng_from_facts, rng_to_facts
 from stepguard.state.run_state import RunState, SavedState
-from stepguard.state.step import Step
-from stepguard.state.tree_json import NotPlainError, tree_from_json, tree_to_json
 from stepguard.tensors.names import Roots, named_modules
+
+# --- A bad step on disk: a run state plus a batch, as safetensors and JSON.
+
 
 SCHEMA = 2
 """1 had a naming of its own for the state; 2 is a run state."""
@@ -445,3 +450,240 @@ def running_script() -> dict[str, Any]:
     if spec is not None and spec.origin == str(main):
         facts["module"] = spec.name
     return facts
+
+
+# --- The steps that led to a bad one: the state they began from, their batches and random
+# numbers.
+
+
+STEPS_SCHEMA = 1
+FOLDER = "window"
+STATE_FACTS = ("numbers", "optimizer", "groups", "optimizer_more")
+NOT_OF_THE_MODEL = ("rng/", "loader/", "scaler/", "scheduler", "extra:")
+"""Parts of a run's state that no trial touches."""
+
+
+@dataclass(slots=True)
+class WindowStep:
+    """One step as it was run: enough to run it again from any state."""
+
+    index: int
+    micro_batches: tuple[Any, ...]
+    rng: list[RngState]
+    """Before each micro-batch."""
+    loss: float | None = None
+    """What it gave the first time."""
+    lr: tuple[float, ...] = ()
+    """The rate of each parameter group, empty where it is not known."""
+    scale: float = 1.0
+    """What the loss was multiplied by."""
+    clip_norm: float | None = None
+    loss_fn: LossFn | None = None
+
+
+@dataclass(slots=True)
+class Window:
+    """A state, the steps that led from it to the bad one, and healthy steps beside them."""
+
+    start: SavedState
+    steps: list[WindowStep]
+    """Oldest first, without the bad one."""
+    others: list[WindowStep] = field(default_factory=list)
+    """Healthy steps of the run that are not part of the way: earlier or later ones."""
+
+    @property
+    def first(self) -> int | None:
+        """Index of the first step; None where the bad step is all there is."""
+        if not self.steps:
+            return None
+        return self.steps[0].index
+
+
+def window_step(step: Step, loss: float | None, lr: tuple[float, ...]) -> WindowStep:
+    """What a trial needs of a step, by reference."""
+    return WindowStep(
+        index=step.index,
+        micro_batches=step.micro_batches,
+        rng=step.rng,
+        loss=loss,
+        lr=lr,
+        scale=step.scale,
+        clip_norm=step.clip_norm,
+        loss_fn=step.loss_fn,
+    )
+
+
+def write_window(capsule: Path, window: Window, limit_bytes: int) -> str:
+    """Write the window into the capsule's folder; else say in words why not."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in window.start.tensors.items():
+        if not name.startswith(NOT_OF_THE_MODEL):
+            tensors[f"start/{name}"] = tensor
+    try:
+        facts = {
+            "schema": STEPS_SCHEMA,
+            "state": {key: window.start.facts[key] for key in STATE_FACTS},
+            "steps": _steps_apart(window.steps, tensors, "step"),
+            "others": _steps_apart(window.others, tensors, "other"),
+        }
+    except NotPlainError as why:
+        return str(why)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if size > limit_bytes:
+        return f"the steps before it take {size} bytes, {limit_bytes} are left of capsule_limit"
+    write_facts(capsule / FOLDER, "window.json", facts, tensors)
+    return ""
+
+
+def read_window(capsule: Path) -> Window | None:
+    """Read the window of a capsule; None where it has none. Nothing in it is executed."""
+    folder = capsule / FOLDER
+    if not (folder / "window.json").is_file():
+        return None
+    try:
+        facts, tensors = read_facts(folder, "window.json")
+        facts = restore_floats(facts)
+        restore_kinds(tensors, facts)
+        start = {
+            name.removeprefix("start/"): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("start/")
+        }
+        return Window(
+            start=SavedState(start, facts["state"]),
+            steps=_steps_together(facts["steps"], tensors),
+            others=_steps_together(facts["others"], tensors),
+        )
+    except (*DAMAGE, OSError, RecursionError) as fault:
+        what = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+        raise CapsuleError(f"{folder} is damaged: {what}.") from None
+
+
+def _steps_apart(
+    steps: Sequence[WindowStep], tensors: dict[str, Tensor], name: str
+) -> list[dict[str, Any]]:
+    apart = []
+    for step in steps:
+        where = f"{name}/{step.index}"
+        batches = [
+            tree_to_json(batch, tensors, f"{where}/batch/{number}")
+            for number, batch in enumerate(step.micro_batches)
+        ]
+        rng = [
+            rng_to_facts(state, tensors, f"{where}/rng/{number}")
+            for number, state in enumerate(step.rng)
+        ]
+        apart.append(
+            {
+                "index": step.index,
+                "micro_batches": batches,
+                "rng": rng,
+                "loss": step.loss,
+                "lr": list(step.lr),
+                "scale": step.scale,
+                "clip_norm": step.clip_norm,
+            }
+        )
+    return apart
+
+
+def _steps_together(facts: list[dict[str, Any]], tensors: dict[str, Tensor]) -> list[WindowStep]:
+    steps = []
+    for one in facts:
+        batches = [tree_from_json(batch, tensors) for batch in one["micro_batches"]]
+        steps.append(
+            WindowStep(
+                index=one["index"],
+                micro_batches=tuple(batches),
+                rng=[rng_from_facts(rng, tensors) for rng in one["rng"]],
+                loss=one["loss"],
+                lr=tuple(one["lr"]),
+                scale=one["scale"],
+                clip_norm=one["clip_norm"],
+            )
+        )
+    return steps
+
+
+# --- Import a function by its name, from below the current directory and nowhere else.
+
+
+@contextmanager
+def importable() -> Iterator[None]:
+    """Put the current directory first on the path, as `python -m` does."""
+    before = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+Check = Callable[[Path], None]
+"""Raises for a file whose code must not be run."""
+
+
+def import_function(
+    named: str, error: type[StepguardError], check: Check = lambda path: None
+) -> Callable[..., Any]:
+    """Import `module:function`. Whatever goes wrong is raised as `error`, with the way out."""
+    module, _, function = named.partition(":")
+    find_module(module, named, error, check)
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as fault:
+        raise error(f"{named}: importing it failed: {type(fault).__name__}: {fault}") from fault
+    if not callable(found):
+        raise error(f"{named}: {module!r} has no function {function!r}.")
+    result: Callable[..., Any] = found
+    return result
+
+
+def find_module(
+    module: str, named: str, error: type[StepguardError], check: Check = lambda path: None
+) -> list[Path]:
+    """The module's files, after it and the packages around it were found below the current folder.
+
+    `check` is asked about each before anything is imported.
+    """
+    parts = module.split(".")
+    found: list[Path] = []
+    # From the outside in: finding a module imports the packages around it.
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        spec = _spec(name)
+        if spec is None:
+            raise error(
+                f"{named}: there is no module {name!r} below the current directory; run this in "
+                f"the project's folder."
+            )
+        found = [inside(Path(place), named, error) for place in _files(spec)]
+        for place in found:
+            check(place)
+    return found
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    if not all(part.isidentifier() for part in name.split(".")):
+        return None
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+
+
+def _files(spec: ModuleSpec) -> list[str]:
+    if spec.has_location and spec.origin:
+        return [spec.origin]
+    # A package without a file, or a module built into the interpreter, which is not below here.
+    return list(spec.submodule_search_locations or ["/"])
+
+
+def inside(path: Path, named: str, error: type[StepguardError]) -> Path:
+    """Return the resolved path; raise `error` if it is not below the current directory."""
+    resolved = path.resolve()
+    if not resolved.is_relative_to(Path.cwd()):
+        raise error(
+            f"{named} lies outside the current directory; run this in the project's folder."
+        )
+    return resolved

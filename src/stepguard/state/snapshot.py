@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stepguard.state.host_memory import free_memory
+from stepguard.state.files import free_memory
 from stepguard.state.run_state import SavedState
 from stepguard.tensors.torch_private import foreach_copy_
 

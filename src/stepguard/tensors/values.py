@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy as has_no_shape_yet
 
 from stepguard.tensors.torch_private import MKLDNN
+
+# --- Read the values of any tensor: sparse, sharded, complex, eight-bit, lazy or without data.
+
 
 HALVES = (torch.float16, torch.bfloat16)
 PLAIN = (Tensor, nn.Parameter)
@@ -104,3 +108,30 @@ def _is_readable(tensor: Tensor) -> bool:
     if tensor.is_nested and tensor.layout is torch.strided:
         return False
     return tensor.layout is not MKLDNN
+
+
+# --- Words for dtypes and shapes, as messages, journals and checkpoints write them.
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float16` rather than `torch.float16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_and_shape(tensor: Tensor) -> str:
+    """Return for instance `float32 [3, 4]`."""
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+# --- Version marks: tell whether tensors were written to since a moment, without a copy or a
+# sync.
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Mark the tensors as they are now."""
+    return [tensor._version for tensor in tensors]
+
+
+def written_since(tensors: Iterable[Tensor], marks: Sequence[int]) -> list[Tensor]:
+    """Those of the tensors that were written to since `marks` was taken of them."""
+    return [t for t, mark in zip(tensors, marks, strict=True) if t._version != mark]

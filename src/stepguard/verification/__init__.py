@@ -4,12 +4,19 @@ The package is not called `verify` because `stepguard.verify` is the public func
 that name would hide it.
 """
 
-from stepguard.verification.api import nothing_in, verify, verify_or_empty, with_lr
-from stepguard.verification.damage import Damaged
+from stepguard.verification.bounded_file import Damaged
 from stepguard.verification.file_formats import is_checkpoint_file, read_content
-from stepguard.verification.folder_seal import seal_folder
-from stepguard.verification.path_check import Plan, check_checkpoint, check_path
-from stepguard.verification.pickle_values import PickledObject, TensorRecord
+from stepguard.verification.path_check import (
+    Plan,
+    check_checkpoint,
+    check_path,
+    nothing_in,
+    seal_folder,
+    verify,
+    verify_or_empty,
+    with_lr,
+)
+from stepguard.verification.pickle_globals import PickledObject, TensorRecord
 
 __all__ = [
     "Damaged",

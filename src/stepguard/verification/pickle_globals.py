@@ -11,20 +11,172 @@ from __future__ import annotations
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
-from stepguard.verification import dtype_names, limits
-from stepguard.verification.damage import Damaged
-from stepguard.verification.pickle_values import (
-    ArrayRecord,
-    Global,
-    NumpyType,
-    PickledBytes,
-    PickledObject,
-    StorageRecord,
-    TensorRecord,
-)
+from stepguard.verification import bounded_file
+from stepguard.verification.bounded_file import Damaged
+
+# --- What a pickle stream becomes here: plain containers, and records of what it would have
+# built.
+
+
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
+"""Shared by all objects without entries: a file may hold millions of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """The name of something importable. It is never imported."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False)
+class PickledObject:
+    """An object that pickle would have built: class, arguments, state and items, none of it run."""
+
+    what: Any
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+    items: Any = ()
+    entries: Any = field(default_factory=lambda: NOTHING)
+
+    def states(self) -> tuple[Any, ...]:
+        """Return the parts of the state: a class with slots pickles `(dict, slots)`."""
+        if isinstance(self.state, tuple):
+            return self.state
+        return (self.state,)
+
+    def field(self, name: str) -> Any:
+        """Return a field of the state; None if it has no such field."""
+        for state in self.states():
+            if isinstance(state, dict) and name in state:
+                return state[name]
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class PickledBytes:
+    """A byte string of the stream by its offset in the file; short ones are kept in memory too."""
+
+    start: int
+    """In the file, not in the slice; -1 for bytes that do not lie in the file as they are."""
+    size: int
+    data: bytes | None = None
+
+
+class PickledSet(list[Any]):
+    """The members of a set as a list: they may be values that cannot be hashed."""
+
+
+@dataclass(slots=True, eq=False)
+class StorageRecord:
+    """Memory that tensors are views of."""
+
+    key: str
+    dtype: str
+    elements: int
+    nested: PickledBytes | None = None
+    """The bytes of the storage, where it is itself a torch.save inside a plain pickle."""
+
+
+@dataclass(slots=True, eq=False)
+class TensorRecord:
+    """A tensor as a view of a storage."""
+
+    storage: StorageRecord
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    parameter: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class ArrayRecord:
+    """A numpy array whose bytes stand in the stream."""
+
+    raw: PickledBytes | None = None
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    is_filled: bool = False
+    """It has its bytes: numpy frees them for another state, and a tensor may still use them."""
+
+    def set_state(self, state: Any) -> None:
+        """Take `(version, shape, dtype, is_fortran, bytes)`, as numpy's `__setstate__` does."""
+        _, shape, dtype, _, raw = state
+        # the elements of an array of objects stand in a list
+        is_held = isinstance(dtype, NumpyType) and (
+            isinstance(raw, list) if dtype.is_object else isinstance(raw, PickledBytes | str)
+        )
+        is_sized = bounded_file.is_shape(shape) and min(shape, default=0) >= 0
+        if self.is_filled or not is_held or not is_sized:
+            raise ValueError("a state that numpy does not write for an array")
+        self.is_filled = True
+        if isinstance(raw, PickledBytes):
+            self.raw = raw
+            self.shape = tuple(shape)
+            self.dtype = dtype.torch_name
+
+
+@dataclass(slots=True, eq=False)
+class NumpyType:
+    """A numpy dtype: its letter code and byte order."""
+
+    code: str
+    order: str = "<"
+    is_copy: bool = False
+    """Made for this pickle; numpy hands out the same object for a type everywhere else."""
+
+    @property
+    def is_object(self) -> bool:
+        return self.code.startswith("O")
+
+    @property
+    def torch_name(self) -> str:
+        """Return torch's name; empty if torch has no such type or the bytes are big-endian."""
+        if self.order == ">" and not self.code.endswith("1"):
+            return ""
+        return bounded_file.NUMPY.get(self.code, "")
+
+    def set_state(self, state: Any) -> None:
+        """Take the byte order from `(version, order, subtype, names, fields, size, alignment,
+        flags[, metadata])`.
+
+        numpy believes all of it. Flags that deny an object turn bytes into pointers, and so does
+        a field that lies outside of its element.
+        """
+        version, order, subtype, names, fields, size, _, flags, *metadata = state
+        if subtype is not None or names is not None or fields is not None:
+            raise Damaged(
+                "format",
+                "a structured NumPy type is not read, for NumPy believes the offsets of its "
+                "fields; save its columns as arrays of their own",
+            )
+        letter = self.code[:1]
+        width = int(self.code[1:] or 0) if letter in "SUV" else -1
+        expected = (width * 4 if letter == "U" else width, {"O": 63, "U": 8}.get(letter, 0))
+        dated = letter in "mM" and version == 4 and len(metadata) == 1
+        if (
+            not self.is_copy
+            or (size, flags) != expected
+            or order not in ("<", ">", "|", "=")
+            or not (dated or (version == 3 and not metadata))
+        ):
+            raise ValueError(f"a state that numpy does not write for the type {self.code[:20]}")
+        self.order = order
+
+
+# --- The list of what a pickle may name and call: exact names, with the arguments they may be
+# given.
+
 
 PickleMachine = Any
 """The machine that asks for a value; it imports this module."""
@@ -85,8 +237,8 @@ NAMED = frozenset(
 TYPES = frozenset(
     Global(module, name)
     for module in ("torch", "torch.cuda", "torch.storage")
-    for name in dtype_names.STORAGES
-) | frozenset(Global("torch", name) for name in (*dtype_names.SIZES, *dtype_names.ALIASES))
+    for name in bounded_file.STORAGES
+) | frozenset(Global("torch", name) for name in (*bounded_file.SIZES, *bounded_file.ALIASES))
 """Storages and element types of torch."""
 RECORDS = frozenset(
     _named(
@@ -316,7 +468,7 @@ def is_key(value: PickledObject) -> bool:
     if value.what not in RECORDS:
         return not _is_lazy(value)
     fields = value.state.values() if isinstance(value.state, dict) else ()
-    return all(KINDS["plain"](each) or limits.is_shape(each) for each in fields)
+    return all(KINDS["plain"](each) or bounded_file.is_shape(each) for each in fields)
 
 
 def _is_lazy(value: Any) -> bool:
@@ -372,8 +524,8 @@ def dtype_of(value: Any) -> str:
     """Return the name of a dtype such as `torch.bfloat16`; empty for anything else."""
     if not isinstance(value, Global) or value.module != "torch":
         return ""
-    name = dtype_names.ALIASES.get(value.name, value.name)
-    return name if name in dtype_names.SIZES else ""
+    name = bounded_file.ALIASES.get(value.name, value.name)
+    return name if name in bounded_file.SIZES else ""
 
 
 def _made_by(value: Any, *names: str) -> bool:
@@ -396,7 +548,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "bytes": lambda value: isinstance(value, PickledBytes),
     "plain": lambda value: value is None or type(value) in (str, int, float, bool),
     "tuple": lambda value: type(value) is tuple,
-    "shape": lambda value: limits.is_shape(value),
+    "shape": lambda value: bounded_file.is_shape(value),
     "dtype": lambda value: bool(dtype_of(value)),
     "layout": lambda value: _made_by(value, "torch.serialization._get_layout") or value in NAMED,
     "device": lambda value: type(value) is str or _made_by(value, "torch.device"),
@@ -404,7 +556,9 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "tensor": _is_tensor,
     "sparse": lambda value: (
         type(value) is tuple
-        and all(_is_tensor(part) or type(part) is bool or limits.is_shape(part) for part in value)
+        and all(
+            _is_tensor(part) or type(part) is bool or bounded_file.is_shape(part) for part in value
+        )
     ),
     "subclass": lambda value: value in TENSORS,
     "seeds": lambda value: value == Global("numpy.random.bit_generator", "SeedSequence"),
@@ -429,7 +583,7 @@ def _check_arguments(kinds: tuple[str, ...], arguments: tuple[Any, ...]) -> None
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not limits.is_shape(value):
+    if not bounded_file.is_shape(value):
         raise ValueError("sizes that no tensor has")
     return tuple(value)
 
@@ -731,7 +885,7 @@ def storage_of(pid: Any) -> StorageRecord:
     if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):
         raise Damaged("malformed", f"a persistent id that torch.save does not write: {brief(pid)}")
     _, kind, key, location, elements = pid[:5]
-    dtype = dtype_names.STORAGES.get(kind.name) if isinstance(kind, Global) else None
+    dtype = bounded_file.STORAGES.get(kind.name) if isinstance(kind, Global) else None
     is_count = type(elements) is int and elements >= 0
     if dtype is None or type(key) is not str or type(location) is not str or not is_count:
         raise Damaged(

@@ -18,13 +18,12 @@ from typing import Any
 import xxhash
 
 from stepguard._errors import StoreError
-from stepguard.records.verification import Problem, Verification
-from stepguard.state.atomic import sync, write_file
-from stepguard.verification.checkpoint_search import QUARANTINE, find_checkpoints
-from stepguard.verification.dcp_folder import DATA_SUFFIX, METADATA
+from stepguard.records.checks import Problem, Verification
+from stepguard.state.files import sync, write_file
 from stepguard.verification.file_formats import is_checkpoint_file, is_checkpoint_name
-from stepguard.verification.format_entry import CheckpointFiles
-from stepguard.verification.huggingface_folder import INDEX_SUFFIX
+from stepguard.verification.folders import DATA_SUFFIX, INDEX_SUFFIX, METADATA
+from stepguard.verification.path_check import QUARANTINE, find_checkpoints
+from stepguard.verification.scan import CheckpointFiles
 
 MANIFEST = "manifest.json"
 SCHEMA = 1

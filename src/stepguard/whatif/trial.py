@@ -10,27 +10,260 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim import Optimizer
 
-from stepguard.locate.patched_source import with_edits
-from stepguard.records.whatif import TrialOutcome
+from stepguard.locate.replay import kept_loss_function_state
+from stepguard.locate.source import with_edits
+from stepguard.records import Incident
+from stepguard.records.probes import TrialOutcome, WhatIf
 from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
-from stepguard.state.batch_rows import batch_without
+from stepguard.state.batch import LossFn, Step, batch_without, total_loss
+from stepguard.state.capsule import Window, WindowStep
+from stepguard.state.isolation import untouched
 from stepguard.state.rng import restore_rng
-from stepguard.state.run_state import SavedState
-from stepguard.state.step import LossFn, Step, total_loss
-from stepguard.state.steps_before import WindowStep
+from stepguard.state.run_state import RunState, SavedState
+from stepguard.state.snapshot import Snapshot
 from stepguard.tensors.names import (
     named_buffers,
     named_modules,
     optimizer_parameters,
     parameter_names,
 )
-from stepguard.tensors.values import is_finite
-from stepguard.whatif.candidates import UNCHANGED, Candidate, answered
-from stepguard.whatif.subject import TrialSubject
-from stepguard.whatif.undone import copied_state, in_float32, kept_program, put_back
+from stepguard.tensors.torch_private import tree_map_only
+from stepguard.tensors.values import HALVES, is_finite
+from stepguard.whatif.candidates import (
+    NOTHING,
+    UNCHANGED,
+    Candidate,
+    OwnFix,
+    answered,
+    candidates,
+    judged_by,
+    ranked,
+)
+
+# --- What trials are run on: the bad step, the steps that led to it, and the objects to train.
+
+
+MOST_AFTER = 8
+MOST_HELD_OUT = 4
+LEAST_STEPS = 2
+"""Steps before the bad one without which nothing is known of a run that went well."""
+SAME_LOSS = 1e-3
+"""A loss that differs by less is the same."""
+
+
+@dataclass(slots=True)
+class LeadUp:
+    """What a guard keeps of its last bad step, by reference."""
+
+    incident: str
+    """Id of the incident."""
+    step: Step
+    bad: WindowStep
+    timeline: int
+    """Rewinds that the run had made by then."""
+    snapshot: Snapshot | None = None
+    """Where the steps began; None: with the bad step itself."""
+    steps: list[WindowStep] = field(default_factory=list)
+    """Those since the snapshot, without the bad one."""
+    earlier: list[WindowStep] = field(default_factory=list)
+    """Healthy steps from before the snapshot."""
+    failed_before: list[WindowStep] = field(default_factory=list)
+    """Bad steps shortly before this one, oldest first."""
+    committed: int = 0
+    """Updates that the run had made by then."""
+    first: LeadUp | None = None
+    """The first bad step of a chain of them, with no good one between."""
+
+
+@dataclass(slots=True)
+class TrialSubject:
+    """The bad step, the way that led to it, and the objects to train."""
+
+    step: Step
+    bad: WindowStep
+    window: Window
+    run_state: RunState
+    incident: Incident
+    failed_before: list[WindowStep] = field(default_factory=list)
+    """Bad steps shortly before or after, of a cause that no single sample brings: it may come
+    again."""
+    failed_next: int | None = None
+    """The step after the bad one, where it failed as well."""
+
+    @property
+    def no_skip(self) -> str:
+        """Why leaving the step out cannot be called a success, in words; empty where it can."""
+        if self.bad.index < LEAST_STEPS:
+            return "it cannot be tried: nothing was trained before the bad step"
+        if not self.after:
+            return "it cannot be tried: no other step of the run was kept"
+        return ""
+
+    @property
+    def limit(self) -> float | None:
+        """For a finite anomaly: a loss above it counts as bad from the bad step on.
+
+        Half-way between the losses before the step and its own.
+        """
+        loss = self.incident.reading.loss
+        if not self.incident.verdict.finite_anomaly or loss is None:
+            return None
+        before = [one.loss for one in self.window.steps if one.loss is not None]
+        usual = statistics.median(before) if before else 0.0
+        if usual >= loss:
+            # the way to it was no better: then only what is clearly below it has helped
+            usual = min(before)
+        return min(usual + (loss - usual) / 2.0, loss - SAME_LOSS * abs(loss))
+
+    @property
+    def after(self) -> list[WindowStep]:
+        """What is trained after the bad step: what really came, else the last steps before it."""
+        later = [one for one in self.window.others if one.index > self.bad.index]
+        room = MOST_AFTER - len(self.failed_before)
+        chosen = later[:room]
+        if not later:
+            chosen = (self.window.steps or self.window.others)[-room:]
+        return [*chosen, *self.failed_before]
+
+    @property
+    def held_out(self) -> list[WindowStep]:
+        """Batches that no trial is trained on."""
+        trained = {one.index for one in self.after}
+        free = [one for one in self.window.others if one.index not in trained]
+        return free[-MOST_HELD_OUT:]
+
+
+# --- Run trials on the user's own objects, and leave every one of them as it was.
+
+
+HOOKS = "_optimizer_step"
+"""How torch begins the names of an optimizer's lists of hooks."""
+
+
+def copied_state(run_state: RunState) -> SavedState:
+    """Copy parameters, buffers and optimizer state as they are now. Raises StateError."""
+    saved = run_state.gather_modules()
+    tensors = dict(saved.tensors)
+    facts = run_state.gather_optimizer(tensors)
+    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return SavedState(copies, {**saved.facts, **facts})
+
+
+def put_back(run_state: RunState, saved: SavedState, *, own_only: bool) -> None:
+    """Fill modules and optimizer; schedules, scalers and random numbers are nobody's here."""
+    run_state.put_back_modules(saved, own_only=own_only)
+    run_state.put_back_optimizer(saved)
+
+
+@contextmanager
+def undone(step: Step, run_state: RunState) -> Iterator[None]:
+    """Whatever is trained in here, model, optimizer and random numbers end as they began."""
+    present = copied_state(run_state)
+    with ExitStack() as stack:
+        stack.enter_context(untouched(step))
+        stack.enter_context(kept_loss_function_state(step))
+        stack.enter_context(_no_hooks(step.optimizer))
+        stack.callback(put_back, run_state, present, own_only=False)
+        yield
+
+
+@contextmanager
+def _no_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Run no hook around the updates: they count steps, average weights, or are a guard's own."""
+    kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for name, hooks in vars(optimizer).items():
+        if name.startswith(HOOKS) and isinstance(hooks, dict):
+            kept.append((hooks, dict(hooks)))
+            hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, content in kept:
+            hooks.update(content)
+
+
+@contextmanager
+def kept_program(roots: list[nn.Module], optimizer: Optimizer) -> Iterator[None]:
+    """Undo what a fix of the user's own does: modules, hooks and forwards put in, settings."""
+    modules = [module for root in roots for module in root.modules()]
+    attributes = [_shallow(module) for module in modules]
+    groups = list(optimizer.param_groups)
+    settings = [dict(group) for group in groups]
+    try:
+        yield
+    finally:
+        for module, (own, inside) in zip(modules, attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(own)
+            for name, content in inside.items():
+                container = own[name]
+                container.clear()
+                container.update(content)
+        optimizer.param_groups[:] = groups
+        for group, kept in zip(groups, settings, strict=True):
+            group.clear()
+            group.update(kept)
+
+
+def _shallow(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[Any, Any]]]:
+    """A module's attributes, and the content of its own dicts: parameters, children, hooks."""
+    own = dict(vars(module))
+    inside = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
+    return own, inside
+
+
+@contextmanager
+def in_float32(module: nn.Module, *, whole: bool) -> Iterator[None]:
+    """Run the module's forward in float32. `whole`: what it returns stays in float32."""
+    original = module.forward
+    own = vars(module).get("forward")
+    running = False
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal running
+        if running:
+            return original(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+        wide = {name: p.float() for name, p in module.named_parameters() if p.dtype in HALVES}
+        running = True
+        try:
+            with torch.autocast(_device(module), enabled=False):
+                out = functional_call(module, wide, args, kwargs)
+        finally:
+            running = False
+        if whole or not wide:
+            return out
+        # what comes next has weights in half precision and takes nothing else
+        narrow = next(p.dtype for p in module.parameters() if p.dtype in HALVES)
+        return tree_map_only(
+            Tensor, lambda tensor: tensor.to(narrow) if tensor.is_floating_point() else tensor, out
+        )
+
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor
+
+
+def _device(module: nn.Module) -> str:
+    for parameter in module.parameters():
+        return parameter.device.type
+    return "cpu"
+
+
+# --- Train the steps before an incident again with one thing changed, and see what happens.
+
 
 MOST_EVALUATED = 8
 OF_A_STEP = 1.0 / 3.0
@@ -400,3 +633,92 @@ def _clip_in_float64(parameters: Sequence[Tensor], limit: float) -> None:
     length = math.hypot(*norms)
     for gradient in gradients:
         gradient.mul_(limit / length)
+
+
+# --- Try every candidate for an incident on the steps that led to it, and rank them.
+
+
+MOST_STEPS = 32
+"""Steps before the bad one that every candidate trains; what lies before is trained once."""
+EQUAL_LOSS = 1e-3
+
+Progress = Callable[[int, int, str], None]
+"""Told how many trials are done, of how many, and the name of the next."""
+Wanted = Callable[[Candidate], bool]
+Adapt = Callable[[Candidate], Candidate]
+
+
+def compare_candidates(
+    subject: TrialSubject,
+    *,
+    own: OwnFix | None = None,
+    wanted: Wanted = lambda candidate: True,
+    adapt: Adapt = lambda candidate: candidate,
+    usual_norm: float | None = None,
+    most_steps: int = MOST_STEPS,
+    progress: Progress = lambda done, total, name: None,
+) -> WhatIf:
+    """Run the trials and rank them. Model, optimizer and random numbers end as they began.
+
+    `wanted`: which candidates to try; `adapt` changes each before its trial. `usual_norm`: of the
+    gradients, where the steps before the bad one do not tell. Raises StateError where the state
+    cannot be copied.
+    """
+    with undone(subject.step, subject.run_state):
+        trials = Trials(subject, most_steps)
+        progress(0, 1, "the steps as they were")
+        healthy = judged_by(*trials.healthy())
+        again = trials.lead_up()
+        waiting = [NOTHING]
+        waiting += candidates(
+            subject.step.optimizer,
+            subject.incident,
+            subject.bad,
+            way=trials.steps,
+            usual_norm=trials.usual_norm or usual_norm,
+            own=own,
+        )
+        waiting = [adapt(candidate) for candidate in waiting if wanted(candidate)]
+        outcomes: list[TrialOutcome] = []
+        for number, candidate in enumerate(waiting):
+            progress(number, len(waiting), candidate.label)
+            outcomes.append(trials.run(candidate))
+        progress(len(waiting), len(waiting), "")
+        steps = trials.steps
+    recorded = [one.loss for one in steps if one.loss is not None]
+    incident = subject.incident
+    return WhatIf(
+        incident=incident.id,
+        step=incident.step,
+        summary=incident.verdict.summary or incident.verdict.kind,
+        first=steps[0].index if steps else subject.bad.index,
+        window=len(steps),
+        after=len(subject.after),
+        held_out=len(subject.held_out),
+        outcomes=tuple(ranked(outcomes, recorded, healthy)),
+        remarks=tuple(_remarks(subject, steps, again)),
+    )
+
+
+def _remarks(
+    subject: TrialSubject, steps: Sequence[WindowStep], again: Sequence[float]
+) -> list[str]:
+    """What to know before believing the table."""
+    remarks: list[str] = []
+    if not steps:
+        remarks.append("no step before the bad one could be run again: trials begin with it")
+    for one, loss in zip(steps, again, strict=False):
+        if one.loss is not None and not math.isclose(one.loss, loss, rel_tol=EQUAL_LOSS):
+            remarks.append(
+                f"step {one.index} gives loss {loss:.4g} when run again, in training it was "
+                f"{one.loss:.4g}: the loss depends on more than the batch"
+            )
+            break
+    if not subject.after:
+        remarks.append("nothing could be trained after the bad step: a later failure is not seen")
+    elif subject.after[0].index < subject.bad.index:
+        remarks.append("after the bad step, batches from before it are trained once more")
+    if subject.failed_before:
+        failed = ", ".join(str(one.index) for one in subject.failed_before)
+        remarks.append(f"among them step {failed}, which failed as well")
+    return remarks

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import stepguard
 from guard.scenes import Batch, batches, plain_net, quiet
 from stepguard import Guard
-from stepguard.sentinel.risky_update import CHEAP_COPY, risky_update
+from stepguard.sentinel.gradients import CHEAP_COPY, risky_update
 
 DATA = batches(6)
 

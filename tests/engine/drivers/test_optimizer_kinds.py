@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from guard.optimizers import OPTIMIZERS
-from stepguard.engine.drivers.optimizer_kinds import (
+from stepguard.engine.drivers.schedule import (
     calls_of_step,
     evaluates_again,
     inner_optimizer,

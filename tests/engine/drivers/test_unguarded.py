@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from guard.scenes import batches, plain_net, quiet
 from stepguard.engine.build import build_context
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.unguarded import unguarded_step
+from stepguard.engine.drivers.step import unguarded_step
 
 DATA = batches(4)
 

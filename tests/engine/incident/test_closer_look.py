@@ -24,7 +24,7 @@ from stepguard.engine.incident.closer_look import (
     working_scale,
 )
 from stepguard.records import Reading
-from stepguard.state.replay import rerun
+from stepguard.state.isolation import rerun
 
 DATA = batches(2)
 BAD = Reading(step=0, loss=math.nan, micro_losses=(math.nan,), grads_finite=False)

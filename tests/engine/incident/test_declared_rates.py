@@ -16,8 +16,8 @@ from torch.optim import Optimizer, lr_scheduler
 import stepguard
 from guard.scenes import Batch, batches, plain_net, quiet
 from stepguard import Guard
-from stepguard.engine.incident import declared_rates as module
-from stepguard.engine.incident.declared_rates import declared_rates
+from stepguard.engine.drivers import schedule as module
+from stepguard.engine.drivers.schedule import declared_rates
 
 DATA = batches(30)
 LOOPS = ["step", "watch", "watch, not handed over"]

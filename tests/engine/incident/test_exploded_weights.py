@@ -7,7 +7,7 @@ import math
 import pytest
 
 from engine.parts import origin_of
-from stepguard.engine.incident.exploded_weights import (
+from stepguard.engine.incident.closer_look import (
     EXTREME,
     LOST,
     blamed_on_update,

@@ -31,7 +31,7 @@ from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.incident.run_facts import run_facts
 from stepguard.journal import read_run
 from stepguard.records import Incident, Reading, Verdict
-from stepguard.sentinel.packet import Packet
+from stepguard.sentinel.gradients import Packet
 
 DATA = batches(60)
 AT = 45

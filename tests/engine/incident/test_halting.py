@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepguard.engine.incident.halting import exit_line
+from stepguard.engine.incident.situation import exit_line
 
 PATTERN = re.compile(
     r"stepguard: HALTED step=(\d+) cause=(\S+) restart=(helps|same-fault|change-code) state=(.+)"

@@ -22,7 +22,7 @@ from stepguard import Guard, GuardConfig, Policy
 from stepguard.engine.incident.lost_samples import known_bad, skip_lost_batches
 from stepguard.journal import read_run
 from stepguard.ledger import Ledger, ledger_path
-from stepguard.records.bad_samples import BadSamples
+from stepguard.records.checks import BadSamples
 from stepguard.report import phrases
 
 ROWS, BATCH = 48, 8

@@ -17,7 +17,7 @@ from stepguard import Guard, Incident
 from stepguard.locate import locate
 from stepguard.locate.samples import outlying_rows
 from stepguard.records import Reading, Sink
-from stepguard.records.origin import Origin
+from stepguard.records.incident import Origin
 from stepguard.tensors.torch_private import LoaderIterator
 
 ROWS, SIZE, BAD = 160, 16, 137

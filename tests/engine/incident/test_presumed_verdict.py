@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stepguard.engine.incident.presumed_verdict import presumed_reading, presumed_verdict
+from stepguard.engine.incident.closer_look import presumed_reading, presumed_verdict
 from stepguard.records import Reading
 
 

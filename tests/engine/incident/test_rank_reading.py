@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import stepguard.engine.incident.rank_reading as module
+import stepguard.engine.incident.ranks as module
 from engine.parts import step_of
 from guard.scenes import batches, poisoned
-from stepguard.engine.incident.rank_reading import agreed_reading, own_trouble
+from stepguard.engine.incident.ranks import agreed_reading, own_trouble
 from stepguard.records import Reading
 from stepguard.records.codec import to_jsonable
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import stepguard
 from engine.parts import origin_of, step_of
 from stepguard.engine.incident.sample_identity import BatchPart, name_samples, parts_of, text_of
-from stepguard.state.delivered_batches import Delivered, FoundBatch
+from stepguard.state.loader import Delivered, FoundBatch
 
 WHOLE = torch.arange(24.0).reshape(8, 3)
 ROWS = (40, 41, 42, 43, 44, 45, 46, 47)

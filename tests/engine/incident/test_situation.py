@@ -14,7 +14,7 @@ from guard.scenes import batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.situation import SituationReader
-from stepguard.engine.recover.past_attempts import PastAttempts
+from stepguard.engine.recover.rewind import PastAttempts
 from stepguard.policy.decide import Situation
 from stepguard.records import Evidence, Incident, Origin, Reading, Verdict
 

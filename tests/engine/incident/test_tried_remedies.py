@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import stepguard
 from stepguard import Guard, GuardConfig
-from stepguard.engine.incident import tried_remedies
-from stepguard.engine.incident.tried_remedies import FINITE, MODEL_FINITE
+from stepguard.engine.incident import trials
+from stepguard.engine.incident.trials import FINITE, MODEL_FINITE
 from stepguard.records import Incident, Remedy
 
 TRIED = "tried on this step: loss and gradients finite"
@@ -280,7 +280,7 @@ def test_run_goes_on_as_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None
         return torch.cat([p.detach().flatten() for p in net.parameters()]), torch.rand(3)
 
     with_trials = train()
-    monkeypatch.setattr(tried_remedies, "_why_not", lambda incident, step: "not wanted")
+    monkeypatch.setattr(trials, "_why_not", lambda incident, step: "not wanted")
     without = train()
     assert all(torch.equal(one, other) for one, other in zip(with_trials, without, strict=True))
 
@@ -316,7 +316,7 @@ def test_loss_of_a_watched_loop_is_not_tried() -> None:
 
 
 def test_no_time_left_is_said() -> None:
-    class Never(stepguard.locate.locate_budget.LocateBudget):
+    class Never(stepguard.locate.replay_state.LocateBudget):
         def affords(self, steps: float) -> bool:
             return False
 
@@ -326,4 +326,4 @@ def test_no_time_left_is_said() -> None:
     guard._context.effort = Never()
     with guard:
         guard.step(lambda x: second_of_two_logs(net, x), batch())
-    assert fix_of(guard.incidents[0]).tried == f"not tried: {tried_remedies.NO_TIME}"
+    assert fix_of(guard.incidents[0]).tried == f"not tried: {trials.NO_TIME}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stepguard.engine.recover.agreed_stop import AgreedStop
+from stepguard.engine.recover.signals import AgreedStop
 
 TERM = 15
 

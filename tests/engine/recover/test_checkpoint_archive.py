@@ -12,7 +12,7 @@ import torch
 from guard.scenes import batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.checkpoints import Store
-from stepguard.engine.recover.checkpoint_archive import Archive
+from stepguard.engine.recover.restore import Archive
 from stepguard.state.run_state import SavedState
 
 DATA = batches(4)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from guard.scenes import batches, plain_net, quiet
 from stepguard import Guard
-from stepguard.engine.recover.earlier_weights import compare_with_best, loss_function_changed
+from stepguard.engine.recover.rewind import compare_with_best, loss_function_changed
 
 DATA = batches(16)
 

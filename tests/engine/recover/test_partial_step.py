@@ -8,7 +8,7 @@ import torch
 
 from engine.parts import incident_of, origin_of, step_of
 from guard.scenes import batches, poisoned
-from stepguard.engine.recover.partial_step import (
+from stepguard.engine.recover.rewind import (
     good_micro_batches,
     proven_guilty,
     share_of,

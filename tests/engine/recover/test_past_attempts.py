@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stepguard.engine.recover.past_attempts import attempts_in, failed_starts, past_of
+from stepguard.engine.recover.rewind import attempts_in, failed_starts, past_of
 
 
 def _journal(folder: Path, *lines: dict[str, Any] | str) -> Path:

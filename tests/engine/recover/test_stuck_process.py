@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from stepguard.engine.recover import stuck_process
-from stepguard.engine.recover.stuck_process import StuckProcess
+from stepguard.engine.recover import signals
+from stepguard.engine.recover.signals import StuckProcess
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 GRACE = 30.0
@@ -53,7 +53,7 @@ def test_process_that_acts_or_would_go_on_is_not_ended(
 ) -> None:
     ended: list[int] = []
     asked = threading.Event()
-    monkeypatch.setattr(stuck_process, "_die_of", ended.append)
+    monkeypatch.setattr(signals, "_die_of", ended.append)
 
     def ends(number: int) -> bool:
         asked.set()

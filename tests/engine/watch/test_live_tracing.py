@@ -18,7 +18,7 @@ import stepguard
 from guard.scenes import quiet
 from stepguard.engine.watch import live_tracing
 from stepguard.journal import read_run
-from stepguard.locate.shared_tracer import present_recorder
+from stepguard.locate.live_trace import present_recorder
 from stepguard.records import GuardConfig, Origin
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from guard.scenes import difference, quiet
 from stepguard import Guard, GuardConfig, WiringWarning, watch
-from stepguard.run.autoguard import AutomaticGuards
+from stepguard.run.guarded_script import AutomaticGuards
 
 STAGES = ["same", "head", "subset", "superset", "disjoint", "lbfgs", "fused"]
 NEW_AT = 6

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from stepguard import GuardConfig
 from stepguard.engine.build import build_context
-from stepguard.engine.watch.schedule_rollback import ScheduleRollback
+from stepguard.engine.watch.live_tracing import ScheduleRollback
 
 
 def _scene() -> tuple[ScheduleRollback, StepLR, torch.optim.Optimizer]:

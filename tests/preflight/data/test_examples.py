@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from preflight.asking import said
 from stepguard import ConfigError
 from stepguard.preflight import Subject, check
-from stepguard.records.preflight import Preflight
+from stepguard.records.checks import Preflight
 
 
 def scan(path: Path) -> Preflight:

@@ -9,9 +9,7 @@ import torch
 
 from preflight.asking import said
 from stepguard.preflight import Subject, check
-from stepguard.preflight.data.examples import Example, Source
-from stepguard.preflight.data.facts import gather
-from stepguard.preflight.data.label_facts import LabelFacts
+from stepguard.preflight.data import Example, LabelFacts, Source, gather
 
 
 def test_same_content_under_two_names_is_a_duplicate_and_a_leak(tmp_path: Path) -> None:

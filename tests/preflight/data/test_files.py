@@ -12,8 +12,8 @@ import torch
 
 from preflight.asking import said
 from stepguard.preflight import Subject, check
-from stepguard.preflight.data.files import as_tensors, find_files
-from stepguard.records.preflight import Preflight
+from stepguard.preflight.data import as_tensors, find_files
+from stepguard.records.checks import Preflight
 
 
 def scan(path: Path) -> Preflight:

@@ -9,7 +9,7 @@ import torch
 
 from preflight.asking import said
 from stepguard.preflight import Subject, check
-from stepguard.preflight.data.label_facts import LabelFacts
+from stepguard.preflight.data import LabelFacts
 
 
 def test_labels_of_a_jsonl_file_are_counted(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from stepguard.preflight import Subject
 from stepguard.preflight.inspection import CheckContext, Inspection
 from stepguard.preflight.items import config as config_items
 from stepguard.preflight.run import run_item
-from stepguard.preflight.settings.settings_file import read_settings
+from stepguard.preflight.settings import read_settings
 
 FAULTS = [
     ("other_accumulation", "launcher.agrees", "fail", "gradient_accumulation_steps=2", "has 8"),

@@ -10,7 +10,7 @@ import pytest
 from preflight.asking import CONFIG, HEALTHY, ask, built, saved
 from stepguard.preflight import items
 from stepguard.preflight.items import ITEMS, TOPICS
-from stepguard.records.preflight import Preflight
+from stepguard.records.checks import Preflight
 
 
 @pytest.fixture(scope="module")

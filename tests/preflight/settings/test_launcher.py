@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepguard.preflight.settings.launcher import read_launcher
+from stepguard.preflight.settings import read_launcher
 
 
 def test_environment_of_the_launcher_wins_and_the_conflict_is_told() -> None:

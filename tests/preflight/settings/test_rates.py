@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepguard import ConfigError
-from stepguard.preflight.settings.rates import configured_rate, rate_settings
+from stepguard.preflight.settings import configured_rate, rate_settings
 
 
 @pytest.mark.parametrize(

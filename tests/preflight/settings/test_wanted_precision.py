@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepguard.preflight.settings.wanted_precision import Wanted, contradiction, wanted
+from stepguard.preflight.settings import Wanted, contradiction, wanted
 
 
 @pytest.mark.parametrize(

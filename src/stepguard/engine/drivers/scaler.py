@@ -2,11 +2,91 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
-from stepguard.sentinel.gradients import scale_gradients
+from stepguard.engine.drivers.schedule import SeveralSchedules, advance
+from stepguard.engine.incident.closer_look import born_in_update
+from stepguard.engine.protect import Protection
+from stepguard.engine.watch.observed_loss import GradientVeto
+from stepguard.records import Reading
+from stepguard.sentinel.gradients import risky_update, scale_gradients
+from stepguard.state.buffers import UndoCopy
+from stepguard.state.loader import ResumableLoader
 from stepguard.tensors.torch_private import scaler_tensors
+
+# --- `scheduler_every="epoch"`: the schedule advances when `guard.loader` ends a pass.
+
+
+class EpochSchedule:
+    """Drives the schedule of one guard by passes. A plateau scheduler gets the mean loss of the
+    pass.
+    """
+
+    def __init__(
+        self, context: Context, feed: ResumableLoader | None, pass_ended: Callable[[], None]
+    ) -> None:
+        if feed is None:
+            raise ConfigError(
+                "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data "
+                "ends; give stepguard.Guard(..., loader=loader) and iterate over guard.loader, or "
+                "use scheduler_every=None and call scheduler.step() in your loop."
+            )
+        self._context = context
+        self._feed = feed
+        feed.after_pass.append(pass_ended)
+        scheduler = context.scheduler
+        self._schedulers = (
+            scheduler._schedulers if isinstance(scheduler, SeveralSchedules) else [scheduler]
+        )
+        self._ahead = self._count() - feed.epoch
+        """How far the schedule was when the first pass began."""
+        self._sum, self._losses = 0.0, 0
+
+    def committed(self, done: int) -> None:
+        """A step went through."""
+        loss = self._context.history.last_loss
+        if loss is not None:
+            self._sum += -loss if self._context.maximizes else loss
+            self._losses += 1
+
+    def passed(self) -> None:
+        """The loader has given its last batch."""
+        for scheduler in self._schedulers:
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                advance(scheduler)
+            elif self._losses:
+                scheduler.step(self._sum / self._losses)
+        self._sum, self._losses = 0.0, 0
+
+    def rewound(self) -> None:
+        """A rewind takes the schedule back, but not the data: passes that are over stay over."""
+        missing = self._ahead + self._feed.epoch - self._count()
+        if missing < 0:  # another state was loaded
+            self._ahead -= missing
+        for _ in range(missing):
+            for scheduler in self._schedulers:
+                advance(scheduler)
+
+    def _count(self) -> int:
+        counts = [
+            getattr(s, "last_epoch", 0)
+            for s in self._schedulers
+            if not isinstance(s, ReduceLROnPlateau)
+        ]
+        return max(counts, default=self._feed.epoch)
+
+
+# --- The user's GradScaler: end its step without moving it, and go back to how it was.
+
 
 ScalerState = tuple[torch.Tensor, torch.Tensor]
 """Scale and growth counter."""
@@ -77,3 +157,146 @@ def unscale(context: Context) -> None:
         context.scaler.unscale_(context.optimizer)
     elif context.loss_scale != 1.0:
         scale_gradients(context.parameters, 1.0 / context.loss_scale)
+
+
+# --- An update that could make NaN of finite gradients is copied before and checked after it.
+
+
+class UpdateCheck:
+    """Goes with one update, from just before `optimizer.step()` to just after it."""
+
+    def __init__(self, context: Context, protect: Protection) -> None:
+        self._context = context
+        self._protect = protect
+        self.undo: UndoCopy | None = None
+        """Everything the update may touch, from before it."""
+        self.give_back: Callable[[], None] | None = None
+        """Gives back the gradients that were kept out of this update as outliers."""
+        self._at_risk = False
+        """Every rank checks this update, so that all of them undo it or none does."""
+
+    def prepare(self, reading: Reading, *, at_risk: bool = False) -> None:
+        """Keep outliers out where that is asked for, and copy what a risky update may touch.
+
+        `at_risk`: so it is on some rank, and all of them know.
+        """
+        self._at_risk = at_risk
+        if not self._protect.armed:
+            return
+        context = self._context
+        with self._protect.part("outliers"):
+            self.give_back = self._keep_out_outliers()
+        if self.undo is not None:
+            return
+        with self._protect.part("check of risky updates"):
+            if at_risk or risky_update(context.optimizer, context.lr_ceiling, reading.least_norm):
+                self.undo = UndoCopy(context.optimizer)
+
+    def _keep_out_outliers(self) -> Callable[[], None] | None:
+        """Tell of outliers; the call that gives skipped gradients back, None if none changed."""
+        outliers = self._context.outliers
+        if outliers is None:
+            return None
+        words = outliers.words()
+        if words:
+            self._context.outputs.note("outlier", words)
+        return outliers.act()
+
+    def copy_everything(self) -> None:
+        """For an optimizer that moves weights before the gradients can be judged."""
+        if self.undo is None and self._protect.armed:
+            with self._protect.part("copy before the update"):
+                self.undo = UndoCopy(self._context.optimizer)
+
+    def undone(self, reading: Reading) -> Reading | None:
+        """Undo an update that made something non-finite and name it; None for a good update."""
+        born: list[str] = []
+        if self.undo is not None and self._protect.armed:
+            with self._protect.part("check of risky updates"):
+                born = born_in_update(self._context)
+        by_rank = {self._context.agreement.world_rank: born} if born else {}
+        if self._at_risk:
+            # whatever has failed here, the other ranks wait for this one's word
+            with self._protect.region:
+                by_rank = self._of_all_ranks(born)
+        if not by_rank or self.undo is None:
+            return None
+        self.undo.restore()
+        names = next(iter(by_rank.values()))
+        ranks = tuple(by_rank) if self._at_risk else reading.bad_ranks
+        return replace(reading, bad_state=tuple(names), state_born=True, bad_ranks=ranks)
+
+    def _of_all_ranks(self, born: list[str]) -> dict[int, list[str]]:
+        """What the update has made non-finite, by rank: all of them undo it or none does.
+
+        All ranks know that it was at risk, so they come without meeting first.
+        """
+        agreement = self._context.agreement
+        if not agreement.any_rank(bool(born), self._context.parameters[0].device):
+            return {}
+        told = agreement.in_step(lambda: {"born": born}, "the check of a risky update")
+        found: dict[int, list[str]] = {}
+        for rank, facts in zip(agreement.deciding, told, strict=True):
+            if facts["born"]:
+                found[rank] = facts["born"]
+        return found
+
+
+# --- Wrappers around an optimizer that do something of their own in every step.
+
+
+def update(context: Context) -> bool:
+    """Make the update; False where the wrapper did not call the optimizer inside it."""
+    if context.outer is None:
+        context.optimizer.step()
+        return True
+    calls: list[bool] = []
+    counting = context.optimizer.register_step_post_hook(lambda *_: calls.append(True))
+    try:
+        context.outer.step()
+    finally:
+        counting.remove()
+    if not calls:
+        kind = type(context.outer).__name__
+        context.outputs.note("veto", f"no update: {kind} did not commit this step")
+    return bool(calls)
+
+
+def step_without_gradients(context: Context) -> None:
+    """Call the wrapper's step with nothing to update, where the other ranks call theirs."""
+    if context.outer is None:
+        return
+    manager = voting_manager(context.outer)
+    if manager is not None:
+        # no worker of this replica commits then, and torchft heals it from one that has
+        manager.report_error(RuntimeError(f"stepguard refused step {context.step}"))
+        context.outer.step()
+    elif context.agreement.apart:
+        with _hidden_gradients(context):
+            context.outer.step()
+
+
+def voting_manager(optimizer: Optimizer | None) -> Any:
+    """The manager that a wrapper of torchft asks before it steps; None for any other optimizer."""
+    manager = getattr(optimizer, "manager", None)
+    votes = callable(getattr(manager, "should_commit", None))
+    return manager if votes and callable(getattr(manager, "report_error", None)) else None
+
+
+@contextmanager
+def _hidden_gradients(context: Context) -> Iterator[None]:
+    """Hide the gradients from the optimizer inside only: an averager wants to see them."""
+    veto = GradientVeto(context)
+    optimizer = context.optimizer
+    before = optimizer.register_step_pre_hook(lambda *_: veto.hide())
+    after = optimizer.register_step_post_hook(lambda *_: _end(veto))
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def _end(veto: GradientVeto) -> None:
+    veto.give_back()
+    veto.put_back()

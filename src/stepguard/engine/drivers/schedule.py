@@ -4,15 +4,112 @@ it back.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
-from collections.abc import Sequence
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from stepguard.tensors.names import optimizer_parameter_ids
+
+# --- Kinds of optimizer that need a driver of their own: closures, fused kernels, wrapped ones.
+
+
+INSISTS = re.compile(r"assert closure\b(?! is None)|if closure is None:\s+raise")
+"""In the source of a `step` that cannot work without a closure."""
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Does `step` evaluate the loss from the start, as often as it likes?"""
+    if isinstance(optimizer, LBFGS):
+        return True
+    closure = _closure_parameter(optimizer)
+    if closure is None or closure.default is not closure.empty:
+        return False
+    return not evaluates_again(optimizer)
+
+
+def evaluates_again(optimizer: Optimizer) -> bool:
+    """Does `step` use the gradients that are there, then evaluate the loss again (SAM)?"""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    if all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step")):
+        return True
+    return _closure_parameter(optimizer) is not None and _insists(type(optimizer).step)
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Is it unable to step without a closure?"""
+    return needs_closure(optimizer) or evaluates_again(optimizer)
+
+
+def _closure_parameter(optimizer: Optimizer) -> inspect.Parameter | None:
+    with contextlib.suppress(TypeError, ValueError):
+        return inspect.signature(type(optimizer).step).parameters.get("closure")
+    return None
+
+
+@cache
+def _insists(step: Callable[..., Any]) -> bool:
+    """Does it refuse to work without a closure? Only its source text tells."""
+    with contextlib.suppress(OSError, TypeError):
+        text = inspect.getsource(inspect.unwrap(step))
+        return INSISTS.search(text) is not None
+    return False
+
+
+def calls_of_step(optimizer: Optimizer) -> int:
+    """Count the calls of its `step` that are running, one inside the other."""
+    # torch wraps every `step` in this function, so its frames are the calls
+    wrapper = Optimizer.profile_hook_step(Optimizer.step).__code__
+    frame: FrameType | None = sys._getframe()
+    count = 0
+    while frame is not None:
+        if frame.f_code is wrapper and frame.f_locals.get("self") is optimizer:
+            count += 1
+        frame = frame.f_back
+    return count
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
+    """Return the one optimizer inside another that updates the same parameters, else None."""
+    found = []
+    for item in vars(optimizer).values():
+        if isinstance(item, Optimizer) and item is not optimizer:
+            found.append(item)
+    if len(found) != 1:
+        return None
+    if optimizer_parameter_ids(optimizer) != optimizer_parameter_ids(found[0]):
+        return None
+    return found[0]
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Is every group fused, so that the kernel leaves everything alone when it is told to?"""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def found_inf(optimizer: Optimizer) -> Tensor | None:
+    """The flag that a scaler, or this guard, has given a fused optimizer."""
+    return getattr(optimizer, "found_inf", None)
+
+
+# --- The schedule advances only when the optimizer really stepped: a step found bad afterwards
+# takes it back.
+
 
 LENGTH_KEYS = ("total_steps", "T_max", "total_iters")
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -152,3 +249,256 @@ def scale_rates(optimizer: Optimizer, scheduler: Any, factors: Sequence[float]) 
         if hasattr(member, "base_lrs"):
             pairs = zip(member.base_lrs, factors, strict=False)
             member.base_lrs = [rate * factor for rate, factor in pairs]
+
+
+# --- Find the learning rates that groups and schedules declare: a warm-up is not a jump of the
+# rate.
+
+
+READ_FIRST = 4
+"""First steps at which the groups are read."""
+READ_EVERY = 64
+"""Steps between two readings of the groups after that."""
+FORESEEN = 512
+"""Steps of a schedule's future that are computed."""
+MOST_SEARCHES = 8
+"""How often a suspicious rate makes the guard search the schedules, in one run."""
+GROUP_KEYS = ("lr", "initial_lr", "max_lr")
+SCHEDULE_KEYS = ("base_lrs", "max_lrs")
+FACTOR_KEYS = ("start_factor", "end_factor", "factor")
+SAME_RATE = 1e-9
+
+
+def group_rates(optimizer: Optimizer) -> tuple[float, ...]:
+    """The learning rate of each group, 0 for one that lacks it; empty where all of them do."""
+    rates = [_number(group.get("lr")) for group in optimizer.param_groups]
+    if rates == [None] * len(rates):
+        return ()
+    return tuple(rate or 0.0 for rate in rates)
+
+
+def declared_rates(optimizer: Optimizer, scheduler: Any = None) -> tuple[float, ...]:
+    """The highest rate declared for each group: by the group, its schedule, or its future."""
+    found = [_stated(optimizer)]
+    for member in members(scheduler):
+        if member is not None:
+            found += _bases_and_peaks(optimizer, member)
+            found.append(_linear_end(member))
+    found.append(_future(optimizer, scheduler))
+    return _highest(found)
+
+
+class DeclaredRates:
+    """What is declared for one optimizer, remembered from when nothing was suspicious."""
+
+    def __init__(self, optimizer: Optimizer, scheduler: Any) -> None:
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        found = [_stated(optimizer)]
+        for member in _all_members(self._schedules()):
+            found += _bases_and_peaks(optimizer, member)
+        self._known = _highest(found)
+        self._bases = _bases_by_id(self._schedules())
+        self._searches = 0
+
+    def known(self, rates: tuple[float, ...], step: int, *, suspicious: bool) -> tuple[float, ...]:
+        """The highest declared rate of each group, read again where due; empty where it is not."""
+        if suspicious:
+            return self._search(rates)
+        if step < READ_FIRST or step % READ_EVERY == 0:
+            self._known = _highest([self._known, _stated(self._optimizer)])
+            return self._known
+        return ()
+
+    def position(self, rates: tuple[float, ...]) -> str:
+        """Name and position of the schedule of a watched loop, looked for among all objects; the
+        name alone where it has moved on since the step had these rates.
+        """
+        for scheduler in _schedules_of(self._optimizer):
+            if _equal(_per_group(getattr(scheduler, "_last_lr", None), len(rates)), rates):
+                return named_position(scheduler)
+            return type(scheduler).__name__
+        return ""
+
+    def _search(self, rates: tuple[float, ...]) -> tuple[float, ...]:
+        """A rate is far above everything known: has a schedule declared it all along?"""
+        if self._searches >= MOST_SEARCHES:
+            return self._known
+        self._searches += 1
+        schedules = self._schedules() or _schedules_of(self._optimizer)
+        if not schedules or self._overridden(schedules):
+            return self._known
+        found = [self._known]
+        for scheduler in schedules:
+            set_now = _per_group(getattr(scheduler, "_last_lr", None), len(rates))
+            if _equal(set_now, rates):
+                found += [set_now, declared_rates(self._optimizer, scheduler)]
+        self._known = _highest(found)
+        return self._known
+
+    def _schedules(self) -> list[Any]:
+        if self._scheduler is None:
+            return []
+        inner = getattr(self._scheduler, "_schedulers", None)
+        if inner is not None and not isinstance(self._scheduler, LRScheduler):
+            return list(inner)
+        return [self._scheduler]
+
+    def _overridden(self, schedules: list[Any]) -> bool:
+        """Was a state loaded into a schedule since? Then this program did not configure it.
+
+        The bases of a schedule that the guard was not given were never seen: they must be among
+        what the groups declared.
+        """
+        for key, bases in _bases_by_id(schedules).items():
+            seen = self._bases.get(key)
+            if seen is None and _any_above(bases, self._known):
+                return True
+            if seen is not None and seen != bases:
+                return True
+        return False
+
+
+def _all_members(schedules: list[Any]) -> list[Any]:
+    every: list[Any] = []
+    for scheduler in schedules:
+        every += members(scheduler)
+    return every
+
+
+def _bases_by_id(schedules: list[Any]) -> dict[int, tuple[float, ...]]:
+    every = _all_members(schedules)
+    return {id(member): _per_group(getattr(member, "base_lrs", None)) for member in every}
+
+
+def _stated(optimizer: Optimizer) -> tuple[float, ...]:
+    """What the groups themselves say, and what the optimizer was built with."""
+    built_with = _number(optimizer.defaults.get("lr")) or 0.0
+    stated: list[float] = []
+    for group in optimizer.param_groups:
+        rates = [_number(group.get(key)) or 0.0 for key in GROUP_KEYS]
+        stated.append(max(built_with, *rates))
+    return tuple(stated)
+
+
+def _bases_and_peaks(optimizer: Optimizer, scheduler: Any) -> list[tuple[float, ...]]:
+    """What a scheduler holds as plain numbers."""
+    count = len(optimizer.param_groups)
+    return [_per_group(getattr(scheduler, key, None), count) for key in SCHEDULE_KEYS]
+
+
+def _linear_end(scheduler: Any) -> tuple[float, ...]:
+    """LinearLR and ConstantLR may end above their base."""
+    top = 0.0
+    for key in FACTOR_KEYS:
+        top = max(top, _number(getattr(scheduler, key, None)) or 0.0)
+    return tuple(base * top for base in _per_group(getattr(scheduler, "base_lrs", None)))
+
+
+def _future(optimizer: Optimizer, scheduler: Any) -> tuple[float, ...]:
+    """The highest rates of the next steps, computed on a copy with a stand-in for the optimizer."""
+    if scheduler is None or wants_a_value(scheduler):
+        return ()
+    stand_in = _stand_in(optimizer)
+    highest: tuple[float, ...] = ()
+    try:
+        # the stand-in as the copy of the optimizer: else the parameters would be copied as well
+        ahead = copy.deepcopy(scheduler, {id(optimizer): stand_in})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(_length(scheduler)):
+                ahead.step()
+                rates = tuple(_number(group.get("lr")) or 0.0 for group in stand_in.param_groups)
+                highest = _highest([highest, rates])
+    except Exception:
+        # OneCycleLR raises at its end, and a schedule of the user's own may raise anything
+        return highest
+    return highest
+
+
+def _stand_in(optimizer: Optimizer) -> SimpleNamespace:
+    """Everything of an optimizer that schedulers use, without its parameters."""
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        groups.append({key: _copied(value) for key, value in group.items() if key != "params"})
+    return SimpleNamespace(
+        param_groups=groups,
+        step=_nothing,
+        state={},
+        defaults=dict(optimizer.defaults),
+        _opt_called=True,
+    )
+
+
+def _length(scheduler: Any) -> int:
+    lengths = [_number(getattr(scheduler, key, None)) for key in LENGTH_KEYS]
+    known = [length for length in lengths if length is not None]
+    return min(FORESEEN, int(max(known, default=FORESEEN)))
+
+
+def _schedules_of(optimizer: Optimizer) -> list[Any]:
+    """Find the schedulers of a watched loop, which the guard was not given."""
+    # torch wraps `optimizer.step` for its schedulers; without that mark there are none to find
+    if not hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
+        return []
+    # not isinstance: that would run `__class__` of any lazy object in the process
+    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
+    ours = [one for one in found if vars(one).get("optimizer") is optimizer]
+    nested: set[int] = set()
+    for one in ours:
+        # SequentialLR and ChainedScheduler step the ones they hold
+        nested.update(map(id, members(one)[1:]))
+    return [one for one in ours if id(one) not in nested]
+
+
+def _nothing() -> None:
+    return None
+
+
+# without this mark torch warns of an optimizer that it cannot track
+_nothing._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value)
+
+
+def _per_group(values: Any, count: int = 1) -> tuple[float, ...]:
+    """A list of rates, one a group; a single number stands for all of them."""
+    if isinstance(values, list | tuple):
+        return tuple(_number(value) or 0.0 for value in values)
+    rate = _number(values)
+    if rate is None:
+        return ()
+    return (rate,) * count
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return None
+
+
+def _equal(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
+    pairs = zip(some, others, strict=False)
+    return all(math.isclose(one, other, rel_tol=SAME_RATE) for one, other in pairs)
+
+
+def _any_above(rates: tuple[float, ...], limits: tuple[float, ...]) -> bool:
+    pairs = zip(rates, limits, strict=False)
+    return any(rate > limit * (1 + SAME_RATE) for rate, limit in pairs)
+
+
+def _highest(found: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    """Of each group the highest finite rate."""
+    highest: list[float] = []
+    for rates in found:
+        highest += [0.0] * (len(rates) - len(highest))
+        for group, rate in enumerate(rates):
+            if math.isfinite(rate):
+                highest[group] = max(highest[group], rate)
+    return tuple(highest)

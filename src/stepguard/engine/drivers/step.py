@@ -2,47 +2,345 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.fused import (
-    FusedUpdate,
-    kernel_unscales,
-    leaves_unscaling,
-    read_later,
+from stepguard.engine.drivers.scaler import (
+    UpdateCheck,
+    hold_scaler,
+    present_scale,
+    restore_scaler,
+    scaled,
+    scaler_copy,
+    step_without_gradients,
+    unscale,
+    update,
+    update_scaler,
+    voting_manager,
 )
-from stepguard.engine.drivers.outer_optimizer import step_without_gradients, update
-from stepguard.engine.drivers.scaler import hold_scaler, scaled, unscale, update_scaler
-from stepguard.engine.drivers.step_end import StepEnd, UpdateNotCalled
-from stepguard.engine.drivers.unguarded import unguarded_step, unguarded_update
-from stepguard.engine.drivers.update_check import UpdateCheck
+from stepguard.engine.drivers.schedule import (
+    ScheduleCopy,
+    evaluates_again,
+    found_inf,
+    takes_found_inf,
+)
 from stepguard.engine.incident.exceptions import Exceptions
-from stepguard.engine.incident.outcome import (
+from stepguard.engine.incident.run_facts import (
     leaves_out,
     let_through,
     rewinds,
     skipped_after_all,
     with_left_out,
 )
+from stepguard.engine.probes import ForecastCheck, Looks, SilentCheck
 from stepguard.engine.protect import Protection
-from stepguard.engine.reader import MicroLoss, Pending, micro_loss
-from stepguard.engine.recover.partial_step import (
+from stepguard.engine.reader import MicroLoss, Pending, micro_loss, own_norm
+from stepguard.engine.recover.rewind import (
+    Rewinder,
     good_micro_batches,
     micro_batch_words,
+    run_again,
     without_samples,
 )
-from stepguard.engine.recover.rerun import run_again
-from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.result import StepResult
 from stepguard.engine.transaction import Transaction
 from stepguard.records import Incident, Reading
-from stepguard.records.verdict import Verdict
-from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
+from stepguard.records.incident import OK, Verdict
+from stepguard.sentinel.gradients import (
+    GradientMark,
+    GradientNorm,
+    clip,
+    gradient_norm,
+    scale_gradients,
+)
+from stepguard.state.batch import LossFn, Step
+from stepguard.state.buffers import UndoCopy
 from stepguard.state.rng import capture_rng, restore_rng
-from stepguard.state.step import LossFn, Step
+from stepguard.tensors.torch_private import check_scaled_gradients
+
+# --- Fused optimizers: the device vetoes through `found_inf`, the host reads it one step later.
+
+
+def read_later(context: Context) -> bool:
+    """Is this update read one step later? Outliers must be known before the update."""
+    if not takes_found_inf(context.optimizer) or voting_manager(context.outer) is not None:
+        return False
+    # where a scaler has set its own flag, the kernel decides in any case
+    return context.outliers is None or found_inf(context.optimizer) is not None
+
+
+def leaves_unscaling(context: Context) -> bool:
+    """Does the kernel divide the gradients by the scale, as where a scaler calls the optimizer?
+
+    Not where they are clipped before: a loop has to unscale them for that.
+    """
+    if context.scaler is None or not context.scaling() or context.config.clip_norm is not None:
+        return False
+    return read_later(context) and context.outer is None and not context.sharded
+
+
+@contextmanager
+def kernel_unscales(context: Context) -> Iterator[None]:
+    """Give the kernel the scale that the gradients carry, where it is to divide by it."""
+    if not leaves_unscaling(context):
+        yield
+        return
+    assert context.scaler is not None
+    check_scaled_gradients(context.scaler, context.optimizer)
+    context.optimizer.grad_scale = present_scale(context)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del context.optimizer.grad_scale  # type: ignore[attr-defined]
+
+
+class FusedUpdate:
+    """An update that has been issued and whose verdict is not read yet."""
+
+    def __init__(self, context: Context, step: Step, pending: Pending, result: StepResult) -> None:
+        self.step = step
+        self.pending = pending
+        self.result = result
+        self.flag = pending.suspect()
+        """On the device: not 0 where the kernel leaves everything alone."""
+        if not all(map(math.isfinite, pending.lr)):
+            self.flag.fill_(1.0)
+        self._schedule: ScheduleCopy | None = None
+        if context.scheduler is not None:
+            self._schedule = ScheduleCopy(context.scheduler, context.optimizer)
+        self._scaler = scaler_copy(context)
+        self._without_state: list[Tensor] = []
+        state = context.optimizer.state
+        if len(state) < len(context.parameters):
+            self._without_state = [p for p in context.parameters if p not in state]
+        self._gradients: GradientMark | None = None
+        self._reading: Reading | None = None
+        """The numbers, once they have been waited for."""
+
+    def update(self, context: Context) -> None:
+        """Step, unless the device finds something non-finite."""
+        optimizer = context.optimizer
+        optimizer.found_inf = self.flag  # type: ignore[attr-defined]
+        try:
+            context.stepped.step()
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+
+    def issued(self, context: Context) -> None:
+        """The update is on its way; from now on the loop may drop the gradients."""
+        self._gradients = GradientMark(context.parameters)
+
+    def read(self, transaction: Transaction) -> Reading | None:
+        """Wait for the numbers of this update; None where the guard is disarmed."""
+        if not transaction.protect.armed:
+            return None
+        if self._reading is not None:
+            return self._reading
+        with transaction.protect.region:
+            gone = self._gradients is not None and self._gradients.gone()
+            self.step.grads_gone |= gone
+            reading = transaction.read(self.pending, grads_gone=gone)
+            self.step.scale = reading.scale or transaction.context.loss_scale
+            self._reading = reading
+            return reading
+        return None
+
+    def vetoed(self, reading: Reading) -> bool:
+        """Did the device leave the parameters alone? The test of `Pending.suspect`, on the host."""
+        if self.pending.overflow_passes and reading.loss_overflow:
+            return False
+        if reading.alarm or reading.bad_state or not all(map(math.isfinite, reading.lr)):
+            return True
+        seen = (reading.loss, reading.grad_norm, *reading.micro_losses)
+        for value in (*seen, *reading.components.values()):
+            if value is not None and not math.isfinite(value):
+                return True
+        return False
+
+    def waits_for_ranks(self, transaction: Transaction) -> bool:
+        """Was it refused, so that all ranks have to come to what is done about it?"""
+        if transaction.context.agreement.size == 1:
+            return False
+        reading = self.read(transaction)
+        return reading is not None and self.vetoed(reading)
+
+    def take_back(self, context: Context, *, calibrating: bool, schedule: bool = True) -> None:
+        """Undo what the host did on the assumption that the update would go through."""
+        if self._schedule is not None and schedule:
+            self._schedule.restore()
+        for parameter in self._without_state:
+            # the kernel changed nothing, but the optimizer made state for it
+            context.optimizer.state.pop(parameter, None)
+        if not calibrating:
+            self.step.buffers.restore()
+            context.attached.restore()
+            restore_scaler(context, self._scaler)
+
+
+# --- Bookkeeping once the fate of a step is known: hooks, history, budget, snapshots, journal.
+
+
+ANCHOR_EVERY = 16
+"""Committed steps between two remembered healthy batches."""
+
+
+class UpdateNotCalled:
+    """A step whose `optimizer.step()` the guard has not called: only buffers have moved."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def stop(self) -> None:
+        """Nothing to stop: the guard does not call it."""
+
+    def restore_buffers(self) -> None:
+        self._context.put_back()
+
+
+class StepEnd:
+    """What a committed or a dropped step leaves behind, the same for every driver."""
+
+    def __init__(self, context: Context, protect: Protection, rewinder: Rewinder) -> None:
+        self._context = context
+        self._protect = protect
+        self._rewinder = rewinder
+        self.looks = Looks(context, protect)
+        self._silent = SilentCheck(context)
+        self.looks.heard.append(self._silent.looked)
+        self._forecast = ForecastCheck(context, self.looks.schedule)
+        self.looks.heard.append(self._forecast.looked)
+
+    def committed(self, step: Step, reading: Reading | None) -> None:
+        """The update went through. `reading` is None where a disarmed guard did not read it."""
+        for hook in self._context.commit_hooks:
+            hook()
+        # an infinity that the loss shows is not one that the model has absorbed
+        self.looks.finish(committed=reading is None or not reading.loss_overflow)
+        if reading is None or not self._protect.armed:
+            return
+        with self._protect.region:
+            add_to_history(self._context, step, reading)
+        with self._protect.part("comparison of the ranks"):
+            for tell in self._context.step_hooks:
+                tell(step)
+        with self._protect.part("silent failures"):
+            self._silent.committed(reading)
+        with self._protect.part("forecast"):
+            self._forecast.read(reading)
+        with self._protect.part("journal"):
+            write_step(self._context, reading, committed=True)
+        with self._protect.part("snapshots"):
+            self._rewinder.committed(reading.step + 1)
+
+    def dropped(self, reading: Reading | None) -> None:
+        """The update did not happen."""
+        self.looks.finish(committed=False)
+        if reading is None or not self._protect.armed:
+            return
+        if reading.overflow:
+            with self._protect.part("forecast"):
+                self._forecast.read(reading)
+        with self._protect.part("journal"):
+            write_step(self._context, reading, committed=False)
+
+    def run_ended(self, error: BaseException | None) -> None:
+        """Nothing more will come. A run that an error cut short says little about its loop."""
+        if error is None:
+            with self._protect.part("silent failures"):
+                self._silent.run_ended()
+
+
+def add_to_history(context: Context, step: Step, reading: Reading) -> None:
+    """Learn from a healthy step what this run looks like."""
+    context.history.add(reading)
+    context.overflows_in_a_row = 0
+    if reading.scale is not None:
+        context.worked_scale = max(reading.scale, context.worked_scale or 0.0)
+    context.budget = context.budget.committed()
+    if context.outliers is not None:
+        context.outliers.committed()
+    done = context.history.committed
+    if done < ANCHOR_EVERY or done % ANCHOR_EVERY == 1 or context.anchor is None:
+        keep_anchor(context, step, reading)
+
+
+def keep_anchor(context: Context, step: Step, reading: Reading) -> None:
+    """Remember this step as healthy, so that its batch can be tried on later weights."""
+    loss = reading.judged_loss
+    if step.replayable and loss is not None and math.isfinite(loss):
+        context.anchor = (step, loss)
+
+
+def write_step(context: Context, reading: Reading, *, committed: bool) -> None:
+    """Write the one line of this step."""
+    if reading.overflow:
+        context.overflows_in_a_row += 1
+    context.outputs.step(reading, committed=committed)
+
+
+# --- The plain step of a disarmed guard: what the user's own loop would do.
+
+
+def unguarded_step(context: Context, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
+    """Forward, backward and update without a look at anything."""
+    context.stepped.zero_grad(set_to_none=True)
+    for batch in micro_batches:
+        loss, _ = micro_loss(loss_fn(batch), batch, context)
+        torch.autograd.backward(scaled(context, loss))
+    unscale(context)
+    return unguarded_update(context)
+
+
+def unguarded_update(context: Context) -> StepResult:
+    """Clip and update, unless ranks that are still armed refuse the step."""
+    # Armed ranks measure before they exchange what they saw: the same order of collectives.
+    norm = _norm_of_ranks(context)
+    if context.agreement.stay(context.step, context.parameters) and not context.scaling():
+        step_without_gradients(context)
+        context.step += 1
+        return StepResult().resolve(None, committed=False)  # a scaler would refuse by itself
+    if context.config.clip_norm is not None and norm is not None:
+        clip(context.parameters, context.config.clip_norm, norm)
+    elif context.config.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(context.parameters, context.config.clip_norm)
+    committed = _scaled_or_plain_update(context)
+    context.step += 1
+    if committed:
+        context.advance_schedule()
+        for hook in context.commit_hooks:
+            hook()
+    return StepResult().resolve(None, committed=committed)
+
+
+def _norm_of_ranks(context: Context) -> GradientNorm | None:
+    """Measure sharded gradients that are to be clipped, unless that was done before the fault."""
+    if not context.sharded or context.config.clip_norm is None:
+        return None
+    if context.norm_of_ranks is not None and context.norm_of_ranks[0] == context.step:
+        return context.norm_of_ranks[1]
+    return own_norm(context)
+
+
+def _scaled_or_plain_update(context: Context) -> bool:
+    """Did the optimizer really step?"""
+    if context.scaler is None or not context.scaling():
+        context.stepped.step()
+        return True
+    before = context.scaler.get_scale()
+    context.scaler.step(context.optimizer)
+    context.scaler.update()
+    # a scaler lowers its scale exactly when it has refused the step
+    return context.scaler.get_scale() >= before
+
+
+# --- `guard.step`: the guard runs the step, so it can replay it exactly.
 
 
 class StepDriver:
@@ -409,3 +707,205 @@ class StepDriver:
         second = run_again(self, fused.step, incident, late=True)
         if second is not None:
             fused.result.take_over(second)
+
+
+# --- Optimizers that call the loss several times a step (LBFGS, SAM).
+
+
+class ClosureDriver(StepDriver):
+    """`guard.step` for LBFGS, and for SAM, whose first gradients come before its closure."""
+
+    def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
+        """One step, whose loss the optimizer may evaluate several times."""
+        context = self.context
+        step = self.begin(loss_fn, micro_batches)
+        if step is None:
+            return self._unguarded_closure(loss_fn, micro_batches)
+        step.began = capture_rng()
+        evaluations = Evaluations(self, step)
+        undo: UndoCopy | None = None
+        try:
+            if evaluates_again(context.optimizer):
+                evaluations.evaluate()
+            if not evaluations.vetoed:
+                undo = UndoCopy(context.optimizer)
+                context.optimizer.step(evaluations.closure)
+        except Exception as error:
+            if undo is not None:
+                undo.restore()  # a line search may have moved the weights already
+            incident = self.exceptions.in_step(step, error)
+            if incident is None:
+                raise
+            return self.without_step(incident)
+        reading = evaluations.first
+        if evaluations.vetoed and reading is not None:
+            return self._undone(step, undo, evaluations, reading)
+        self.after_update()
+        if reading is not None:
+            self._end(step, reading, committed=True)
+        return StepResult().resolve(reading, committed=True)
+
+    def _undone(
+        self, step: Step, undo: UndoCopy | None, evaluations: Evaluations, reading: Reading
+    ) -> StepResult:
+        """Put everything back as it was before a step with a bad evaluation."""
+        unknown = undo.restore() if undo is not None else ()
+        if unknown:
+            names = ", ".join(unknown)
+            self.context.outputs.note(
+                "veto", f"the update was vetoed, but {names} cannot be compared"
+            )
+        self.context.buffers.restore()
+        for parameter, gradient in evaluations.bad_gradients:
+            parameter.grad = gradient
+        self.step_end.dropped(reading)
+        self.context.step += 1
+        incident = self.transaction.conclude(skipped_after_all(evaluations.incident))
+        second = run_again(self, step, incident)
+        if second is not None:
+            return second
+        return StepResult().resolve(reading, committed=False, incident=incident)
+
+    def _unguarded_closure(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
+        """The step of a disarmed guard."""
+        optimizer = self.context.optimizer
+
+        def closure() -> float:
+            optimizer.zero_grad(set_to_none=True)
+            total = 0.0
+            for batch in micro_batches:
+                loss = loss_fn(batch)
+                assert isinstance(loss, Tensor)
+                torch.autograd.backward(loss)
+                total += float(loss)
+            return total
+
+        if evaluates_again(optimizer):
+            closure()
+        optimizer.step(closure)
+        self.after_update()
+        self.context.step += 1
+        return StepResult().resolve(None, committed=True)
+
+
+class Evaluations:
+    """The evaluations of one step. After a bad one the rest are cut short by zero gradients."""
+
+    def __init__(self, driver: StepDriver, step: Step) -> None:
+        self._driver = driver
+        self._step = step
+        self.first: Reading | None = None
+        self.incident: Incident | None = None
+        self.vetoed = False
+        self.bad_gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._last: Tensor | None = None
+
+    def closure(self) -> Any:
+        """What the optimizer calls."""
+        if self.vetoed and self._last is not None:
+            return self._last
+        return self.evaluate()
+
+    def evaluate(self) -> Any:
+        """Run forward and backward, and read what they leave."""
+        self._step.rng.clear()
+        losses = self._driver.forward_backward(self._step)
+        totals = [m.total.reshape(()) for m in losses]
+        self._last = sum(totals[1:], start=totals[0])  # in order, as a loop adds them
+        if self._driver.protect.armed:
+            with self._driver.protect.region:
+                self._read(losses)
+        return self._last
+
+    def _read(self, losses: list[MicroLoss]) -> None:
+        """Read, agree and judge one evaluation."""
+        context = self._driver.context
+        transaction = self._driver.transaction
+        pending = transaction.reader.issue(losses)
+        reading, verdict = transaction.assess(self._step, transaction.read(pending))
+        if self.first is not None and verdict.finite_anomaly:
+            verdict = OK  # along a line search losses say nothing about the run
+        self.first = self.first or reading
+        if verdict.bad:
+            update = ClosureUpdate(self._step, context.optimizer)
+            incident = transaction.respond(self._step, reading, verdict, update)
+            if not let_through(verdict, incident):
+                self.incident = incident
+                self.first = reading
+                self.vetoed = True
+                self.bad_gradients = update.silence()
+                return
+        if context.config.clip_norm is not None and pending.norm is not None:
+            clip(
+                context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm
+            )
+
+
+class ClosureUpdate:
+    """An update in the middle of its evaluations; gradients of zero end a line search at once."""
+
+    def __init__(self, step: Step, optimizer: Optimizer) -> None:
+        self._step = step
+        self._optimizer = optimizer
+
+    def stop(self) -> None:
+        """Nothing yet: the gradients are needed until the step is located (see `silence`)."""
+
+    def restore_buffers(self) -> None:
+        self._step.buffers.restore()
+
+    def silence(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Put zeros in the place of the gradients, and return those."""
+        kept = []
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                kept.append((parameter, parameter.grad))
+                parameter.grad = torch.zeros_like(parameter)
+        return kept
+
+
+def checked_once(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[], Any]:
+    """A closure that is checked after it ran, for optimizers that call it once."""
+
+    def checked() -> Any:
+        with torch.enable_grad():
+            out = closure()
+        check()
+        return out
+
+    return checked
+
+
+class Evaluated(Protocol):
+    """Checks the evaluations of one watched step."""
+
+    vetoing: bool
+
+    def forget(self) -> None:
+        """Drop what was observed of an evaluation that is made again."""
+
+    def check(self, *, again: bool = False) -> None:
+        """Read and judge what an evaluation left."""
+
+
+class CheckedClosure:
+    """The user's closure for LBFGS and SAM: each evaluation is checked, a bad one ends the rest."""
+
+    def __init__(
+        self, watcher: Evaluated, closure: Callable[[], Any], *, again: bool = False
+    ) -> None:
+        """`again`: the step has been evaluated once already."""
+        self._watcher = watcher
+        self._closure = closure
+        self._last: Any = None
+        self._again = again
+
+    def __call__(self) -> Any:
+        if self._watcher.vetoing:
+            return self._last
+        self._watcher.forget()
+        with torch.enable_grad():
+            self._last = self._closure()
+        self._watcher.check(again=self._again)
+        self._again = True
+        return self._last

@@ -8,8 +8,10 @@ and the pre-clip norm are observed through patched torch functions (sentinel/tor
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,25 +20,597 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from stepguard.detect.judge import alarming
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.closure import CheckedClosure, checked_once
-from stepguard.engine.drivers.judged_step import JudgedStep
-from stepguard.engine.drivers.optimizer_kinds import (
+from stepguard.engine.drivers.scaler import UpdateCheck, present_scale
+from stepguard.engine.drivers.schedule import (
     calls_of_step,
     evaluates_again,
     found_inf,
     inner_optimizer,
     needs_closure,
 )
-from stepguard.engine.drivers.scaler import present_scale
-from stepguard.engine.drivers.update_check import UpdateCheck
+from stepguard.engine.drivers.step import (
+    CheckedClosure,
+    FusedUpdate,
+    StepEnd,
+    checked_once,
+    read_later,
+)
+from stepguard.engine.incident.closer_look import stored_trouble
+from stepguard.engine.incident.exceptions import Exceptions
+from stepguard.engine.incident.run_facts import let_through
 from stepguard.engine.protect import Protection
-from stepguard.engine.reader import count_labels
+from stepguard.engine.reader import Pending, count_labels
 from stepguard.engine.recover.rewind import Rewinder
-from stepguard.engine.watch.schedule_rollback import ScheduleRollback
+from stepguard.engine.result import StepResult
+from stepguard.engine.transaction import Transaction, VetoedUpdate
+from stepguard.engine.watch.live_tracing import LiveTracing, ScheduleRollback
+from stepguard.engine.watch.model_calls import MicroBatches, ModelCalls, StepBoundary
+from stepguard.engine.watch.observed_loss import GradientVeto, ObservedLoss
+from stepguard.engine.watch.shared_backward import SharedBackward, Sharing
 from stepguard.engine.wiring import Wiring, owners
+from stepguard.locate.origins import Attempt
+from stepguard.records import Incident, Reading
+from stepguard.records.incident import OK, Verdict
 from stepguard.sentinel.torch_patches import Update, inside_backward, listen
-from stepguard.state.step import LossFn, total_loss, unwrapped
+from stepguard.state.batch import LossFn, Step, total_loss, unwrapped
+from stepguard.state.buffers import BufferKeeper
+
+# --- What a watched step is made of, and how it begins and ends.
+
+
+NOT_REMEMBERED = (
+    "buffers stay as the step left them, because no call of the model was seen to begin it"
+)
+
+
+class WatchedStep:
+    """The parts of one watch driver, and the step at hand."""
+
+    def __init__(
+        self, context: Context, protect: Protection, rewinder: Rewinder, wiring: Wiring
+    ) -> None:
+        self.context = context
+        self.protect = protect
+        self.rewinder = rewinder
+        self.wiring = wiring
+        self.tracing = LiveTracing(context)
+        self.transaction = Transaction(
+            context, protect, rewinder, self.tracing.locate, reruns=False
+        )
+        self.reader = self.transaction.reader
+        self.step_end = StepEnd(context, protect, rewinder)
+        self.looks = self.step_end.looks
+        self.exceptions = Exceptions(context, protect, self.transaction)
+        self.observed = ObservedLoss(context, self.reader.announce)
+        self.rollback = ScheduleRollback(context)
+        self.model_calls = ModelCalls(context.model, protect, self._model_called, self.raised)
+        self.micro_batches = MicroBatches(self.not_listening)
+        self.boundary = StepBoundary(context.roots.values(), self._step_begins)
+        self.shared = SharedBackward(self)
+        self._listening = True
+        self.dropped = False
+        """The last update was vetoed, as far as is known by now: a fused one is read later."""
+        self._commits = 0
+        """Updates that went through."""
+        self._averaged: weakref.WeakKeyDictionary[AveragedModel, int] = weakref.WeakKeyDictionary()
+        """Averages of this model -> updates that had gone through when each was last updated."""
+        # --- of the step at hand
+        self._reading: Reading | None = None
+        self._incident: Incident | None = None
+        self.vetoing = False
+        """This step has been found bad: its update must not happen."""
+        self._veto = GradientVeto(context)
+        self._check = UpdateCheck(context, protect)
+        self._begun = False
+        """The update before this one has been closed."""
+        self._remembered = False
+        """Buffers are known as they were before this step."""
+        self._timeline = 0
+        """Rewinds before this step began: older gradients belong to weights that are gone."""
+        context.resources.callback(self.boundary.close)
+        context.resources.callback(self.shared.leave)
+        self.remember()
+        context.buffers.mark()
+
+    # --- a step begins --------------------------------------------------------------------------
+
+    def _model_called(self, arguments: dict[str, Any]) -> None:
+        self.boundary.root_called()
+        self.context.habits.calls += 1
+        self.tracing.model_called(arguments)
+        self.looks.saw_batch(arguments)
+
+    def _step_begins(self) -> None:
+        """Nothing of the next step has run yet; what the loop did since the update is its own."""
+        with self.tracing.paused():
+            self.between()
+            if self.context.buffers.norms_ran():
+                self.boundary.doubt()
+            if not self._remembered or not self.context.buffers.norms_ran():
+                self.remember()
+        self._timeline = self.context.budget.rewinds
+        self.looks.begin()
+
+    def between(self) -> None:
+        """The loop is between two steps; a snapshot needs the last one closed."""
+        if self.rewinder.snapshots.due():
+            self._begin()
+        if self.protect.armed:
+            with self.protect.part("snapshots and checkpoints"):
+                self.rewinder.snapshots.between_steps()
+
+    def remember(self) -> None:
+        """Remember buffers and attributes of modules as they are now."""
+        if self.protect.armed:
+            with self.protect.region:
+                self.context.remember()
+        self._remembered = self.protect.armed
+
+    def settle(self, *, inside: bool = False) -> bool:
+        """Read a step whose verdict is still on the device, where there is one."""
+        return False
+
+    def _begin(self) -> None:
+        """The loop has come to the next update: close the last one first."""
+        if self._begun:
+            return
+        self._begun = True
+        moved: bool | None = None
+        if self.protect.armed:
+            with self.protect.region:
+                moved = self.rollback.moved()
+        with self.tracing.paused():
+            taken_back = self.settle()
+        self._take_back_schedule(None if taken_back else moved)
+
+    def _take_back_schedule(self, moved: bool | None = None) -> None:
+        if self.protect.armed:
+            with self.protect.region:
+                self.rollback.take_back(moved)
+
+    # --- what it is made of ---------------------------------------------------------------------
+
+    @contextmanager
+    def not_listening(self) -> Iterator[None]:
+        """What runs in here is the guard's own, not the next step."""
+        before = self._listening
+        self._listening = False
+        try:
+            with self.model_calls.pausing():
+                yield
+        finally:
+            self._listening = before
+
+    def _end_trace(self) -> None:
+        """From here on the guard works, not the user."""
+        self.tracing.pause()
+        self.looks.gradients_ready()
+        if self.protect.armed:
+            with self.protect.part("live tracing"):
+                self.tracing.finish()
+
+    def _issue(self) -> Pending:
+        self.reader.start()
+        return self.reader.issue(self.observed.losses, self.observed.norm())
+
+    def _step(self, reading: Reading | None) -> Step:
+        """The step at hand, as far as it can be run again."""
+        context = self.context
+        step = Step(
+            *(context.step, context.model, context.optimizer, context.modules, context.buffers),
+            sharded=context.sharded,
+            summed_in_half=all(loss.summed_in_half for loss in self.observed.losses),
+        )
+        scale = (reading.scale if reading is not None else None) or 1.0
+        if self.micro_batches.complete(step, len(self.observed.losses)):
+            step.clip_norm = context.config.clip_norm
+            step.grads_gone = self.observed.clipped
+            step.scale = scale
+            return step
+        step.model_fn = self.model_calls.model_fn()
+        if step.model_fn is None:
+            step.scale = scale
+            return step
+        # the gradients of the outputs already carry the loss scale, so the step's own stays 1
+        calls = self.model_calls.calls
+        step.micro_batches = tuple(call.as_batch() for call in calls)
+        step.rng = [call.rng for call in calls]
+        step.lines = tuple(call.line for call in calls)
+        return step
+
+    def raised(self, error: BaseException | None, attempt: Attempt | None = None) -> None:
+        """An exception passes through the model or its backward, and not in a replay."""
+        if self._listening:
+            self.looks.close()
+            with self.tracing.paused(), self.not_listening():
+                self.exceptions.in_loop(self._step(None), error, attempt)
+
+    def forget(self) -> None:
+        """Drop what was observed of a step that is over, or of a repeated evaluation."""
+        self.observed.clear()
+        self.model_calls.clear()
+        self.micro_batches.clear()
+
+    # --- how its update is stopped (transaction.VetoedUpdate) -----------------------------------
+
+    def stop(self) -> None:
+        """Hide the gradients from the optimizer."""
+        self._veto.hide(self._check.undo)
+
+    def restore_buffers(self) -> str:
+        """Put back the buffers; in words where the beginning of the step was not seen."""
+        if not self._remembered:
+            return NOT_REMEMBERED
+        self.context.put_back()
+        return ""
+
+    # --- a step ends ----------------------------------------------------------------------------
+
+    def _conclude(self, incident: Incident | None, *, hold: bool) -> None:
+        """Apply and record. That may change the schedule, so it is held as it is afterwards."""
+        try:
+            self.transaction.conclude(incident)
+        finally:
+            if hold and self.protect.armed:
+                with self.protect.region:
+                    self.rollback.vetoed()
+
+    def _close_books(self, step: Step, reading: Reading | None, *, committed: bool) -> None:
+        if committed:
+            self._commits += 1
+            self.step_end.committed(step, reading)
+        else:
+            self.step_end.dropped(reading)
+
+    def _end_step(self, *, counts: bool = True) -> None:
+        """The update is over. `counts`: it was a step of this guard."""
+        if counts and not self.vetoing and self.protect.armed:
+            with self.protect.part("silent failures"):
+                self.observed.update_made()
+        self._reading = None
+        self._incident = None
+        self.vetoing = False
+        self._check = UpdateCheck(self.context, self.protect)
+        self._begun = False
+        self.forget()
+        self.shared.stepped()
+        if counts and not self._rewound():
+            self.context.step += 1
+        self._timeline = self.context.budget.rewinds
+        self._remembered = False
+        self.context.buffers.mark()
+        self.boundary.open()
+        if not self.boundary.reliable:
+            # then nothing may tell where the next step begins
+            self.remember()
+        if self.protect.armed:
+            with self.protect.part("live tracing"):
+                self.tracing.begin()
+
+    def _rewound(self) -> bool:
+        """Has the state been put back since this step's forward pass?"""
+        return self._timeline != self.context.budget.rewinds
+
+
+# --- A watched loop with a fused optimizer: the kernel takes the verdict, the host reads it
+# later.
+
+
+DROPPED_FOR_ANOTHER = "update dropped: another optimizer of the same backward pass found a bad step"
+
+
+class FusedWatchedStep(WatchedStep):
+    """The part of a watch driver that is about updates which were issued and not read yet."""
+
+    _fused: FusedUpdate | None = None
+    _own_flag = False
+    """`optimizer.found_inf` was set by the guard, not by the user's scaler."""
+
+    def _flag(self, pending: Pending) -> None:
+        """Tell the kernel and read later. The flag of a scaler is kept and joined."""
+        optimizer = self.context.optimizer
+        fused = FusedUpdate(self.context, self._step(None), pending, StepResult())
+        theirs = found_inf(optimizer)
+        if theirs is not None:
+            fused.flag = torch.maximum(theirs, fused.flag.to(theirs))
+        optimizer.found_inf = fused.flag  # type: ignore[attr-defined]
+        self._own_flag = theirs is None
+        self._fused = fused
+
+    def _issued(self, fused: FusedUpdate) -> None:
+        """A fused update is on its way."""
+        if self.protect.armed:
+            with self.protect.region:
+                self.reader.after_update()
+                fused.issued(self.context)
+        try:
+            self.dropped = False
+            changed = self.context.buffers.changing() or bool(self.context.attached)
+            if not self._remembered or changed:
+                # changed buffers cannot wait: the next forward needs them put back
+                self.dropped = self.settle(inside=True)
+            else:
+                fused.step.buffers = BufferKeeper(())
+        finally:
+            self._end_step()
+
+    def waits_for_ranks(self) -> bool:
+        """Was the last step refused by the device, and have the ranks not dealt with it yet?"""
+        return self._fused is not None and self._fused.waits_for_ranks(self.transaction)
+
+    def settle(self, *, inside: bool = False) -> bool:
+        """Read a fused step whose verdict is still on the device; `inside`: in optimizer.step().
+
+        True when it was vetoed, and what the loop has done since has been taken back.
+        """
+        fused = self._fused
+        self._fused = None
+        if fused is None:
+            return False
+        reading = fused.read(self.transaction)
+        if reading is None:
+            self._close_books(fused.step, None, committed=not bool(fused.flag))
+            return False
+        reading, verdict = self.transaction.assess(fused.step, reading)
+        self.transaction.note(reading, verdict)
+        together = fused.pending.others_bad
+        refused = verdict.bad or together
+        vetoed = fused.vetoed(reading) or together
+        if vetoed:
+            self._take_back(fused, refused=refused)
+        self._finish_fused(fused, reading, verdict, vetoed=vetoed, inside=inside)
+        if together and not verdict.bad:
+            self.context.outputs.note("veto", DROPPED_FOR_ANOTHER)
+        return vetoed and refused
+
+    def _take_back(self, fused: FusedUpdate, *, refused: bool) -> None:
+        """The kernel left everything alone: take back what the host did in the meantime."""
+        if not refused:
+            self.rollback.scaler_skipped()
+            return
+        every_step = self.rollback.every_step
+        fused.take_back(self.context, calibrating=False, schedule=every_step)
+        if self._commits in self._averaged.values():
+            told = "an AveragedModel took in the weights once more after the vetoed update"
+            self.context.outputs.note("veto", told)
+
+    def _finish_fused(
+        self, fused: FusedUpdate, reading: Reading, verdict: Verdict, *, vetoed: bool, inside: bool
+    ) -> None:
+        if not verdict.bad:
+            self._close_books(fused.step, reading, committed=not vetoed)
+            return
+        incident = self.transaction.respond(
+            fused.step, reading, verdict, None, committed=not vetoed
+        )
+        self._close_books(fused.step, reading, committed=not vetoed)
+        self._conclude(incident, hold=vetoed and inside)
+
+
+# --- The verdict of a watched step: judge it, decide with other optimizers, commit or put back.
+
+
+class UpdateNotReached:
+    """An update that the loop has not come to: only buffers have to be put back."""
+
+    def __init__(self, driver: JudgedStep) -> None:
+        self._driver = driver
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+    def restore_buffers(self) -> str:
+        return self._driver.restore_buffers()
+
+
+class JudgedStep(FusedWatchedStep):
+    """The part of a watch driver that judges the step at hand."""
+
+    def __init__(
+        self, context: Context, protect: Protection, rewinder: Rewinder, wiring: Wiring
+    ) -> None:
+        super().__init__(context, protect, rewinder, wiring)
+        self._not_reached = UpdateNotReached(self)
+        self._dropped_late = False
+        """The update is dropped for an optimizer that was refused before this one stepped."""
+        self._dropped_for: JudgedStep | None = None
+        """Another optimizer of the same backward pass, whose incident drops this update."""
+
+    # --- the verdict ----------------------------------------------------------------------------
+
+    def check(self, *, again: bool = False) -> None:
+        """Read and judge gradients before they are used. `again`: a further evaluation."""
+        self._end_trace()
+        late = read_later(self.context)
+        sharing = [] if again else self.shared.waiting()
+        pending: Pending | None = None
+        if self.protect.armed:
+            with self.protect.region:
+                pending = self._issue_with(sharing)
+        if pending is None:
+            self._check_disarmed()
+            return
+        self.wiring.update(pending.norm)
+        if late:
+            with self.protect.region:
+                self._flag(pending)
+            self.looks.before_update()
+            return
+        reading = self._read(pending)
+        if reading is None:
+            return
+        damaged = self._damaged_peer(sharing, reading)
+        if damaged is None:
+            self._judge(self._step(reading), reading, self, again=again)
+        self._decide_together(sharing, pending, damaged)
+        if not self.vetoing and self._check.undo is None:
+            self._check.prepare(reading, at_risk=pending.at_risk)
+            self._veto.give_back_later(self._check.give_back)
+            self.looks.before_update()
+
+    def _issue_with(self, sharing: list[Sharing]) -> Pending:
+        """Gradients of other optimizers from the same backward pass are tested in one packet."""
+        self.reader.start()
+        others = self.shared.norm_of_others(sharing)
+        pending = self.reader.issue(self.observed.losses, self.observed.norm(), others)
+        self.shared.norm = pending.norm.total if pending.norm is not None else None
+        return pending
+
+    def _check_disarmed(self) -> None:
+        """Ranks that are still armed may refuse the step; a scaler refuses by itself."""
+        refused = self.context.agreement.stay(self.context.step, self.context.parameters)
+        if refused and not self.context.scaling():
+            self._refuse()
+
+    def _read(self, pending: Pending) -> Reading | None:
+        if self.protect.armed:
+            with self.protect.region:
+                return self.transaction.read(pending)
+        return None
+
+    def _judge(
+        self, step: Step, reading: Reading, update: VetoedUpdate, *, again: bool = False
+    ) -> None:
+        """Judge the step, and respond to a bad one."""
+        reading, verdict = self.transaction.assess(step, reading)
+        if again and verdict.finite_anomaly:
+            verdict = OK  # along a line search losses say nothing about the run
+        if not again or verdict.bad:
+            self._reading = reading
+        self.transaction.note(reading, verdict)
+        if not verdict.bad:
+            return
+        self._incident = self.transaction.respond(step, reading, verdict, update)
+        self.vetoing = not let_through(verdict, self._incident)
+        if not self.vetoing:
+            self._veto.release()
+
+    def _judge_unreached(self) -> Reading | None:
+        """Read and judge gradients of an update that the loop has not come to."""
+        self._begin()
+        self._end_trace()
+        pending: Pending | None = None
+        if self.protect.armed:
+            with self.protect.region:
+                pending = self._issue()
+        reading = self._read(pending) if pending is not None else None
+        if reading is not None:
+            self._judge(self._step(reading), reading, self._not_reached)
+        return reading
+
+    def _refuse(self) -> None:
+        """Drop an update for no reason of this optimizer's own."""
+        self.stop()
+        self.vetoing = True
+
+    # --- several optimizers, one backward pass --------------------------------------------------
+
+    def _damaged_peer(self, sharing: list[Sharing], reading: Reading) -> JudgedStep | None:
+        """The one whose weights are damaged, where this guard's own are not."""
+        if not sharing or not alarming(reading) or not self.protect.armed:
+            return None
+        with self.protect.region:
+            if stored_trouble(self.context):
+                return None
+            for peer in sharing:
+                if isinstance(peer, JudgedStep) and stored_trouble(peer.context):
+                    return peer
+        return None
+
+    def _decide_together(
+        self, sharing: list[Sharing], pending: Pending, damaged: JudgedStep | None
+    ) -> None:
+        """What one optimizer of a backward pass finds bad is dropped by all."""
+        if self.vetoing:
+            for peer in sharing:
+                peer.shared.drop(counts=True)
+            return
+        if not pending.others_bad and damaged is None:
+            return
+        self._dropped_for = _first_bad([damaged] if damaged is not None else sharing)
+        if self._dropped_for is None:
+            self._dropped_late = self.shared.refused_before()
+            if self._dropped_late:
+                self._refuse()
+            return
+        for peer in sharing:
+            if peer is not self._dropped_for:
+                peer.shared.drop(counts=True)
+        self._refuse()
+
+    def found_bad(self) -> bool:
+        """Asked by another optimizer before this one steps: does its own reading veto?"""
+        self._judge_unreached()
+        return self.vetoing
+
+    # --- the end of the update ------------------------------------------------------------------
+
+    def _vetoed(self) -> None:
+        """The optimizer had nothing to do: put back what it moved all the same, and conclude."""
+        peer = self._dropped_for
+        dropped_by_peer = self.shared.is_dropped
+        self.dropped = True
+        self._dropped_for = None
+        incident = self._with_not_restored(self._incident, self._put_back())
+        self._close_books(self._step(self._reading), self._reading, committed=False)
+        if dropped_by_peer or peer is not None or self._dropped_late:
+            self.context.outputs.note("veto", DROPPED_FOR_ANOTHER)
+        self._dropped_late = False
+        self._end_step(counts=not dropped_by_peer or self.shared.counts)
+        self._conclude(incident, hold=True)
+        self._timeline = self.context.budget.rewinds
+        if peer is not None:
+            peer._vetoed()
+            peer.shared.drop(counts=False)  # its own call of step is still to come
+
+    def _put_back(self) -> str:
+        """Undo what moved; in words what cannot be undone. Runs when disarmed, too."""
+        left = []
+        with self.protect.part("undoing a vetoed update"):
+            left.append(self._veto.put_back())
+        with self.protect.part("buffers before the step"):
+            left.append(self.restore_buffers())
+        return "; ".join(words for words in left if words)
+
+    def _with_not_restored(self, incident: Incident | None, left: str) -> Incident | None:
+        """Say in the decision what could not be put back, or on a line of its own."""
+        if not left:
+            return incident
+        if incident is None or incident.decision is None:
+            self.context.outputs.note("veto", f"the update was vetoed, but {left}")
+            return incident
+        return replace(incident, decision=replace(incident.decision, not_restored=left))
+
+    def _committed(self) -> None:
+        """The optimizer has stepped; an update that made something non-finite is undone."""
+        reading = self._reading
+        step = self._step(reading)
+        undone = self._check.undone(reading) if reading is not None else None
+        if undone is not None:
+            self._reading, verdict = self.transaction.assess(step, undone)
+            self._incident = self.transaction.respond(step, self._reading, verdict, None)
+            self._vetoed()
+            return
+        self.dropped = False
+        if self.protect.armed:
+            with self.protect.region:
+                self.reader.after_update()
+        self._close_books(step, reading, committed=True)
+        self._end_step()
+
+
+def _first_bad(asked: Sequence[Sharing]) -> JudgedStep | None:
+    """The first of these drivers whose own reading vetoes its update."""
+    for peer in asked:
+        if isinstance(peer, JudgedStep) and peer.found_bad():
+            return peer
+    return None
+
+
+# --- `watch`: the loop stays as it is, and the guard reads and vetoes inside `optimizer.step()`.
+
 
 IN_BACKWARD = (
     "its optimizer steps inside the backward pass: a guard for each parameter would keep "

@@ -11,19 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from stepguard.detect import judge
-from stepguard.detect.anomalies import worth_measuring
-from stepguard.detect.weights_blame import LASTING, Signs, blame_weights
+from stepguard.detect.judge import LASTING, Signs, blame_weights, worth_measuring
 from stepguard.engine.context import Context
 from stepguard.engine.incident.run_facts import update_ratio
 from stepguard.engine.incident.sample_identity import delivered_beside, name_samples
-from stepguard.engine.recover.earlier_weights import compare_with_best
-from stepguard.engine.recover.rewind import Rewinder
+from stepguard.engine.recover.rewind import Rewinder, compare_with_best
 from stepguard.locate.samples import outlying_rows
 from stepguard.records import Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.state.faked_collectives import CollectiveInReplayError
-from stepguard.state.replay import reevaluate
-from stepguard.state.step import Step
+from stepguard.state.batch import Step
+from stepguard.state.isolation import reevaluate
+from stepguard.state.sharded import CollectiveInReplayError
 
 TOLD_FOR = 64
 """Steps after a runaway loss was told as an incident in which a further one is only a line."""

@@ -9,14 +9,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from stepguard.detect.judge import alarming
 from stepguard.engine.context import Context
 from stepguard.engine.reader import only_loss_infinite
-from stepguard.locate.impurity import kept_loss_function_state
-from stepguard.locate.overflowed_reduction import overflowed_in_replay
-from stepguard.records import Evidence, Origin, Reading
-from stepguard.records.origin import with_evidence
+from stepguard.locate.origins import overflowed_in_replay
+from stepguard.locate.replay import kept_loss_function_state
+from stepguard.records import Decision, Evidence, Incident, Operand, Origin, Reading, Verdict
+from stepguard.records.incident import OK, VerdictKind, with_evidence
 from stepguard.sentinel.gradients import gradient_norm
-from stepguard.sentinel.rank_agreement import ASKED, RankFault
+from stepguard.sentinel.rank_agreement import ASKED, RankAbsent, RankFault
 from stepguard.sentinel.stored_tensors import (
     bad_buffers,
     bad_parameters,
@@ -24,12 +25,14 @@ from stepguard.sentinel.stored_tensors import (
     norm_statistics,
     state_tensors,
 )
-from stepguard.state.batch import bad_batch_tensors
-from stepguard.state.replay import gradients_came_back_finite, kept_buffers, model_finite, rerun
+from stepguard.state.batch import Step, bad_batch_tensors
+from stepguard.state.isolation import gradients_came_back_finite, kept_buffers, model_finite, rerun
 from stepguard.state.run_state import extra_tensors
-from stepguard.state.step import Step
 from stepguard.tensors.names import optimizer_parameters, parameter_names
 from stepguard.tensors.values import dense_real, is_finite
+
+# --- Look closer after an alarming reading: which tensors are bad, or is it the loss scale?
+
 
 LOWEST_SCALE = 2.0**-24
 LOOK_CLOSER_AFTER = 4
@@ -278,3 +281,185 @@ def _bad_gradients(context: Context, step: Step) -> list[str]:
         if gradient is not None and not is_finite(gradient):
             found.append(name)
     return found
+
+
+# --- Tell exploded weights from a bad operation: float32 overflows where exploded weights
+# surface.
+
+
+EXTREME = 1e15
+"""Half of float32's exponent range: ordinary weights and data never get there."""
+LOST = 1e6
+"""Times the loss of an earlier batch must have grown since it was new."""
+
+
+def surfaces_only(origin: Origin | None) -> bool:
+    """Did float32 overflow on huge finite operands that no sample or stored tensor explains?"""
+    if origin is None or origin.phase not in ("forward", "loss", "backward"):
+        return False
+    if origin.samples or origin.tensor:
+        return False
+    if origin.evidence.half_precision or origin.evidence.finite_in is None:
+        return False
+    if not all(operand.finite for operand in origin.inputs):
+        return False
+    return any(_largest(operand) >= EXTREME for operand in origin.inputs)
+
+
+def _largest(operand: Operand) -> float:
+    """The largest finite magnitude that is known of an operand; 0 where none is."""
+    largest = 0.0
+    for value in (operand.min, operand.max, operand.value):
+        if value is not None and math.isfinite(value):
+            largest = max(largest, abs(value))
+    return largest
+
+
+def stored_culprit(origin: Origin | None) -> bool:
+    """Was a parameter or buffer bad before the step? Then the next batch meets it as well."""
+    if origin is None or origin.phase != "state" or origin.tensor is None:
+        return False
+    # an entry of a table that is infinite on purpose hurts only the samples that look it up
+    if origin.evidence.as_data:
+        return False
+    return origin.tensor.startswith(("param:", "buffer:"))
+
+
+def weights_ruined(origin: Origin | None) -> bool:
+    """Has an earlier batch, fine in its time, been seen to fail on the present weights?"""
+    return origin is not None and origin.evidence.weights_ruined
+
+
+def exploded(again: tuple[float, float]) -> bool:
+    """Has the loss of an earlier healthy batch exploded? `again`: its loss now and when new."""
+    now, then = again
+    if not math.isfinite(now):
+        return True
+    return now - then > LOST * max(abs(then), 1.0)
+
+
+def blamed_on_update(origin: Origin, reading: Reading) -> Origin:
+    """Blame the update, and keep the operation where it surfaced as a fact."""
+    evidence = Evidence(weights_ruined=True, surfaced_at=origin.op, repeat_loss=reading.repeat_loss)
+    return replace(
+        origin,
+        phase="optimizer",
+        module=None,
+        op=None,
+        node=None,
+        micro_batch=None,
+        inputs=(),
+        output=None,
+        evidence=replace(origin.evidence, confounded_samples=False) | evidence,
+    )
+
+
+# --- What one rank finds after its gradients were exchanged, too late for the others to hear of
+# it.
+
+
+WAIT = 1.0
+"""Seconds that a rank waits for others to find the same. They wait for it in the next step."""
+WAIT_GRADIENT = 10.0
+"""Bad gradients are almost always everybody's: a rank that is late is not to be taken for gone."""
+MOST_NAMED = 8
+WHAT = "what was found after the exchange"
+LATER = "only this rank has seen it, after the gradients were exchanged: the others hear of it next"
+
+
+class FoundAlone:
+    """Tells whether the step at hand is bad on this rank only."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.now = False
+        """The others have gone on: nothing can be agreed on in this step."""
+
+    def ask(self, reading: Reading) -> None:
+        """Meet the ranks that have found something by themselves; not all come: none is waited for.
+
+        Gradients that were bad before the exchange have told the others, who come at once.
+        """
+        self.now = False
+        agreement = self._context.agreement
+        if agreement.mode != "spread" or not _found_something(reading):
+            return
+        if reading.grads_finite:
+            self.now = not agreement.all_here(WHAT, WAIT)
+        elif agreement.follows_first_rank:
+            came = agreement.all_here(WHAT, WAIT_GRADIENT)
+            if not came and self._context.missed:
+                # they were told with the gradients; to wait for them again would hold up the run
+                others = [str(r) for r in agreement.members if r != agreement.world_rank]
+                raise RankAbsent(
+                    f"of rank {', '.join(others[:MOST_NAMED])} one did not come to a step that "
+                    f"rank {agreement.world_rank} has found bad alone: has it a guard?"
+                )
+            # one that has disarmed or failed keeps away from this step's update, too
+            self.now = not came and not agreement.absent(reading.step)
+
+    def left_behind(self, incident: Incident) -> Incident:
+        """This rank alone does without the update; the others hear of it with the next step."""
+        context = self._context
+        context.missed = (
+            f"rank {context.agreement.world_rank} has refused the update of step {incident.step} "
+            f"alone: {incident.verdict.summary}"
+        )
+        return replace(incident, decision=Decision(action="skip", reason=LATER))
+
+
+def _found_something(reading: Reading) -> bool:
+    if alarming(reading) or reading.state_born:
+        return True
+    return not all(map(math.isfinite, reading.lr))
+
+
+# --- Judge by the cheap reading alone, where the closer look or the verdict failed by our own
+# fault.
+
+
+UNNAMED = "param:unnamed"
+
+
+def presumed_reading(context: Context, reading: Reading) -> Reading:
+    """The reading without a closer look. A bad buffer may be meant, so it proves nothing."""
+    if context.scaling() and not reading.grads_finite and _presumed_verdict_losses_finite(reading):
+        return replace(reading, bad_state=(), overflow=True)
+    stored = (UNNAMED,) if "state" in reading.bad_state else ()
+    return replace(reading, bad_state=stored, overflow=False)
+
+
+def presumed_verdict(context: Context, reading: Reading) -> Verdict:
+    """Refuse what is proven to be bad, and let everything else pass."""
+    if reading.state_born:
+        return _bad("nonfinite_parameter", f"{reading.bad_state[0]} was born bad")
+    seen = presumed_reading(context, reading)
+    if seen.overflow:
+        return Verdict(
+            kind="scale_calibration",
+            severity="note",
+            summary="gradients overflow at the present scale",
+        )
+    if not _presumed_verdict_losses_finite(seen):
+        return _bad("nonfinite_loss", f"loss is {seen.loss}")
+    if not seen.grads_finite:
+        return _bad("nonfinite_gradient", "gradient is non-finite")
+    if seen.grad_norm is not None and not math.isfinite(seen.grad_norm):
+        return _bad("infinite_norm", "the norm of the gradients overflows")
+    if seen.bad_state:
+        return _bad("nonfinite_parameter", "stored state is not finite")
+    if seen.alarm:
+        # all ranks have the same alarm: if one let the step pass, their weights would part
+        return _bad("nonfinite_gradient", "a rank has read something that is not finite")
+    if not all(map(math.isfinite, seen.lr)):
+        return _bad("lr_mismatch", f"the learning rate is {seen.lr}")
+    return OK
+
+
+def _bad(kind: VerdictKind, summary: str) -> Verdict:
+    return Verdict(kind=kind, severity="incident", summary=summary)
+
+
+def _presumed_verdict_losses_finite(reading: Reading) -> bool:
+    losses = (reading.loss, *reading.micro_losses)
+    return all(loss is None or math.isfinite(loss) for loss in losses)

@@ -14,16 +14,11 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident.incident_record import record
 from stepguard.engine.protect import Protection
 from stepguard.engine.transaction import Transaction
-from stepguard.locate.exception_origin import (
-    Attempt,
-    place_exception,
-    traceback_origin,
-    whole_attempt,
-)
+from stepguard.locate.origins import Attempt, place_exception, traceback_origin, whole_attempt
 from stepguard.policy import Budget
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
+from stepguard.state.batch import Step
 from stepguard.state.rng import capture_rng, kept_rng
-from stepguard.state.step import Step
 
 MARK = "_stepguard_incident"
 """Attribute of an exception that is on record: keeping the exception would keep its tensors."""

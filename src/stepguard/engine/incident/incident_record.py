@@ -13,10 +13,9 @@ from stepguard.engine.incident.lost_samples import note_lost
 from stepguard.engine.protect import explain_or_warn
 from stepguard.records import Incident
 from stepguard.records.codec import dumps, to_plain
-from stepguard.state.atomic import write_file
-from stepguard.state.capsule import running_script, write_capsule
-from stepguard.state.step import Step
-from stepguard.state.steps_before import Window, write_window
+from stepguard.state.batch import Step
+from stepguard.state.capsule import Window, running_script, write_capsule, write_window
+from stepguard.state.files import write_file
 from stepguard.tensors.names import parameter_names
 
 GRADIENTS = "gradients.json"

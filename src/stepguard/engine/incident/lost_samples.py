@@ -16,14 +16,14 @@ from stepguard.engine.incident.sample_identity import (
     parts_of,
     text_of,
 )
-from stepguard.engine.interception import borrowing
+from stepguard.engine.protect import borrowing
 from stepguard.ledger import Ledger, read_ledger
 from stepguard.records import Incident, Origin, Reading
-from stepguard.records.bad_samples import BadSamples, Extent, Identity
-from stepguard.records.place import place_and_phase
+from stepguard.records.checks import BadSamples, Extent, Identity
+from stepguard.records.incident import place_and_phase
 from stepguard.sentinel.rank_agreement import ASKED
-from stepguard.state.skipped_batches import Place
-from stepguard.state.step import Step
+from stepguard.state.batch import Step
+from stepguard.state.loader import Place
 
 _MICRO_BATCHES = re.compile(r"micro-batch(?:es)? ([\d, ]+) of")
 

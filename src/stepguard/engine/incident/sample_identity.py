@@ -10,17 +10,10 @@ import torch
 from torch import Tensor
 
 from stepguard.records import Origin
-from stepguard.records.bad_samples import Identity
-from stepguard.records.text import one_line
-from stepguard.state.batch import named_tensors, tensor_label
-from stepguard.state.batch_rows import part_named, samples_in
-from stepguard.state.delivered_batches import (
-    Delivered,
-    FoundBatch,
-    RecentBatches,
-    first_tensors,
-)
-from stepguard.state.step import Step
+from stepguard.records.checks import Identity
+from stepguard.records.codec import one_line
+from stepguard.state.batch import Step, named_tensors, part_named, samples_in, tensor_label
+from stepguard.state.loader import Delivered, FoundBatch, RecentBatches, first_tensors
 
 MOST_SHOWN = 4
 """Tensors of a sample that are described."""

@@ -8,11 +8,9 @@ from typing import Any
 from stepguard._errors import ConfigError, StateError, StoreError
 from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import stored_trouble
-from stepguard.engine.interception import borrowing
-from stepguard.engine.recover.checkpoint_archive import Archive
-from stepguard.engine.recover.restore import restore_checkpoint
+from stepguard.engine.protect import borrowing
+from stepguard.engine.recover.restore import Archive, restore_checkpoint, writing_time
 from stepguard.engine.recover.rewind import Rewinder
-from stepguard.engine.recover.shared_save import writing_time
 from stepguard.records import Incident
 from stepguard.sentinel.rank_agreement import ASKED, ASKED_IN_LOCK_STEP, RankAbsent, RankFault
 from stepguard.state.run_state import SavedState

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
+import random
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import assert_never
+from typing import Any, Protocol, assert_never
 
 import torch
 from torch import Tensor
@@ -14,18 +18,452 @@ from torch import Tensor
 from stepguard.detect.history import LR_JUMP, history_from
 from stepguard.engine.context import Context
 from stepguard.engine.recover.kept_steps import KeptStep
-from stepguard.engine.recover.past_attempts import PastAttempts
-from stepguard.engine.recover.peer_healing import PeerHealing
-from stepguard.engine.recover.probation import wait_for_copies
-from stepguard.engine.recover.rewind_planner import RewindPlanner
-from stepguard.engine.recover.snapshots import Snapshots
-from stepguard.policy.decide import NOTHING_GOOD
-from stepguard.policy.rewind_choice import RewindData, RewindPlan
-from stepguard.records import Decision, Incident
+from stepguard.engine.recover.rank_weights import PeerHealing
+from stepguard.engine.recover.snapshots import Snapshots, wait_for_copies
+from stepguard.engine.result import StepResult
+from stepguard.locate.replay_state import sample_count
+from stepguard.policy.decide import NOTHING_GOOD, RewindData, RewindPlan, RewindTarget, next_rewind
+from stepguard.records import Decision, Incident, Origin
+from stepguard.report.phrases import number
 from stepguard.sentinel.rank_agreement import RankFault
+from stepguard.state.batch import LossFn, Step, batch_without, samples_in, tree_from_json
+from stepguard.state.isolation import reevaluate, rerun
+from stepguard.state.rng import capture_rng, restore_rng
+from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
-from stepguard.state.step import Step
-from stepguard.state.tree_json import tree_from_json
+
+# --- Run earlier steps on earlier weights: is it the weights, the batch or the loss function?
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Losses of an earlier step and of the present one; lower is better, each was evaluated."""
+
+    step: int
+    """The step of the snapshot, which is also the earlier step."""
+    then: float
+    """The earlier step when it ran."""
+    again: float
+    """The earlier step on the same weights, now."""
+    now: float
+    """The earlier step on the present weights."""
+    this_then: float
+    """The present step on the weights of the snapshot."""
+
+
+def loss_function_changed(snapshots: Snapshots) -> bool:
+    """Does no earlier step give its old loss on its old weights? False where none can be run.
+
+    One snapshot that does is enough: another one may have been taken after the damage.
+    """
+    changed = False
+    for snapshot, kept in _repeatable(snapshots, snapshots.ring.snapshots):
+        with snapshots.run_state.parameters_from(snapshot.state):
+            loss = reevaluate(kept.step)
+        if kept.same(loss):
+            return False
+        changed = True
+    return changed
+
+
+def compare_with_best(context: Context, snapshots: Snapshots, step: Step) -> Comparison | None:
+    """Run an earlier step and this one on the best weights this run had; None where impossible."""
+    sign = -1.0 if context.maximizes else 1.0
+    for snapshot, kept in _repeatable(snapshots, _best_first(snapshots)):
+        if snapshot.step >= step.index:
+            continue
+        assert kept.loss is not None
+        with snapshots.run_state.parameters_from(snapshot.state):
+            again = sign * reevaluate(kept.step)
+            this_then = sign * reevaluate(step)
+        return Comparison(
+            step=snapshot.step,
+            then=sign * kept.loss,
+            again=again,
+            now=sign * reevaluate(kept.step),
+            this_then=this_then,
+        )
+    return None
+
+
+def _best_first(snapshots: Snapshots) -> list[Snapshot]:
+    """Good snapshots whose level of the loss is known, the lowest first."""
+    levelled: list[Snapshot] = []
+    for snapshot in snapshots.ring.good():
+        if snapshot.memory["level"] is not None and not snapshot.memory["diverged"]:
+            levelled.append(snapshot)
+    return sorted(levelled, key=lambda snapshot: float(snapshot.memory["level"]))
+
+
+def _repeatable(
+    snapshots: Snapshots, candidates: list[Snapshot]
+) -> Iterator[tuple[Snapshot, KeptStep]]:
+    """Sound snapshots with the step that began from each, where it can be run again."""
+    for snapshot in candidates:
+        kept = snapshots.kept.at(snapshot.step)
+        if kept is None or kept.loss is None:
+            continue
+        if snapshots.probation.sound(snapshot):
+            yield snapshot, kept
+
+
+# --- Leave out what is proven guilty: a bad step without its bad rows or micro-batches.
+
+
+def proven_guilty(step: Step, incident: Incident) -> str:
+    """What the step could go on without, in words; empty where it is all of it."""
+    reading = incident.reading
+    if reading.bad_state or reading.overflow:
+        return ""
+    samples = _sample_words(step, incident)
+    if samples:
+        return samples
+    count = len(step.micro_batches)
+    guilty = reading.bad_micro_batches
+    if count == 1 or len(guilty) == count:
+        return ""
+    if not guilty:
+        return "a micro-batch"
+    return micro_batch_words(guilty, count)
+
+
+def _sample_words(step: Step, incident: Incident) -> str:
+    origin = incident.origin
+    if origin is None or not _can_lose(step, origin):
+        return ""
+    said = "samples " if len(origin.samples) > 1 else "sample "
+    said += ", ".join(map(str, origin.samples))
+    count = len(step.micro_batches)
+    if count > 1:
+        said += f" of micro-batch {(origin.micro_batch or 0) + 1} of {count}"
+    return said
+
+
+def micro_batch_words(guilty: Sequence[int], count: int) -> str:
+    """`micro-batch 2 of 4`, counted from 1 as people do."""
+    said = "micro-batches " if len(guilty) > 1 else "micro-batch "
+    said += ", ".join(str(index + 1) for index in guilty)
+    return f"{said} of {count}"
+
+
+def share_of(step: Step, incident: Incident) -> float:
+    """Share of the step's samples that is lost without what is proven guilty."""
+    counts = [max(sample_count(batch), 1) for batch in step.micro_batches]
+    origin = incident.origin
+    if origin is not None and _can_lose(step, origin):
+        return len(origin.samples) / sum(counts)
+    guilty = incident.reading.bad_micro_batches or (0,)
+    return sum(counts[index] for index in guilty) / sum(counts)
+
+
+def without_samples(step: Step, incident: Incident) -> Step | None:
+    """The step without its guilty rows; None where it is not finite then or cannot be cut."""
+    origin = incident.origin
+    if origin is None or not origin.samples:
+        return None
+    micro = origin.micro_batch or 0
+    batches: list[Any] = list(step.micro_batches)
+    batches[micro] = batch_without(batches[micro], origin.samples)
+    if batches[micro] is None:
+        return None
+    rest = replace(step, micro_batches=tuple(batches))
+    if not _finite(rest, range(len(batches))):
+        return None
+    return rest
+
+
+def good_micro_batches(step: Step) -> list[int]:
+    """Those that are finite on their own."""
+    return [index for index in range(len(step.micro_batches)) if _finite(step, [index])]
+
+
+def _can_lose(step: Step, origin: Origin) -> bool:
+    """Are samples proven guilty, can their batch be cut, and is something left of it?"""
+    if not origin.samples:
+        return False
+    count = samples_in(step.micro_batches[origin.micro_batch or 0])
+    return count is not None and len(origin.samples) < count
+
+
+def _finite(step: Step, micro: Sequence[int]) -> bool:
+    try:
+        again = rerun(step, micro=micro)
+    except Exception:
+        # the user's code cannot take such a batch
+        return False
+    return again.grads_finite and all(map(math.isfinite, again.losses))
+
+
+# --- Read from the journal where earlier attempts of a run started, and how they ended.
+
+
+SAME_PLACE = 2
+"""Starts from one checkpoint that ended in a stop, after which an older one is taken."""
+
+
+@dataclass(slots=True)
+class PastAttempt:
+    """One process's part of a run."""
+
+    run: str = ""
+    restored: str | None = None
+    """Name of the checkpoint it began with; None for a fresh start."""
+    stopped_at: int | None = None
+    """The step at which the policy stopped it."""
+    lost_steps: set[int] = field(default_factory=set)
+    """Steps that were left out because of their data."""
+    kinds: list[str] = field(default_factory=list)
+    """Verdicts of its incidents, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PastAttempts:
+    """What earlier attempts of this run came to."""
+
+    lost_steps: frozenset[int] = frozenset()
+    """Steps that they left out."""
+    stopped_at: frozenset[int] = frozenset()
+    """Steps at which the policy stopped them."""
+
+
+def past_of(attempts: list[PastAttempt]) -> PastAttempts:
+    """Sum up all attempts."""
+    lost: set[int] = set()
+    stopped: set[int] = set()
+    for attempt in attempts:
+        lost |= attempt.lost_steps
+        if attempt.stopped_at is not None:
+            stopped.add(attempt.stopped_at)
+    return PastAttempts(frozenset(lost), frozenset(stopped))
+
+
+def attempts_in(journal: Path) -> list[PastAttempt]:
+    """Every attempt in this journal, oldest first. Lines that cannot be read are passed over."""
+    found: list[PastAttempt] = []
+    for line in _lines(journal):
+        if line.get("type") == "run":
+            found.append(PastAttempt(run=str(line.get("run", ""))))
+        elif found:
+            _add(found[-1], line)
+    return found
+
+
+def failed_starts(attempts: list[PastAttempt], checkpoint: str) -> int:
+    """How many attempts began with this checkpoint and were stopped by the policy."""
+    failed = 0
+    for attempt in attempts:
+        if attempt.restored == checkpoint and attempt.stopped_at is not None:
+            failed += 1
+    return failed
+
+
+def _add(attempt: PastAttempt, line: dict[str, Any]) -> None:
+    kind = line.get("type")
+    if kind == "note" and line.get("kind") == "restored":
+        attempt.restored = str(line.get("checkpoint") or "") or None
+    incident = line.get("incident")
+    if kind == "incident" and isinstance(incident, dict):
+        _add_incident(attempt, incident)
+
+
+def _add_incident(attempt: PastAttempt, incident: dict[str, Any]) -> None:
+    decision = incident.get("decision") or {}
+    verdict = incident.get("verdict") or {}
+    attempt.kinds.append(str(verdict.get("kind", "")))
+    step = incident.get("step")
+    if not isinstance(step, int):
+        return
+    stopped = decision.get("action") == "stop"
+    if stopped:
+        attempt.stopped_at = step
+    if stopped or decision.get("left_out"):
+        attempt.lost_steps.add(step)
+
+
+def _lines(journal: Path) -> Iterator[dict[str, Any]]:
+    """Headers, notes and incidents; the lines of healthy steps are not parsed."""
+    if not journal.is_file():
+        # a device may never end
+        return
+    try:
+        with journal.open("rb") as lines:
+            for line in lines:
+                if b'"type":"step"' in line:
+                    continue
+                try:
+                    fields = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(fields, dict):
+                    yield fields
+    except OSError:
+        return
+
+
+# --- Plan a rewind: which states every rank can go back to, and which of them has not been tried.
+
+
+Offer = list[Any]
+"""Step, kind and timeline of a state: what one rank tells the others of a rewind target."""
+
+
+class StateArchive(Protocol):
+    """States on disk."""
+
+    def steps(self) -> list[int]: ...
+    def read(self, step: int) -> SavedState | None: ...
+
+
+class RewindPlanner:
+    """Chooses with the other ranks where to go back to, and remembers what has been tried."""
+
+    def __init__(self, context: Context, snapshots: Snapshots) -> None:
+        self._context = context
+        self._snapshots = snapshots
+        self._ring = snapshots.ring
+        self._whole = snapshots.run_state
+        self.archive: StateArchive | None = None
+        """Checkpoints, for going further back than memory does."""
+        self._tried: list[RewindPlan] = []
+        self._repeated: dict[RewindPlan, int] = {}
+        """Of those, the exact repetitions, and the step that had failed."""
+        self._chosen: RewindPlan | None = None
+        self._fetched: Snapshot | None = None
+        """What the last plan has read from disk."""
+
+    def plan(self, *, transient: bool, visible: bool) -> tuple[RewindPlan | None, str]:
+        """Choose the next rewind, the same on every rank; or say why there is none.
+
+        `visible`: the damage is NaN or Inf. Any snapshot without is from before, so the newest of
+        them loses least. Damage that cannot be seen asks for one that has proved good, else for one
+        on probation from a good level.
+        """
+        self._forget_what_worked()
+        told = self._context.agreement.together(
+            partial(self._offer, visible), "the choice of a rewind"
+        )
+        tried: list[RewindTarget] = []
+        for standing in ("good", "young"):
+            targets = _offered_by_all(facts[standing] for facts in told)
+            exact = transient and _repeatable_by_all(targets, told)
+            self._chosen = self._choose(targets, exact)
+            if self._chosen is not None:
+                return self._chosen, ""
+            tried += targets
+        if not tried:
+            return None, NOTHING_GOOD
+        steps = ", ".join(str(target.step) for target in tried)
+        return None, f"every rewind has been tried at step {steps}"
+
+    def take(self) -> tuple[RewindPlan, Snapshot]:
+        """Hand out the last plan, which counts as tried from now on, and the state it goes to."""
+        plan = self._chosen
+        fetched = self._fetched
+        assert plan is not None, "a rewind is decided with a plan only"
+        self._chosen = None
+        self._fetched = None
+        self._tried.append(plan)
+        if plan.data == "repeat":
+            self._repeated[plan] = self._context.step
+        if plan.target.kind == "checkpoint" and fetched is not None:
+            return plan, fetched
+        for snapshot in self._ring.snapshots:
+            if _offer_of(snapshot) == [plan.target.step, "snapshot", plan.target.timeline]:
+                return plan, snapshot
+        raise LookupError(f"the snapshot of step {plan.target.step} is gone")
+
+    def _forget_what_worked(self) -> None:
+        """A repetition that led well past the step that failed may serve for another fault."""
+        step = self._context.step
+        for plan, failed in list(self._repeated.items()):
+            if step - failed > self._context.config.probation:
+                del self._repeated[plan]
+                self._tried.remove(plan)
+
+    def forget(self) -> None:
+        """Forget what was tried: another run begins."""
+        self._tried.clear()
+        self._repeated.clear()
+
+    def _choose(self, targets: list[RewindTarget], exact: bool) -> RewindPlan | None:
+        """The next rewind whose target can really be had: a checkpoint is read before it counts."""
+        policy = self._context.config.policy
+        rewinds = self._context.budget.rewinds
+        while True:
+            plan = next_rewind(targets, self._tried, policy, repeatable=exact, rewinds=rewinds)
+            if plan is None or plan.target.kind == "snapshot":
+                return plan
+            told = self._context.agreement.together(
+                partial(self._fetch, plan.target.step), "reading a checkpoint"
+            )
+            if all(facts["there"] for facts in told):
+                return plan
+            self._tried.append(plan)
+
+    def _fetch(self, step: int) -> dict[str, Any]:
+        self._fetched = None
+        state = self.archive.read(step) if self.archive is not None else None
+        if state is None or self._whole.misfit(state, own_only=True):
+            return {"there": False}
+        memory = {"anchor": None, "diverged": "", "size": None, "level": None}
+        self._fetched = Snapshot(step, 0, state, memory)
+        return {"there": True}
+
+    # --- what this rank can go back to
+
+    def _offer(self, visible: bool) -> dict[str, Any]:
+        good = self._ring.snapshots
+        if not visible:
+            good = [snapshot for snapshot in self._ring.good() if self._level_was_good(snapshot)]
+        young = [s for s in self._ring.snapshots if s not in good and self._level_was_good(s)]
+        offered = self._sound_ones(good)
+        offered += self._checkpoints(beside={step for step, *_ in offered})
+        on_probation = self._sound_ones(young)
+        steps = [step for step, *_ in (*offered, *on_probation)]
+        return {"good": offered, "young": on_probation, "repeatable": self._repeatable(steps)}
+
+    def _sound_ones(self, snapshots: Iterable[Snapshot]) -> list[Offer]:
+        probation = self._snapshots.probation
+        return [_offer_of(snapshot) for snapshot in snapshots if probation.sound(snapshot)]
+
+    def _checkpoints(self, beside: set[int]) -> list[Offer]:
+        if self.archive is None:
+            return []
+        return [[step, "checkpoint", 0] for step in self.archive.steps() if step not in beside]
+
+    def _repeatable(self, steps: Iterable[int]) -> list[int]:
+        """Those from which on every step can be run again as it was."""
+        # not where parameters came later: the first steps had no use for them
+        grown = {s.step for s in self._ring.snapshots if self._whole.grown_since(s.state)}
+        return [s for s in steps if s not in grown and self._snapshots.kept.since(s) is not None]
+
+    def _level_was_good(self, snapshot: Snapshot) -> bool:
+        """Was the loss near this run's best when the snapshot was taken?"""
+        if self._snapshots.probation.exploded(snapshot):
+            return False
+        level = snapshot.memory["level"]
+        history = self._context.history
+        if level is None or history.best is None:
+            return not snapshot.memory["diverged"]
+        return bool(level <= history.progress.back_limit)
+
+
+def _offer_of(snapshot: Snapshot) -> Offer:
+    return [snapshot.step, "snapshot", snapshot.memory["timeline"]]
+
+
+def _offered_by_all(offers: Iterable[list[Offer]]) -> list[RewindTarget]:
+    """The states that every rank has, newest first."""
+    first, *others = [set(map(tuple, offered)) for offered in offers]
+    newest_first = sorted(first.intersection(*others), reverse=True)
+    return [RewindTarget(step=s, kind=kind, timeline=t) for s, kind, t in newest_first]
+
+
+def _repeatable_by_all(targets: Sequence[RewindTarget], told: Sequence[dict[str, Any]]) -> bool:
+    return bool(targets) and all(targets[0].step in facts["repeatable"] for facts in told)
+
+
+# --- Go back to a snapshot or checkpoint of this run, the same one on every rank.
 
 
 class Rewinder:
@@ -190,3 +628,111 @@ def _described(data: RewindData) -> str:
             return "run again in another order"
         case unknown:
             assert_never(unknown)
+
+
+# --- Run steps a second time: one that failed by chance, or those since a snapshot.
+
+
+class Runs(Protocol):
+    """A driver that runs steps itself."""
+
+    context: Context
+    rewinder: Rewinder
+
+    def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult: ...
+
+
+def run_again(
+    runs: Runs, step: Step, incident: Incident | None, *, late: bool = False
+) -> StepResult | None:
+    """Run again what the decision asks for; the bad step's new result, None if it got none.
+
+    `late`: the loop has drawn random numbers since, so they are put back afterwards.
+    """
+    decision = incident.decision if incident is not None else None
+    if incident is None or decision is None:
+        return None
+    end = capture_rng() if late else None
+    result = None
+    if decision.action in ("retry", "heal"):
+        # what a healed rank spoiled is run again on weights as they would have been
+        result = _retry(runs, step)
+    elif decision.data == "repeat":
+        result = _repeat(runs, step)
+    elif decision.data == "reorder":
+        _reorder(runs, incident)
+    if end is not None:
+        restore_rng(end)
+    if result is None:
+        return None
+    return result.answering(incident)
+
+
+def _retry(runs: Runs, step: Step) -> StepResult:
+    runs.rewinder.retried = step.index
+    with runs.rewinder.snapshots.paused():
+        return _once_more(runs, step)
+
+
+def _repeat(runs: Runs, step: Step) -> StepResult | None:
+    """Run the steps since the snapshot exactly as they were, then the one that failed."""
+    rewinder = runs.rewinder
+    start = rewinder.start
+    assert start is not None
+    with rewinder.snapshots.paused():
+        for kept in rewinder.left:
+            result = _once_more(runs, kept.step)
+            missed = bool(runs.context.missed)
+            if result.incident is not None and not missed:
+                # it failed again, which was an incident of its own with its own decision
+                return None
+            # what this rank alone has refused, all of them hear of in the next step
+            why = _why_not_on(runs, kept, result, same=missed or kept.same(result.loss))
+            if why:
+                left = f"so the steps since {start.step} are left behind instead"
+                runs.context.outputs.note("rewind", f"{why}, {left}")
+                runs.rewinder.put_back(start)
+                return None
+        return _once_more(runs, step)
+
+
+def _why_not_on(runs: Runs, kept: KeptStep, result: StepResult, *, same: bool) -> str:
+    """What keeps the ranks from running the next step again, too; empty if nothing does.
+
+    A rank that went back once more alone would be waited for by the others.
+    """
+    agreement = runs.context.agreement
+    try:
+        told = agreement.together(lambda: {"same": same}, "a step that was run again")
+    except RankFault as fault:
+        return f"the ranks could not agree about steps that are run again ({fault})"
+    if all(facts["same"] for facts in told):
+        return ""
+    return (
+        f"step {kept.step.index} gave loss {number(kept.loss)}, and {number(result.loss)} when "
+        f"run again: its loss function depends on more than the batch it is given"
+    )
+
+
+def _reorder(runs: Runs, incident: Incident) -> None:
+    """Run the good steps since the snapshot in another order, with new random numbers."""
+    rewinder = runs.rewinder
+    order = list(rewinder.left)
+    # seeded by what every rank knows, so that all of them run the same order
+    random.Random(f"{incident.step}/{runs.context.budget.rewinds}").shuffle(order)
+    with rewinder.snapshots.paused():
+        for kept in order:
+            assert kept.step.loss_fn is not None
+            result = runs.run(kept.step.loss_fn, kept.step.micro_batches)
+            decision = result.incident.decision if result.incident is not None else None
+            if decision is not None and decision.action == "rewind":
+                return
+
+
+def _once_more(runs: Runs, step: Step) -> StepResult:
+    assert step.loss_fn is not None and step.start is not None
+    runs.context.step = step.index
+    restore_rng(step.start)
+    result = runs.run(step.loss_fn, step.micro_batches)
+    result.read()
+    return result

@@ -11,13 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from stepguard.engine.context import Context, bare_step
-from stepguard.engine.drivers.optimizer_kinds import needs_closure
+from stepguard.engine.drivers.schedule import ScheduleCopy, needs_closure, position
 from stepguard.locate import locate
-from stepguard.locate.live_trace import LiveTrace
-from stepguard.locate.shared_tracer import present_recorder, shared_recorder
+from stepguard.locate.live_trace import LiveTrace, present_recorder, shared_recorder
 from stepguard.records import Origin, Reading
-from stepguard.state.step import Step
-from stepguard.tensors.torch_private import graphs_compiled
+from stepguard.state.batch import Step
+from stepguard.tensors.torch_private import graphs_compiled, pretend_stepped
+
+# --- After a bad step that could not be placed, a watched loop runs under the tracer, so that the
+# next one can be.
+
 
 ARMED_STEPS = 200
 """Steps after the last bad one during which the loop is traced, each of the first ones, then some.
@@ -189,3 +192,53 @@ def placed(origin: Origin) -> bool:
     if origin.phase in SETTLED_PHASES or (origin.phase == "input" and origin.tensor is not None):
         return True
     return origin.op is not None and origin.source is not None
+
+
+# --- Take back what a watched loop does to its schedule and scaler after a vetoed update.
+
+
+class ScheduleRollback:
+    """Schedule and scaler of one guard, from a vetoed update to the next one."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._copy: ScheduleCopy | None = None
+        self._seen: tuple[int, ...] | None = None
+        self.every_step = True
+        """False for a schedule that moves once an epoch: it does not count updates."""
+        self.scaler = False
+        """The scaler's next update must leave it as it is."""
+        self._went_through = True
+
+    def vetoed(self) -> None:
+        """Inside optimizer.step(): what the loop does next counts as not done."""
+        context = self._context
+        if context.scheduler is not None:
+            self._copy = ScheduleCopy(context.scheduler, context.optimizer)
+            # where the scaler never called it: torch would warn of a schedule that moves before the
+            # first update
+            pretend_stepped(context.optimizer)
+        self.scaler = context.scaling()
+
+    def scaler_skipped(self) -> None:
+        """Learn nothing from this step: careful loops leave their schedule alone after it."""
+        self._went_through = False
+
+    def moved(self) -> bool:
+        """Has the loop moved the schedule since the last update?"""
+        scheduler = self._context.scheduler
+        if scheduler is None or self._seen is None:
+            return True
+        return position(scheduler) != self._seen
+
+    def take_back(self, moved: bool | None = None) -> None:
+        """Take back what the loop did after a veto; else learn from whether it `moved`."""
+        if self._copy is None and moved is not None and self._went_through:
+            self.every_step = moved
+        if self._copy is not None and self.every_step:
+            self._copy.restore()
+        self._copy = None
+        self.scaler = False
+        self._went_through = True
+        if self._context.scheduler is not None:
+            self._seen = position(self._context.scheduler)

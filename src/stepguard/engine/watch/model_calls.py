@@ -8,26 +8,207 @@ or transforms a function, nothing is remembered.
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
-from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from stepguard.engine.protect import Protection
-from stepguard.engine.watch.call_listener import hear_again, hear_calls
 from stepguard.locate.source import Line, user_line
-from stepguard.state.batch import OUTPUT_GRADIENT
+from stepguard.state.batch import OUTPUT_GRADIENT, LossFn, ModelFn, Step, unwrapped
 from stepguard.state.rng import RngState, capture_rng
-from stepguard.state.step import ModelFn, unwrapped
-from stepguard.tensors.torch_private import tracing, transforming, tree_flatten
+from stepguard.tensors.torch_private import COMPILED_CALL, tracing, transforming, tree_flatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+from collections.abc import Iterable
+
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from stepguard.tensors.torch_private import graphs_compiled
+
+# --- Hearing the calls of a module without a hook on it.
+
+
+class Hearer(Protocol):
+    """Told about every call of one module."""
+
+    def called(self, module: nn.Module, args: Any, kwargs: Any) -> None: ...
+    def returned(self, module: nn.Module, output: Any) -> None: ...
+    def raised(self, module: nn.Module, error: Exception) -> None: ...
+
+
+class HeardCall:
+    """Stands where torch looks for a compiled forward, and runs what would have run without it."""
+
+    def __init__(self, module: Any, below: Callable[..., Any] | None) -> None:
+        self._module = module
+        self.below = below
+        """What `module.compile()` had put there."""
+        self.hearers: list[Hearer] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._module._call_impl(*args, **kwargs)
+        module = self._called()
+        run = module._call_impl if self.below is None else self.below
+        if module is not self._module:
+            return run(*args, **kwargs)
+        for hearer in tuple(self.hearers):
+            hearer.called(module, args, kwargs)
+        try:
+            output = run(*args, **kwargs)
+        except Exception as error:
+            for hearer in tuple(self.hearers):
+                hearer.raised(module, error)
+            raise
+        for hearer in tuple(self.hearers):
+            hearer.returned(module, output)
+        return output
+
+    def _called(self) -> Any:
+        """The module that was called: a twin with the same attributes (a replica of DataParallel)
+        must run itself.
+        """
+        caller = sys._getframe(2).f_locals.get("self")
+        if isinstance(caller, nn.Module) and vars(caller).get(COMPILED_CALL) is self:
+            return caller
+        return self._module
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return None
+
+    def __reduce__(self) -> Any:
+        """For classes with a `__getstate__` of their own that does not leave this attribute out."""
+        return type(None), ()
+
+
+def hear_calls(module: nn.Module, hearer: Hearer) -> Callable[[], None]:
+    """Start telling `hearer`; returns the call that stops it. Several may listen to one module."""
+    heard = vars(module).get(COMPILED_CALL)
+    if not isinstance(heard, HeardCall):
+        heard = HeardCall(module, heard)
+        vars(module)[COMPILED_CALL] = heard
+    heard.hearers.append(hearer)
+    return partial(_stop, module, heard, hearer)
+
+
+def hear_again(module: nn.Module, hearer: Hearer, stop: Callable[[], None]) -> Callable[[], None]:
+    """`module.compile()` has put its own there since: listen around that. Gives the call that stops
+    it.
+    """
+    heard = vars(module).get(COMPILED_CALL)
+    if isinstance(heard, HeardCall):
+        return stop
+    stop()
+    return hear_calls(module, hearer)
+
+
+def _stop(module: nn.Module, heard: HeardCall, hearer: Hearer) -> None:
+    if hearer in heard.hearers:
+        heard.hearers.remove(hearer)
+    if heard.hearers or vars(module).get(COMPILED_CALL) is not heard:
+        return  # others listen, or `module.compile()` has replaced it since
+    if heard.below is None:
+        del vars(module)[COMPILED_CALL]
+    else:
+        vars(module)[COMPILED_CALL] = heard.below
+
+
+# --- What a loop that makes its own steps tells the guard: the micro-batches, and how to compute
+# each loss. A framework tells them before it runs them, a user's loop by `guard.loss`.
+
+
+LOSS_SCALING = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"})
+"""Autograd nodes that a loop may put between a loss and its backward: a factor, another dtype."""
+
+
+class MicroBatches:
+    """Remembers the micro-batches since the last update."""
+
+    def __init__(self, deaf: Callable[[], AbstractContextManager[None]]) -> None:
+        self._deaf = deaf
+        self._loss_fn: LossFn | None = None
+        self._kept: list[tuple[Any, RngState]] = []
+        self._handed_out: list[Any] = []
+        """Autograd nodes of the losses that `guard.loss` has returned since the last update."""
+        self._incomplete = False
+        """Backward was called on more than these losses: a replay would leave something out."""
+
+    def add(self, loss_fn: LossFn, batch: Any) -> None:
+        """Forward and backward of `batch` come next; random numbers are those of now."""
+        self._loss_fn = loss_fn
+        self._kept.append((batch, capture_rng()))
+
+    @property
+    def first(self) -> bool:
+        """Has nothing of the step been told yet?"""
+        return not self._kept
+
+    def hand_out(self, loss: Tensor) -> None:
+        """The loop gets this loss, and is to call backward on it."""
+        self._handed_out.append(loss.grad_fn)
+
+    def heard(self, root: Tensor) -> None:
+        """Backward starts at `root`: is it a loss that was handed out, up to a factor?"""
+        if self._handed_out and not _leads_to(root.grad_fn, self._handed_out):
+            self._incomplete = True
+
+    def clear(self) -> None:
+        self._kept = []
+        self._handed_out = []
+        self._incomplete = False
+
+    def complete(self, step: Step, backwards: int) -> bool:
+        """Make `step` whole, if every backward that was heard has its micro-batch. False leaves it
+        as it is.
+
+        Earlier ones belong to gradients that the loop has dropped since.
+        """
+        if self._loss_fn is None or not self._kept or len(self._kept) < backwards:
+            return False
+        if self._incomplete:
+            return False
+        kept = self._kept
+        if backwards:
+            kept = kept[-backwards:]
+        step.loss_fn = self._unheard(self._loss_fn)
+        step.micro_batches = tuple(batch for batch, _ in kept)
+        step.rng = [rng for _, rng in kept]
+        return True
+
+    def _unheard(self, loss_fn: LossFn) -> LossFn:
+        """In a replay the guard must not take what it hears for the next step."""
+
+        def again(batch: Any) -> Tensor | Mapping[str, Tensor]:
+            with self._deaf():
+                return loss_fn(batch)
+
+        return again
+
+
+def _leads_to(node: Any, wanted: list[Any]) -> bool:
+    """Is nothing but a factor between this node and one of `wanted`?"""
+    while node is not None:
+        if any(node is one for one in wanted):
+            return True
+        inputs = [source for source, _ in node.next_functions if source is not None]
+        if node.name() not in LOSS_SCALING or len(inputs) != 1:
+            return False
+        node = inputs[0]
+    return False
+
+
+# --- What a watched model was called with, and the gradient its output got: enough to run the
+# model's part again.
+
 
 MOST_CALLS = 64
 """Forward calls of one step that are remembered; a loop that calls the model more often is not run
@@ -211,3 +392,59 @@ def argument_names(model: nn.Module, count: int) -> list[str]:
         return [str(i) for i in range(count)]
     names = [name for name, p in parameters.items() if p.kind <= p.POSITIONAL_OR_KEYWORD]
     return (names + [str(i) for i in range(len(names), count)])[:count]
+
+
+# --- The moment between two steps: the last update is over, and nothing of the next forward pass
+# has run.
+
+
+class StepBoundary:
+    """Calls `cross` once after every `open`."""
+
+    def __init__(self, roots: Iterable[nn.Module], cross: Callable[[], None]) -> None:
+        self._roots = tuple(roots)
+        self._cross = cross
+        self._open = True
+        self._root_calls = True
+        self._doubted = False
+        self._parts: set[int] = set()
+        self._handle: RemovableHandle | None = None
+
+    @property
+    def reliable(self) -> bool:
+        """Does the root itself begin every step?"""
+        return self._root_calls and not self._doubted
+
+    def open(self) -> None:
+        """An update is over."""
+        if self._open:
+            self._root_calls = False  # a whole step went by without a call
+        self._open = True
+        if not self.reliable and not graphs_compiled():
+            self._parts = {id(module) for root in self._roots for module in root.modules()}
+            self._handle = self._handle or register_module_forward_pre_hook(self._called)
+
+    def root_called(self) -> None:
+        """The model, or the framework that is about to call it."""
+        if self._open:
+            self._root_calls = True
+            self._pass()
+
+    def doubt(self) -> None:
+        """A part of the model was seen to run before its root."""
+        self._doubted = True
+
+    def close(self) -> None:
+        """Take the hook away."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        if self._open and id(module) in self._parts and torch.is_grad_enabled():
+            self._pass()
+
+    def _pass(self) -> None:
+        self._open = False
+        self.close()
+        self._cross()

@@ -20,8 +20,8 @@ from stepguard.engine.context import Context
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.watch.observed_loss import ObservedLoss
 from stepguard.sentinel.torch_patches import backwards
+from stepguard.state.batch import unwrapped
 from stepguard.state.snapshot import Cadence
-from stepguard.state.step import unwrapped
 
 _of_process: list[weakref.ref[SharedBackward]] = []
 """Of every watched optimizer."""

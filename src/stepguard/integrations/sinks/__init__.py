@@ -2,6 +2,6 @@
 for your own.
 """
 
-from stepguard.records.sink import Sink
+from stepguard.records.incident import Sink
 
 __all__ = ["Sink"]

@@ -8,8 +8,8 @@ from typing import Any
 
 from stepguard._errors import ConfigError
 from stepguard.records import Incident, Reading
-from stepguard.records.sink import Sink
-from stepguard.report.scalars import INCIDENTS, NONFINITE, SKIPPED, finite_only, scalars
+from stepguard.records.incident import Sink
+from stepguard.report.sinks import INCIDENTS, NONFINITE, SKIPPED, finite_only, scalars
 
 
 class ScalarSink(Sink):

@@ -8,7 +8,7 @@ from stepguard._errors import ConfigError
 from stepguard.integrations.sinks.base import ScalarSink, backend
 from stepguard.records import Incident
 from stepguard.records.codec import to_plain
-from stepguard.report.scalars import PREFIX
+from stepguard.report.sinks import PREFIX
 
 
 class MlflowSink(ScalarSink):

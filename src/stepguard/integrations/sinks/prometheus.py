@@ -7,7 +7,7 @@ from typing import Any
 
 from stepguard.integrations.sinks.base import ScalarSink, backend
 from stepguard.records import Incident
-from stepguard.report.scalars import INCIDENTS
+from stepguard.report.sinks import INCIDENTS
 
 
 class PrometheusSink(ScalarSink):

@@ -7,7 +7,7 @@ from typing import Any
 from stepguard._errors import ConfigError
 from stepguard.integrations.sinks.base import ScalarSink, backend
 from stepguard.records import Incident
-from stepguard.report.scalars import PREFIX
+from stepguard.report.sinks import PREFIX
 
 STEP = PREFIX + "step"
 TITLE_LIMIT = 60

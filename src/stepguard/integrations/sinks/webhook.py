@@ -1,5 +1,5 @@
 """Alerts by webhook, beside the loggers: `GuardConfig(sinks=(WebhookSink(url),))`."""
 
-from stepguard.report.webhook import WebhookFailed, WebhookSink
+from stepguard.report.sinks import WebhookFailed, WebhookSink
 
 __all__ = ["WebhookFailed", "WebhookSink"]

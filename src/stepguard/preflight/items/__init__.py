@@ -6,7 +6,7 @@ registration. A new module is one line in TOPICS; a test compares TOPICS with th
 
 from __future__ import annotations
 
-from stepguard.preflight.item import Item
+from stepguard.preflight.inspection import Item
 from stepguard.preflight.items import (
     checklist,
     checkpoint,

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepguard.diagnose.dtypes import FORMATS
-from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, failed, passed, warned
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
-from stepguard.preflight.schedule import follows_metric, peak_rates
-from stepguard.preflight.tracking import unread
+from stepguard.diagnose.case import FORMATS
+from stepguard.preflight.inspection import Inspection, item
+from stepguard.preflight.subject import (
+    Answer,
+    NotApplicable,
+    NotGiven,
+    failed,
+    follows_metric,
+    passed,
+    peak_rates,
+    unread,
+    warned,
+)
 from stepguard.report.phrases import count
 
 LARGEST_RATE = 5e-5 * 1.001

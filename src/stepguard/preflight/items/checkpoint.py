@@ -7,7 +7,8 @@ import platform
 import torch
 
 from stepguard import __version__
-from stepguard.preflight.answers import (
+from stepguard.preflight.inspection import Inspection, item
+from stepguard.preflight.subject import (
     Answer,
     NotApplicable,
     NotGiven,
@@ -16,8 +17,6 @@ from stepguard.preflight.answers import (
     passed,
     warned,
 )
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
 from stepguard.report.phrases import count, first_few, size
 
 PREFIXES = ("module.", "_orig_mod.")

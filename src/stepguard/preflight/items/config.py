@@ -5,28 +5,28 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stepguard.preflight.answers import (
-    Answer,
-    NotApplicable,
-    NotGiven,
-    failed,
-    listed,
-    passed,
-    warned,
-)
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
-from stepguard.preflight.schedule import peak_rates
-from stepguard.preflight.settings.keys import (
+from stepguard.preflight.inspection import Inspection, item
+from stepguard.preflight.settings import (
     Setting,
+    UnquotedNumber,
     as_number,
     flat,
     last_part,
     names,
     spells_number,
 )
-from stepguard.preflight.settings.settings_file import UnquotedNumber
-from stepguard.preflight.tracking import plain, unread
+from stepguard.preflight.subject import (
+    Answer,
+    NotApplicable,
+    NotGiven,
+    failed,
+    listed,
+    passed,
+    peak_rates,
+    plain,
+    unread,
+    warned,
+)
 from stepguard.report.phrases import count, first_few
 
 SWITCHES = ("true", "false")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from statistics import median
 
-from stepguard.diagnose.dtypes import largest
-from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, failed, passed, warned
-from stepguard.preflight.data.facts import Column, overlap
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
+from stepguard.diagnose.case import largest
+from stepguard.preflight.data import Column, overlap
+from stepguard.preflight.inspection import Inspection, item
+from stepguard.preflight.subject import Answer, NotApplicable, NotGiven, failed, passed, warned
 from stepguard.report.phrases import count, first_few
 
 OUTLIER = 1000.0

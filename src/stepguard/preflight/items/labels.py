@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, failed, passed, warned
-from stepguard.preflight.data.label_facts import LabelFacts
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
+from stepguard.preflight.data import LabelFacts
+from stepguard.preflight.inspection import Inspection, item
+from stepguard.preflight.subject import Answer, NotApplicable, NotGiven, failed, passed, warned
 from stepguard.report.phrases import count, first_few
 
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 
-from stepguard.preflight.answers import Answer, NotApplicable, NotGiven, failed, passed, warned
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
-from stepguard.preflight.schedule import DryRun, follows_metric, peak_rates
-from stepguard.records.verification import Rate
+from stepguard.preflight.inspection import Inspection, item
+from stepguard.preflight.subject import (
+    Answer,
+    DryRun,
+    NotApplicable,
+    NotGiven,
+    failed,
+    follows_metric,
+    passed,
+    peak_rates,
+    warned,
+)
+from stepguard.records.checks import Rate
 from stepguard.report.phrases import count
 
 CLOSE = 1e-3

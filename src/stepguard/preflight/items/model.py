@@ -9,10 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from stepguard.preflight.answers import Answer, NotGiven, failed, passed, warned
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
-from stepguard.preflight.traced_step import TracedStep
+from stepguard.preflight.inspection import Inspection, TracedStep, item
+from stepguard.preflight.subject import Answer, NotGiven, failed, passed, warned
 from stepguard.report.phrases import count, first_few
 from stepguard.state.buffers import keeps_statistics
 

@@ -9,11 +9,10 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from stepguard.diagnose.dtypes import largest, rounds_to_zero
-from stepguard.diagnose.dtypes import plain as real_format
-from stepguard.preflight.answers import Answer, NotApplicable, failed, passed
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
+from stepguard.diagnose.case import largest, rounds_to_zero
+from stepguard.diagnose.case import plain as real_format
+from stepguard.preflight.inspection import Inspection, item
+from stepguard.preflight.subject import Answer, NotApplicable, failed, passed
 from stepguard.report.phrases import count, first_few
 from stepguard.state.rng import kept_rng
 

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.diagnose.dtypes import FORMATS, rounds_to_zero
-from stepguard.diagnose.dtypes import plain as real_format
-from stepguard.preflight.answers import Answer, NotApplicable, failed, passed, warned
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
-from stepguard.preflight.schedule import peak_rates
+from stepguard.diagnose.case import FORMATS, rounds_to_zero
+from stepguard.diagnose.case import plain as real_format
+from stepguard.preflight.inspection import Inspection, item
+from stepguard.preflight.subject import Answer, NotApplicable, failed, passed, peak_rates, warned
 from stepguard.report.phrases import count, first_few
 from stepguard.tensors.names import optimizer_parameter_ids
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from stepguard.preflight.answers import Answer, NotGiven, failed, passed, warned
-from stepguard.preflight.framework import default_dtypes
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
-from stepguard.preflight.probe import Probe
-from stepguard.preflight.settings.keys import Setting
-from stepguard.preflight.settings.wanted_precision import contradiction, meant, wanted
-from stepguard.tensors.dtypes import dtype_name
+from stepguard.preflight.inspection import Inspection, Probe, item
+from stepguard.preflight.settings import Setting, contradiction, meant, wanted
+from stepguard.preflight.subject import Answer, NotGiven, default_dtypes, failed, passed, warned
+from stepguard.tensors.values import dtype_name
 
 NO_DTYPE = "mixed precision without a dtype"
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from stepguard.preflight.answers import Answer, NotGiven, failed, passed, warned
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
-from stepguard.preflight.sizes import (
+from stepguard.preflight.inspection import Inspection, item
+from stepguard.preflight.subject import (
+    Answer,
+    NotGiven,
     available_memory,
+    failed,
     gradient_bytes,
     model_bytes,
     optimizer_bytes,
+    passed,
+    warned,
 )
 from stepguard.report.phrases import size
 

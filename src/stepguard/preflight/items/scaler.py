@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from stepguard.preflight.answers import Answer, NotApplicable, failed, passed, warned
-from stepguard.preflight.inspection import Inspection
-from stepguard.preflight.item import item
-from stepguard.preflight.settings.keys import as_number
+from stepguard.preflight.inspection import Inspection, item
+from stepguard.preflight.settings import as_number
+from stepguard.preflight.subject import Answer, NotApplicable, failed, passed, warned
 
 
 @item("scaler.missing", "float16 has a loss scale")

@@ -13,8 +13,7 @@ from typing import BinaryIO, Literal
 from stepguard._errors import JournalError
 from stepguard.journal import is_running, journal_path
 from stepguard.report.story.build import build_story
-from stepguard.report.story.lane import Lane, whole_lines
-from stepguard.report.story.model import Run, Story
+from stepguard.report.story.model import Lane, Run, Story, whole_lines
 
 StepsOf = Literal["one", "all"]
 CHUNK = 1 << 22

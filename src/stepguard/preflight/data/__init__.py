@@ -1,1 +1,0 @@
-"""The data, example by example: its source, how files are read, and what is wrong with it."""

@@ -1,1 +1,0 @@
-"""Configuration and launcher as plain values: read, never executed."""

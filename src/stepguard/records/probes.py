@@ -1,0 +1,315 @@
+"""A deep look at one healthy step: how far its numbers are from what their dtypes can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from stepguard.records.codec import documented
+
+# --- A deep look at one healthy step: how far its numbers are from what their dtypes can hold.
+
+
+Stage = Literal["stored", "forward", "backward"]
+NextBatch = Literal["unknown", "other", "equal", "same"]
+"""Another batch, equal numbers in new memory, or the very same tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLook:
+    """What one module computed in one dtype, in one direction."""
+
+    module: str
+    """Dotted name; empty outside every module, as in the loss function."""
+    stage: Stage
+    """`stored` for parameters, buffers and the batch."""
+    dtype: str
+    op: str = ""
+    """The operation that made the largest value."""
+    largest: float = 0.0
+    """Largest magnitude of a finite value."""
+    smallest: float | None = None
+    """Smallest magnitude that is not 0; None where all is 0."""
+    headroom: float | None = None
+    """Bits between `largest` and the largest number of the dtype."""
+    floor: float | None = None
+    """Bits between `smallest` and the smallest normal number of the dtype; negative below it."""
+    zeros: float = 0.0
+    """Share of elements that are exactly 0."""
+    subnormal: float = 0.0
+    """Share of elements below the smallest normal number, which hold fewer bits."""
+    rounded_away: float = 0.0
+    """Share of elements of conversions to this dtype that were not 0 and became 0."""
+    infinities: int = 0
+    """Infinite values born here of finite ones; the step was finite all the same."""
+    elements: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLook:
+    """One parameter, its gradient and its update."""
+
+    name: str
+    dtype: str
+    elements: int = 0
+    weight: float = 0.0
+    """Root mean square of the values before the update."""
+    gradient: float | None = None
+    """Root mean square of the gradient; None without one."""
+    gradient_zeros: float = 0.0
+    """Share of the gradient that is exactly 0."""
+    trainable: bool = True
+    """`requires_grad`."""
+    owned: bool = True
+    """An optimizer updates it."""
+    update: float | None = None
+    """Root mean square of the change by the update; None where another optimizer makes it."""
+    lost: float | None = None
+    """Share of elements with a gradient that the update left exactly as they were."""
+    variance_zeros: float | None = None
+    """Share of elements with a gradient whose second moment is exactly 0 (Adam and its like)."""
+    variance: float | None = None
+    """Smallest second moment that is not 0."""
+    epsilon: float | None = None
+    """What the optimizer adds to the root of a second moment, in the dtype of the parameter."""
+    copies: bool = False
+    """All rows of the weight are equal, and so are all rows of its gradient: every unit does the
+    same."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Size of the update beside that of the weight."""
+        if self.update is None or self.weight == 0.0:
+            return None
+        return self.update / self.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLook:
+    """One softmax over keys, on a sample of its rows."""
+
+    module: str
+    largest_logit: float
+    entropy: float
+    """Mean entropy of a row over that of the uniform row: 1 looks everywhere, 0 at one key."""
+    collapsed: float
+    """Share of rows with more than 99 % of their weight on one key."""
+    uniform: float = 0.0
+    """Share of rows whose entropy is above 99.9 % of the uniform row's."""
+    keys: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormLook:
+    """What goes into one normalisation layer, and whether anything comes out."""
+
+    module: str
+    scale: float
+    """Root mean square of the input."""
+    dtype: str = ""
+    output_zeros: float = 0.0
+    """Share of the output that is exactly 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitLook:
+    """Units behind one activation function."""
+
+    module: str
+    op: str
+    units: int
+    dead: float = 0.0
+    """Share of units that are 0 for every sample and position of the step."""
+    saturated: float = 0.0
+    """Share of values in the flat ends of a sigmoid or tanh."""
+    positions: int = 0
+    """Samples and positions that each unit was seen at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What else the look has seen of the step."""
+
+    batch: str = ""
+    """Digest of the batch's tensors."""
+    repeats: int = 0
+    """Looks before this one with the same batch."""
+    batch_after: NextBatch = "unknown"
+    """What the step after the look before this one was given, beside that look's batch."""
+    training: bool = True
+    """The model is in training mode."""
+    dropout: tuple[str, ...] = ()
+    """Dropout layers with a probability above 0 that are in evaluation mode."""
+    norms_in_eval: tuple[str, ...] = ()
+    """Batch norms in evaluation mode while the model trains."""
+    labels: int = 0
+    """Targets of the classification losses."""
+    ignored: int = 0
+    """Targets among them that do not count."""
+    samples: int = 0
+    """Rows of the batch: the most common first dimension of its tensors; 0: not known."""
+    softmax_twice: bool = False
+    """The logits of a cross entropy are probabilities already."""
+    kept_gradients: bool = False
+    """The step began with the gradients of the one before."""
+    mixed_up: dict[str, str] = field(default_factory=dict)
+    """Loss function -> what it was given (`probabilities`, `logits`) and does not take."""
+    broadcast: tuple[str, ...] = ()
+    """Operation of the loss and the two shapes that it spread over each other."""
+    bound: str = ""
+    """The activation that the output of the model ends in, where it cannot reach its targets."""
+    beyond: float = 0.0
+    """Share of the targets that it cannot reach."""
+    parts_without_gradient: int = 0
+    """Terms of the loss that were computed from the model and have no gradient."""
+    single_class: bool = False
+    """The loss takes a softmax over one class, which is always 1."""
+    without_gradient: tuple[str, ...] = ()
+    """Trainable parameters of the optimizer that have no gradient, or one of zeros only."""
+    outsiders: dict[str, str] = field(default_factory=dict)
+    """Tensors that get gradients and belong to no model and no optimizer: number and version of
+    each -> what it is."""
+    classes: tuple[int, ...] = ()
+    """How many targets of the step each class has."""
+    cross_entropy: float | None = None
+    """Mean loss of those targets."""
+    spread: float | None = None
+    """Deviation of the loss function's input between samples, beside its size."""
+    averages: dict[str, str] = field(default_factory=dict)
+    """Average of weights that the guard was given -> digest of what it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Everything one deep look has measured."""
+
+    step: int
+    seconds: float = 0.0
+    """Time that the look itself took."""
+    tensors: tuple[TensorLook, ...] = ()
+    parameters: tuple[ParameterLook, ...] = ()
+    attention: tuple[AttentionLook, ...] = ()
+    norms: tuple[NormLook, ...] = ()
+    units: tuple[UnitLook, ...] = ()
+    facts: StepFacts = field(default_factory=StepFacts)
+    left_out: int = 0
+    """Rows that were dropped to keep the record small; the worst are kept."""
+
+
+# --- What a healthy run is heading for.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """A quantity that runs towards a limit, and the step at which it gets there."""
+
+    quantity: str
+    """What is measured, in words."""
+    place: str
+    """Module or parameter; empty where it is of the whole run."""
+    since: int
+    """First step of the trend."""
+    first: float
+    """What was measured then."""
+    now: int
+    """Newest step that was measured."""
+    value: float
+    """What was measured then."""
+    limit: float
+    step: int
+    """Step at which the limit is met if nothing changes."""
+    earliest: int
+    latest: int
+
+    @property
+    def sentence(self) -> str:
+        """From where to where it went, and when it gets to its limit."""
+        place = f" of {self.place}" if self.place else ""
+        return (
+            f"{self.quantity}{place} went from {self.first:.3g} at step {self.since} to "
+            f"{self.value:.3g} at step {self.now}; it reaches {self.limit:.3g} at about step "
+            f"{self.step} ({self.earliest} to {self.latest})"
+        )
+
+
+# --- What would have helped: how each candidate fared on the steps that led to an incident.
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialOutcome:
+    """One candidate, trained on the steps before the incident, the bad step and those after."""
+
+    name: str
+    """Short and stable: `skip`, `lr x0.5`, `eps`."""
+    label: str
+    """What was changed, in words: `learning rate x0.5 (0.001 -> 0.0005)`."""
+    cost: int
+    """How much it changes a healthy run: less is better among candidates that do as well."""
+    works: bool = False
+    """The bad value did not come back, and the losses at the end are finite."""
+    bad_step: int | None = None
+    """The step in which it came back."""
+    bad_value: str = ""
+    """What was bad then: `loss is nan`."""
+    loss: float | None = None
+    """Mean loss of batches of the window on the weights at the end."""
+    held_out: float | None = None
+    """The same of batches that the trial was not trained on."""
+    distance: float | None = None
+    """How far its weights ended from the good state that all trials begin with, over their norm."""
+    losses: tuple[float, ...] = ()
+    """The loss of each step of the trial, in order."""
+    steps: int = 0
+    """Steps that were run for it, evaluations included as a third."""
+    change: str = ""
+    """What to change so that the next run has it."""
+    value: float | None = None
+    """The new epsilon or norm to clip to, where that is what is changed."""
+    answers: tuple[str, ...] = ()
+    """Codes of the incident's findings whose remedy this is."""
+    why_not: str = ""
+    """Why it could not be tried."""
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """The candidates for one incident, the best first.
+
+    For instance:
+
+        print(guard.whatif().best.change)
+    """
+
+    incident: str
+    """Id of the incident."""
+    step: int
+    """The bad step."""
+    summary: str = ""
+    """What was wrong with it."""
+    first: int = 0
+    """The step that the trials began with."""
+    window: int = 0
+    """Steps before the bad one that were trained again."""
+    after: int = 0
+    """Steps that were trained after it, to see whether the trouble is over."""
+    held_out: int = 0
+    """Batches that no trial was trained on."""
+    outcomes: tuple[TrialOutcome, ...] = ()
+    """The best first."""
+    remarks: tuple[str, ...] = ()
+    """What to know when reading the table."""
+
+    @property
+    def best(self) -> TrialOutcome | None:
+        """The first one, if it works."""
+        for outcome in self.outcomes[:1]:
+            if outcome.works:
+                return outcome
+        return None
+
+    @property
+    def steps(self) -> int:
+        """Steps that were run for all of it."""
+        return sum(outcome.steps for outcome in self.outcomes)

@@ -1,0 +1,331 @@
+"""Write files and folders that are either complete or absent, through one seam to the disk.
+
+Whatever changes a disk (mkdir, create, write, sync, rename, unlink, rmdir) passes through
+`Disk.perform` as one `Operation`. So every instant at which a process can die or a disk can fail
+has a number, and tests try them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import stat
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+# --- Write files and folders that are either complete or absent, through one seam to the disk.
+
+
+Result = TypeVar("Result")
+Kind = Literal["mkdir", "create", "write", "sync", "sync_folder", "rename", "unlink", "rmdir"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One change of the disk."""
+
+    kind: Kind
+    path: Path
+    target: Path | None = None
+    """The new name, of a rename."""
+    data: memoryview | None = None
+    """The bytes, of a write."""
+    offset: int = 0
+    """Where in the file they go."""
+
+
+class Disk:
+    """Operations that change a disk. A slow, full, failing or recorded one overrides `perform`."""
+
+    def perform(self, operation: Operation, act: Callable[[], Result]) -> Result:
+        """Carry out one operation by calling `act`; every operation passes here."""
+        return act()
+
+    def mkdir(self, path: Path) -> None:
+        self.perform(Operation("mkdir", path), path.mkdir)
+
+    def new_file(self, path: Path) -> NewFile:
+        """Create a file that must not exist yet, symbolic links included."""
+        return NewFile(self, path)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+        self.perform(Operation("sync_folder", path), lambda: sync(path))
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Move within a folder in one step; a file at `target` is replaced."""
+        self.perform(Operation("rename", path, target), lambda: path.replace(target))
+
+    def unlink(self, path: Path) -> None:
+        self.perform(Operation("unlink", path), path.unlink)
+
+    def rmdir(self, path: Path) -> None:
+        self.perform(Operation("rmdir", path), path.rmdir)
+
+    def rmtree(self, path: Path) -> None:
+        """Remove a folder and its content, one operation a name; links are not followed."""
+        for child in sorted(path.iterdir()):
+            if stat.S_ISDIR(child.lstat().st_mode):
+                self.rmtree(child)
+            else:
+                self.unlink(child)
+        self.rmdir(path)
+
+    def make_folders(self, path: Path) -> None:
+        """Make the folder and those above it, each durable in its parent."""
+        if path.is_dir():
+            return
+        self.make_folders(path.parent)
+        with suppress(FileExistsError):
+            self.mkdir(path)
+        self.sync_folder(path.parent)
+
+
+class NewFile:
+    """A file being written; without `sync` before `close` a power cut may lose its content."""
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self.path = path
+        self.size = self.synced = 0
+        self._disk = disk
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._fd = disk.perform(Operation("create", path), lambda: os.open(path, flags, 0o666))
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append; a disk that takes only a part is asked again until it refuses."""
+        view = memoryview(data).cast("B")
+        self._disk.perform(
+            Operation("write", self.path, data=view, offset=self.size),
+            lambda: self._write_all(view),
+        )
+        self.size += len(view)
+
+    def sync(self) -> None:
+        """Make the content durable."""
+        self._disk.perform(Operation("sync", self.path), lambda: os.fsync(self._fd))
+        self.synced = self.size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        os.close(self._fd)
+
+    def _write_all(self, view: memoryview) -> None:
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+
+DISK = Disk()
+_NUMBERS = itertools.count()
+
+
+def sibling(path: Path, ending: str = "tmp") -> Path:
+    """Return a hidden name beside `path` that no other writer has: `.step-100.4711-3.tmp`."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{next(_NUMBERS)}.{ending}")
+
+
+def write_file(path: Path, content: bytes, disk: Disk = DISK) -> None:
+    """Replace `path` in one step; a crash leaves the old file or the new one."""
+    disk.make_folders(path.parent)
+    temporary = sibling(path)
+    try:
+        with disk.new_file(temporary) as file:
+            file.write(content)
+            file.sync()
+        disk.rename(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            disk.unlink(temporary)
+        raise
+    disk.sync_folder(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path, disk: Disk = DISK) -> Iterator[Path]:
+    """Fill a temporary sibling; it takes the name `path` only when everything in it is on disk."""
+    disk.make_folders(path.parent)
+    temporary = sibling(path)
+    disk.mkdir(temporary)
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                sync(file)
+        disk.sync_folder(temporary)
+        disk.rename(temporary, path)
+        disk.sync_folder(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# --- Available host memory of this process.
+
+
+CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
+    """Return the available bytes within the limit of a container; None if unknown."""
+    machine = _machine(meminfo)
+    limit = _read(cgroup / "memory.max")
+    used = _read(cgroup / "memory.current")
+    # "max" stands for no limit.
+    if machine is None or not limit.isdigit() or not used.isdigit():
+        return machine
+    # The kernel frees cached files when the memory is needed.
+    cached = _field(_read(cgroup / "memory.stat"), "inactive_file") or 0
+    return max(0, min(machine, int(limit) - int(used) + cached))
+
+
+def _machine(meminfo: Path) -> int | None:
+    available = _field(_read(meminfo), "MemAvailable:")
+    if available is not None:
+        return available * 1024
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _field(text: str, name: str) -> int | None:
+    for line in text.splitlines():
+        words = line.split()
+        if line.startswith(name) and len(words) > 1 and words[1].isdigit():
+            return int(words[1])
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+# --- Tell data from things that do something: what may be copied and put back, and what may not.
+
+
+CONTAINERS = (dict, list, tuple, set, deque)
+ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+UNCHANGING = frozenset({*ATOMS, bool})
+MANY = 1024
+"""Entries of a container up to which it is copied in every step; of a larger one only growth is
+undone.
+"""
+SMALL = 65536
+"""Elements of a tensor up to which a copy costs less than finding out whether it is needed."""
+DEEPEST = 5
+
+
+def is_array(value: object) -> bool:
+    """True for a numpy array. Does not import numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_data(value: object) -> bool:
+    """True for numbers, tensors, arrays, containers and objects that are not callable."""
+    if isinstance(value, (*ATOMS, *CONTAINERS, Tensor)) or is_array(value):
+        return True
+    if callable(value) or isinstance(value, nn.Module):
+        return False
+    return has_attributes(value)
+
+
+def has_attributes(value: object) -> bool:
+    """True for an object with an ordinary attribute dictionary."""
+    return type(getattr(value, "__dict__", None)) is dict
+
+
+def holds_only_data(value: Any, depth: int = 0) -> bool:
+    """True for a helper object that is data all the way down, unlike a trainer or a logger."""
+    if isinstance(value, (*ATOMS, Tensor)) or is_array(value):
+        return True
+    if depth > DEEPEST or isinstance(value, nn.Module | type) or callable(value):
+        return False
+    inside = _inside(value)
+    if inside is None:
+        return False
+    return all(holds_only_data(item, depth + 1) for item in inside)
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """Return what a small container or an object holds; None for anything else."""
+    if isinstance(value, CONTAINERS):
+        if len(value) > MANY:
+            return None
+        return list(value.values() if isinstance(value, dict) else value)
+    if has_attributes(value) and not is_torchs(value):
+        return list(vars(value).values())
+    return None
+
+
+def is_torchs(value: object) -> bool:
+    """True for an object of a class that torch defines, and derives from no one else's.
+
+    FSDP2 puts a class of its own in the place of the user's, derived from both.
+    """
+    kind = type(value)
+    if not kind.__module__.startswith("torch."):
+        return False
+    for base in kind.__mro__:
+        package = base.__module__.partition(".")[0]
+        if package != "torch" and package not in sys.stdlib_module_names:
+            return False
+    return True
+
+
+def has_graph(value: object) -> bool:
+    """True for a tensor that an operation with gradients made."""
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+class WithoutGraph:
+    """Stands for a tensor with a graph: holding the tensor would keep the graph in memory."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._ref = weakref.ref(value)
+        self._values = value.detach() if value.numel() <= SMALL else None
+
+    def original(self, otherwise: Any) -> Any:
+        """Return the tensor, its values if it is gone, or `otherwise` if those were not held."""
+        alive = self._ref()
+        if alive is not None:
+            return alive
+        if self._values is not None:
+            return self._values
+        return otherwise
+
+
+def original(value: Any, otherwise: Any) -> Any:
+    """Return the value that was held, also if `WithoutGraph` stands for it."""
+    if isinstance(value, WithoutGraph):
+        return value.original(otherwise)
+    return value
