@@ -847,18 +847,17 @@ def _answers_by_frequency(looks: list[Look], counts: list[int]) -> Proof | None:
     late = [look.facts.cross_entropy for look in looks[len(looks) // 2 :]]
     losses = [loss for loss in late if loss is not None]
     learned = bool(losses) and fmean(losses) < LEARNED * entropy
-    if share == 1.0:
+    if share == 1.0 or looks[-1].step < SG921_LONG:
         return None  # contrastive losses put the right answer first, always
-    if share >= NEARLY_ALL and len(counts) > 1 and not learned and looks[-1].step >= SG921_LONG:
+    if share >= NEARLY_ALL and not learned:
         return possible(
             f"{share:.0%} of the {total:,} targets seen at {len(looks)} looks are class "
             f"{counts.index(max(counts))} of {len(counts)}: a model that always answers so is "
             "right as often, and the loss is no lower than its"
         )
-    if looks[-1].step < SG921_LONG or entropy < LEAST_ENTROPY or not _stays_at(entropy, losses):
+    # weights that have hardly moved cannot have learned anything yet
+    if entropy < LEAST_ENTROPY or _distance(looks) < MOVED or not _stays_at(entropy, losses):
         return None
-    if _distance(looks) < MOVED:
-        return None  # weights that have hardly moved cannot have learned anything yet
     return possible(
         f"the cross entropy is {fmean(losses):.4g} up to step {looks[-1].step}, and that of the "
         f"label frequencies alone is {entropy:.4g}: the inputs tell the model nothing about the "
