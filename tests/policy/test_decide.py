@@ -30,7 +30,6 @@ policies = st.builds(
     max_per_1000=st.none() | st.integers(0, 6),
     max_total=st.none() | st.integers(0, 10),
     max_rewinds=st.integers(0, 3),
-    lr_factor=st.sampled_from([0.1, 0.5]),
     bad_start=st.sampled_from(["stop", "note"]),
 )
 situations = st.builds(
@@ -103,9 +102,9 @@ def test_damaged_state_is_rewound_or_the_run_stops() -> None:
 
 
 def test_rewind_says_where_it_goes_and_what_becomes_of_the_data() -> None:
-    back = RewindPlan(target=RewindTarget(step=640), data="reorder", lr_factor=0.25)
+    back = RewindPlan(target=RewindTarget(step=640), data="repeat")
     (decision,) = _play(Policy(), 1, fault="state", rewind=back)
-    assert (decision.rewound_to, decision.data, decision.lr_factor) == (640, "reorder", 0.25)
+    assert (decision.rewound_to, decision.data) == (640, "repeat")
 
 
 def test_what_the_optimizer_made_is_undone() -> None:
@@ -146,12 +145,6 @@ def test_state_that_was_bad_before_the_first_step_stops_the_run_unless_told_othe
 def test_decision_counts_the_incident_it_answers() -> None:
     decisions = _play(Policy(), 3)
     assert [(d.consecutive, d.total) for d in decisions] == [(1, 1), (2, 2), (3, 3)]
-
-
-def test_lowering_the_rate_says_by_how_much() -> None:
-    policy = Policy(actions=("lower_lr",), lr_factor=0.25)
-    assert _play(policy, 1)[0].lr_factor == 0.25
-    assert _play(Policy(), 1)[0].lr_factor is None
 
 
 def test_scale_that_is_known_to_work_is_passed_on() -> None:
@@ -211,7 +204,7 @@ def test_only_an_anomaly_or_a_bad_start_is_let_through(
 ) -> None:
     decision, _ = decide(situation, policy, Budget())
     if decision.action == "rewind":
-        only_rewinds = not {"leave_out", "skip", "lower_lr", "note"} & set(policy.actions)
+        only_rewinds = not {"leave_out", "skip", "note"} & set(policy.actions)
         assert situation.fault in ("state", "anomaly") or only_rewinds
 
 
@@ -224,7 +217,7 @@ def test_every_action_alone_in_a_policy_is_decided_on(action: Action) -> None:
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_only_actions_that_go_on_without_the_step_make_a_policy_continue(action: Action) -> None:
-    continues = action in ("leave_out", "skip", "lower_lr", "note")
+    continues = action in ("leave_out", "skip", "note")
     assert allows_continuing(Policy(actions=(action,))) == continues
 
 

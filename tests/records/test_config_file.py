@@ -88,7 +88,7 @@ def test_folders_are_absolute_and_the_command_line_comes_first(
         ("policy = 'skip'\n", ("must be a table", "[policy]")),
         ("sinks = []\n", ("sinks is an object of Python",)),
         ("= 3\n", ("is not TOML",)),
-        ("[policy]\nlr_factor = 'x'\n", ("Policy.lr_factor='x'", "must be a number")),
+        ("[policy]\nmax_lost_share = 'x'\n", ("Policy.max_lost_share='x'", "must be a number")),
     ],
 )
 def test_wrong_file_is_one_clear_line(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:

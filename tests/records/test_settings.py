@@ -18,7 +18,7 @@ from stepguard import ConfigError, GuardConfig, Policy
             Policy,
             {"actions": ("repeat",)},
             "'repeat' is not known; use one of 'leave_out', 'skip', 'retry', 'undo', 'heal', "
-            "'rewind', 'lower_lr', 'stop'",
+            "'rewind', 'stop'",
         ),
         (Policy, {"actions": ()}, "Policy.actions is empty"),
         (
@@ -29,8 +29,8 @@ from stepguard import ConfigError, GuardConfig, Policy
         (Policy, {"max_per_1000": 1.5}, "max_per_1000=1.5"),
         (Policy, {"max_total": True}, "max_total=True"),
         (Policy, {"max_rewinds": None}, "max_rewinds=None"),
-        (Policy, {"lr_factor": 1.0}, "lr_factor=1.0 must lie between 0 and 1"),
-        (Policy, {"lr_factor": math.nan}, "lr_factor=nan"),
+        (Policy, {"max_lost_share": 1.5}, "max_lost_share=1.5 must lie above 0"),
+        (Policy, {"max_lost_share": math.nan}, "max_lost_share=nan"),
         (Policy, {"bad_start": "skip"}, "'skip' is not known; use one of 'stop', 'note'"),
         (GuardConfig, {"clip_norm": 0.0}, "clip_norm=0.0 must be a finite number above 0"),
         (GuardConfig, {"clip_norm": math.inf}, "clip_norm=inf"),
@@ -63,8 +63,8 @@ from stepguard import ConfigError, GuardConfig, Policy
         (GuardConfig, {"labels_key": 0}, "labels_key=0 must be a name, or None"),
         (GuardConfig, {"ignore_index": "none"}, "ignore_index='none' must be a whole number"),
         (GuardConfig, {"sinks": []}, "sinks=[] must be a tuple"),
-        (GuardConfig, {"outliers": True}, "True is not known; use one of 'note', 'clip', 'skip'"),
-        (Policy, {"lr_factor": "0.5"}, "lr_factor='0.5' must be a number"),
+        (GuardConfig, {"outliers": True}, "True is not known; use one of 'note'"),
+        (Policy, {"max_lost_share": "0.5"}, "max_lost_share='0.5' must be a number"),
         (Policy, {"exceptions": "ignore"}, "'ignore' is not known; use one of 'raise', 'skip'"),
     ],
 )

@@ -113,7 +113,7 @@ def build_context(
     context.configure_rates()
     _register(context)
     if config.outliers is not None:
-        context.outliers = Outliers(config.outliers, roots, optimizer)
+        context.outliers = Outliers(roots, optimizer)
     _open_files(context)
     return context
 

@@ -209,8 +209,7 @@ class Context:
         self.history.first_lr = self.history.top_lr = ()
         self.configure_rates()
         if self.outliers is not None:
-            assert self.config.outliers is not None
-            self.outliers = Outliers(self.config.outliers, self.roots, optimizer)
+            self.outliers = Outliers(self.roots, optimizer)
         self.name_guard()
 
     def configure_rates(self) -> None:

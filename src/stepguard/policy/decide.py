@@ -99,10 +99,8 @@ def budget_from(facts: dict[str, Any]) -> Budget:
 # --- Choose where a rewind goes: the newest good state for which this rewind has not been tried.
 
 
-RewindData = Literal["repeat", "skip", "reorder"]
-"""What happens to the steps since the target: run again as they were, left behind, or run again in
-another order.
-"""
+RewindData = Literal["repeat", "skip"]
+"""What happens to the steps since the target: run again as they were, or left behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,20 +115,14 @@ class RewindTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewindPlan:
-    """A target, what happens to the steps since, and what the learning rates are multiplied by."""
+    """A target, and what happens to the steps since."""
 
     target: RewindTarget
     data: RewindData
-    lr_factor: float | None = None
 
 
 def next_rewind(
-    targets: Sequence[RewindTarget],
-    tried: Collection[RewindPlan],
-    policy: Policy,
-    *,
-    repeatable: bool,
-    rewinds: int,
+    targets: Sequence[RewindTarget], tried: Collection[RewindPlan], *, repeatable: bool
 ) -> RewindPlan | None:
     """Choose the next rewind; None when each has been tried. `targets` are newest first.
 
@@ -143,26 +135,10 @@ def next_rewind(
     exact = RewindPlan(target=targets[0], data="repeat")
     if repeatable and exact not in tried:
         return exact
-    lr_factor = None
-    if policy.rewind_lr == "lower":
-        lr_factor = policy.lr_factor ** (rewinds + 1)
-    target = _first_unused(targets, tried)
-    if target is not None:
-        return RewindPlan(target=target, data=policy.rewind_data, lr_factor=lr_factor)
-    # every target has been used: the newest one once more, with a still lower rate
-    slower = RewindPlan(target=targets[0], data=policy.rewind_data, lr_factor=lr_factor)
-    if lr_factor is None or slower in tried:
-        return None
-    return slower
-
-
-def _first_unused(
-    targets: Sequence[RewindTarget], tried: Collection[RewindPlan]
-) -> RewindTarget | None:
     used = {plan.target for plan in tried if plan.data != "repeat"}
     for target in targets:
         if target not in used:
-            return target
+            return RewindPlan(target=target, data="skip")
     return None
 
 
@@ -293,7 +269,7 @@ def _fitting_action(
             if allows_continuing(policy) or _why_no_rewind(situation, policy, spent):
                 return None
             return "rewind"
-        case "lower_lr" | "note" | "stop":
+        case "note" | "stop":
             return allowed
         case "retry" | "undo" | "heal":
             # a retry has been considered before; an undo is what a skip of a bad update comes to;
@@ -310,7 +286,7 @@ def allows_continuing(policy: Policy) -> bool:
 
 def _continues(action: Action) -> bool:
     match action:
-        case "leave_out" | "skip" | "lower_lr" | "note":
+        case "leave_out" | "skip" | "note":
             return True
         case "retry" | "undo" | "heal" | "rewind" | "stop":
             return False
@@ -347,8 +323,6 @@ def _choose(
         new_scale=situation.new_scale,
     )
     match action:
-        case "lower_lr":
-            return replace(decision, lr_factor=policy.lr_factor), spent
         case "rewind":
             return _with_rewind(decision, situation.rewind, spent)
         case "heal":
@@ -363,9 +337,7 @@ def _with_rewind(
     decision: Decision, plan: RewindPlan | None, spent: Budget
 ) -> tuple[Decision, Budget]:
     assert plan is not None, "a rewind is decided with a plan only"
-    decision = replace(
-        decision, lr_factor=plan.lr_factor, rewound_to=plan.target.step, data=plan.data
-    )
+    decision = replace(decision, rewound_to=plan.target.step, data=plan.data)
     # what came before the rewind is undone, so the incidents in a row are forgiven
     return decision, replace(spent, consecutive=0, rewinds=spent.rewinds + 1)
 
@@ -374,7 +346,7 @@ def _left_out(action: Action, situation: Situation) -> str:
     match action:
         case "leave_out":
             return situation.leave_out
-        case "skip" | "lower_lr" | "undo":
+        case "skip" | "undo":
             return "the step"
         case "retry" | "heal" | "rewind" | "stop" | "note":
             return ""

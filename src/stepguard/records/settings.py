@@ -42,19 +42,6 @@ class Policy:
     """Rewinds in the whole run."""
     max_heals: int = 100
     """Times in the whole run that a damaged rank is given the state of a healthy one."""
-    rewind_data: Literal["skip", "reorder"] = "skip"
-    """What a rewind does with the steps since the snapshot: `skip` leaves them behind and the loop
-    goes on with what comes next; `reorder` runs them again in another order, without the bad one
-    (`guard.step` only).
-
-    After a fault that is not the data's, they are first run again exactly as they were.
-    """
-    rewind_lr: Literal["restore", "lower"] = "restore"
-    """The learning rate after a rewind: that of the snapshot, or that times `lr_factor`, once more
-    for each rewind.
-    """
-    lr_factor: float = 0.5
-    """What every learning rate is multiplied by with `lower_lr`, or by a rewind that lowers it."""
     max_lost_share: float = 0.5
     """Share of the samples of the last `lost_window` steps that may be left out because data,
     forward or loss were bad. Beyond it the run stops with the weights it has. It counts once 32
@@ -76,9 +63,6 @@ class Policy:
     """
 
     def __post_init__(self) -> None:
-        # `warn` is what earlier versions called `note`.
-        actions = tuple("note" if str(action) == "warn" else action for action in self.actions)
-        object.__setattr__(self, "actions", actions)
         for action in self.actions:
             _one_of("Policy.actions", action, ACTIONS)
         if not self.actions:
@@ -87,21 +71,12 @@ class Policy:
             _count_or_none(f"Policy.{name}", getattr(self, name))
         _count("Policy.max_rewinds", self.max_rewinds)
         _count("Policy.max_heals", self.max_heals)
-        _number("Policy.lr_factor", self.lr_factor)
-        if not 0.0 < self.lr_factor < 1.0:
-            raise ConfigError(
-                f"Policy.lr_factor={self.lr_factor!r} must lie between 0 and 1, for instance 0.5."
-            )
-        _one_of("Policy.rewind_data", self.rewind_data, ("skip", "reorder"))
-        _one_of("Policy.rewind_lr", self.rewind_lr, ("restore", "lower"))
         _number("Policy.max_lost_share", self.max_lost_share)
         if not 0.0 < self.max_lost_share <= 1.0:
             raise ConfigError(
                 f"Policy.max_lost_share={self.max_lost_share!r} must lie above 0 and up to 1."
             )
         _count("Policy.lost_window", self.lost_window, least=1)
-        if str(self.bad_start) == "warn":
-            object.__setattr__(self, "bad_start", "note")
         _one_of("Policy.bad_start", self.bad_start, ("stop", "note"))
         _one_of("Policy.on_incident", self.on_incident, ("decide", "whatif"))
         _one_of("Policy.exceptions", self.exceptions, ("raise", "skip"))
@@ -188,9 +163,9 @@ class GuardConfig:
     is done and none of your code runs again. `act`: a rewind, where independent signs show that the
     weights did it. `off`: nothing.
     """
-    outliers: Literal["note", "clip", "skip"] | None = None
-    """A parameter's gradient far above all it has been: told, clipped to its usual size, or left
-    out of this update, before it enters the optimizer's moments. None does not look.
+    outliers: Literal["note"] | None = None
+    """Report a parameter's gradient that is far above all it has been, before it enters the
+    optimizer's moments. None does not measure them.
     """
     scheduler_every: Literal["step", "epoch"] | None = "step"
     """When `guard.step` advances the scheduler it was given: after each update, when `guard.loader`
@@ -281,7 +256,7 @@ class GuardConfig:
         _count("GuardConfig.capsule_limit", self.capsule_limit)
         _one_of("GuardConfig.anomalies", self.anomalies, ("note", "act", "off"))
         if self.outliers is not None:
-            _one_of("GuardConfig.outliers", self.outliers, ("note", "clip", "skip"))
+            _one_of("GuardConfig.outliers", self.outliers, ("note",))
         if self.scheduler_every is not None:
             _one_of("GuardConfig.scheduler_every", self.scheduler_every, ("step", "epoch"))
         _positive("GuardConfig.locate_budget", self.locate_budget)

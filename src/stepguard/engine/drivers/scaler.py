@@ -170,13 +170,11 @@ class UpdateCheck:
         self._protect = protect
         self.undo: UndoCopy | None = None
         """Everything the update may touch, from before it."""
-        self.give_back: Callable[[], None] | None = None
-        """Gives back the gradients that were kept out of this update as outliers."""
         self._at_risk = False
         """Every rank checks this update, so that all of them undo it or none does."""
 
     def prepare(self, reading: Reading, *, at_risk: bool = False) -> None:
-        """Keep outliers out where that is asked for, and copy what a risky update may touch.
+        """Report outliers where that is asked for, and copy what a risky update may touch.
 
         `at_risk`: so it is on some rank, and all of them know.
         """
@@ -185,22 +183,14 @@ class UpdateCheck:
             return
         context = self._context
         with self._protect.part("outliers"):
-            self.give_back = self._keep_out_outliers()
+            words = "" if context.outliers is None else context.outliers.words()
+            if words:
+                context.outputs.note("outlier", words)
         if self.undo is not None:
             return
         with self._protect.part("check of risky updates"):
             if at_risk or risky_update(context.optimizer, context.lr_ceiling, reading.least_norm):
                 self.undo = UndoCopy(context.optimizer)
-
-    def _keep_out_outliers(self) -> Callable[[], None] | None:
-        """Tell of outliers; the call that gives skipped gradients back, None if none changed."""
-        outliers = self._context.outliers
-        if outliers is None:
-            return None
-        words = outliers.words()
-        if words:
-            self._context.outputs.note("outlier", words)
-        return outliers.act()
 
     def copy_everything(self) -> None:
         """For an optimizer that moves weights before the gradients can be judged."""

@@ -405,7 +405,7 @@ def _moved(old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
 # --- Try, on the way that led to the last incident, what would have helped.
 
 
-NOTHING_MOVED = ("skip", "undo", "stop", "lower_lr")
+NOTHING_MOVED = ("skip", "undo", "stop")
 """Decisions after which the weights are those that the bad step began from."""
 
 
@@ -503,7 +503,7 @@ def window_on_disk(capsule: Path, others: list[WindowStep]) -> Window:
 
 MOST_TRIED = 20
 """Incidents of a run that are tried: one that fails all the time must not spend its time on it."""
-DROPS_THE_STEP = ("skip", "undo", "lower_lr", "leave_out")
+DROPS_THE_STEP = ("skip", "undo", "leave_out")
 APPLICABLE = ("leave out", "skip", "eps", "clip", "lr x0.5", "lr x0.1")
 """What a guard can do by itself, and take back by a rewind."""
 RATES = {"lr x0.5": 0.5, "lr x0.1": 0.1}
@@ -576,7 +576,7 @@ def _as_decision(decision: Decision, best: TrialOutcome, why: str) -> Decision:
     dropped: Action = "undo" if decision.action == "undo" else "skip"
     told = replace(decision, action=dropped, left_out="the step", reason=why)
     if best.name in RATES:
-        return replace(told, action="lower_lr", lr_factor=RATES[best.name])
+        return replace(told, lr_factor=RATES[best.name])
     if best.name == "eps":
         return replace(told, new_eps=best.value)
     if best.name == "clip":

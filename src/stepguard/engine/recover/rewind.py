@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -387,10 +386,8 @@ class RewindPlanner:
 
     def _choose(self, targets: list[RewindTarget], exact: bool) -> RewindPlan | None:
         """The next rewind whose target can really be had: a checkpoint is read before it counts."""
-        policy = self._context.config.policy
-        rewinds = self._context.budget.rewinds
         while True:
-            plan = next_rewind(targets, self._tried, policy, repeatable=exact, rewinds=rewinds)
+            plan = next_rewind(targets, self._tried, repeatable=exact)
             if plan is None or plan.target.kind == "snapshot":
                 return plan
             told = self._context.agreement.together(
@@ -508,7 +505,7 @@ class Rewinder:
         plan, self.start = self.planner.take()
         self.put_back(self.start)
         facts = {"step": came_from, "to": context.step, "data": plan.data, "lr": context.lr}
-        since = f"the steps since are {_described(plan.data)}"
+        since = f"the steps since are {DESCRIBED[plan.data]}"
         summary = f"rewound from step {came_from} to {plan.target.step}; {since}"
         context.outputs.line("rewind", {**facts, "kind": "rewind", "summary": summary})
 
@@ -618,16 +615,7 @@ class Rewinder:
         return max(shared, default=-1)
 
 
-def _described(data: RewindData) -> str:
-    match data:
-        case "repeat":
-            return "run again as they were"
-        case "skip":
-            return "left behind"
-        case "reorder":
-            return "run again in another order"
-        case unknown:
-            assert_never(unknown)
+DESCRIBED: dict[RewindData, str] = {"repeat": "run again as they were", "skip": "left behind"}
 
 
 # --- Run steps a second time: one that failed by chance, or those since a snapshot.
@@ -659,8 +647,6 @@ def run_again(
         result = _retry(runs, step)
     elif decision.data == "repeat":
         result = _repeat(runs, step)
-    elif decision.data == "reorder":
-        _reorder(runs, incident)
     if end is not None:
         restore_rng(end)
     if result is None:
@@ -712,21 +698,6 @@ def _why_not_on(runs: Runs, kept: KeptStep, result: StepResult, *, same: bool) -
         f"step {kept.step.index} gave loss {number(kept.loss)}, and {number(result.loss)} when "
         f"run again: its loss function depends on more than the batch it is given"
     )
-
-
-def _reorder(runs: Runs, incident: Incident) -> None:
-    """Run the good steps since the snapshot in another order, with new random numbers."""
-    rewinder = runs.rewinder
-    order = list(rewinder.left)
-    # seeded by what every rank knows, so that all of them run the same order
-    random.Random(f"{incident.step}/{runs.context.budget.rewinds}").shuffle(order)
-    with rewinder.snapshots.paused():
-        for kept in order:
-            assert kept.step.loss_fn is not None
-            result = runs.run(kept.step.loss_fn, kept.step.micro_batches)
-            decision = result.incident.decision if result.incident is not None else None
-            if decision is not None and decision.action == "rewind":
-                return
 
 
 def _once_more(runs: Runs, step: Step) -> StepResult:
