@@ -32,12 +32,14 @@ from guard.scenes import (
     state_of,
     stepped,
 )
-from stepguard import Guard, GuardConfig, Policy, TrainingHalted
+from stepguard import Guard, GuardConfig, Policy, Probes, TrainingHalted
 from stepguard.engine.drivers.schedule import scale_rates
+from stepguard.records import Action
 
 DATA = batches(12)
 BAD = (poisoned(DATA[0]),)
 GOOD = (DATA[1],)
+NOTED: tuple[Action, ...] = (*Policy().actions, "note")
 SOURCE = Path(stepguard.__file__).parents[1]
 
 
@@ -88,9 +90,8 @@ def test_committed_step_resets_what_is_counted_in_a_row(loop: str, fused: bool) 
     ("limits", "reason"),
     [
         ({"max_total": 2}, "3 incidents in this run, 2 are allowed"),
-        ({"max_per_1000": 1}, "2 incidents within 1000"),
     ],
-    ids=["total", "rate"],
+    ids=["total"],
 )
 def test_budget_of_the_whole_run_ends_as_well(
     loop: str, limits: dict[str, int], reason: str
@@ -216,7 +217,7 @@ def test_state_that_is_bad_before_the_first_step_stops_the_run(loop: str, fused:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_bad_start_may_be_warned_about_once_and_trained_through(loop: str, fused: bool) -> None:
     scene, reference = _spare(fused=fused), _spare(fused=fused)
-    config = quiet(policy=Policy(bad_start="note"))
+    config = quiet(policy=Policy(actions=NOTED))
     found = LOOPS[loop](scene, [GOOD] * 6, config)
     warned = (
         list(found) if loop == "watch" else [r.incident for r in found if r.incident is not None]
@@ -232,7 +233,7 @@ def test_bad_start_that_ruins_every_step_still_ends(loop: str) -> None:
     with torch.no_grad():
         next(scene.model.parameters()).fill_(NAN)
     with pytest.raises(TrainingHalted) as halted:
-        LOOPS[loop](scene, [GOOD] * 10, quiet(policy=Policy(bad_start="note", max_consecutive=3)))
+        LOOPS[loop](scene, [GOOD] * 10, quiet(policy=Policy(actions=NOTED, max_consecutive=3)))
     assert halted.value.incident.step == 3
 
 
@@ -354,7 +355,7 @@ def test_other_uncaught_exceptions_keep_their_own_exit_code() -> None:
 
 
 def test_skips_are_counted_and_loud(capsys: pytest.CaptureFixture[str]) -> None:
-    stepped(_scene(), [GOOD, BAD, BAD, GOOD, BAD, BAD], GuardConfig(locate=False))
+    stepped(_scene(), [GOOD, BAD, BAD, GOOD, BAD, BAD], GuardConfig(probes=Probes(locate_budget=0)))
     said = capsys.readouterr()
     assert said.out == ""
     lines = [line for line in said.err.splitlines() if "of this kind" in line]
@@ -365,7 +366,7 @@ def test_skips_are_counted_and_loud(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_healthy_run_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    stepped(_scene(), [GOOD] * 4, GuardConfig(locate=False))
+    stepped(_scene(), [GOOD] * 4, GuardConfig(probes=Probes(locate_budget=0)))
     assert capsys.readouterr() == ("", "")
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from stepguard.policy import Budget, decide
 from stepguard.policy.decide import (
     LEAST_LOST,
+    LOST_WINDOW,
+    MOST_HEALS,
     Fault,
     RewindPlan,
     RewindTarget,
@@ -27,10 +29,8 @@ policies = st.builds(
     Policy,
     actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=5).map(tuple),
     max_consecutive=st.none() | st.integers(0, 4),
-    max_per_1000=st.none() | st.integers(0, 6),
     max_total=st.none() | st.integers(0, 10),
     max_rewinds=st.integers(0, 3),
-    bad_start=st.sampled_from(["stop", "note"]),
 )
 situations = st.builds(
     Situation,
@@ -87,7 +87,7 @@ def test_good_steps_make_room_for_bad_ones() -> None:
         budget = budget.committed().committed()
         decision, budget = decide(Situation(step=step), policy, budget)
         assert decision.action == "skip"
-    assert len(budget.lost) <= policy.lost_window
+    assert len(budget.lost) <= LOST_WINDOW
 
 
 def test_step_that_an_earlier_attempt_lost_is_not_counted_again() -> None:
@@ -139,7 +139,7 @@ def test_reason_for_no_rewind_is_passed_on() -> None:
 
 def test_state_that_was_bad_before_the_first_step_stops_the_run_unless_told_otherwise() -> None:
     assert _play(Policy(), 1, at_start=True)[0].action == "stop"
-    assert _play(Policy(bad_start="note"), 1, at_start=True)[0].action == "note"
+    assert _play(Policy(actions=("skip", "stop", "note")), 1, at_start=True)[0].action == "note"
 
 
 def test_decision_counts_the_incident_it_answers() -> None:
@@ -164,9 +164,7 @@ def test_limits_the_user_sets_end_the_run() -> None:
 
 
 def test_budget_survives_a_checkpoint() -> None:
-    budget = Budget(
-        consecutive=1, recent=(3, 4), total=2, rewinds=1, seen=7, lost=((5, 0.5), (7, 1.0))
-    )
+    budget = Budget(consecutive=1, total=2, rewinds=1, seen=7, lost=((5, 0.5), (7, 1.0)))
     facts = {
         "consecutive": 1,
         "recent": [3, 4],
@@ -184,7 +182,7 @@ def test_budget_survives_a_checkpoint() -> None:
 def test_decision_is_one_of_the_policy_and_the_same_on_every_rank(
     policy: Policy, situation: Situation
 ) -> None:
-    budget = Budget(consecutive=1, total=2, recent=(0, 0))
+    budget = Budget(consecutive=1, total=2)
     decision, after = decide(situation, policy, budget)
     assert (decision, after) == decide(situation, policy, budget)
     assert decision.action in {*policy.actions, "stop", "note", "undo"}
@@ -229,7 +227,7 @@ def test_damaged_rank_is_healed_before_anything_is_rewound() -> None:
 
 def test_healing_is_bounded_and_up_to_the_policy() -> None:
     situation = Situation(step=3, fault="state", no_heal="")
-    assert decide(situation, Policy(max_heals=2), Budget(heals=2))[0].action == "stop"
+    assert decide(situation, Policy(), Budget(heals=MOST_HEALS))[0].action == "stop"
     assert decide(situation, Policy(actions=("skip", "stop")), Budget())[0].action == "stop"
     assert (
         decide(Situation(step=3, fault="data", no_heal=""), Policy(), Budget())[0].action == "skip"

@@ -12,11 +12,12 @@ from stepguard.records.settings import Policy
 # --- Count how much a run has lost to bad steps, and say when it may lose no more.
 
 
-PER = 1000
+LOST_WINDOW = 200
+"""Steps over which `max_lost_share` is counted."""
+MOST_HEALS = 1000
+"""Times in a run that a damaged rank is given the state of a healthy one."""
 LEAST_LOST = 32
 """Lost steps before their share counts: a bad stretch at the start of a run is soon half of it."""
-MOST_REMEMBERED = 4096
-"""Lost steps that are remembered, whatever the window."""
 COUNTERS = ("consecutive", "total", "rewinds", "heals", "seen")
 
 
@@ -25,8 +26,6 @@ class Budget:
     """Counts of incidents, rewinds and lost samples; a committed step resets what is in a row."""
 
     consecutive: int = 0
-    recent: tuple[int, ...] = ()
-    """Steps of the incidents within the last 1000 steps."""
     total: int = 0
     rewinds: int = 0
     heals: int = 0
@@ -37,45 +36,36 @@ class Budget:
     left out.
     """
 
-    def spend(self, step: int) -> Budget:
+    def spend(self) -> Budget:
         """Count one more incident."""
-        within = [earlier for earlier in self.recent if earlier > step - PER]
-        return replace(
-            self,
-            consecutive=self.consecutive + 1,
-            recent=(*within, step),
-            total=self.total + 1,
-        )
+        return replace(self, consecutive=self.consecutive + 1, total=self.total + 1)
 
-    def lose(self, share: float, policy: Policy) -> Budget:
+    def lose(self, share: float) -> Budget:
         """Count a step of which this share of the samples was left out, 1 for all of it."""
         seen = self.seen + 1
-        since = seen - policy.lost_window
+        since = seen - LOST_WINDOW
         kept = [entry for entry in self.lost if entry[0] > since]
-        return replace(self, seen=seen, lost=(*kept[-MOST_REMEMBERED:], (seen, share)))
+        return replace(self, seen=seen, lost=(*kept, (seen, share)))
 
     def committed(self) -> Budget:
         """Count a step that went through."""
         return replace(self, consecutive=0, seen=self.seen + 1)
 
-    def lost_share(self, policy: Policy) -> float:
-        """Share of the last `lost_window` steps' samples that was left out; 0 while few were."""
+    def lost_share(self) -> float:
+        """Share of the last LOST_WINDOW steps' samples that was left out; 0 while few were."""
         if len(self.lost) < LEAST_LOST or not self.seen:
             return 0.0
-        return sum(share for _, share in self.lost) / min(policy.lost_window, self.seen)
+        return sum(share for _, share in self.lost) / min(LOST_WINDOW, self.seen)
 
     def exceeded(self, policy: Policy) -> str:
         """Say which limit the incidents so far break, in words; empty when none."""
-        share = self.lost_share(policy)
+        share = self.lost_share()
         if share > policy.max_lost_share:
-            window = min(policy.lost_window, self.seen)
+            window = min(LOST_WINDOW, self.seen)
             allowed = f"{policy.max_lost_share:.0%} are allowed (Policy.max_lost_share)"
             return f"{share:.0%} of the samples of the last {window} steps were left out, {allowed}"
         if _above(self.consecutive, policy.max_consecutive):
             return f"{_incidents(self.consecutive)} in a row, {policy.max_consecutive} are allowed"
-        if _above(len(self.recent), policy.max_per_1000):
-            allowed = f"{policy.max_per_1000} are allowed"
-            return f"{_incidents(len(self.recent))} within {PER} steps, {allowed}"
         if _above(self.total, policy.max_total):
             return f"{_incidents(self.total)} in this run, {policy.max_total} are allowed"
         return ""
@@ -93,7 +83,7 @@ def budget_from(facts: dict[str, Any]) -> Budget:
     """Read a budget from plain containers; fields that this version does not know are left out."""
     counts = {name: facts[name] for name in COUNTERS if name in facts}
     lost = [(int(seen), float(share)) for seen, share in facts.get("lost", ())]
-    return Budget(**counts, recent=tuple(facts.get("recent", ())), lost=tuple(lost))
+    return Budget(**counts, lost=tuple(lost))
 
 
 # --- Choose where a rewind goes: the newest good state for which this rewind has not been tried.
@@ -184,7 +174,7 @@ class Situation:
 
 def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decision, Budget]:
     """Choose the action, and count it: the decision and the budget after it. Never raises."""
-    spent = budget.spend(situation.step)
+    spent = budget.spend()
     if situation.at_start:
         return _decide_bad_start(policy, spent)
     match situation.fault:
@@ -200,7 +190,7 @@ def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decisi
 
 def _decide_bad_start(policy: Policy, spent: Budget) -> tuple[Decision, Budget]:
     decision = Decision(
-        action=policy.bad_start,
+        action="note" if "note" in policy.actions else "stop",
         reason="the state was bad before the first step",
         consecutive=spent.consecutive,
         total=spent.total,
@@ -237,7 +227,7 @@ def _decide_bad_step(
         return _choose("retry", situation, policy, spent)
     after = spent
     if not situation.known:
-        after = spent.lose(situation.lost_share, policy)
+        after = spent.lose(situation.lost_share)
         exceeded = after.exceeded(policy)
         if exceeded:
             return _choose("stop", situation, policy, after, exceeded)
@@ -296,7 +286,7 @@ def _continues(action: Action) -> bool:
 
 def _may_heal(situation: Situation, policy: Policy, spent: Budget) -> bool:
     """May a damaged rank get the state of a healthy one? That loses nothing."""
-    allowed = "heal" in policy.actions and spent.heals < policy.max_heals
+    allowed = "heal" in policy.actions and spent.heals < MOST_HEALS
     return allowed and not situation.no_heal
 
 

@@ -18,7 +18,7 @@ from stepguard.detect.history import LR_JUMP, history_from
 from stepguard.engine.context import Context
 from stepguard.engine.recover.kept_steps import KeptStep
 from stepguard.engine.recover.rank_weights import PeerHealing
-from stepguard.engine.recover.snapshots import Snapshots, wait_for_copies
+from stepguard.engine.recover.snapshots import SnapshotKeeper, wait_for_copies
 from stepguard.engine.result import StepResult
 from stepguard.locate.replay_state import sample_count
 from stepguard.policy.decide import NOTHING_GOOD, RewindData, RewindPlan, RewindTarget, next_rewind
@@ -50,7 +50,7 @@ class Comparison:
     """The present step on the weights of the snapshot."""
 
 
-def loss_function_changed(snapshots: Snapshots) -> bool:
+def loss_function_changed(snapshots: SnapshotKeeper) -> bool:
     """Does no earlier step give its old loss on its old weights? False where none can be run.
 
     One snapshot that does is enough: another one may have been taken after the damage.
@@ -65,7 +65,7 @@ def loss_function_changed(snapshots: Snapshots) -> bool:
     return changed
 
 
-def compare_with_best(context: Context, snapshots: Snapshots, step: Step) -> Comparison | None:
+def compare_with_best(context: Context, snapshots: SnapshotKeeper, step: Step) -> Comparison | None:
     """Run an earlier step and this one on the best weights this run had; None where impossible."""
     sign = -1.0 if context.maximizes else 1.0
     for snapshot, kept in _repeatable(snapshots, _best_first(snapshots)):
@@ -85,7 +85,7 @@ def compare_with_best(context: Context, snapshots: Snapshots, step: Step) -> Com
     return None
 
 
-def _best_first(snapshots: Snapshots) -> list[Snapshot]:
+def _best_first(snapshots: SnapshotKeeper) -> list[Snapshot]:
     """Good snapshots whose level of the loss is known, the lowest first."""
     levelled: list[Snapshot] = []
     for snapshot in snapshots.ring.good():
@@ -95,7 +95,7 @@ def _best_first(snapshots: Snapshots) -> list[Snapshot]:
 
 
 def _repeatable(
-    snapshots: Snapshots, candidates: list[Snapshot]
+    snapshots: SnapshotKeeper, candidates: list[Snapshot]
 ) -> Iterator[tuple[Snapshot, KeptStep]]:
     """Sound snapshots with the step that began from each, where it can be run again."""
     for snapshot in candidates:
@@ -316,7 +316,7 @@ class StateArchive(Protocol):
 class RewindPlanner:
     """Chooses with the other ranks where to go back to, and remembers what has been tried."""
 
-    def __init__(self, context: Context, snapshots: Snapshots) -> None:
+    def __init__(self, context: Context, snapshots: SnapshotKeeper) -> None:
         self._context = context
         self._snapshots = snapshots
         self._ring = snapshots.ring
@@ -375,7 +375,7 @@ class RewindPlanner:
         """A repetition that led well past the step that failed may serve for another fault."""
         step = self._context.step
         for plan, failed in list(self._repeated.items()):
-            if step - failed > self._context.config.probation:
+            if step - failed > self._context.config.snapshots.probation:
                 del self._repeated[plan]
                 self._tried.remove(plan)
 
@@ -468,7 +468,7 @@ class Rewinder:
 
     def __init__(self, context: Context, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._context = context
-        self.snapshots = Snapshots(context, clock=clock)
+        self.snapshots = SnapshotKeeper(context, clock=clock)
         self.probation = self.snapshots.probation
         self.planner = RewindPlanner(context, self.snapshots)
         self.start: Snapshot | None = None
