@@ -133,11 +133,9 @@ def train(fault: str, exchange: str, rank: int, folder: Path) -> dict[str, Any]:
     config = stepguard.GuardConfig(
         run_dir=run_dir,
         terminal="quiet",
-        agree_timeout=WAIT,
-        # the bad weights come a step after a snapshot: that step is run again
-        snapshot_every=2,
+        ranks=stepguard.Ranks(timeout=WAIT),
+        snapshots=stepguard.Snapshots(every=2, probation=1),
         checkpoint_every=3,
-        probation=1,
         policy=NO_COPY if exchange in OF_A_REWIND else stepguard.Policy(),
     )
     warnings.simplefilter("ignore")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.parts import machine
 from benchmarks.parts.reader import Reader, accuracy, draw
-from stepguard import Guard, GuardConfig, TrainingHalted
+from stepguard import Guard, GuardConfig, Probes, TrainingHalted
 
 RESULTS = machine.RESULTS / "recovery.json"
 STEPS, AT, BATCH, LR, CLIP = 240, 120, 32, 1e-2, 5.0
@@ -169,7 +169,9 @@ def newest_finite(run: Run, harm: Harm | None) -> str:
 
 
 def guarded(run: Run, harm: Harm | None) -> str:
-    config = GuardConfig(clip_norm=CLIP, terminal="quiet", locate=False, anomalies="act")
+    config = GuardConfig(
+        clip_norm=CLIP, terminal="quiet", probes=Probes(locate_budget=0, anomalies="act")
+    )
     with Guard(run.model, run.optimizer, scheduler=run.scheduler, config=config) as guard:
         try:
             while guard.steps < run.steps:

@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.parts import machine
-from stepguard import Guard, GuardConfig, Policy
+from stepguard import Guard, GuardConfig, Policy, Ranks, Snapshots
 from stepguard.sentinel import rank_agreement
 
 RESULTS = machine.RESULTS / "scale.json"
@@ -122,8 +122,8 @@ class Workload:
                 config=GuardConfig(
                     run_dir=folder,
                     terminal="quiet",
-                    snapshot_every=snapshot_every,
-                    compare_ranks_every=COMPARED if folder is not None else None,
+                    snapshots=Snapshots(every=snapshot_every),
+                    ranks=Ranks(compare_every=COMPARED if folder is not None else None),
                     policy=Policy(max_rewinds=100),
                 ),
             )

@@ -97,7 +97,9 @@ def run(
 
 def watched(loop: Loop, folder: Path, look_every: LookEvery) -> list[float]:
     """The loop as it is, with a guard attached by one line."""
-    config = stepguard.GuardConfig(run_dir=folder, look_every=look_every, terminal="quiet")
+    config = stepguard.GuardConfig(
+        run_dir=folder, probes=stepguard.Probes(look_every=look_every), terminal="quiet"
+    )
     guard = stepguard.watch(
         loop.model, loop.optimizer, scheduler=loop.scheduler, state=loop.state, config=config
     )

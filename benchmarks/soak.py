@@ -47,7 +47,7 @@ EVERY = 200
 CHECKPOINT_EVERY = 100
 KINDS = ("data", "forward", "backward", "weight", "slot", "buffer", "rate", "transient")
 WHERE = ((0,), (1,), (0, 1))
-POLICY = Policy(max_rewinds=1000, max_heals=1000)
+POLICY = Policy(max_rewinds=1000)
 """What such a run needs: the default stops after 3 rewinds, or 100 heals."""
 STRATEGIES = ("no fault", "guarded", "skip only", "newest finite")
 

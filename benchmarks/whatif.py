@@ -140,7 +140,10 @@ def of_zoo(case: Case) -> dict[str, Any]:
 def _guard(scene: Scene, folder: str) -> stepguard.Guard:
     modules = {"criterion": scene.criterion} if scene.criterion is not None else None
     config = stepguard.GuardConfig(
-        clip_norm=scene.clip, run_dir=folder, terminal="quiet", look_every=None
+        clip_norm=scene.clip,
+        run_dir=folder,
+        terminal="quiet",
+        probes=stepguard.Probes(look_every=None),
     )
     return stepguard.Guard(
         scene.model, scene.optimizer, scaler=make_scaler(scene), modules=modules, config=config

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from benchmarks.parts.failing_trainings import attention_logits
 
-from stepguard import Guard, GuardConfig
+from stepguard import Guard, GuardConfig, Probes, Snapshots
 from stepguard.records import Sink
 from stepguard.records.probes import Look
 from stepguard.report.plot import AMBER, BLUE, GREY, INK, RED
@@ -48,7 +48,10 @@ def run() -> tuple[Seen, int]:
     seen = Seen()
     training = attention_logits(SEED)
     config = GuardConfig(
-        look_every=LOOK_EVERY, terminal="quiet", snapshots=0, locate=False, sinks=(seen,)
+        probes=Probes(look_every=LOOK_EVERY, locate_budget=0),
+        terminal="quiet",
+        snapshots=Snapshots(count=0),
+        sinks=(seen,),
     )
     with Guard(training.model, training.optimizer, config=config) as guard:
         for step in range(STEPS):

@@ -22,7 +22,7 @@ from scripts import check_picture, picture, whatif_picture
 from torch import nn
 
 import stepguard
-from stepguard import GuardConfig
+from stepguard import GuardConfig, Probes
 from stepguard.journal import read_run
 from stepguard.report.probes import paint_looks
 from stepguard.report.run_report import paint_summary
@@ -85,7 +85,7 @@ def look_picture() -> str:
     model = nn.Sequential(nn.Linear(16, 32), body, nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with tempfile.TemporaryDirectory() as folder:
-        config = GuardConfig(run_dir=Path(folder), look_every=10, terminal="quiet")
+        config = GuardConfig(run_dir=Path(folder), probes=Probes(look_every=10), terminal="quiet")
         with stepguard.watch(model, optimizer, config=config):
             for _ in range(LOOKED_STEPS + 1):
                 batch = torch.randn(16, 12, 16)

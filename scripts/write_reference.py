@@ -14,7 +14,7 @@ from typing import Any
 from typer.main import get_command
 
 from stepguard.cli.app import app
-from stepguard.records import GuardConfig, Policy
+from stepguard.records import GuardConfig, Policy, Probes, Ranks, Snapshots
 from stepguard.records.codec import fields_with_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,25 +23,24 @@ COMMAND_LINE = ROOT / "docs" / "cli.md"
 END = "<!-- end of options -->"
 TOPICS = {
     "What is written": ("run_dir", "human_log", "terminal", "sinks"),
-    "The step": ("clip_norm", "loss_scale", "scheduler_every", "lr"),
-    "What may be done": ("policy", "anomalies", "outliers", "spike_sigmas", "spike_window"),
-    "Going back": ("snapshot_every", "snapshots", "snapshot_memory", "probation", "replay_memory"),
-    "Checkpoints": ("checkpoint_every", "keep", "keep_every", "resume_lr"),
-    "Signals and ranks": ("on_signal", "signal_grace", "agree_timeout"),
-    "Finding the place": ("locate", "locate_budget", "capsule", "capsule_limit", "build"),
-    "Samples and labels": ("id_key", "labels_key", "ignore_index"),
+    "The step": ("clip_norm", "loss_scale"),
+    "Checkpoints": ("checkpoint_every", "keep", "resume_lr", "on_signal"),
+    "Capsules": ("capsule", "build"),
+    "Samples and labels": ("id_key", "labels_key"),
+    "Groups": ("policy", "snapshots", "probes", "ranks"),
 }
 """The order in which the page tells the fields of GuardConfig."""
 FURTHER = "Further settings"
 INTRODUCTION = """# Configuration
 
-Written by `python scripts/write_reference.py` from the fields of `GuardConfig` and `Policy`. All
+Written by `python scripts/write_reference.py` from the fields of `GuardConfig` and its groups. All
 have a default: `GuardConfig()` is a guard that watches, vetoes and explains, and writes nothing to
 disk.
 
 ```python
 policy = stepguard.Policy(max_total=20)
-config = stepguard.GuardConfig(run_dir="runs/a", checkpoint_every=500, policy=policy)
+probes = stepguard.Probes(anomalies="act")
+config = stepguard.GuardConfig(run_dir="runs/a", checkpoint_every=500, policy=policy, probes=probes)
 config = stepguard.GuardConfig.from_file("guard.toml")
 ```
 
@@ -49,17 +48,17 @@ The same fields in a file, for scripts that stay as they are:
 [settings of a script](scripts.md#settings-of-a-script-that-stays-as-it-is). A value that cannot be
 meant is a `ConfigError` where it is built. `help(stepguard.GuardConfig)` shows the fields, too.
 """
-POLICY = """
-## Policy
-
-`GuardConfig(policy=Policy(...))`: what may be done about an incident, and how much may be lost.
-[Recovery](recovery.md) says which fault gets which remedy.
-
-"""
+GROUPS = {
+    Policy: "what may be done about an incident, and how much may be lost. "
+    "[Recovery](recovery.md) says which fault gets which remedy.",
+    Snapshots: "copies of the state in memory, which rewinds go back to.",
+    Probes: "what is measured of healthy and suspicious steps, and what finding a cause may cost.",
+    Ranks: "how ranks wait for each other and are compared.",
+}
 
 
 def configuration() -> str:
-    """The page of GuardConfig and Policy."""
+    """The page of GuardConfig and its groups."""
     fields = fields_with_text(GuardConfig)
     told = {name for names in TOPICS.values() for name in names}
     topics = dict(TOPICS)
@@ -69,14 +68,17 @@ def configuration() -> str:
     parts = [INTRODUCTION]
     for topic, names in topics.items():
         parts.append(f"\n## {topic}\n\n{_fields({name: fields[name] for name in names})}")
-    parts.append(POLICY + _fields(fields_with_text(Policy)))
+    for group, text in GROUPS.items():
+        name = group.__name__
+        setting = f"`GuardConfig({name.lower()}={name}(...))`"
+        parts.append(f"\n## {name}\n\n{setting}: {text}\n\n{_fields(fields_with_text(group))}")
     return "".join(parts)
 
 
 def _fields(fields: dict[str, tuple[str, str]]) -> str:
     lines = ["| field | type and default | meaning |", "|---|---|---|"]
     for name, (declaration, text) in fields.items():
-        kind = declaration.partition(": ")[2].replace("field(default_factory=Policy)", "Policy()")
+        kind = re.sub(r"field\(default_factory=(\w+)\)", r"\1()", declaration.partition(": ")[2])
         lines.append(f"| `{name}` | `{_cell(kind)}` | {_cell(text)} |")
     return "\n".join(lines) + "\n"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from benchmarks.parts.trainings import Kind
-from stepguard import Guard, GuardConfig, TrainingHalted
+from stepguard import Guard, GuardConfig, Probes, Snapshots, TrainingHalted
 from stepguard.records import Incident, Reading, Sink
 
 
@@ -49,7 +49,10 @@ def train(kind: Kind, seed: int, look_every: int | Literal["auto"] | None) -> Ou
     training = kind.begin(seed)
     outcome = Outcome(kind.name, seed)
     config = GuardConfig(
-        look_every=look_every, terminal="quiet", snapshots=0, locate=False, sinks=(Ears(outcome),)
+        probes=Probes(look_every=look_every, locate_budget=0),
+        terminal="quiet",
+        snapshots=Snapshots(count=0),
+        sinks=(Ears(outcome),),
     )
     guard = Guard(
         training.model,

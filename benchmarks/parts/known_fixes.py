@@ -317,7 +317,7 @@ FRESH = (
 
 def run(training: Training, incidents: int, later: int = 0) -> stepguard.Guard:
     """Train until there were so many incidents and `later` steps after them, or to the end."""
-    config = stepguard.GuardConfig(terminal="quiet", look_every=None)
+    config = stepguard.GuardConfig(terminal="quiet", probes=stepguard.Probes(look_every=None))
     guard = stepguard.Guard(training.model, training.optimizer, config=config)
     try:
         for step in range(STEPS):

@@ -59,7 +59,11 @@ def look_cost(workload: Workload, rounds: int = ROUNDS) -> LookCost:
     def heard(look: Look) -> None:
         claimed.append(look.seconds)
 
-    config = stepguard.GuardConfig(look_every=2, snapshots=0, terminal="quiet")
+    config = stepguard.GuardConfig(
+        probes=stepguard.Probes(look_every=2),
+        snapshots=stepguard.Snapshots(count=0),
+        terminal="quiet",
+    )
     with stepguard.watch(model, optimizer, config=config) as guard:
         guard._driver.looks.heard.append(heard)
         for _ in range(FIRST + 2 * rounds):

@@ -101,7 +101,7 @@ def _attempt(
         terminal="quiet",
         run_dir=folder,
         checkpoint_every=EVERY,
-        anomalies="act" if run.moment.acts else "note",
+        probes=stepguard.Probes(anomalies="act" if run.moment.acts else "note"),
     )
     with stepguard.Guard(run.model, run.optimizer, config=config) as guard:
         first = guard.restore() if attempt else 0

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from stepguard.records import Incident as Incident
     from stepguard.records import Origin as Origin
     from stepguard.records import Policy as Policy
+    from stepguard.records import Probes as Probes
     from stepguard.records import Problem as Problem
+    from stepguard.records import Ranks as Ranks
     from stepguard.records import Sink as Sink
+    from stepguard.records import Snapshots as Snapshots
     from stepguard.records import Verification as Verification
     from stepguard.run.replay import replay
     from stepguard.verification.path_check import verify
@@ -42,9 +45,12 @@ _HOMES = {
     "JournalError": "stepguard._errors",
     "Origin": "stepguard.records",
     "Policy": "stepguard.records",
+    "Probes": "stepguard.records",
     "Problem": "stepguard.records",
+    "Ranks": "stepguard.records",
     "SaveRefused": "stepguard._errors",
     "Sink": "stepguard.records",
+    "Snapshots": "stepguard.records",
     "StateError": "stepguard._errors",
     "StepResult": "stepguard.guard",
     "StepguardError": "stepguard._errors",
@@ -67,9 +73,12 @@ __all__ = [
     "JournalError",
     "Origin",
     "Policy",
+    "Probes",
     "Problem",
+    "Ranks",
     "SaveRefused",
     "Sink",
+    "Snapshots",
     "StateError",
     "StepResult",
     "StepguardError",

@@ -28,7 +28,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from stepguard._errors import ConfigError, TrainingHalted
 from stepguard.engine.build import build_context
 from stepguard.engine.context import bare_step, guard_html, guard_line
-from stepguard.engine.drivers.scaler import EpochSchedule
 from stepguard.engine.drivers.schedule import takes_closure
 from stepguard.engine.drivers.step import ClosureDriver, StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
@@ -57,6 +56,8 @@ from stepguard.whatif.candidates import OwnFix
 
 __all__ = ["Guard", "StepResult"]
 
+GRACE_SHARE = 12
+"""Of `Ranks.timeout`: from a signal until all ranks have to be at the step they stop at."""
 SAVING = "guard.save() after a bad step"
 """What ranks meet for, as a message about a missing one says."""
 
@@ -108,9 +109,6 @@ class Guard:
         else:
             self._context.feed = resumable(self._context, loader, self._between)
             self._context.recent = self._context.feed.recent
-        self._epochs: EpochSchedule | None = None
-        if self._context.scheduler is not None and self._context.config.scheduler_every == "epoch":
-            self._schedule_by_epoch(self._context.feed)
         say = partial(self._context.outputs.note, "signal")
         stop = AgreedStop(self._context) if self._context.agreement.size > 1 else None
         self._signals = Signals(self._leave, self.close, say, stop)
@@ -125,7 +123,7 @@ class Guard:
         self._make_known()
         watch_for_hung_rank(self._context)
         if self._saving.has_store and self._context.config.on_signal == "save":
-            self._signals.listen(grace=self._context.config.signal_grace)
+            self._signals.listen(self._context.config.ranks.timeout / GRACE_SHARE)
             self._rewinder.snapshots.duties.append(self._signals)
             self._context.resources.callback(self._signals.stop_listening)
 
@@ -351,17 +349,6 @@ class Guard:
             self._driver.finish()
         else:
             self._driver.settle()
-
-    def _schedule_by_epoch(self, feed: ResumableLoader | None) -> None:
-        self._epochs = EpochSchedule(self._context, feed, self._pass_ended)
-        self._rewinder.after_commit.append(self._epochs.committed)
-        self._rewinder.after_rewind.append(self._epochs.rewound)
-
-    def _pass_ended(self) -> None:
-        """The schedule moves only once the last step of the pass has been read."""
-        if self._epochs is not None and not self._closed:
-            self._driver.settle()
-            self._epochs.passed()
 
     def _between(self) -> None:
         """The loop asks for its next batch."""

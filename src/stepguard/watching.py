@@ -60,7 +60,7 @@ def watch(
             modules=modules,
             loader=loader,
             state=state,
-            config=_for_a_loop(config),
+            config=config,
         )
     except BaseException:
         if clipping is not None:
@@ -86,21 +86,14 @@ def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings
     """For integrations: the guard is the framework's, and `clip_norm` tells its own clipping."""
     token = building_for.set(framework)
     try:
-        config = _for_a_loop(settings.pop("config", None))
-        return _watched(Guard(model, optimizer, config=config, **settings))
+        return _watched(Guard(model, optimizer, **settings))
     finally:
         building_for.reset(token)
 
 
-def _for_a_loop(config: GuardConfig | None) -> GuardConfig | None:
-    """The loop advances its schedule itself. What is no GuardConfig is refused by Guard."""
-    if isinstance(config, GuardConfig):
-        return replace(config, scheduler_every=None)
-    return config
-
-
 def _watched(guard: Guard) -> Guard:
     """Give the guard the driver of a loop that makes its own steps."""
+    guard._context.advances_schedule = False
     guard._wiring.expect_own_steps()
     guard._driver = WatchDriver(guard._context, guard._protect, guard._rewinder, guard._wiring)
     guard.port.driver = guard._driver

@@ -19,6 +19,8 @@ from benchmarks.zoo.prove import problems
 
 from forked import FULL
 from stepguard import GuardConfig
+from stepguard.detect import History
+from stepguard.policy.decide import LOST_WINDOW
 
 ROOT = Path(__file__).parents[2]
 CASES = list(load().values())
@@ -76,7 +78,7 @@ def test_healthy_run_raises_no_alarm(case: Case) -> None:
 
 def test_controls_run_longer_than_a_guard_remembers() -> None:
     config = GuardConfig()
-    memories = (config.spike_window, config.probation, config.policy.lost_window)
+    memories = (History().window, config.snapshots.probation, LOST_WINDOW)
     assert max(memories) + 32 <= CONTROL_STEPS
 
 

@@ -54,7 +54,10 @@ def test_a_run_is_examined_by_what_its_folder_holds(project: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = stepguard.GuardConfig(
-        run_dir="run", checkpoint_every=5, terminal="quiet", snapshot_every=1, probation=1
+        run_dir="run",
+        checkpoint_every=5,
+        terminal="quiet",
+        snapshots=stepguard.Snapshots(every=1, probation=1),
     )
 
     def loss_fn(divisor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from cli.journals import run_stepguard
-from stepguard import Guard, GuardConfig, verify
+from stepguard import Guard, GuardConfig, Snapshots, verify
 from stepguard.cli.app import app
 from verification import saved
 
@@ -124,7 +124,9 @@ def test_diverged_run_is_told_alike_by_seals_verify_doctor_and_live(tmp_path: Pa
     model = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     run = tmp_path / "run"
-    config = GuardConfig(run_dir=run, checkpoint_every=10, probation=5, terminal="quiet")
+    config = GuardConfig(
+        run_dir=run, checkpoint_every=10, snapshots=Snapshots(probation=5), terminal="quiet"
+    )
     with Guard(model, optimizer, config=config) as guard:
         for step in range(120):
             optimizer.param_groups[0]["lr"] = 0.02 if step < 60 else 30.0

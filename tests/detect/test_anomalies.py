@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from detect.runs import CONFIG, HEALTHY, PEERS, SETTLED, healthy, play, played, reading, slow_rise
 from stepguard.detect import History, judge
 from stepguard.detect.judge import ZERO_STEPS, trend
-from stepguard.records import GuardConfig
+from stepguard.records import GuardConfig, Probes
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -164,12 +164,12 @@ def test_run_that_has_diverged_slowly_is_an_incident_with_weights_that_left_wher
 
 
 def test_anomalies_off_judges_no_loss() -> None:
-    history, config = played(SETTLED), GuardConfig(anomalies="off")
+    history, config = played(SETTLED), GuardConfig(probes=Probes(anomalies="off"))
     assert judge(reading(100, 1e9), history, config).kind == "ok"
 
 
 def test_spikes_off_leaves_the_slow_rise() -> None:
-    history, config = played(slow_rise(0)), GuardConfig(spike_sigmas=None)
+    history, config = played(slow_rise(0)), GuardConfig(probes=Probes(spike_sigmas=None))
     assert judge(reading(260, history.level), history, config).kind == "drift"
     assert judge(reading(100, 1e9), played(SETTLED), config).kind != "spike"
 

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 import stepguard
 from device.toy_device import load, reads
-from stepguard import Guard, GuardConfig
+from settings_of import config_of
+from stepguard import Guard
 
 DEVICE = load()
 STEPS = 40
@@ -93,12 +94,12 @@ def reads_of(do: Callable[[Batch], Any], data: list[Batch]) -> list[int]:
 
 def healthy() -> dict[str, Any]:
     """The same training bare, under guard.step and under watch."""
-    config = GuardConfig(snapshots=0, look_every=None, **QUIET)
+    config = config_of(snapshots=0, look_every=None, **QUIET)
     bare = Scene()
     alone = reads_of(bare.bare_step, batches(STEPS))
     wanted = bare.state()
     stepped = Scene()
-    clipped = GuardConfig(snapshots=0, look_every=None, clip_norm=1.0, **QUIET)
+    clipped = config_of(snapshots=0, look_every=None, clip_norm=1.0, **QUIET)
     with Guard(stepped.net, stepped.optimizer, config=clipped) as guard:
         by_guard = reads_of(lambda b: guard.step(stepped.loss_fn, b), batches(STEPS))
     by_step = stepped.state()
@@ -118,7 +119,7 @@ def vetoed() -> dict[str, Any]:
     """A bad step leaves everything as it was, and is placed."""
     scene = Scene()
     data = batches(6, bad=4)
-    config = GuardConfig(policy=stepguard.Policy(actions=("skip", "stop")), **QUIET)
+    config = config_of(policy=stepguard.Policy(actions=("skip", "stop")), **QUIET)
     with Guard(scene.net, scene.optimizer, config=config) as guard:
         for batch in data[:4]:
             guard.step(scene.loss_fn, batch)
@@ -143,7 +144,7 @@ def restored(folder: Path) -> dict[str, Any]:
     """Saved on the device, restored into other objects on the device, and trained on alike."""
     data = batches(20)
     first = Scene()
-    config = GuardConfig(run_dir=folder / "run", **QUIET)
+    config = config_of(run_dir=folder / "run", **QUIET)
     with Guard(first.net, first.optimizer, config=config) as guard:
         for batch in data[:10]:
             guard.step(first.loss_fn, batch)
@@ -175,7 +176,7 @@ def rewound() -> dict[str, Any]:
     actions = []
     for damage in (False, True):
         scene = Scene()
-        config = GuardConfig(snapshot_every=4, probation=4, **QUIET)
+        config = config_of(snapshot_every=4, probation=4, **QUIET)
         with Guard(scene.net, scene.optimizer, config=config) as guard:
             for number, batch in enumerate(batches(STEPS)):
                 if damage and number == 30:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from settings_of import config_of
 from stepguard import Guard, GuardConfig
 from stepguard.diagnose.engine import HEALTHY_SERIES
 from stepguard.diagnose.rules import RULES
@@ -39,7 +40,7 @@ def codes(incident: Incident | None) -> list[str]:
 
 
 def quiet(folder: Path | None = None, **settings: Any) -> GuardConfig:
-    return GuardConfig(terminal="quiet", run_dir=folder, **settings)
+    return config_of(terminal="quiet", run_dir=folder, **settings)
 
 
 def test_sg506_a_scale_that_collapses() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stepguard
-from stepguard import GuardConfig
+from stepguard import GuardConfig, Probes, Snapshots
 from stepguard.diagnose import Rule, all_rules
 from stepguard.diagnose.engine import FORECAST_SERIES, forecasts, trend_begins
 from stepguard.journal import RunRecord, read_run
@@ -29,7 +29,12 @@ def watched(rule: Rule, lines: str, folder: Path) -> RunRecord:
     torch.manual_seed(0)
     exec(compile(rule.text.setup, f"{rule.code} setup", "exec"), names)
     exec(compile(lines, f"{rule.code} lines", "exec"), names)
-    config = GuardConfig(run_dir=folder, look_every=5, locate=False, snapshots=0, terminal="quiet")
+    config = GuardConfig(
+        run_dir=folder,
+        probes=Probes(look_every=5, locate_budget=0),
+        snapshots=Snapshots(count=0),
+        terminal="quiet",
+    )
     guard = stepguard.watch(
         names["model"], names["optimizer"], scaler=names.get("scaler"), config=config
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import stepguard.numerics
 from report.literals import MASKED_ROW
-from stepguard import Guard, GuardConfig
+from stepguard import Guard, GuardConfig, Probes
 from stepguard.diagnose import RunFacts
 from stepguard.diagnose.engine import diagnose
 from stepguard.diagnose.source_line import find_expression
@@ -188,7 +188,9 @@ def test_parameter_that_ran_away_is_named() -> None:
         {"params": [net.temperature], "lr": 3e-2},
     ]
     optimizer = torch.optim.Adam(groups)
-    guard = Guard(net, optimizer, config=GuardConfig(terminal="quiet", anomalies="act"))
+    guard = Guard(
+        net, optimizer, config=GuardConfig(terminal="quiet", probes=Probes(anomalies="act"))
+    )
     x = torch.randn(64, 4)
     told = None
     for step in range(60):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stepguard
-from stepguard import GuardConfig
+from stepguard import GuardConfig, Probes
 from stepguard.diagnose import Rule, all_rules
 from stepguard.diagnose.engine import SERIES, silent_findings
 from stepguard.journal import read_run
@@ -29,7 +29,7 @@ def told(rule: Rule, lines: str, folder: Path) -> list[str]:
     torch.manual_seed(0)
     exec(compile(rule.text.setup, f"{rule.code} setup", "exec"), names)
     exec(compile(lines, f"{rule.code} lines", "exec"), names)
-    config = GuardConfig(run_dir=folder, look_every=2, terminal="quiet")
+    config = GuardConfig(run_dir=folder, probes=Probes(look_every=2), terminal="quiet")
     guard = stepguard.watch(
         names["model"], names["optimizer"], state=names.get("state"), config=config
     )

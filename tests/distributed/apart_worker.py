@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stepguard
 from process_group import gloo
-from stepguard import Guard, GuardConfig, StoreError
+from settings_of import changed
+from stepguard import Guard, GuardConfig, Ranks, StoreError
 from stepguard.checkpoints import Store, read_seal
 from stepguard.engine.protect import GuardDisarmed
 from stepguard.sentinel import rank_agreement
@@ -31,8 +32,8 @@ from stepguard.sentinel import rank_agreement
 FEATURES, STEPS, BAD_STEP, BAD_RANK = 4, 6, 2, 1
 WRITING = ("rank0_save", "rank0_save_bad", "rank0_restore", "joined_checkpoint")
 """Scenarios that need a folder."""
-ALL_COME = GuardConfig(terminal="quiet", agree_timeout=30.0)
-NOT_ALL_COME = GuardConfig(terminal="quiet", agree_timeout=0.5)
+ALL_COME = GuardConfig(terminal="quiet", ranks=Ranks(timeout=30.0))
+NOT_ALL_COME = GuardConfig(terminal="quiet", ranks=Ranks(timeout=0.5))
 
 
 class Noted(nn.Module):
@@ -238,7 +239,7 @@ def late(kind: str, loop: str) -> dict[str, Any]:
     model, optimizer = built(fused=kind == "fused_rate")
     if kind == "update":
         optimizer = OneRankFails(model.parameters(), lr=0.01)
-    running = Loop(loop, model, optimizer, replace(ALL_COME, snapshot_every=1))
+    running = Loop(loop, model, optimizer, changed(ALL_COME, snapshot_every=1))
     for step in range(STEPS):
         spoil = here(step)
         if kind == "update":
@@ -374,7 +375,7 @@ def joined(loop: str) -> dict[str, Any]:
 def joined_checkpoint(out: Path) -> dict[str, Any]:
     """Rank 1 has more batches, and a checkpoint is due after rank 0 has none left."""
     model, optimizer = built()
-    config = replace(NOT_ALL_COME, run_dir=out / "joined", checkpoint_every=4, probation=1)
+    config = changed(NOT_ALL_COME, run_dir=out / "joined", checkpoint_every=4, probation=1)
     running = Loop("step", model, optimizer, config)
     steps = STEPS if dist.get_rank() == BAD_RANK else 3
     with Join([model]):

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import stepguard
-from stepguard import Guard, GuardConfig
+from settings_of import changed
+from stepguard import Guard, GuardConfig, Ranks
 from stepguard.tensors.values import local_part
 
 FEATURES, STEPS, EVERY, BAD_STEP, BAD_RANK = 4, 13, 4, 6, 1
-CONFIG = GuardConfig(terminal="quiet", compare_ranks_every=EVERY, agree_timeout=30.0)
+CONFIG = GuardConfig(terminal="quiet", ranks=Ranks(compare_every=EVERY, timeout=30.0))
 
 
 def layers(*, seed: int = 0, norm: str = "") -> nn.Sequential:
@@ -157,7 +157,7 @@ def samplers(_: str) -> dict[str, Any]:
 def alone() -> dict[str, Any]:
     """Only one rank has a guard that compares."""
     loop = "watch" if dist.get_rank() == BAD_RANK else "bare"
-    return train(ddp(), loop=loop, config=replace(CONFIG, agree_timeout=0.5))
+    return train(ddp(), loop=loop, config=changed(CONFIG, agree_timeout=0.5))
 
 
 def hsdp(loop: str, harm: str) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from stepguard import Guard, GuardConfig, Policy
+from settings_of import config_of
+from stepguard import Guard, Policy
 from stepguard._errors import StoreError
 
 STEPS, KILLED_AT, BAD = 14, 9, (6, 7)
@@ -65,7 +66,7 @@ def run(out: Path, scenario: str, folder: str, *, kills: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     policy = Policy(max_consecutive=1) if scenario == "halt" else Policy()
     settings: dict[str, Any] = {"terminal": "quiet", "snapshot_every": 2, "probation": 2}
-    config = GuardConfig(
+    config = config_of(
         **settings, run_dir=out / folder, policy=policy, checkpoint_every=2, locate=False
     )
     with Guard(model, optimizer, config=config) as guard:

@@ -19,7 +19,7 @@ from benchmarks.parts.forked_ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepguard import Guard, GuardConfig
+from stepguard import Guard, GuardConfig, Ranks
 
 STEPS, BAD_STEP, BAD_RANK = 4, 2, 1
 COUNTED = ("all_reduce", "all_gather", "broadcast")
@@ -68,7 +68,7 @@ def count(wrap: str, layers: int, rank: int, folder: Path) -> list[list[int]]:
     counting = Counting()
     counting.install()
     found: list[list[int]] = []
-    config = GuardConfig(terminal="quiet", agree_timeout=50.0)
+    config = GuardConfig(terminal="quiet", ranks=Ranks(timeout=50.0))
     warnings.simplefilter("ignore")
     guard = Guard(model, optimizer, config=config)
     for step in range(STEPS):

@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import stepguard
 from distributed.compare_worker import BAD_RANK, BAD_STEP, HEALTHY, STEPS, batch, layers
-from stepguard import Guard, GuardConfig, TrainingHalted
+from settings_of import changed
+from stepguard import Guard, GuardConfig, Ranks, Snapshots, TrainingHalted
 from stepguard.tensors.values import local_part
 
-CONFIG = GuardConfig(terminal="quiet", agree_timeout=30.0, snapshot_every=4)
+CONFIG = GuardConfig(terminal="quiet", ranks=Ranks(timeout=30.0), snapshots=Snapshots(every=4))
 
 
 def built(engine: str) -> tuple[nn.Module, Any]:
@@ -63,7 +63,7 @@ def train(engine: str, loop: str, harm: str, leave_out: int = -1) -> dict[str, A
     torch.manual_seed(50 + dist.get_rank())
     config = CONFIG
     if harm == "flip":
-        config = replace(CONFIG, compare_ranks_every=4, anomalies="act")
+        config = changed(CONFIG, compare_ranks_every=4, anomalies="act")
     guard: Guard | None = None
     if loop != "bare":
         make = stepguard.watch if loop == "watch" else Guard

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stepguard import Guard, GuardConfig
+from stepguard.engine.recover import signals
 from stepguard.records import Sink
 
 STALLS_AT = 2
@@ -48,7 +49,8 @@ def main(out: Path, rank: int) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    config = GuardConfig(terminal="quiet", hang_after=1.0, sinks=(Telling(out),))
+    signals.HANGS_AFTER = 1 / 60  # after a second
+    config = GuardConfig(terminal="quiet", sinks=(Telling(out),))
     guard = Guard(model, optimizer, config=config)
 
     def loss_fn(batch: Tensor) -> Tensor:

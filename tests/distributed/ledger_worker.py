@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from process_group import gloo
-from stepguard import Guard, GuardConfig
+from stepguard import Guard, GuardConfig, Snapshots
 from stepguard.journal import read_run
 from stepguard.ledger import read_ledger
 
@@ -39,7 +39,7 @@ def attempt(out: Path, *, again: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = GuardConfig(run_dir=out / "run", terminal="quiet", probation=2)
+    config = GuardConfig(run_dir=out / "run", terminal="quiet", snapshots=Snapshots(probation=2))
     guard = Guard(model, optimizer, loader=data()[1], config=config)
     seen: list[list[int]] = []
     with guard:

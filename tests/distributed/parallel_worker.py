@@ -20,7 +20,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import stepguard
 from process_group import gloo
-from stepguard import Guard, GuardConfig
+from settings_of import config_of
+from stepguard import Guard
 from stepguard.engine.protect import GuardDisarmed
 
 WIDTH, ROWS, MICRO, STEPS, BAD_STEP, CLIP = 4, 4, 2, 8, 5, 0.05
@@ -103,7 +104,7 @@ class Run:
             settings = {"terminal": "quiet", "agree_timeout": 30.0, **settings}
             if loop == "step":
                 settings["clip_norm"] = self.clip
-            self.guard = make(self.net, self.optimizer, config=GuardConfig(**settings))
+            self.guard = make(self.net, self.optimizer, config=config_of(**settings))
 
     def step(self, step: int, *, bad: bool = False) -> None:
         # the data of a pipeline is the same on both ranks: one feeds it, the other compares

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import stepguard
 from process_group import gloo
-from stepguard import Guard, GuardConfig
+from settings_of import config_of
+from stepguard import Guard
 from stepguard._errors import StepguardError, StoreError
 from stepguard.checkpoints import Store
 from stepguard.engine.recover import rank_weights
@@ -76,7 +77,7 @@ def guarded(model: nn.Module, folder: Path, loop: str = "step", **settings: Any)
     rate = 0.01 if same else 0.01 * (1 + dist.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     make = stepguard.watch if loop == "watch" else Guard
-    config = GuardConfig(**{**SETTINGS, **settings}, run_dir=folder)
+    config = config_of(**{**SETTINGS, **settings}, run_dir=folder)
     return make(model, optimizer, config=config), optimizer
 
 
@@ -198,7 +199,7 @@ def rows(folder: Path, rank: int, size: int, delivered: list[int], *, save: bool
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)  # the ranks stay equal
-    config = GuardConfig(**SETTINGS, run_dir=folder)
+    config = config_of(**SETTINGS, run_dir=folder)
     seen: list[Any] = []
     with Guard(model, optimizer, config=config, loader=loader_of(rank, size)) as guard:
         if not save:

@@ -15,7 +15,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 from torch import Tensor, nn
 
-from stepguard import Guard, GuardConfig, Policy
+from stepguard import Guard, GuardConfig, Policy, Snapshots
 
 WIDTH, STEPS, BAD_STEP, CLIP = 4, 8, 3, 0.1
 NO_COPY = Policy(actions=("retry", "leave_out", "skip", "rewind", "stop"))
@@ -55,8 +55,7 @@ def guarded(rank: int, trouble: str, folder: Path) -> dict[str, Any]:
         run_dir=folder,
         terminal="quiet",
         clip_norm=CLIP,
-        snapshot_every=1,
-        probation=1,
+        snapshots=Snapshots(every=1, probation=1),
         policy=NO_COPY,
     )
     with Guard(model, optimizer, config=config) as guard:

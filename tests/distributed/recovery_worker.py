@@ -18,7 +18,8 @@ from worker import BAD_RANK, CLASSES, FEATURES, _average_one, bare_step, batch, 
 
 import stepguard
 from process_group import gloo
-from stepguard import Guard, GuardConfig, Policy, TrainingHalted
+from settings_of import config_of
+from stepguard import Guard, Policy, TrainingHalted
 
 STEPS, HARM_AT, STOP_AT = 20, 14, 9
 SETTINGS: dict[str, Any] = {
@@ -73,7 +74,7 @@ def made(loop: str, wrap: bool, **settings: Any) -> tuple[Guard, nn.Module, Any,
         hooks = [p.register_post_accumulate_grad_hook(_average_one) for p in model.parameters()]
     make = stepguard.watch if loop == "watch" else Guard
     return (
-        make(model, optimizer, config=GuardConfig(**{**SETTINGS, **settings})),
+        make(model, optimizer, config=config_of(**{**SETTINGS, **settings})),
         model,
         optimizer,
         hooks,

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from stepguard import Guard, GuardConfig
+from settings_of import config_of
+from stepguard import Guard
 from stepguard._errors import StoreError
 from stepguard.journal import read_run
 
@@ -84,7 +85,7 @@ def train(guard: Guard, engine: str, steps: range) -> None:
 
 def guarded(engine: str, folder: Path, **settings: Any) -> Guard:
     model, optimizer = build(engine)
-    config = GuardConfig(**{**SETTINGS, **settings}, run_dir=folder)
+    config = config_of(**{**SETTINGS, **settings}, run_dir=folder)
     return Guard(model, optimizer, config=config)
 
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import stepguard
 from distributed.sharded_models import CLASSES, FEATURES, RATE, build, data_rank
 from distributed.worker import counted
+from settings_of import changed
 from stepguard import Guard, GuardConfig, TrainingHalted
 from stepguard.engine.drivers import step as step_end
 from stepguard.records import Origin
@@ -296,7 +297,7 @@ def healthy(loop: str, engine: str, clipping: str) -> dict[str, Any]:
 def spike(loop: str, engine: str, anomalies: Any) -> dict[str, Any]:
     """The loss jumps on one rank, with finite gradients: the run goes on as it would have."""
     troubles = dict.fromkeys((LONG - 5, LONG - 4), "spike")
-    config = replace(CONFIG, anomalies=anomalies)
+    config = changed(CONFIG, anomalies=anomalies)
     return {
         "guarded": guarded(loop, engine, troubles, config, steps=LONG),
         "reference": reference(engine, troubles, skip=False, clips=False, steps=LONG),

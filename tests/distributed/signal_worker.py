@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import stepguard
-from stepguard import Guard, GuardConfig
+from stepguard import Guard, GuardConfig, Ranks
 
 MOST = 200_000
 """Steps; the signal comes long before."""
@@ -40,7 +40,7 @@ def main(out: Path, engine: str, loop: str) -> None:
     rank = dist.get_rank()
     model = build(engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = GuardConfig(run_dir=out / "run", terminal="quiet", signal_grace=30.0)
+    config = GuardConfig(run_dir=out / "run", terminal="quiet", ranks=Ranks(timeout=360.0))
     guard = (stepguard.watch if loop == "watch" else Guard)(model, optimizer, config=config)
 
     def loss_of(x: Any) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from distributed.launch import PATHS
 from stepguard import GuardConfig
+from stepguard.guard import GRACE_SHARE
 
 WORKER = Path(__file__).with_name("stuck_worker.py")
 
@@ -22,7 +23,7 @@ def test_rank_that_waits_for_another_ends_by_the_signal(tmp_path: Path) -> None:
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
     try:
         assert ranks[0].wait(120) == -signal.SIGTERM
-        assert time.monotonic() - began > GuardConfig().signal_grace
+        assert time.monotonic() - began > GuardConfig().ranks.timeout / GRACE_SHARE
     finally:
         for process in ranks:
             process.kill()

@@ -21,14 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stepguard
 from process_group import gloo
-from stepguard import Guard, GuardConfig, TrainingHalted
+from stepguard import Guard, GuardConfig, Probes, TrainingHalted
 from stepguard.engine import transaction
 from stepguard.engine.drivers import step as step_end
 from stepguard.engine.protect import GuardDisarmed
 from stepguard.engine.watch import live_tracing
 
 FEATURES, CLASSES, STEPS, BAD_STEP, BAD_RANK = 6, 3, 6, 2, 1
-QUIET = GuardConfig(locate=False, terminal="quiet")
+QUIET = GuardConfig(probes=Probes(locate_budget=0), terminal="quiet")
 LOCATING = GuardConfig(terminal="quiet")
 Batch = tuple[Tensor, Tensor, str]
 COUNTED = (
@@ -338,7 +338,9 @@ def skipping_alone() -> dict[str, Any]:
 def uncaught() -> dict[str, Any]:
     """A halt that nobody catches."""
     model, optimizer = build(wrap=True, fused=False)
-    config = GuardConfig(locate=False, terminal="quiet", policy=stepguard.Policy(actions=("stop",)))
+    config = GuardConfig(
+        probes=Probes(locate_budget=0), terminal="quiet", policy=stepguard.Policy(actions=("stop",))
+    )
     with Guard(model, optimizer, config=config) as guard:
         for step in range(STEPS):
             bad = "input" if dist.get_rank() == BAD_RANK and step == BAD_STEP else ""

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stepguard
 from process_group import gloo
+from settings_of import config_of
 from stepguard import Guard, GuardConfig, Policy
 from stepguard.engine.protect import GuardDisarmed
 
@@ -163,7 +164,7 @@ class Loop:
         if loop == "step":
             settings["clip_norm"] = self.clip
         make = stepguard.watch if loop == "watch" else Guard
-        self.guard = make(wrapped.given, wrapped.optimizer, config=GuardConfig(**settings))
+        self.guard = make(wrapped.given, wrapped.optimizer, config=config_of(**settings))
 
     def step(self, step: int, *, bad: bool = False, without: bool = False) -> None:
         """`without`: what a loop does that takes part in a step but has nothing to update."""

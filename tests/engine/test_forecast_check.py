@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard import Guard, GuardConfig
+from stepguard import Guard, GuardConfig, Probes
 from stepguard.engine.probes import ForecastCheck, LookSchedule
 from stepguard.journal import read_run
 from stepguard.records import Reading
@@ -60,7 +60,7 @@ def diverge(folder: Path | None, *, guarded: bool) -> list[Tensor]:
         return model(x).square().sum(-1).mean()
 
     if guarded:
-        config = GuardConfig(run_dir=folder, look_every=3, terminal="quiet")
+        config = GuardConfig(run_dir=folder, probes=Probes(look_every=3), terminal="quiet")
         with Guard(model, optimizer, config=config) as guard:
             for batch in data:
                 guard.step(loss, batch)

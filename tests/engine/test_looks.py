@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import stepguard
-from stepguard import ConfigError, Guard, GuardConfig
+from stepguard import ConfigError, Guard, GuardConfig, Probes, Snapshots
 from stepguard.cli.app import app
 from stepguard.engine.probes import (
     EARLY_SECONDS,
@@ -99,14 +99,14 @@ def test_every_so_many_steps_or_never() -> None:
 @pytest.mark.parametrize("value", [0, -1, "often", 1.5])
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="look_every"):
-        GuardConfig(look_every=value)
+        GuardConfig(probes=Probes(look_every=value))
 
 
 def train(way: str, folder: Path, *, fused: bool, every: int | None) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    config = GuardConfig(run_dir=folder, look_every=every, terminal="quiet")
+    config = GuardConfig(run_dir=folder, probes=Probes(look_every=every), terminal="quiet")
 
     def loss(batch: Tensor) -> Tensor:
         return model(batch).square().mean()
@@ -145,7 +145,7 @@ def test_run_with_looks_is_bit_identical_to_the_bare_one(
 def test_bad_step_leaves_no_look(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=1), terminal="quiet")
     with Guard(model, optimizer, config=config) as guard:
         for value in (1.0, 1.0, torch.nan, 1.0):
             guard.step(lambda x: model(x).mean(), torch.full((2, 4), value))
@@ -168,7 +168,7 @@ def test_exception_in_the_step_ends_the_look() -> None:
 def test_evaluation_is_not_looked_at(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=1), terminal="quiet")
     with stepguard.watch(model, optimizer, config=config):
         for _ in range(FIRST + 2):
             optimizer.zero_grad()
@@ -207,7 +207,9 @@ def test_object_of_the_user_is_not_asked_for_its_state() -> None:
         counts = Counts()
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        config = GuardConfig(look_every=every, snapshots=0, terminal="quiet")
+        config = GuardConfig(
+            probes=Probes(look_every=every), snapshots=Snapshots(count=0), terminal="quiet"
+        )
         with Guard(model, optimizer, state={"counts": counts}, config=config) as guard:
             for _ in range(FIRST + 4):
                 guard.step(lambda x: model(x).mean(), torch.ones(2, 4))
@@ -237,7 +239,7 @@ def test_batch_of_the_step_after_a_look_is_compared(tmp_path: Path) -> None:
     def after(batches: list[Tensor], folder: Path) -> list[str]:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        config = GuardConfig(run_dir=folder, look_every=4, terminal="quiet")
+        config = GuardConfig(run_dir=folder, probes=Probes(look_every=4), terminal="quiet")
         with Guard(model, optimizer, config=config) as guard:
             for batch in batches:
                 guard.step(lambda x: model(x).mean(), batch)
@@ -261,7 +263,7 @@ def train_scaled(folder: Path, every: int | None) -> list[Tensor]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=4)
     guard = None
     if every is not None:
-        config = GuardConfig(run_dir=folder, look_every=every, terminal="quiet")
+        config = GuardConfig(run_dir=folder, probes=Probes(look_every=every), terminal="quiet")
         guard = stepguard.watch(model, optimizer, scaler=scaler, config=config)
     for _ in range(24):
         optimizer.zero_grad()
@@ -291,7 +293,7 @@ def test_loop_between_two_micro_batches_is_not_looked_at(tmp_path: Path) -> None
     """The mode of a look is off while the user's own accumulation loop fetches the next batch."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=1), terminal="quiet")
     active = []
     with stepguard.watch(model, optimizer, config=config):
         for _ in range(FIRST + 2):
@@ -317,7 +319,7 @@ def test_fused_attention_with_any_mask_is_looked_at(tmp_path: Path, shape: tuple
         attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
         return attended.square().mean()
 
-    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=1), terminal="quiet")
     with Guard(model, optimizer, config=config) as guard:
         for _ in range(FIRST + 1):
             guard.step(loss, torch.randn(8, 12, 8))
@@ -331,7 +333,7 @@ def test_look_inside_a_transform_of_functorch_is_taken(tmp_path: Path) -> None:
 
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=1), terminal="quiet")
 
     def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         found: Tensor = functional_call(model, parameters, (x[None],))
@@ -357,7 +359,9 @@ def test_look_that_fails_is_told_once_and_costs_only_itself(
     monkeypatch.setattr("stepguard.look.deep_look.LayerFacts.after", broken)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Guard(model, optimizer, config=GuardConfig(run_dir=tmp_path, look_every=1)) as guard:
+    with Guard(
+        model, optimizer, config=GuardConfig(run_dir=tmp_path, probes=Probes(look_every=1))
+    ) as guard:
         for _ in range(FIRST + 3):
             guard.step(lambda x: model(x).mean(), torch.ones(2, 4))
     said = capsys.readouterr().err
@@ -368,7 +372,7 @@ def test_look_that_fails_is_told_once_and_costs_only_itself(
 def test_reason_for_no_looks_is_kept(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    config = GuardConfig(run_dir=tmp_path, look_every=1, terminal="quiet")
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=1), terminal="quiet")
     with Guard(model, optimizer, config=config) as guard:
         for _ in range(FIRST + 2):
             guard.step(lambda x: model(x).square().mean(), torch.ones(2, 4))

@@ -67,7 +67,7 @@ WEAK_SPOTS: dict[str, tuple[Any, str]] = {
 SPARED: dict[str, tuple[Any, str]] = {
     "journal": (stepguard.journal.Journal, "step"),
     "readable log": (stepguard.report.sinks.HumanLog, "step"),
-    "snapshots": (stepguard.engine.recover.snapshots.Snapshots, "between_steps"),
+    "snapshots": (stepguard.engine.recover.snapshots.SnapshotKeeper, "between_steps"),
     "probation": (stepguard.engine.recover.rewind.Rewinder, "committed"),
 }
 """Parts that no verdict needs."""

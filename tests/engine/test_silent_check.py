@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stepguard
-from stepguard import GuardConfig
+from stepguard import GuardConfig, Probes
 from stepguard.diagnose.rules.sg900 import SG912_IN_A_ROW
 from stepguard.journal import read_run
 
@@ -24,7 +24,7 @@ def told(
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    config = GuardConfig(run_dir=folder, look_every=None, terminal="quiet")
+    config = GuardConfig(run_dir=folder, probes=Probes(look_every=None), terminal="quiet")
     with stepguard.watch(model, optimizer, scheduler=schedule, config=config):
         for step in range(steps):
             optimizer.zero_grad()

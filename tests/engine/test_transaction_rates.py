@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.test_transaction_verdicts import DATA, _notes
 from guard.judging import incidents, kinds, sgd
@@ -14,6 +15,7 @@ from guard.scenes import (
     INF,
     LOOPS,
     NAN,
+    Scene,
     difference,
     plain_net,
     quiet,
@@ -25,7 +27,13 @@ from stepguard import Guard, GuardConfig
 @pytest.mark.parametrize("loop", LOOPS)
 def test_learning_rate_nobody_configured_is_noted(loop: str, tmp_path: Path) -> None:
     scene = sgd(plain_net())
-    assert incidents(scene, loop, [(DATA[0],)], quiet(run_dir=tmp_path, lr=1e-3)) == []
+
+    def raises_the_rate(scene: Scene, batch: Any) -> Tensor:
+        scene.optimizer.param_groups[0]["lr"] = 1.0
+        return nn.functional.cross_entropy(scene.model(batch[0]), batch[1])
+
+    scene.loss = raises_the_rate
+    assert incidents(scene, loop, [(DATA[0],)], quiet(run_dir=tmp_path)) == []
     assert _notes(tmp_path) == [(0, "lr_mismatch")]
 
 

@@ -252,7 +252,7 @@ def test_schedule_that_the_loop_advances_too_is_told_once() -> None:
     at = scene()
     schedule = LambdaLR(at.optimizer, lambda step: 1.0)
     with (
-        pytest.warns(WiringWarning, match=r"twice as fast.*scheduler_every=None") as said,
+        pytest.warns(WiringWarning, match=r"twice as fast.*state=") as said,
         Guard(at.model, at.optimizer, scheduler=schedule, config=quiet()) as guard,
     ):
         for batch in DATA[:6]:

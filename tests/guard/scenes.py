@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import stepguard
-from stepguard import Guard, GuardConfig, StepResult
+from settings_of import changed
+from stepguard import Guard, GuardConfig, Probes, StepResult
 
-QUIET = GuardConfig(locate=False, terminal="quiet")
+QUIET = GuardConfig(probes=Probes(locate_budget=0), terminal="quiet")
 FEATURES, CLASSES = 6, 3
 Batch = tuple[Tensor, Tensor]
 NAN, INF = math.nan, math.inf
@@ -30,7 +31,7 @@ NAN, INF = math.nan, math.inf
 
 def quiet(**settings: Any) -> GuardConfig:
     """The quiet settings with some of them changed."""
-    return replace(QUIET, **settings)
+    return changed(QUIET, **settings)
 
 
 def batches(count: int, *, size: int = 4, seed: int = 7) -> list[Batch]:

@@ -180,8 +180,7 @@ def test_benign_losses_are_no_incident(
     loss: Callable[[Scene, Any], Tensor], loop: str, fused: bool
 ) -> None:
     scene = adam(plain_net(), fused=fused, loss=loss)
-    config = quiet(spike_window=8)
-    assert incidents(scene, loop, grouped(DATA * 4, 1), config) == []
+    assert incidents(scene, loop, grouped(DATA * 4, 1)) == []
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -28,7 +28,7 @@ from guard.scenes import (
     quiet,
     state_of,
 )
-from stepguard import Guard, GuardConfig, Policy, TrainingHalted
+from stepguard import Guard, GuardConfig, Policy, Probes, TrainingHalted
 from stepguard.journal import read_run
 
 pytestmark = pytest.mark.slow
@@ -179,7 +179,7 @@ def test_schedule_that_runs_away_to_chance_is_not_sealed_as_good(loop: str, tmp_
     data, model = Clusters(5), nn.Sequential(network(5), nn.Tanh(), nn.Linear(10, 10))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     scene = Scene(model, optimizer, loss=lambda s, b: loss_of(s.model)(b))
-    config = quiet(run_dir=tmp_path, on_signal="off", checkpoint_every=20, lr=1e-2)
+    config = quiet(run_dir=tmp_path, on_signal="off", checkpoint_every=20)
     with (Guard if loop == "step" else stepguard.watch)(model, optimizer, config=config) as guard:
         for index in range(300):
             if index >= 100:
@@ -300,7 +300,11 @@ def test_restart_after_a_stop_goes_on_behind_the_bad_stretch(tmp_path: Path) -> 
         model = plain_net()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         config = GuardConfig(
-            run_dir=tmp_path, terminal="quiet", locate=False, on_signal="off", capsule="off"
+            run_dir=tmp_path,
+            terminal="quiet",
+            probes=Probes(locate_budget=0),
+            on_signal="off",
+            capsule="off",
         )
         try:
             with Guard(model, optimizer, config=config) as guard:

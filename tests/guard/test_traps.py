@@ -34,7 +34,7 @@ from guard.scenes import (
     stepped,
     watched,
 )
-from stepguard import Guard, GuardConfig, TrainingHalted
+from stepguard import Guard, GuardConfig, Probes, TrainingHalted
 from stepguard._errors import StoreError
 from stepguard.checkpoints import Health, Store
 from stepguard.journal import read_run
@@ -251,7 +251,7 @@ def test_trap_skips_that_are_silent(loop: str, capsys: pytest.CaptureFixture[str
     LOOPS[loop](
         _scene(),
         [(DATA[0],), (poisoned(DATA[1]),), (poisoned(DATA[2]),)],
-        GuardConfig(locate=False),
+        GuardConfig(probes=Probes(locate_budget=0)),
     )
     said = capsys.readouterr().err
     assert "step 1" in said and "step 2" in said and "2 in a row" in said

@@ -5,7 +5,6 @@ are not saved.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from integrations.lightning_scenes import (
     waking,
     with_nan,
 )
+from settings_of import changed
 from stepguard import ConfigError, Guard
 from stepguard.integrations import fabric as integration
 from stepguard.integrations.fabric import SaveRefused
@@ -76,7 +76,7 @@ class Scene:
             self.scheduler.step()
 
     def guard(self, **settings: Any) -> integration.FabricGuard:
-        config = replace(QUIET, **settings)
+        config = changed(QUIET, **settings)
         return integration.guard(
             self.fabric, self.model, self.optimizer, scheduler=self.scheduler, config=config
         )

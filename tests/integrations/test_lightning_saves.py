@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from integrations.lightning_scenes import (
     trainer,
     with_nan,
 )
+from settings_of import changed
 from stepguard import TrainingHalted
 from stepguard.integrations._lightning_saves import Gate, GuardedCheckpointIO
 from stepguard.integrations.lightning import GuardCallback, SaveRefused
@@ -70,7 +70,7 @@ def test_a_bad_state_is_saved_nowhere_and_rotation_keeps_the_last_good_one(
     name: str, tmp_path: Path
 ) -> None:
     saves = ModelCheckpoint(tmp_path / "saves", every_n_train_steps=1, **SAVERS[name])
-    callback = GuardCallback(replace(QUIET, snapshots=0))  # nothing to repair it from
+    callback = GuardCallback(changed(QUIET, snapshots=0))  # nothing to repair it from
     with pytest.raises(TrainingHalted):
         run(tmp_path, Net(), batches(), callbacks=[callback, Poison(5), saves])
     files = [path for path in (tmp_path / "saves").iterdir() if not path.is_symlink()]
@@ -161,7 +161,7 @@ def test_weights_hurt_between_two_steps_are_rewound_and_saving_goes_on(
     fused: bool, tmp_path: Path
 ) -> None:
     callback, module = (
-        GuardCallback(replace(QUIET, snapshot_every=2, probation=3)),
+        GuardCallback(changed(QUIET, snapshot_every=2, probation=3)),
         Net(fused=fused),
     )
     made = run(tmp_path, module, batches(16), callback, Poison(10))

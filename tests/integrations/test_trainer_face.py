@@ -28,7 +28,8 @@ from integrations.trainers import (
     texts,
     trainer,
 )
-from stepguard import ConfigError, GuardConfig
+from settings_of import config_of
+from stepguard import ConfigError
 from stepguard.engine.context import guarded
 from stepguard.integrations._trainer_log import TrueLoss, correct
 from stepguard.integrations.transformers import guard
@@ -75,7 +76,7 @@ def test_settings_that_belong_to_the_trainer_are_refused(
     tmp_path: Path, settings: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        guard(trainer(tmp_path, regression(), numbers(8)), GuardConfig(**settings))
+        guard(trainer(tmp_path, regression(), numbers(8)), config_of(**settings))
 
 
 def test_what_is_not_a_trainer_is_refused() -> None:

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from settings_of import changed
 from stepguard import GuardConfig, Incident, Policy
 from stepguard.records.codec import dumps, to_plain
 
@@ -39,7 +39,7 @@ Row = dict[str, Tensor]
 
 
 def quiet(**settings: Any) -> GuardConfig:
-    return replace(QUIET, **settings)
+    return changed(QUIET, **settings)
 
 
 class Regression(nn.Module):

@@ -37,12 +37,6 @@ def test_times_are_never_zero_and_follow_their_generator() -> None:
     assert float(first.max()) <= 1.0
 
 
-def test_cosine_alphas_fall_and_stay_positive() -> None:
-    alphas = numerics.cosine_alphas(1000)
-    assert bool((alphas[1:] < alphas[:-1]).all())
-    assert float(alphas.min()) > 0
-
-
 @pytest.mark.parametrize("predicts", ["noise", "data", "velocity"])
 def test_snr_weights_are_bounded_at_both_ends(predicts: str) -> None:
     alphas = torch.tensor([0.0, 1e-30, 0.5, 1.0 - 1e-7, 1.0])

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from stepguard.policy import Budget, decide
 from stepguard.policy.decide import (
     LEAST_LOST,
+    LOST_WINDOW,
+    MOST_HEALS,
     Fault,
     RewindPlan,
     RewindTarget,
@@ -27,11 +29,8 @@ policies = st.builds(
     Policy,
     actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=5).map(tuple),
     max_consecutive=st.none() | st.integers(0, 4),
-    max_per_1000=st.none() | st.integers(0, 6),
     max_total=st.none() | st.integers(0, 10),
     max_rewinds=st.integers(0, 3),
-    lr_factor=st.sampled_from([0.1, 0.5]),
-    bad_start=st.sampled_from(["stop", "note"]),
 )
 situations = st.builds(
     Situation,
@@ -88,7 +87,7 @@ def test_good_steps_make_room_for_bad_ones() -> None:
         budget = budget.committed().committed()
         decision, budget = decide(Situation(step=step), policy, budget)
         assert decision.action == "skip"
-    assert len(budget.lost) <= policy.lost_window
+    assert len(budget.lost) <= LOST_WINDOW
 
 
 def test_step_that_an_earlier_attempt_lost_is_not_counted_again() -> None:
@@ -103,9 +102,9 @@ def test_damaged_state_is_rewound_or_the_run_stops() -> None:
 
 
 def test_rewind_says_where_it_goes_and_what_becomes_of_the_data() -> None:
-    back = RewindPlan(target=RewindTarget(step=640), data="reorder", lr_factor=0.25)
+    back = RewindPlan(target=RewindTarget(step=640), data="repeat")
     (decision,) = _play(Policy(), 1, fault="state", rewind=back)
-    assert (decision.rewound_to, decision.data, decision.lr_factor) == (640, "reorder", 0.25)
+    assert (decision.rewound_to, decision.data) == (640, "repeat")
 
 
 def test_what_the_optimizer_made_is_undone() -> None:
@@ -140,18 +139,12 @@ def test_reason_for_no_rewind_is_passed_on() -> None:
 
 def test_state_that_was_bad_before_the_first_step_stops_the_run_unless_told_otherwise() -> None:
     assert _play(Policy(), 1, at_start=True)[0].action == "stop"
-    assert _play(Policy(bad_start="note"), 1, at_start=True)[0].action == "note"
+    assert _play(Policy(actions=("skip", "stop", "note")), 1, at_start=True)[0].action == "note"
 
 
 def test_decision_counts_the_incident_it_answers() -> None:
     decisions = _play(Policy(), 3)
     assert [(d.consecutive, d.total) for d in decisions] == [(1, 1), (2, 2), (3, 3)]
-
-
-def test_lowering_the_rate_says_by_how_much() -> None:
-    policy = Policy(actions=("lower_lr",), lr_factor=0.25)
-    assert _play(policy, 1)[0].lr_factor == 0.25
-    assert _play(Policy(), 1)[0].lr_factor is None
 
 
 def test_scale_that_is_known_to_work_is_passed_on() -> None:
@@ -171,9 +164,7 @@ def test_limits_the_user_sets_end_the_run() -> None:
 
 
 def test_budget_survives_a_checkpoint() -> None:
-    budget = Budget(
-        consecutive=1, recent=(3, 4), total=2, rewinds=1, seen=7, lost=((5, 0.5), (7, 1.0))
-    )
+    budget = Budget(consecutive=1, total=2, rewinds=1, seen=7, lost=((5, 0.5), (7, 1.0)))
     facts = {
         "consecutive": 1,
         "recent": [3, 4],
@@ -191,7 +182,7 @@ def test_budget_survives_a_checkpoint() -> None:
 def test_decision_is_one_of_the_policy_and_the_same_on_every_rank(
     policy: Policy, situation: Situation
 ) -> None:
-    budget = Budget(consecutive=1, total=2, recent=(0, 0))
+    budget = Budget(consecutive=1, total=2)
     decision, after = decide(situation, policy, budget)
     assert (decision, after) == decide(situation, policy, budget)
     assert decision.action in {*policy.actions, "stop", "note", "undo"}
@@ -211,7 +202,7 @@ def test_only_an_anomaly_or_a_bad_start_is_let_through(
 ) -> None:
     decision, _ = decide(situation, policy, Budget())
     if decision.action == "rewind":
-        only_rewinds = not {"leave_out", "skip", "lower_lr", "note"} & set(policy.actions)
+        only_rewinds = not {"leave_out", "skip", "note"} & set(policy.actions)
         assert situation.fault in ("state", "anomaly") or only_rewinds
 
 
@@ -224,7 +215,7 @@ def test_every_action_alone_in_a_policy_is_decided_on(action: Action) -> None:
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_only_actions_that_go_on_without_the_step_make_a_policy_continue(action: Action) -> None:
-    continues = action in ("leave_out", "skip", "lower_lr", "note")
+    continues = action in ("leave_out", "skip", "note")
     assert allows_continuing(Policy(actions=(action,))) == continues
 
 
@@ -236,7 +227,7 @@ def test_damaged_rank_is_healed_before_anything_is_rewound() -> None:
 
 def test_healing_is_bounded_and_up_to_the_policy() -> None:
     situation = Situation(step=3, fault="state", no_heal="")
-    assert decide(situation, Policy(max_heals=2), Budget(heals=2))[0].action == "stop"
+    assert decide(situation, Policy(), Budget(heals=MOST_HEALS))[0].action == "stop"
     assert decide(situation, Policy(actions=("skip", "stop")), Budget())[0].action == "stop"
     assert (
         decide(Situation(step=3, fault="data", no_heal=""), Policy(), Budget())[0].action == "skip"

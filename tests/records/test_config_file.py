@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepguard import ConfigError, GuardConfig, Policy
+from stepguard import ConfigError, GuardConfig, Policy, Probes, Snapshots
 
 
 def config(folder: Path, text: str, **given: str) -> GuardConfig:
@@ -16,11 +16,13 @@ def config(folder: Path, text: str, **given: str) -> GuardConfig:
 
 def test_fields_of_both_are_taken_from_the_file(tmp_path: Path) -> None:
     text = (
-        'anomalies = "act"\nprobation = 7\n[policy]\nactions = ["skip", "stop"]\nmax_lost_share '
-        "= 0.1\n"
+        '[probes]\nanomalies = "act"\n[snapshots]\nprobation = 7\n'
+        '[policy]\nactions = ["skip", "stop"]\nmax_lost_share = 0.1\n'
     )
     assert config(tmp_path, text) == GuardConfig(
-        anomalies="act", probation=7, policy=Policy(actions=("skip", "stop"), max_lost_share=0.1)
+        probes=Probes(anomalies="act"),
+        snapshots=Snapshots(probation=7),
+        policy=Policy(actions=("skip", "stop"), max_lost_share=0.1),
     )
     assert config(tmp_path, "") == GuardConfig()
 
@@ -42,7 +44,7 @@ def test_yaml_and_json_say_the_same(tmp_path: Path, name: str, text: str) -> Non
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("g.yaml", "agree_timeout: 6e1\n", ("agree_timeout='6e1'", "with a point")),
+        ("g.yaml", "ranks:\n  timeout: 6e1\n", ("Ranks.timeout='6e1'", "with a point")),
         ("g.yaml", "a: [\n", ("is not YAML",)),
         ("g.yaml", "!!python/object/apply:os.getcwd []\n", ("is not YAML",)),
         ("g.json", "[1]", ("holds a list",)),
@@ -75,20 +77,20 @@ def test_folders_are_absolute_and_the_command_line_comes_first(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("anomalys = 'act'\n", ("anomalys is not known", "Did you mean anomalies?")),
+        ("anomalys = 'act'\n", ("anomalys is not known", "mean anomalies, below [probes]?")),
         (
             "[policy]\nmax_totl = 3\n",
             ("policy.max_totl is not known", "Did you mean policy.max_total?"),
         ),
-        ("max_total = 3\n", ("max_total is not known", "field of [policy]")),
-        ("[policy]\nkeep = 3\n", ("policy.keep is not known", "outside of policy")),
+        ("max_total = 3\n", ("max_total is not known", "below [policy]")),
+        ("[policy]\nkeep = 3\n", ("policy.keep is not known", "outside of every table")),
         ("zzz = 3\n", ("zzz is not known", "clip_norm, run_dir")),
-        ("anomalies = 'no'\n", ("anomalies", "'no' is not known", "'act'")),
-        ("probation = 'many'\n", ("probation='many'", "whole number")),
+        ("[probes]\nanomalies = 'no'\n", ("Probes.anomalies", "'no' is not known", "'act'")),
+        ("[snapshots]\nprobation = 'many'\n", ("probation='many'", "whole number")),
         ("policy = 'skip'\n", ("must be a table", "[policy]")),
         ("sinks = []\n", ("sinks is an object of Python",)),
         ("= 3\n", ("is not TOML",)),
-        ("[policy]\nlr_factor = 'x'\n", ("Policy.lr_factor='x'", "must be a number")),
+        ("[policy]\nmax_lost_share = 'x'\n", ("Policy.max_lost_share='x'", "must be a number")),
     ],
 )
 def test_wrong_file_is_one_clear_line(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stepguard import ConfigError, GuardConfig, Policy
+from stepguard import ConfigError, GuardConfig, Policy, Probes, Ranks, Snapshots
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from stepguard import ConfigError, GuardConfig, Policy
             Policy,
             {"actions": ("repeat",)},
             "'repeat' is not known; use one of 'leave_out', 'skip', 'retry', 'undo', 'heal', "
-            "'rewind', 'lower_lr', 'stop'",
+            "'rewind', 'stop'",
         ),
         (Policy, {"actions": ()}, "Policy.actions is empty"),
         (
@@ -26,20 +26,25 @@ from stepguard import ConfigError, GuardConfig, Policy
             {"max_consecutive": -1},
             "max_consecutive=-1 must be a whole number of at least 0",
         ),
-        (Policy, {"max_per_1000": 1.5}, "max_per_1000=1.5"),
         (Policy, {"max_total": True}, "max_total=True"),
         (Policy, {"max_rewinds": None}, "max_rewinds=None"),
-        (Policy, {"lr_factor": 1.0}, "lr_factor=1.0 must lie between 0 and 1"),
-        (Policy, {"lr_factor": math.nan}, "lr_factor=nan"),
-        (Policy, {"bad_start": "skip"}, "'skip' is not known; use one of 'stop', 'note'"),
+        (
+            Policy,
+            {"max_lost_share": 1.5},
+            "max_lost_share=1.5 must be a number above 0 and up to 1",
+        ),
+        (Policy, {"max_lost_share": math.nan}, "max_lost_share=nan"),
         (GuardConfig, {"clip_norm": 0.0}, "clip_norm=0.0 must be a finite number above 0"),
         (GuardConfig, {"clip_norm": math.inf}, "clip_norm=inf"),
         (GuardConfig, {"clip_norm": "1"}, "clip_norm='1'"),
         (GuardConfig, {"loss_scale": -2.0}, "loss_scale=-2.0"),
-        (GuardConfig, {"spike_sigmas": math.nan}, "spike_sigmas=nan"),
-        (GuardConfig, {"spike_window": 7}, "spike_window=7 must be a whole number of at least 8"),
-        (GuardConfig, {"snapshot_every": 0}, "snapshot_every=0"),
-        (GuardConfig, {"snapshot_every": "often"}, "snapshot_every='often'"),
+        (Probes, {"spike_sigmas": math.nan}, "Probes.spike_sigmas=nan"),
+        (
+            Snapshots,
+            {"every": 0},
+            "Snapshots.every=0 must be a whole number of at least 1, or 'auto'",
+        ),
+        (Snapshots, {"every": "often"}, "every='often'"),
         (GuardConfig, {"checkpoint_every": 0}, "checkpoint_every=0"),
         (GuardConfig, {"policy": "skip"}, "policy='skip' is not a stepguard.Policy"),
         (
@@ -50,21 +55,26 @@ from stepguard import ConfigError, GuardConfig, Policy
         (GuardConfig, {"terminal": "loud"}, "'loud' is not known"),
         (GuardConfig, {"terminal": None}, "None is not known; use one of 'auto', 'quiet'"),
         (GuardConfig, {"run_dir": 3}, "run_dir=3 must be the path of a folder, or None"),
-        (GuardConfig, {"run_dir": " "}, "run_dir=' ' names no folder"),
+        (GuardConfig, {"run_dir": " "}, "run_dir=' ' must be the path of a folder, or None"),
         (GuardConfig, {"human_log": True}, "human_log=True must be the path of a folder, or None"),
-        (GuardConfig, {"locate": "yes"}, "locate='yes' must be True or False"),
-        (GuardConfig, {"locate_budget": "6"}, "locate_budget='6' must be a finite number above 0"),
-        (GuardConfig, {"build": 7}, "build=7 must be a name, or None"),
+        (Snapshots, {"count": 1}, "count=1 must be 0 or a whole number of at least 2"),
+        (Ranks, {"timeout": 0}, "Ranks.timeout=0 must be a finite number above 0"),
+        (
+            GuardConfig,
+            {"snapshots": 3},
+            "snapshots=3 is not a stepguard.Snapshots; give Snapshots(...)",
+        ),
+        (Probes, {"locate_budget": "6"}, "locate_budget='6' must be a finite number of at least 0"),
+        (GuardConfig, {"build": 7}, "build=7 must look like"),
         (
             GuardConfig,
             {"build": "train.py"},
             "build='train.py' must look like 'package.module:function'",
         ),
         (GuardConfig, {"labels_key": 0}, "labels_key=0 must be a name, or None"),
-        (GuardConfig, {"ignore_index": "none"}, "ignore_index='none' must be a whole number"),
         (GuardConfig, {"sinks": []}, "sinks=[] must be a tuple"),
-        (GuardConfig, {"outliers": True}, "True is not known; use one of 'note', 'clip', 'skip'"),
-        (Policy, {"lr_factor": "0.5"}, "lr_factor='0.5' must be a number"),
+        (Probes, {"outliers": True}, "True is not known; use one of 'note'"),
+        (Policy, {"max_lost_share": "0.5"}, "max_lost_share='0.5' must be a number"),
         (Policy, {"exceptions": "ignore"}, "'ignore' is not known; use one of 'raise', 'skip'"),
     ],
 )
@@ -90,7 +100,6 @@ def test_default_policy_leaves_out_what_is_bad_and_stops_by_share() -> None:
     assert Policy().actions == ("retry", "leave_out", "skip", "heal", "rewind", "stop")
     assert Policy().max_consecutive is None
     assert Policy().max_lost_share == 0.5
-    assert Policy().bad_start == "stop"
 
 
 def test_default_config_writes_nothing() -> None:

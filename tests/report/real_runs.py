@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import stepguard
-from stepguard import Guard, GuardConfig
+from settings_of import config_of
+from stepguard import Guard, GuardConfig, Probes
 
 Batch = tuple[Tensor, Tensor]
 
@@ -32,7 +33,7 @@ def build(folder: Path, **settings: Any) -> tuple[nn.Module, Guard, Callable[[Ba
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = {"terminal": "quiet", "probation": 4, "snapshot_every": 8, **settings}
-    guard = Guard(model, optimizer, config=GuardConfig(run_dir=folder, **config))
+    guard = Guard(model, optimizer, config=config_of(run_dir=folder, **config))
 
     def loss_fn(batch: Batch) -> Tensor:
         x, y = batch
@@ -96,7 +97,7 @@ def silently_wrong(folder: Path) -> Path:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    config = GuardConfig(run_dir=folder, look_every=3, terminal="quiet")
+    config = GuardConfig(run_dir=folder, probes=Probes(look_every=3), terminal="quiet")
     with stepguard.watch(model, optimizer, config=config):
         for _ in range(9):
             model(torch.randn(8, 4)).square().mean().backward()

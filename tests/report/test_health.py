@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from report.literals import told
-from stepguard import Guard, GuardConfig
+from stepguard import Guard, GuardConfig, Probes
 from stepguard.journal import RunRecord
 from stepguard.records import Decision, Incident, Reading, Verdict
 from stepguard.report.health import concerns, silence
@@ -280,7 +280,7 @@ def test_weights_that_explode_behind_a_norm_are_reported(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    settings = GuardConfig(run_dir=tmp_path, look_every=5, terminal="quiet")
+    settings = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=5), terminal="quiet")
     with Guard(model, optimizer, config=settings) as guard:
         for _ in range(41):
             guard.step(lambda x: model(x).square().mean(), torch.randn(8, 4))

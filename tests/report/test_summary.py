@@ -145,7 +145,7 @@ def test_settings_are_shown_only_where_they_are_not_the_default() -> None:
     header = {
         "config": {
             "clip_norm": 1.0,
-            "spike_window": 64,
+            "keep": 3,
             "policy": {"actions": list(Policy().actions)},
         }
     }

@@ -12,7 +12,8 @@ from torch import Tensor
 import stepguard
 from guard.scenes import NAN, plain_net
 from report.endpoint import Endpoint, listening
-from stepguard import ConfigError, Guard, GuardConfig, Policy, TrainingHalted
+from settings_of import config_of
+from stepguard import ConfigError, Guard, Policy, TrainingHalted
 from stepguard.engine.protect import SinkDropped
 from stepguard.integrations.sinks.webhook import WebhookSink
 from stepguard.report.sinks import LONGEST, payload
@@ -32,7 +33,7 @@ def train(sink: WebhookSink, bad: range, steps: int = 12, **settings: Any) -> Gu
     def loss_fn(batch: Tensor) -> Tensor:
         return model(batch).square().mean()
 
-    config = GuardConfig(terminal="quiet", locate=False, sinks=(sink,), **settings)
+    config = config_of(terminal="quiet", locate=False, sinks=(sink,), **settings)
     with stepguard.Guard(model, optimizer, config=config) as guard:
         size = next(model.parameters()).shape[1]
         for step in range(steps):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard import Guard, GuardConfig
+from settings_of import config_of
+from stepguard import Guard
 from stepguard.records import Incident
 from stepguard.report.panel import next_commands
 from stepguard.run.replay import replay
@@ -36,7 +37,7 @@ def spike(tmp_path_factory: pytest.TempPathFactory) -> Incident:
     folder = tmp_path_factory.mktemp("spike")
     model, optimizer, loss_fn = build()
     settings: dict[str, Any] = {"terminal": "quiet", "anomalies": "act", "capsule": "full"}
-    guard = Guard(model, optimizer, config=GuardConfig(run_dir=folder, **settings))
+    guard = Guard(model, optimizer, config=config_of(run_dir=folder, **settings))
     incident = None
     for step in range(80):
         noise = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stepguard import Guard, GuardConfig, Incident
+from settings_of import config_of
+from stepguard import Guard, Incident
 
 Built = tuple[nn.Module, torch.optim.Optimizer, Callable[[Any], Tensor]]
 
@@ -50,7 +51,7 @@ def guarded(
 ) -> Incident:
     """Run the steps; the last incident."""
     model, optimizer, loss_fn = built
-    config = GuardConfig(run_dir=run, terminal="quiet", **(settings or {}))
+    config = config_of(run_dir=run, terminal="quiet", **(settings or {}))
     with Guard(model, optimizer, config=config, **given) as guard:
         for batches in steps:
             guard.step(loss_fn, *batches)

@@ -21,6 +21,7 @@ import stepguard
 from state.capsules import Built, build, capsule_of, guarded, healthy
 from stepguard import Guard, GuardConfig, Incident, Origin
 from stepguard._errors import CapsuleError
+from stepguard.engine.incident import incident_record
 from stepguard.journal import read_run
 from stepguard.state.capsule import read_capsule
 
@@ -146,7 +147,7 @@ def test_a_failure_that_depends_on_random_numbers_is_reproduced(
 
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     steps = [(torch.randn(3, 4),) for _ in range(60)]
-    policy = stepguard.Policy(max_consecutive=50, max_per_1000=1000)
+    policy = stepguard.Policy(max_consecutive=50)
     first = guarded(tmp_path, build_sampling(), steps, {"policy": policy})
     random.seed(0), np.random.seed(0)
     origin = same_origin(stepguard.replay(capsule_of(tmp_path, first), build=build_sampling), first)
@@ -229,8 +230,11 @@ def test_off_keeps_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("capsule*"))
 
 
-def test_a_step_larger_than_the_limit_is_recorded_without_a_capsule(tmp_path: Path) -> None:
-    first = guarded(tmp_path, build(), [(healthy(-1.0),)], {"capsule_limit": 100})
+def test_a_step_larger_than_the_limit_is_recorded_without_a_capsule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incident_record, "CAPSULE_LIMIT", 100)
+    first = guarded(tmp_path, build(), [(healthy(-1.0),)])
     assert first.capsule is None
     assert not list(tmp_path.rglob("capsule*"))
     notes = [note.get("summary", "") for note in read_run(tmp_path).notes]

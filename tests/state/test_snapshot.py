@@ -99,13 +99,13 @@ def test_memory_limit_makes_the_ring_smaller() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "free", "whose"), [(SIZE, None, "snapshot_memory"), (None, 3 * SIZE, "half of")]
+    ("limit", "free", "whose"), [(SIZE, None, "Snapshots.memory"), (None, 3 * SIZE, "half of")]
 )
 def test_state_that_does_not_fit_twice_is_refused_with_the_sizes_and_the_way_out(
     limit: int | None, free: int | None, whose: str
 ) -> None:
     why = Ring(3, limit, free=lambda: free).too_small(_state())
-    assert whose in why and "checkpoints still are" in why and "snapshot_memory=BYTES" in why
+    assert whose in why and "checkpoints still are" in why and "memory=BYTES" in why
 
 
 def test_free_memory_is_known_and_within_the_containers_limit(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_capsule_without_a_window_has_none(tmp_path: Path) -> None:
 
 
 def test_window_that_is_too_large_or_not_plain_is_refused_in_words(tmp_path: Path) -> None:
-    assert "capsule_limit" in write_window(tmp_path, window(), 10)
+    assert "are left for them" in write_window(tmp_path, window(), 10)
     odd = window()
     odd.steps[0].micro_batches = (object(),)
     assert "object" in write_window(tmp_path, odd, PLENTY)

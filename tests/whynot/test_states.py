@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import stepguard
-from stepguard import Guard, GuardConfig, TrainingHalted
+from stepguard import Guard, GuardConfig, Probes, TrainingHalted
 
-QUIET = GuardConfig(terminal="quiet", locate=False)
+QUIET = GuardConfig(terminal="quiet", probes=Probes(locate_budget=0))
 
 
 def poisoned() -> nn.Module:

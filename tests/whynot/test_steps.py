@@ -12,9 +12,9 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
 
-from stepguard import Guard, GuardConfig
+from stepguard import Guard, GuardConfig, Probes
 
-QUIET = GuardConfig(terminal="quiet", locate=False)
+QUIET = GuardConfig(terminal="quiet", probes=Probes(locate_budget=0))
 
 
 def parameters(*gradients: list[float]) -> list[nn.Parameter]:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepguard import Guard, GuardConfig, numerics
+from stepguard import Guard, GuardConfig, Probes, numerics
 
-QUIET = GuardConfig(terminal="quiet", locate=False)
+QUIET = GuardConfig(terminal="quiet", probes=Probes(locate_budget=0))
 
 
 def net() -> nn.Module:

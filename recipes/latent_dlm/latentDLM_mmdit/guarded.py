@@ -135,13 +135,12 @@ def guard_settings(session: Session, folder: Path | None) -> GuardConfig:
     scale = float(session.config.loss.loss_scale)
     policy = Policy(
         max_consecutive=training.max_skips_in_a_row,
-        max_per_1000=training.max_skips_per_1000,
+        max_lost_share=training.max_skips_per_1000 / 1000,
         max_total=max(100, training.max_skips_per_1000 * session.total_steps // 1000),
     )
     return GuardConfig(
         clip_norm=clip_norm(session),
         loss_scale=scale if scale != 1.0 else None,
-        lr=float(session.config.optimizer.lr),
         policy=policy,
         run_dir=folder,
         human_log=logging.log_dir if folder is not None else None,

@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from stepguard.numerics import cosine_alphas, masking_schedule
+from stepguard.numerics import masking_schedule
 
 
 def masking(t: Tensor, *, eps: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,11 @@ class LatentNoise:
 
 def _alphas(steps: int, schedule: str, beta_min: float, beta_max: float) -> Tensor:
     if schedule == "cosine":
-        return cosine_alphas(steps)
+        # in float64, with bounded betas: positive and falling to the end
+        times = torch.linspace(0.0, 1.0, steps + 1, dtype=torch.float64)
+        level = torch.cos((times + 0.008) / 1.008 * math.pi / 2).square()
+        betas = (1.0 - level[1:] / level[:-1]).clamp(1e-4, 0.9999)
+        return torch.cumprod(1.0 - betas, dim=0).float()
     grid = torch.linspace(0.0, 1.0, steps, dtype=torch.float64)
     if schedule == "sigmoid":
         grid = torch.sigmoid(12.0 * grid - 6.0)

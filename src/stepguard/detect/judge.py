@@ -243,10 +243,10 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
 
 def _anomaly(reading: Reading, history: History, config: GuardConfig) -> Verdict:
     """Judge a finite step that is unlike those before it."""
-    if config.anomalies == "off":
+    if config.probes.anomalies == "off":
         return OK
-    if config.spike_sigmas is not None:
-        verdict = spike(reading, history, config.spike_sigmas)
+    if config.probes.spike_sigmas is not None:
+        verdict = spike(reading, history, config.probes.spike_sigmas)
         if verdict.kind != "ok":
             return verdict
     return drift(reading, history)

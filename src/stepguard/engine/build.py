@@ -76,7 +76,7 @@ def build_context(
     roots = {"": unwrapped(model), **(modules or {})}
     if config.clip_norm is not None:
         _check_clipping(roots)
-    agreement = Agreement(model, config.agree_timeout)
+    agreement = Agreement(model, config.ranks.timeout)
     place = _place(config, agreement.world_rank)
     lane = 0 if place is None else place[2]
     if lane:
@@ -88,7 +88,7 @@ def build_context(
         extra=dict(extra or {}),
         config=config,
         agreement=agreement,
-        history=History(window=config.spike_window),
+        history=History(),
         buffers=BufferKeeper(roots.values()),
         roots=roots,
         ownership=Ownership(roots, optimizer, guarded),
@@ -98,7 +98,7 @@ def build_context(
         attached=AttachedState(lambda: communication_hooks(model)),
         sharded=bool(sharded_part(roots.values())),
         loss_scale=config.loss_scale or 1.0,
-        effort=LocateBudget(config.locate_budget),
+        effort=LocateBudget(config.probes.locate_budget),
         lane=lane,
     )
     agreement.now = lambda: context.step
@@ -112,8 +112,8 @@ def build_context(
         context.shares = Shares(roots.values(), agreement.size)
     context.configure_rates()
     _register(context)
-    if config.outliers is not None:
-        context.outliers = Outliers(config.outliers, roots, optimizer)
+    if config.probes.outliers is not None:
+        context.outliers = Outliers(roots, optimizer)
     _open_files(context)
     return context
 

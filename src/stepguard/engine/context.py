@@ -113,7 +113,7 @@ class Context:
     loss_scale: float = 1.0
     """Static scale; falls when it is what overflows."""
     accepted: set[str] = field(default_factory=set)
-    """Full names of tensors that may be non-finite: sentinels, and what `bad_start="note"` accepts.
+    """Full names of tensors that may be non-finite: sentinels, and what `note` accepts at first.
 
     `param:NAME`, `buffer:NAME`, `opt:PARAMETER/SLOT`, and `extra:OBJECT/...` as a saved state names
     it.
@@ -164,6 +164,8 @@ class Context:
     norm_of_ranks: tuple[int, GradientNorm | None] | None = None
     """The step that gradients of all ranks were last measured in, and their norm."""
     last_read: float = field(default_factory=time.perf_counter)
+    advances_schedule: bool = True
+    """False where the loop makes its own steps, and advances its schedule itself."""
     _told_waiting: bool = False
     _given: list[Tensor] = field(default_factory=list)
     """The optimizer's parameters when `_ordered` was made."""
@@ -209,16 +211,12 @@ class Context:
         self.history.first_lr = self.history.top_lr = ()
         self.configure_rates()
         if self.outliers is not None:
-            assert self.config.outliers is not None
-            self.outliers = Outliers(self.config.outliers, self.roots, optimizer)
+            self.outliers = Outliers(self.roots, optimizer)
         self.name_guard()
 
     def configure_rates(self) -> None:
-        """What the user says the rate should be, else what groups and schedule declare."""
-        if self.config.lr is not None:
-            self.history.configured_lr = tuple(self.config.lr for _ in self.lr)
-        else:
-            self.history.configured_lr = self.declared.known(self.lr, 0, suspicious=False)
+        """What groups and schedule declare."""
+        self.history.configured_lr = self.declared.known(self.lr, 0, suspicious=False)
 
     def name_guard(self) -> None:
         """By the user's names of its optimizer and its model."""
@@ -267,22 +265,20 @@ class Context:
 
     def expect_declared_rates(self, rates: tuple[float, ...]) -> None:
         """Count what schedule and groups declare as configured, before rates are judged."""
-        if self.config.lr is None:
-            suspicious = self.history.excess_lr(rates) is not None
-            known = self.declared.known(rates, self.step, suspicious=suspicious)
-            self.history.configured_lr = known or self.history.configured_lr
+        suspicious = self.history.excess_lr(rates) is not None
+        known = self.declared.known(rates, self.step, suspicious=suspicious)
+        self.history.configured_lr = known or self.history.configured_lr
 
     def advance_schedule(self) -> None:
         """An update went through: where the guard drives the schedule, it goes one step on."""
-        if self.scheduler is None or self.config.scheduler_every != "step":
+        if self.scheduler is None or not self.advances_schedule:
             return
         waiting = advance(self.scheduler)
         if waiting and not self._told_waiting:
             self._told_waiting = True
             summary = (
                 f"{waiting[0]}.step needs a value, so guard.step leaves it to your loop: call "
-                "scheduler.step(value) there, or give GuardConfig(scheduler_every='epoch') and a "
-                "loader: a plateau scheduler then gets the mean loss of each pass"
+                "scheduler.step(value) there"
             )
             self.outputs.note("schedule", summary)
 

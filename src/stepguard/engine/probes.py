@@ -153,7 +153,7 @@ class Looks:
     def __init__(self, context: Context, protect: Protection) -> None:
         self._context = context
         self._protect = protect
-        self.schedule = LookSchedule(context.config.look_every)
+        self.schedule = LookSchedule(context.config.probes.look_every)
         self.heard: list[Callable[[Look], None]] = []
         """Who is told of every look."""
         self._running: DeepLook | None = None

@@ -255,6 +255,10 @@ def only_loss_infinite(reading: Reading) -> bool:
     return infinite and math.isfinite(reading.grad_norm or 0.0)
 
 
+IGNORED = -100
+"""A target that does not count, as in torch's cross entropy."""
+
+
 def count_labels(batch: Any, context: Context) -> Tensor | None:
     """Count the targets that are not ignored; None where `labels_key` does not name them."""
     key = context.config.labels_key
@@ -262,7 +266,7 @@ def count_labels(batch: Any, context: Context) -> Tensor | None:
         return None
     for name, tensor in named_tensors(batch):
         if name == key:
-            return (tensor != context.config.ignore_index).sum()
+            return (tensor != IGNORED).sum()
     return None
 
 

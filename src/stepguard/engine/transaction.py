@@ -149,7 +149,7 @@ class Transaction:
 
     def locate(self, incident: Incident, step: Step) -> Incident:
         """Add the origin."""
-        if not self.context.config.locate:
+        if not self.context.config.locates:
             return incident
         look = partial(self._located, incident, step)
         return explain_or_warn(incident, self._not_explained, tried, self.context, look)
@@ -231,7 +231,7 @@ class Transaction:
             if replayable:
                 incident = self.locate(incident, step)
             incident = self.diagnose(incident)
-            if replayable and self.context.config.locate:
+            if replayable and self.context.config.locates:
                 incident = explain_or_warn(
                     incident, self._not_explained, self._remedies_tried, incident, step
                 )

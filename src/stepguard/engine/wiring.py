@@ -393,7 +393,7 @@ class Wiring:
         advances it too.
         """
         scheduler, before = self._context.scheduler, self._schedule
-        if scheduler is None or before is None or self._context.config.scheduler_every != "step":
+        if scheduler is None or before is None or not self._context.advances_schedule:
             return
         now = _position(scheduler)
         self._moved = self._moved + 1 if now is not None and now > before else 0
@@ -401,7 +401,7 @@ class Wiring:
             self._warn(
                 "the loop calls scheduler.step() and guard.step does so too: the schedule runs "
                 "twice as fast; take the "
-                "call out of the loop, or give GuardConfig(scheduler_every=None)"
+                "call out of the loop, or give the scheduler as state={'schedule': scheduler}"
             )
 
     def _optimizer_steps(self, *_: Any) -> None:

@@ -5,7 +5,6 @@ name it.
 """
 
 from stepguard.numerics.diffusion import (
-    cosine_alphas,
     ddm_weights,
     masking_schedule,
     min_snr_weight,
@@ -49,7 +48,6 @@ __all__ = [
     "Events",
     "RMSNorm",
     "Sinkhorn",
-    "cosine_alphas",
     "count_labels",
     "ctc_loss",
     "ddm_weights",

@@ -40,16 +40,6 @@ def masking_schedule(t: Tensor, *, eps: float = 1e-4) -> tuple[Tensor, Tensor]:
     return sigma.float(), derivative.float()
 
 
-def cosine_alphas(steps: int, *, offset: float = 0.008, largest_beta: float = 0.9999) -> Tensor:
-    """Return cumulative products of the cosine schedule: positive and falling, in float32."""
-    if steps < 1:
-        raise ConfigError(f"cosine_alphas: steps={steps!r} must be at least 1.")
-    grid = torch.linspace(0.0, 1.0, steps + 1, dtype=torch.float64)
-    level = torch.cos((grid + offset) / (1.0 + offset) * math.pi / 2).square()
-    betas = (1.0 - level[1:] / level[:-1]).clamp(1e-4, largest_beta)
-    return torch.cumprod(1.0 - betas, dim=0).float()
-
-
 def min_snr_weight(alphas: Tensor, *, predicts: str = "noise", gamma: float = 5.0) -> Tensor:
     """Return min(SNR, gamma) as a weight of the squared error of noise, data or velocity.
 

@@ -12,11 +12,12 @@ from stepguard.records.settings import Policy
 # --- Count how much a run has lost to bad steps, and say when it may lose no more.
 
 
-PER = 1000
+LOST_WINDOW = 200
+"""Steps over which `max_lost_share` is counted."""
+MOST_HEALS = 1000
+"""Times in a run that a damaged rank is given the state of a healthy one."""
 LEAST_LOST = 32
 """Lost steps before their share counts: a bad stretch at the start of a run is soon half of it."""
-MOST_REMEMBERED = 4096
-"""Lost steps that are remembered, whatever the window."""
 COUNTERS = ("consecutive", "total", "rewinds", "heals", "seen")
 
 
@@ -25,8 +26,6 @@ class Budget:
     """Counts of incidents, rewinds and lost samples; a committed step resets what is in a row."""
 
     consecutive: int = 0
-    recent: tuple[int, ...] = ()
-    """Steps of the incidents within the last 1000 steps."""
     total: int = 0
     rewinds: int = 0
     heals: int = 0
@@ -37,45 +36,36 @@ class Budget:
     left out.
     """
 
-    def spend(self, step: int) -> Budget:
+    def spend(self) -> Budget:
         """Count one more incident."""
-        within = [earlier for earlier in self.recent if earlier > step - PER]
-        return replace(
-            self,
-            consecutive=self.consecutive + 1,
-            recent=(*within, step),
-            total=self.total + 1,
-        )
+        return replace(self, consecutive=self.consecutive + 1, total=self.total + 1)
 
-    def lose(self, share: float, policy: Policy) -> Budget:
+    def lose(self, share: float) -> Budget:
         """Count a step of which this share of the samples was left out, 1 for all of it."""
         seen = self.seen + 1
-        since = seen - policy.lost_window
+        since = seen - LOST_WINDOW
         kept = [entry for entry in self.lost if entry[0] > since]
-        return replace(self, seen=seen, lost=(*kept[-MOST_REMEMBERED:], (seen, share)))
+        return replace(self, seen=seen, lost=(*kept, (seen, share)))
 
     def committed(self) -> Budget:
         """Count a step that went through."""
         return replace(self, consecutive=0, seen=self.seen + 1)
 
-    def lost_share(self, policy: Policy) -> float:
-        """Share of the last `lost_window` steps' samples that was left out; 0 while few were."""
+    def lost_share(self) -> float:
+        """Share of the last LOST_WINDOW steps' samples that was left out; 0 while few were."""
         if len(self.lost) < LEAST_LOST or not self.seen:
             return 0.0
-        return sum(share for _, share in self.lost) / min(policy.lost_window, self.seen)
+        return sum(share for _, share in self.lost) / min(LOST_WINDOW, self.seen)
 
     def exceeded(self, policy: Policy) -> str:
         """Say which limit the incidents so far break, in words; empty when none."""
-        share = self.lost_share(policy)
+        share = self.lost_share()
         if share > policy.max_lost_share:
-            window = min(policy.lost_window, self.seen)
+            window = min(LOST_WINDOW, self.seen)
             allowed = f"{policy.max_lost_share:.0%} are allowed (Policy.max_lost_share)"
             return f"{share:.0%} of the samples of the last {window} steps were left out, {allowed}"
         if _above(self.consecutive, policy.max_consecutive):
             return f"{_incidents(self.consecutive)} in a row, {policy.max_consecutive} are allowed"
-        if _above(len(self.recent), policy.max_per_1000):
-            allowed = f"{policy.max_per_1000} are allowed"
-            return f"{_incidents(len(self.recent))} within {PER} steps, {allowed}"
         if _above(self.total, policy.max_total):
             return f"{_incidents(self.total)} in this run, {policy.max_total} are allowed"
         return ""
@@ -93,16 +83,14 @@ def budget_from(facts: dict[str, Any]) -> Budget:
     """Read a budget from plain containers; fields that this version does not know are left out."""
     counts = {name: facts[name] for name in COUNTERS if name in facts}
     lost = [(int(seen), float(share)) for seen, share in facts.get("lost", ())]
-    return Budget(**counts, recent=tuple(facts.get("recent", ())), lost=tuple(lost))
+    return Budget(**counts, lost=tuple(lost))
 
 
 # --- Choose where a rewind goes: the newest good state for which this rewind has not been tried.
 
 
-RewindData = Literal["repeat", "skip", "reorder"]
-"""What happens to the steps since the target: run again as they were, left behind, or run again in
-another order.
-"""
+RewindData = Literal["repeat", "skip"]
+"""What happens to the steps since the target: run again as they were, or left behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,20 +105,14 @@ class RewindTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewindPlan:
-    """A target, what happens to the steps since, and what the learning rates are multiplied by."""
+    """A target, and what happens to the steps since."""
 
     target: RewindTarget
     data: RewindData
-    lr_factor: float | None = None
 
 
 def next_rewind(
-    targets: Sequence[RewindTarget],
-    tried: Collection[RewindPlan],
-    policy: Policy,
-    *,
-    repeatable: bool,
-    rewinds: int,
+    targets: Sequence[RewindTarget], tried: Collection[RewindPlan], *, repeatable: bool
 ) -> RewindPlan | None:
     """Choose the next rewind; None when each has been tried. `targets` are newest first.
 
@@ -143,26 +125,10 @@ def next_rewind(
     exact = RewindPlan(target=targets[0], data="repeat")
     if repeatable and exact not in tried:
         return exact
-    lr_factor = None
-    if policy.rewind_lr == "lower":
-        lr_factor = policy.lr_factor ** (rewinds + 1)
-    target = _first_unused(targets, tried)
-    if target is not None:
-        return RewindPlan(target=target, data=policy.rewind_data, lr_factor=lr_factor)
-    # every target has been used: the newest one once more, with a still lower rate
-    slower = RewindPlan(target=targets[0], data=policy.rewind_data, lr_factor=lr_factor)
-    if lr_factor is None or slower in tried:
-        return None
-    return slower
-
-
-def _first_unused(
-    targets: Sequence[RewindTarget], tried: Collection[RewindPlan]
-) -> RewindTarget | None:
     used = {plan.target for plan in tried if plan.data != "repeat"}
     for target in targets:
         if target not in used:
-            return target
+            return RewindPlan(target=target, data="skip")
     return None
 
 
@@ -208,7 +174,7 @@ class Situation:
 
 def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decision, Budget]:
     """Choose the action, and count it: the decision and the budget after it. Never raises."""
-    spent = budget.spend(situation.step)
+    spent = budget.spend()
     if situation.at_start:
         return _decide_bad_start(policy, spent)
     match situation.fault:
@@ -224,7 +190,7 @@ def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decisi
 
 def _decide_bad_start(policy: Policy, spent: Budget) -> tuple[Decision, Budget]:
     decision = Decision(
-        action=policy.bad_start,
+        action="note" if "note" in policy.actions else "stop",
         reason="the state was bad before the first step",
         consecutive=spent.consecutive,
         total=spent.total,
@@ -261,7 +227,7 @@ def _decide_bad_step(
         return _choose("retry", situation, policy, spent)
     after = spent
     if not situation.known:
-        after = spent.lose(situation.lost_share, policy)
+        after = spent.lose(situation.lost_share)
         exceeded = after.exceeded(policy)
         if exceeded:
             return _choose("stop", situation, policy, after, exceeded)
@@ -293,7 +259,7 @@ def _fitting_action(
             if allows_continuing(policy) or _why_no_rewind(situation, policy, spent):
                 return None
             return "rewind"
-        case "lower_lr" | "note" | "stop":
+        case "note" | "stop":
             return allowed
         case "retry" | "undo" | "heal":
             # a retry has been considered before; an undo is what a skip of a bad update comes to;
@@ -310,7 +276,7 @@ def allows_continuing(policy: Policy) -> bool:
 
 def _continues(action: Action) -> bool:
     match action:
-        case "leave_out" | "skip" | "lower_lr" | "note":
+        case "leave_out" | "skip" | "note":
             return True
         case "retry" | "undo" | "heal" | "rewind" | "stop":
             return False
@@ -320,7 +286,7 @@ def _continues(action: Action) -> bool:
 
 def _may_heal(situation: Situation, policy: Policy, spent: Budget) -> bool:
     """May a damaged rank get the state of a healthy one? That loses nothing."""
-    allowed = "heal" in policy.actions and spent.heals < policy.max_heals
+    allowed = "heal" in policy.actions and spent.heals < MOST_HEALS
     return allowed and not situation.no_heal
 
 
@@ -347,8 +313,6 @@ def _choose(
         new_scale=situation.new_scale,
     )
     match action:
-        case "lower_lr":
-            return replace(decision, lr_factor=policy.lr_factor), spent
         case "rewind":
             return _with_rewind(decision, situation.rewind, spent)
         case "heal":
@@ -363,9 +327,7 @@ def _with_rewind(
     decision: Decision, plan: RewindPlan | None, spent: Budget
 ) -> tuple[Decision, Budget]:
     assert plan is not None, "a rewind is decided with a plan only"
-    decision = replace(
-        decision, lr_factor=plan.lr_factor, rewound_to=plan.target.step, data=plan.data
-    )
+    decision = replace(decision, rewound_to=plan.target.step, data=plan.data)
     # what came before the rewind is undone, so the incidents in a row are forgiven
     return decision, replace(spent, consecutive=0, rewinds=spent.rewinds + 1)
 
@@ -374,7 +336,7 @@ def _left_out(action: Action, situation: Situation) -> str:
     match action:
         case "leave_out":
             return situation.leave_out
-        case "skip" | "lower_lr" | "undo":
+        case "skip" | "undo":
             return "the step"
         case "retry" | "heal" | "rewind" | "stop" | "note":
             return ""

@@ -20,7 +20,7 @@ from stepguard.records.incident import (
     Verdict,
     VerdictKind,
 )
-from stepguard.records.settings import GuardConfig, Policy
+from stepguard.records.settings import GuardConfig, Policy, Probes, Ranks, Snapshots
 
 __all__ = [
     "Action",
@@ -35,13 +35,16 @@ __all__ = [
     "Origin",
     "Phase",
     "Policy",
+    "Probes",
     "Problem",
+    "Ranks",
     "Rate",
     "Reading",
     "Remedy",
     "Role",
     "Severity",
     "Sink",
+    "Snapshots",
     "Statement",
     "Verdict",
     "VerdictKind",

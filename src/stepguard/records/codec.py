@@ -324,31 +324,43 @@ LARGEST = 1 << 20
 FOLDERS = ("run_dir", "human_log")
 NOT_IN_A_FILE = frozenset({"sinks"})
 """Fields that are objects of Python."""
-POLICY = "policy"
 
 
 def read_tables(
-    path: Path, settings: Sequence[str], policy: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields for GuardConfig and those for Policy, of the names given for each."""
+    path: Path, settings: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """The fields for GuardConfig, of the names given; `groups` are tables with names of theirs."""
     table = _table(path)
     for name in NOT_IN_A_FILE & table.keys():
         raise ConfigError(
             f"{path}: {name} is an object of Python and cannot stand in a file; give it in code."
         )
-    below = table.pop(POLICY, {})
-    if not isinstance(below, dict):
-        raise ConfigError(
-            f"{path}: policy={below!r} must be a table; in TOML write [policy] and its fields "
-            "below it."
-        )
-    _refuse_unknown(path, table, settings, policy)
-    _refuse_unknown(path, below, policy, settings, inside="policy.")
+    homes = dict.fromkeys(settings, "outside of every table")
+    for group, names in groups.items():
+        below = table.get(group, {})
+        if not isinstance(below, dict):
+            raise ConfigError(
+                f"{path}: {group}={below!r} must be a table; in TOML write [{group}] and its "
+                "fields below it."
+            )
+        homes |= dict.fromkeys(names, f"below [{group}]")
+    for inside, names in {"": settings, **groups}.items():
+        fields = table.get(inside, {}) if inside else table
+        for name in fields:
+            if name not in names:
+                prefix = f"{inside}." if inside else ""
+                hint = f"It belongs {homes[name]}." if name in homes else ""
+                hint = hint or _nearest(str(name), names, homes, prefix)
+                raise ConfigError(f"{path}: {prefix}{name} is not known. {hint}")
+        for name, value in fields.items():
+            if isinstance(value, list):
+                # files have lists where settings are tuples
+                fields[name] = tuple(value)
     for name in FOLDERS:
         if isinstance(table.get(name), str) and table[name].strip():
             # Absolute paths: the program may change the current directory.
             table[name] = str(Path(table[name]).resolve())
-    return table, _with_tuples(below)
+    return table
 
 
 def number_as_text(path: Path, table: Mapping[str, Any]) -> str:
@@ -424,36 +436,14 @@ READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _refuse_unknown(
-    path: Path,
-    table: Mapping[str, Any],
-    known: Sequence[str],
-    elsewhere: Sequence[str],
-    inside: str = "",
-) -> None:
-    for name in table:
-        if name in known:
-            continue
-        if name in elsewhere:
-            hint = "It belongs outside of policy." if inside else "It is a field of [policy]."
-        else:
-            hint = _nearest(str(name), known, inside)
-        raise ConfigError(f"{path}: {inside}{name} is not known. {hint}")
-
-
-def _nearest(name: str, known: Sequence[str], inside: str) -> str:
+def _nearest(name: str, known: Sequence[str], homes: Mapping[str, str], prefix: str) -> str:
     near = get_close_matches(name, known, n=1)
     if near:
-        return f"Did you mean {inside}{near[0]}?"
+        return f"Did you mean {prefix}{near[0]}?"
+    near = get_close_matches(name, homes, n=1)
+    if near:
+        return f"Did you mean {near[0]}, {homes[near[0]]}?"
     return f"Known are {', '.join(known)}."
-
-
-def _with_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Files have lists where Policy takes tuples."""
-    converted = {}
-    for name, value in table.items():
-        converted[name] = tuple(value) if isinstance(value, list) else value
-    return converted
 
 
 # --- Show the text under each field of a dataclass in `help()`, where Python itself drops it.

@@ -13,7 +13,7 @@ from stepguard.records.probes import Look
 # --- What the policy chose to do about an incident.
 
 
-Action = Literal["leave_out", "skip", "retry", "undo", "heal", "rewind", "lower_lr", "stop", "note"]
+Action = Literal["leave_out", "skip", "retry", "undo", "heal", "rewind", "stop", "note"]
 """`leave_out`: the update was made without what was proven guilty. `undo`: the optimizer made the
 bad value, its update was taken back. `heal`: a damaged rank was given the state of a healthy one.
 `note`: told, nothing done.
@@ -31,7 +31,7 @@ class Decision:
     total: int = 0
     """Incidents since the run began."""
     lr_factor: float | None = None
-    """Multiplies every group's learning rate, with `lower_lr` and with a rewind that lowers it."""
+    """Multiplies every group's learning rate, with `Policy(on_incident="whatif")`."""
     new_scale: float | None = None
     """The static loss scale to go on with, where the scale was the cause."""
     new_eps: float | None = None
@@ -43,7 +43,7 @@ class Decision:
     left_out: str = ""
     """What the update was made without, in words: `sample 5`, `micro-batch 2 of 4`."""
     data: str | None = None
-    """With `rewind`: `repeat`, `skip` or `reorder` the steps since."""
+    """With `rewind`: `repeat` or `skip` the steps since."""
     not_restored: str = ""
     """What a vetoed update moved and could not be put back, in words; empty: nothing."""
 
@@ -873,51 +873,6 @@ class Examination:
 def not_checked(title: str, why: str) -> Section:
     """A section without input; the text says what to give."""
     return Section(title=title, status="not checked", lines=(why,))
-
-
-# --- Read incidents that an earlier version wrote: fields that have another name or form by now.
-
-
-def upgrade_incident(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an incident as the present records name them; what is new stays as it is."""
-    upgraded = dict(fields)
-    decision = fields.get("decision")
-    if isinstance(decision, dict) and decision.get("action") == "warn":
-        upgraded["decision"] = {**decision, "action": "note"}
-    origin = fields.get("origin")
-    if isinstance(origin, dict) and "notes" in origin:
-        upgraded["origin"] = _with_remarks(origin)
-    findings = fields.get("findings")
-    if isinstance(findings, list):
-        upgraded["findings"] = [_with_certainty(finding) for finding in findings]
-    return upgraded
-
-
-def _with_remarks(origin: dict[str, Any]) -> dict[str, Any]:
-    """`notes` mixed sentences with tokens such as `masked_rows=2`: only the sentences are kept."""
-    notes = origin.get("notes") or ()
-    remarks = [note for note in notes if isinstance(note, str) and _is_sentence(note)]
-    rest = {name: value for name, value in origin.items() if name != "notes"}
-    return {"remarks": remarks, **rest}
-
-
-def _is_sentence(note: str) -> bool:
-    first_word = note.partition(" ")[0]
-    return " " in note and "=" not in first_word
-
-
-def _with_certainty(finding: Any) -> Any:
-    """`confidence` was a number between 0 and 1 that nothing had measured."""
-    if not isinstance(finding, dict) or "confidence" not in finding:
-        return finding
-    rest = {name: value for name, value in finding.items() if name != "confidence"}
-    return {"certainty": _certainty(finding["confidence"]), **rest}
-
-
-def _certainty(confidence: Any) -> str:
-    if not isinstance(confidence, int | float) or confidence <= 0.5:
-        return "possible"
-    return "certain" if confidence >= 0.9 else "likely"
 
 
 # --- What a run's events are passed on to: journal, readable log, terminal, TensorBoard, your

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
@@ -28,83 +29,104 @@ class Policy:
     actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "heal", "rewind", "stop")
     """What is allowed. A bad step on good weights is run again if it failed by chance, else what is
     proven guilty is left out, else the step is skipped, in the order given here. Damaged state is
-    healed from a rank that holds a copy of it, else rewound. `stop` is always allowed.
+    healed from a rank that holds a copy of it, else rewound. `stop` is always allowed. With `note`,
+    a state that is non-finite before the first step is reported and trained on; else the run stops.
     """
     max_consecutive: int | None = None
     """Incidents in a row after which the run stops; None does not count. A committed step resets
     the count.
     """
-    max_per_1000: int | None = None
-    """Incidents within any 1000 steps after which the run stops; None does not count."""
     max_total: int | None = None
     """Incidents in the whole run after which it stops; None does not count."""
     max_rewinds: int = 3
     """Rewinds in the whole run."""
-    max_heals: int = 100
-    """Times in the whole run that a damaged rank is given the state of a healthy one."""
-    rewind_data: Literal["skip", "reorder"] = "skip"
-    """What a rewind does with the steps since the snapshot: `skip` leaves them behind and the loop
-    goes on with what comes next; `reorder` runs them again in another order, without the bad one
-    (`guard.step` only).
-
-    After a fault that is not the data's, they are first run again exactly as they were.
-    """
-    rewind_lr: Literal["restore", "lower"] = "restore"
-    """The learning rate after a rewind: that of the snapshot, or that times `lr_factor`, once more
-    for each rewind.
-    """
-    lr_factor: float = 0.5
-    """What every learning rate is multiplied by with `lower_lr`, or by a rewind that lowers it."""
     max_lost_share: float = 0.5
-    """Share of the samples of the last `lost_window` steps that may be left out because data,
-    forward or loss were bad. Beyond it the run stops with the weights it has. It counts once 32
-    steps were lost.
+    """Share of the samples of the last 200 steps that may be left out because data, forward or loss
+    were bad. Beyond it the run stops with the weights it has. It counts once 32 steps were lost.
     """
-    lost_window: int = 200
-    """Steps over which `max_lost_share` is counted."""
-    bad_start: Literal["stop", "note"] = "stop"
-    """When parameters, buffers or optimizer state are non-finite before the first step."""
     on_incident: Literal["decide", "whatif"] = "decide"
     """`whatif` trains recent steps again before a bad step is dropped or rewound, and does the
     cheapest thing that keeps the bad value away: skip, leave out, larger epsilon, harder clipping,
     lower rate. About 60 steps for each of the first 20 incidents, in one process.
     """
-
     exceptions: Literal["raise", "skip"] = "raise"
     """An exception in the step, under `guard.step`: recorded and raised again, or recorded and the
     step left out, within the budgets above. Ctrl+C, exits and exhausted memory are always raised.
     """
 
     def __post_init__(self) -> None:
-        # `warn` is what earlier versions called `note`.
-        actions = tuple("note" if str(action) == "warn" else action for action in self.actions)
-        object.__setattr__(self, "actions", actions)
-        for action in self.actions:
-            _one_of("Policy.actions", action, ACTIONS)
-        if not self.actions:
-            raise ConfigError(f"Policy.actions is empty; give at least one of {_quoted(ACTIONS)}.")
-        for name in ("max_consecutive", "max_per_1000", "max_total"):
-            _count_or_none(f"Policy.{name}", getattr(self, name))
-        _count("Policy.max_rewinds", self.max_rewinds)
-        _count("Policy.max_heals", self.max_heals)
-        _number("Policy.lr_factor", self.lr_factor)
-        if not 0.0 < self.lr_factor < 1.0:
-            raise ConfigError(
-                f"Policy.lr_factor={self.lr_factor!r} must lie between 0 and 1, for instance 0.5."
-            )
-        _one_of("Policy.rewind_data", self.rewind_data, ("skip", "reorder"))
-        _one_of("Policy.rewind_lr", self.rewind_lr, ("restore", "lower"))
-        _number("Policy.max_lost_share", self.max_lost_share)
-        if not 0.0 < self.max_lost_share <= 1.0:
-            raise ConfigError(
-                f"Policy.max_lost_share={self.max_lost_share!r} must lie above 0 and up to 1."
-            )
-        _count("Policy.lost_window", self.lost_window, least=1)
-        if str(self.bad_start) == "warn":
-            object.__setattr__(self, "bad_start", "note")
-        _one_of("Policy.bad_start", self.bad_start, ("stop", "note"))
-        _one_of("Policy.on_incident", self.on_incident, ("decide", "whatif"))
-        _one_of("Policy.exceptions", self.exceptions, ("raise", "skip"))
+        _check(self)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshots:
+    """Copies of the state in memory, which rewinds go back to."""
+
+    every: int | Literal["auto"] = "auto"
+    """Steps between snapshots; `auto` keeps copying under 0.5 % of the time of training."""
+    count: int = 3
+    """Snapshots kept at a time; 0 takes none."""
+    memory: int | None = None
+    """Bytes of host memory that they may take; None is half of what is free when the first one is
+    taken.
+    """
+    probation: int = 20
+    """Steps without an incident, and with the loss where it was, after which a snapshot or
+    checkpoint counts as good.
+    """
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probes:
+    """What is measured of healthy and suspicious steps, and how much finding a cause may cost."""
+
+    look_every: int | Literal["auto"] | None = "auto"
+    """Steps between deep looks: statistics of a healthy step, taken while it runs. `auto` takes the
+    third step, then ever fewer, with at most 0.1 % of the time of training; None takes none.
+    """
+    locate_budget: float = 6.0
+    """How long locating one incident may take, in steps of the unguarded run; then what is known by
+    then is reported. 0 replays nothing.
+    """
+    spike_sigmas: float | None = 6.0
+    """Robust deviations above the median that make a loss worth a line; None looks for no spikes.
+    """
+    anomalies: Literal["note", "act", "off"] = "note"
+    """What a finite anomaly (a jump or slow rise of the loss) leads to. `note`: it is reported,
+    nothing is done and none of your code runs again. `act`: a rewind, where independent signs show
+    that the weights did it. `off`: nothing.
+    """
+    outliers: Literal["note"] | None = None
+    """Report a parameter's gradient that is far above all it has been, before it enters the
+    optimizer's moments. None does not measure them.
+    """
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """How ranks wait for each other and are compared."""
+
+    timeout: float = 60.0
+    """Seconds that a rank waits for the others once a step is bad, and at most 30 of them in `save`
+    and `restore`. Then the step stays vetoed, and the guard says which ranks did not come and ends.
+    After five times as long without any progress a line names the ranks that are behind.
+    """
+    compare_every: int | None = None
+    """Steps between two comparisons of the ranks: weights of copies of one model, learning rates
+    and data. Each costs one pass over the weights and a small exchange; None makes none.
+    """
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 @documented
@@ -128,30 +150,18 @@ class GuardConfig:
     """Folder for a readable log: `latest.log` (a link to the newest) and `training_log.jsonl`."""
     policy: Policy = field(default_factory=Policy)
     """What may be done about an incident, and how much may be lost."""
-    snapshot_every: int | Literal["auto"] = "auto"
-    """Steps between in-memory snapshots; `auto` keeps copying under 0.5 % of the time of training.
-    """
-    snapshots: int = 3
-    """Snapshots kept in memory at a time; 0 takes none."""
-    snapshot_memory: int | None = None
-    """Bytes of host memory that snapshots may take; None is half of what is free when the first one
-    is taken.
-    """
-    probation: int = 20
-    """Steps without an incident, and with the loss where it was, after which a snapshot counts as
-    good.
-    """
-    replay_memory: int = 2**28
-    """Bytes of batches kept so that steps since a snapshot can be run again exactly; 0 keeps none.
-    """
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    """Copies of the state in memory."""
+    probes: Probes = field(default_factory=Probes)
+    """What is measured beside the verdict."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """How ranks wait for each other."""
     checkpoint_every: int | None = None
     """Steps between sealed checkpoints; None saves only when asked. Each is written in the
     background, once its probation is over.
     """
     keep: int = 3
-    """Newest good checkpoints that stay on disk."""
-    keep_every: int | None = None
-    """Checkpoints of every so many steps stay for good; None lets all but the newest go."""
+    """Newest good checkpoints that stay on disk, and the best one."""
     resume_lr: Literal["checkpoint", "config"] = "checkpoint"
     """Where `guard.restore` finds another learning rate than the optimizer was built with: which of
     the two counts.
@@ -160,70 +170,18 @@ class GuardConfig:
     """SIGTERM and Ctrl+C: `save` ends the step and saves a good state before they have their effect
     (where there is a `run_dir`); `off` leaves them alone.
     """
-    signal_grace: float = 5.0
-    """Seconds from a signal until all ranks have to be at the step they agree to stop at, about a
-    second and one step later. A rank that is not, because it waits for another, ends by the signal.
-    """
     loss_scale: float | None = None
     """A static scale: `guard.step` multiplies the loss by it before backward and divides it out of
     the gradients.
 
     It is halved when it is what makes the gradients overflow.
     """
-    lr: float | None = None
-    """The learning rate you mean to run with; None takes what the optimizer has when the guard is
-    built.
-    """
     labels_key: str | None = None
-    """Key of the batch that holds the targets, so that empty targets are counted."""
-    ignore_index: int = -100
-    """Target value that does not count as a label."""
-    spike_window: int = 64
-    """Losses remembered for the spike and drift tests."""
-    spike_sigmas: float | None = 6.0
-    """Robust deviations above the median that make a loss worth a line; None looks for no spikes.
-    """
-    anomalies: Literal["note", "act", "off"] = "note"
-    """What a finite anomaly (a jump or slow rise of the loss) leads to. `note`: it is told, nothing
-    is done and none of your code runs again. `act`: a rewind, where independent signs show that the
-    weights did it. `off`: nothing.
-    """
-    outliers: Literal["note", "clip", "skip"] | None = None
-    """A parameter's gradient far above all it has been: told, clipped to its usual size, or left
-    out of this update, before it enters the optimizer's moments. None does not look.
-    """
-    scheduler_every: Literal["step", "epoch"] | None = "step"
-    """When `guard.step` advances the scheduler it was given: after each update, when `guard.loader`
-    ends a pass, or never (the loop does).
-    """
+    """Key of the batch that holds the targets, so that targets other than -100 are counted."""
     id_key: str | None = None
     """Key of the batch that holds one id per sample, so that a bad sample is named by it."""
-    locate: bool = True
-    """Replay a bad step to find where its first harmful value was born."""
-    locate_budget: float = 6.0
-    """How long placing one incident may take, in steps of the bare run; then what is known by then
-    is told.
-    """
-    look_every: int | Literal["auto"] | None = "auto"
-    """Steps between deep looks: statistics of a healthy step, taken while it runs. `auto` takes the
-    third step, then ever fewer, with at most 0.1 % of the time of training; None takes none.
-    """
-    agree_timeout: float = 60.0
-    """Seconds that a rank waits for the others once a step is bad, and at most 30 of them in `save`
-    and `restore`. Then the step stays vetoed, and the guard says which ranks did not come and ends.
-    """
-    compare_ranks_every: int | None = None
-    """Steps between two comparisons of the ranks: weights of copies of one model, learning rates
-    and data. Each costs one pass over the weights and a small exchange; None makes none.
-    """
-    hang_after: float | None = 300.0
-    """With several ranks: seconds without any progress after which a line names the ranks that are
-    behind the others, and where. Nothing else is done. None does not look.
-    """
     capsule: Literal["full", "no-data", "off"] = "full"
-    """What of a bad step is kept on disk; `no-data` leaves the batch out."""
-    capsule_limit: int = 2**30
-    """Bytes a capsule may take; a larger step is recorded without one, with a note."""
+    """What of a bad step is kept on disk, up to 1 GiB; `no-data` leaves the batch out."""
     build: str | None = None
     """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be run
     again elsewhere.
@@ -240,131 +198,155 @@ class GuardConfig:
     def from_file(cls, path: str | PathLike[str], **given: Any) -> GuardConfig:
         """Read a TOML, YAML or JSON file; what is `given` beside it comes first.
 
-        Fields of Policy stand below `policy`. Folders are meant from the current directory.
+        Each group is a table of its own: `[policy]`, `[snapshots]`, `[probes]`, `[ranks]`. Folders
+        are meant from the current directory.
         """
-        policy_names = [one.name for one in fields(Policy)]
-        table, policy = read_tables(Path(path), [one.name for one in fields(cls)], policy_names)
+        names = {group: [one.name for one in fields(kind)] for group, kind in GROUPS.items()}
+        table = read_tables(Path(path), [one.name for one in fields(cls)], names)
+        written = dict(table)
         try:
-            return cls(**{"policy": Policy(**policy), **table, **given})
+            for group, kind in GROUPS.items():
+                written |= table.get(group, {})
+                table[group] = kind(**table.get(group, {}))
+            return cls(**{**table, **given})
         except ConfigError as error:
-            hint = number_as_text(Path(path), {**policy, **table})
-            raise ConfigError(f"{path}: {error}{hint}") from None
-        except TypeError as error:
-            # A text where a number belongs, and a check compared the two.
-            raise ConfigError(f"{path}: a field has a value of the wrong type: {error}.") from None
+            raise ConfigError(f"{path}: {error}{number_as_text(Path(path), written)}") from None
+
+    @property
+    def locates(self) -> bool:
+        """May a bad step be replayed to find where its first harmful value originated?"""
+        return self.probes.locate_budget > 0
 
     def __post_init__(self) -> None:
-        self._check_types()
-        _positive("GuardConfig.clip_norm", self.clip_norm)
-        _positive("GuardConfig.loss_scale", self.loss_scale)
-        _positive("GuardConfig.lr", self.lr)
-        _positive("GuardConfig.spike_sigmas", self.spike_sigmas)
-        _count("GuardConfig.spike_window", self.spike_window, least=8)
-        if self.snapshot_every != "auto":
-            _count("GuardConfig.snapshot_every", self.snapshot_every, least=1)
-        # 0 takes none; a single one could not be on probation beside one that is good.
-        if self.snapshots:
-            _count("GuardConfig.snapshots", self.snapshots, least=2)
-        _count_or_none("GuardConfig.snapshot_memory", self.snapshot_memory)
-        _count("GuardConfig.probation", self.probation, least=1)
-        _count("GuardConfig.replay_memory", self.replay_memory)
-        _count_or_none("GuardConfig.checkpoint_every", self.checkpoint_every, least=1)
-        _count("GuardConfig.keep", self.keep, least=1)
-        _count_or_none("GuardConfig.keep_every", self.keep_every, least=1)
-        _one_of("GuardConfig.resume_lr", self.resume_lr, ("checkpoint", "config"))
-        _one_of("GuardConfig.on_signal", self.on_signal, ("save", "off"))
-        _positive("GuardConfig.signal_grace", self.signal_grace)
-        if not isinstance(self.policy, Policy):
-            raise ConfigError(
-                f"GuardConfig.policy={self.policy!r} is not a stepguard.Policy; give Policy(...)."
-            )
-        _count("GuardConfig.capsule_limit", self.capsule_limit)
-        _one_of("GuardConfig.anomalies", self.anomalies, ("note", "act", "off"))
-        if self.outliers is not None:
-            _one_of("GuardConfig.outliers", self.outliers, ("note", "clip", "skip"))
-        if self.scheduler_every is not None:
-            _one_of("GuardConfig.scheduler_every", self.scheduler_every, ("step", "epoch"))
-        _positive("GuardConfig.locate_budget", self.locate_budget)
-        _positive("GuardConfig.agree_timeout", self.agree_timeout)
-        _count_or_none("GuardConfig.compare_ranks_every", self.compare_ranks_every, least=1)
-        if self.hang_after is not None:
-            _positive("GuardConfig.hang_after", self.hang_after)
-        if self.look_every not in ("auto", None):
-            _count("GuardConfig.look_every", self.look_every, least=1)
-        if self.build is not None and self.build.count(":") != 1:
-            raise ConfigError(
-                f"GuardConfig.build={self.build!r} must look like 'package.module:function'."
-            )
-        _one_of("GuardConfig.capsule", self.capsule, ("full", "no-data", "off"))
-        _one_of("GuardConfig.terminal", self.terminal, ("auto", "quiet", "logging"))
-        _sinks(self.sinks)
-
-    def _check_types(self) -> None:
-        _path("GuardConfig.run_dir", self.run_dir)
-        _path("GuardConfig.human_log", self.human_log)
-        _flag("GuardConfig.locate", self.locate)
-        for name in ("labels_key", "id_key", "build"):
-            _text(f"GuardConfig.{name}", getattr(self, name))
-        _whole("GuardConfig.ignore_index", self.ignore_index)
+        _check(self)
 
 
-def _sinks(sinks: object) -> None:
-    if not isinstance(sinks, tuple) or not all(isinstance(sink, Sink) for sink in sinks):
-        raise ConfigError(
-            f"GuardConfig.sinks={sinks!r} must be a tuple of stepguard.integrations.sinks.Sink, "
-            "for instance (TensorBoardSink('logs'),)."
-        )
+GROUPS: dict[str, type[Any]] = {
+    "policy": Policy,
+    "snapshots": Snapshots,
+    "probes": Probes,
+    "ranks": Ranks,
+}
+
+# --- What each setting may be: a test, and what a message says that the value must be.
 
 
-def _path(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, str | PathLike):
-        raise ConfigError(f"{name}={value!r} must be the path of a folder, or None.")
-    if isinstance(value, str) and not value.strip():
-        raise ConfigError(f"{name}={value!r} names no folder; give its path, or None.")
+Rule = tuple[Callable[[Any], bool], str]
 
 
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} must be True or False.")
+def _one_of(*allowed: str) -> Rule:
+    known = ", ".join(map(repr, allowed))
+    return lambda value: isinstance(value, str) and value in allowed, (
+        f"is not known; use one of {known}"
+    )
 
 
-def _text(name: str, value: object) -> None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"{name}={value!r} must be a name, or None.")
+def _count(least: int) -> Rule:
+    return (
+        lambda value: type(value) is int and value >= least,
+        f"must be a whole number of at least {least}",
+    )
 
 
-def _number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name}={value!r} must be a number.")
+def _or(literal: str | None, rule: Rule) -> Rule:
+    """The rule, or this value."""
+    return lambda value: value == literal or rule[0](value), f"{rule[1]}, or {literal!r}"
 
 
-def _whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name}={value!r} must be a whole number.")
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _quoted(allowed: tuple[str, ...]) -> str:
-    return ", ".join(repr(a) for a in allowed)
+def _group(kind: type[Any]) -> Rule:
+    name = kind.__name__
+    return lambda value: isinstance(value, kind), f"is not a stepguard.{name}; give {name}(...)"
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ConfigError(f"{name}: {value!r} is not known; use one of {_quoted(allowed)}.")
+_POSITIVE: Rule = (
+    lambda value: _is_number(value) and 0 < value < math.inf,
+    "must be a finite number above 0",
+)
+_FOLDER: Rule = (
+    lambda value: isinstance(value, PathLike) or (isinstance(value, str) and bool(value.strip())),
+    "must be the path of a folder",
+)
+_NAME: Rule = (lambda value: isinstance(value, str) and bool(value), "must be a name")
+
+RULES: dict[type[Any], Mapping[str, Rule]] = {
+    Policy: {
+        "max_consecutive": _or(None, _count(0)),
+        "max_total": _or(None, _count(0)),
+        "max_rewinds": _count(0),
+        "max_lost_share": (
+            lambda value: _is_number(value) and 0 < value <= 1,
+            "must be a number above 0 and up to 1",
+        ),
+        "on_incident": _one_of("decide", "whatif"),
+        "exceptions": _one_of("raise", "skip"),
+    },
+    Snapshots: {
+        "every": _or("auto", _count(1)),
+        # a single one could not be on probation beside one that is good
+        "count": (
+            lambda value: type(value) is int and (value == 0 or value >= 2),
+            "must be 0 or a whole number of at least 2",
+        ),
+        "memory": _or(None, _count(0)),
+        "probation": _count(1),
+    },
+    Probes: {
+        "look_every": _or(None, _or("auto", _count(1))),
+        "locate_budget": (
+            lambda value: _is_number(value) and 0 <= value < math.inf,
+            "must be a finite number of at least 0",
+        ),
+        "spike_sigmas": _or(None, _POSITIVE),
+        "anomalies": _one_of("note", "act", "off"),
+        "outliers": _or(None, _one_of("note")),
+    },
+    Ranks: {"timeout": _POSITIVE, "compare_every": _or(None, _count(1))},
+    GuardConfig: {
+        "clip_norm": _or(None, _POSITIVE),
+        "run_dir": _or(None, _FOLDER),
+        "human_log": _or(None, _FOLDER),
+        **{name: _group(kind) for name, kind in GROUPS.items()},
+        "checkpoint_every": _or(None, _count(1)),
+        "keep": _count(1),
+        "resume_lr": _one_of("checkpoint", "config"),
+        "on_signal": _one_of("save", "off"),
+        "loss_scale": _or(None, _POSITIVE),
+        "labels_key": _or(None, _NAME),
+        "id_key": _or(None, _NAME),
+        "capsule": _one_of("full", "no-data", "off"),
+        "build": _or(
+            None,
+            (
+                lambda value: isinstance(value, str) and value.count(":") == 1,
+                "must look like 'package.module:function'",
+            ),
+        ),
+        "terminal": _one_of("auto", "quiet", "logging"),
+        "sinks": (
+            lambda value: isinstance(value, tuple) and all(isinstance(v, Sink) for v in value),
+            "must be a tuple of stepguard.integrations.sinks.Sink, for instance "
+            "(TensorBoardSink('logs'),)",
+        ),
+    },
+}
 
 
-def _positive(name: str, value: float | None) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{name}={value!r} must be a finite number above 0, or None.")
-
-
-def _count(name: str, value: object, least: int = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}.")
-
-
-def _count_or_none(name: str, value: object, least: int = 0) -> None:
-    if value is not None:
-        _count(name, value, least)
+def _check(settings: Any) -> None:
+    kind = type(settings)
+    for name, (allows, needed) in RULES[kind].items():
+        value = getattr(settings, name)
+        if not allows(value):
+            raise ConfigError(f"{kind.__name__}.{name}={value!r} {needed}.")
+    if kind is Policy:
+        object.__setattr__(settings, "actions", tuple(settings.actions))
+        if not settings.actions:
+            known = ", ".join(map(repr, ACTIONS))
+            raise ConfigError(f"Policy.actions is empty; give at least one of {known}.")
+        allows, needed = _one_of(*ACTIONS)
+        for action in settings.actions:
+            if not allows(action):
+                raise ConfigError(f"Policy.actions: {action!r} {needed}.")

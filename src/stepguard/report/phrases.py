@@ -273,11 +273,6 @@ ACTION_WORDS: dict[Action, ActionWords] = {
         effect="model, optimizer, schedule and buffers are back at a state that was good",
         log="Rewinding to the last good snapshot",
     ),
-    "lower_lr": ActionWords(
-        done="skipped, learning rate lowered",
-        effect="weights are as before the step",
-        log="Skipping batch and resetting gradients, lowering the learning rate",
-    ),
     "stop": ActionWords(
         done="stopped the run",
         effect="weights are those from before the bad step",
@@ -294,7 +289,6 @@ ACTION_WORDS: dict[Action, ActionWords] = {
 REWIND_DATA = {
     "repeat": "; the steps since run again as they were",
     "skip": "; training goes on with the next batch",
-    "reorder": "; the steps since run again in another order, without the bad one",
 }
 
 

@@ -348,8 +348,9 @@ def paint_looks(looks: Sequence[Look], console: Console, *, most: int | None = M
 def why_none(run: Run) -> str:
     """Why a run has no looks, as far as its journal says."""
     config = run.header.get("config")
-    if isinstance(config, dict) and config.get("look_every", "") is None:
-        return "GuardConfig(look_every=None)"
+    probes = config.get("probes") if isinstance(config, dict) else None
+    if isinstance(probes, dict) and probes.get("look_every", "") is None:
+        return "Probes(look_every=None)"
     for note in reversed(run.notes):
         if note.type == "no_look" or note.kind == "look":
             return f"{note.fields.get('reason')} (step {note.step})"

@@ -346,7 +346,7 @@ def _observed_exit(original: Any) -> Any:
 # mesh.
 
 
-class Ranks(NamedTuple):
+class RankGroup(NamedTuple):
     """Some of the ranks of this run."""
 
     members: tuple[int, ...]
@@ -355,7 +355,7 @@ class Ranks(NamedTuple):
     """Their process group; None where there is none yet."""
 
 
-def ranks_of(model: nn.Module) -> Ranks | None:
+def ranks_of(model: nn.Module) -> RankGroup | None:
     """Return the ranks that share this model; None if these are all, or if nothing tells."""
     found = _of_wrapper(model)
     if found is None or set(found.members) == set(range(dist.get_world_size())):
@@ -363,7 +363,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     return found
 
 
-def _of_wrapper(model: Any) -> Ranks | None:
+def _of_wrapper(model: Any) -> RankGroup | None:
     if isinstance(model, DistributedDataParallel):
         return _of_group(model.process_group)
     group = fsdp1_group(model) if wrapped_by_fsdp1(model) else None
@@ -375,16 +375,16 @@ def _of_wrapper(model: Any) -> Ranks | None:
     return None
 
 
-def _of_group(group: Any) -> Ranks:
-    return Ranks(tuple(dist.get_process_group_ranks(group)), group)
+def _of_group(group: Any) -> RankGroup:
+    return RankGroup(tuple(dist.get_process_group_ranks(group)), group)
 
 
-def _of_mesh(mesh: Any) -> Ranks:
+def _of_mesh(mesh: Any) -> RankGroup:
     """A mesh may be cut out of a larger one, whose other ranks hold other stages of the model."""
     whole = root_mesh(mesh)
     members = tuple(int(rank) for rank in whole.mesh.flatten())
     group = whole.get_group() if whole.ndim == 1 else None
-    return Ranks(members, group)
+    return RankGroup(members, group)
 
 
 # --- Make every rank see the same step. Three ways, chosen once:

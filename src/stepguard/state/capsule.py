@@ -530,7 +530,7 @@ def write_window(capsule: Path, window: Window, limit_bytes: int) -> str:
         return str(why)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if size > limit_bytes:
-        return f"the steps before it take {size} bytes, {limit_bytes} are left of capsule_limit"
+        return f"the steps before it take {size} bytes, {limit_bytes} are left for them"
     write_facts(capsule / FOLDER, "window.json", facts, tensors)
     return ""
 

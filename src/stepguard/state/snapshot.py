@@ -87,7 +87,7 @@ class Ring:
         size = sum(t.numel() * t.element_size() for t in state.tensors.values())
         if self._limit is not None:
             limit = self._limit
-            whose = "GuardConfig.snapshot_memory"
+            whose = "Snapshots.memory"
         else:
             limit = self._free_share(size)
             whose = "half of the free memory"
@@ -95,7 +95,7 @@ class Ring:
             return (
                 f"the state takes {_amount(size)} and {LEAST} copies of it do not fit into "
                 f"{_amount(limit)} ({whose}): no snapshots are taken; checkpoints still are, and "
-                "GuardConfig(snapshot_memory=BYTES) sets the limit"
+                "Snapshots(memory=BYTES) sets the limit"
             )
         self._room = min(self._size, limit // max(size, 1))
         return ""

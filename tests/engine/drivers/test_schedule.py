@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-import stepguard
 from guard.scenes import Batch, batches, plain_net, quiet
 from stepguard import ConfigError, Guard
 from stepguard.journal import read_run
@@ -110,82 +109,12 @@ def test_scheduler_that_wants_a_value_is_left_to_the_loop_and_that_is_said_once(
     assert f"{kind.__name__}.step needs a value, so guard.step leaves it to your loop" in told[0]
 
 
-def _passes(guard: Guard, model: nn.Module, count: int = PASSES) -> None:
-    while guard.loader.epoch < count:
-        for batch in guard.loader:
-            guard.step(lambda b: _loss(model, b), batch)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_schedule_by_epoch_advances_when_the_loader_ends_a_pass(fused: bool) -> None:
-    model, optimizer = _built(fused)
-    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
-    seen = []
-    settings = quiet(scheduler_every="epoch")
-    with Guard(model, optimizer, scheduler=scheduler, loader=DATA, config=settings) as guard:
-        for _ in range(PASSES):
-            for batch in guard.loader:
-                guard.step(lambda b: _loss(model, b), batch)
-                seen.append(_rate(optimizer))
-    assert seen == [0.1] * 8 + [0.05] * 8 + [0.025] * 8
-    assert scheduler.last_epoch == PASSES
-
-
-def test_plateau_scheduler_by_epoch_gets_the_mean_loss_of_the_pass() -> None:
-    model, optimizer = _built()
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer)
-    losses: list[float] = []
-    settings = quiet(scheduler_every="epoch")
-    with Guard(model, optimizer, scheduler=scheduler, loader=DATA, config=settings) as guard:
-        for batch in guard.loader:
-            losses.append(float(guard.step(lambda b: _loss(model, b), batch).loss or 0.0))
-    assert scheduler.last_epoch == 1
-    assert scheduler.best == pytest.approx(sum(losses) / len(losses))
-
-
-def test_schedule_by_epoch_without_a_loader_is_refused_with_both_ways_out() -> None:
-    model, optimizer = _built()
-    scheduler = lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(
-        ConfigError, match=r"give stepguard.Guard\(..., loader=loader\).*scheduler_every=None"
-    ):
-        Guard(model, optimizer, scheduler=scheduler, config=quiet(scheduler_every="epoch"))
-    stepguard.watch(
-        model, optimizer, scheduler=scheduler, config=quiet(scheduler_every="epoch")
-    ).close()
-
-
-def test_schedule_is_left_to_the_loop_where_the_settings_say_so() -> None:
-    model, optimizer = _built()
-    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
-    with Guard(model, optimizer, scheduler=scheduler, config=quiet(scheduler_every=None)) as guard:
-        for batch in DATA:
-            guard.step(lambda b: _loss(model, b), batch)
-    assert (scheduler.last_epoch, _rate(optimizer)) == (0, 0.1)
-
-
-def test_rewind_over_the_end_of_a_pass_does_not_lose_the_pass() -> None:
-    model, optimizer = _built()
-    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
-    settings = quiet(scheduler_every="epoch", snapshot_every=6, probation=4, replay_memory=0)
-    with Guard(model, optimizer, scheduler=scheduler, loader=DATA, config=settings) as guard:
-        for index in range(2):
-            for number, batch in enumerate(guard.loader):
-                if (index, number) == (1, 2):
-                    with torch.no_grad():
-                        next(model.parameters())[0, 0] = float("nan")
-                guard.step(lambda b: _loss(model, b), batch)
-    (incident,) = guard.incidents
-    assert incident.decision is not None and incident.decision.rewound_to == 6
-    assert (scheduler.last_epoch, _rate(optimizer)) == (2, 0.025)
-
-
-def test_pass_resumed_from_a_checkpoint_ends_with_the_same_rate(tmp_path: Path) -> None:
+def test_schedule_that_the_loop_advances_is_kept_as_a_further_state(tmp_path: Path) -> None:
     def run(folder: Path, stop: int | None = None, *, resume: bool = False) -> float:
         model, optimizer = _built()
-        scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
-        settings = quiet(scheduler_every="epoch", run_dir=folder, on_signal="off")
-        with Guard(model, optimizer, scheduler=scheduler, loader=DATA, config=settings) as guard:
+        schedule = {"schedule": lr_scheduler.StepLR(optimizer, 1, 0.5)}
+        settings = quiet(run_dir=folder, on_signal="off")
+        with Guard(model, optimizer, state=schedule, loader=DATA, config=settings) as guard:
             if resume:
                 guard.restore()
             while guard.loader.epoch < PASSES:
@@ -194,6 +123,7 @@ def test_pass_resumed_from_a_checkpoint_ends_with_the_same_rate(tmp_path: Path) 
                     if guard.steps == stop:
                         guard.save()
                         return 0.0
+                schedule["schedule"].step()
         return _rate(optimizer)
 
     never = run(tmp_path / "a")

@@ -1,6 +1,4 @@
-"""Outliers, opt-in: one tensor's gradient far above all it has been is told, clipped or left out,
-and nothing else.
-"""
+"""Outliers, opt-in: one tensor's gradient far above all it has been is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +25,6 @@ from guard.scenes import (
 from stepguard import Guard
 from stepguard.diagnose import RunFacts, diagnose
 from stepguard.engine.incident import gradient_outliers
-from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.incident.run_facts import run_facts
 from stepguard.journal import read_run
 from stepguard.records import Incident, Reading, Verdict
@@ -67,7 +64,7 @@ def run(mode: str, at: Scene, config: Any, upto: int = AT + 1) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("mode", LOOPS)
-@pytest.mark.parametrize("setting", [None, "note", "clip", "skip"])
+@pytest.mark.parametrize("setting", [None, "note"])
 def test_healthy_run_is_bit_identical(setting: Any, mode: str, fused: bool) -> None:
     at, plain = scene(fused=fused), scene(fused=fused)
     run(mode, at, quiet(outliers=setting), 60)
@@ -88,46 +85,6 @@ def test_note_names_the_parameter_and_changes_nothing(mode: str, tmp_path: Path)
     assert "told, nothing done" in said["summary"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("mode", LOOPS)
-def test_clip_scales_only_that_tensor_to_its_usual_largest(mode: str, fused: bool) -> None:
-    at, clean = scene(fused=fused), scene(fused=fused)
-    with_spike(at)
-    run(mode, at, quiet(outliers="clip"))
-    run(mode, clean, quiet())
-    last, reference = list(at.model.parameters())[-1], list(clean.model.parameters())[-1]
-    squares = float(at.optimizer.state[last]["exp_avg_sq"].max())
-    assert squares < 2 * float(
-        clean.optimizer.state[reference]["exp_avg_sq"].max()
-    )  # else TIMES squared
-    others = list(at.model.parameters())[:-1]
-    for parameter, usual in zip(others, list(clean.model.parameters())[:-1], strict=True):
-        assert torch.equal(parameter, usual)  # the added term reaches the bias only
-
-
-@pytest.mark.parametrize("mode", LOOPS)
-def test_skip_leaves_that_tensor_out_of_one_update_and_gives_its_gradient_back(mode: str) -> None:
-    at = scene()
-    with_spike(at)
-    run(mode, at, quiet(outliers="skip"), AT)
-    last = list(at.model.parameters())[-1]
-    assert last.grad is not None
-    steps = float(at.optimizer.state[last]["step"])
-    at2 = scene()
-    with_spike(at2)
-    run(mode, at2, quiet(outliers="skip"))
-    last = list(at2.model.parameters())[-1]
-    assert float(at2.optimizer.state[last]["step"]) == steps  # no update of it
-    assert last.grad is not None and float(last.grad.abs().max()) > TIMES / 10
-    clean = scene()
-    run(mode, clean, quiet(), AT + 1)
-    for parameter, reference in zip(
-        list(at2.model.parameters())[:-1], list(clean.model.parameters())[:-1], strict=True
-    ):
-        assert torch.equal(parameter, reference)
-
-
 def test_first_steps_say_nothing(tmp_path: Path) -> None:
     at = scene()
     with_spike(at, gradient_outliers.FEWEST - 1)
@@ -139,37 +96,9 @@ def test_first_steps_say_nothing(tmp_path: Path) -> None:
     ] == []
 
 
-def test_global_clipping_is_by_the_norm_without_the_outlier() -> None:
-    at = scene()
-    with_spike(at)
-    at.clip_norm = 1.0
-    run("step", at, quiet(outliers="clip"))
-    total = torch.nn.utils.get_total_norm(
-        [p.grad for p in at.model.parameters() if p.grad is not None]
-    )
-    weights = torch.nn.utils.get_total_norm(
-        [p.grad for p in list(at.model.parameters())[:-1] if p.grad is not None]
-    )
-    assert (
-        float(total) <= 1.0001 and float(weights) > 0.1
-    )  # TIMES would have pressed them to nothing
-
-
-def test_level_that_stays_is_let_through_after_some_steps() -> None:
-    seen = Outliers("clip", {"": plain_net()}, scene().optimizer)
-    parameter = torch.zeros(3, requires_grad=True)
-    held = 0
-    for step in range(80):
-        parameter.grad = torch.full((3,), 1.0 if step < 40 else 1e4)
-        numbers = [float(norm) for norm in seen.measure([parameter])]
-        seen.read(step, numbers, 1.0)
-        held += seen.act() is not None
-        seen.committed()
-    assert 5 <= held <= 20
-
-
 def test_outliers_need_no_wait_of_their_own() -> None:
-    for setting in (None, "clip"):
+    settings: tuple[Any, ...] = (None, "note")
+    for setting in settings:
         at = scene()
         with Guard(at.model, at.optimizer, config=quiet(outliers=setting)) as guard:
             guard.step(at.loss_fn, DATA[0])
@@ -190,9 +119,8 @@ def test_buffers_and_sparse_or_missing_gradients_are_no_trouble() -> None:
     def loss_fn(batch: Any) -> Tensor:
         return model["rest"](batch[0]).square().mean() + model["table"](batch[1]).square().mean()
 
-    for setting in ("note", "clip", "skip"):
-        with stepguard.Guard(model, optimizer, config=quiet(outliers=setting)) as guard:
-            assert all(guard.step(loss_fn, batch).committed for batch in DATA[:40]) and guard.armed
+    with stepguard.Guard(model, optimizer, config=quiet(outliers="note")) as guard:
+        assert all(guard.step(loss_fn, batch).committed for batch in DATA[:40]) and guard.armed
 
 
 def test_committed_outlier_is_evidence_of_poisoned_moments() -> None:

@@ -18,7 +18,7 @@ from stepguard.engine.incident.run_facts import (
 from stepguard.records import Action, Decision, Incident, Verdict
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
-INSTEAD = {"retry": "skip", "undo": "skip", "lower_lr": "skip", "rewind": "stop", "heal": "stop"}
+INSTEAD = {"retry": "skip", "undo": "skip", "rewind": "stop", "heal": "stop"}
 
 
 def _decided(action: Action) -> Incident:

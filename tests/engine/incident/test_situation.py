@@ -72,7 +72,7 @@ def test_ruined_weights_with_nothing_to_go_back_to_are_answered_as_bad_data(guar
     ruined = origin_of(phase="optimizer", evidence=Evidence(weights_ruined=True))
     assert _situation(guard, origin=ruined).fault == "data"
     assert guard._rewinder.snapshots.take() is not None
-    guard._rewinder.probation.commit(guard._context.config.probation)
+    guard._rewinder.probation.commit(guard._context.config.snapshots.probation)
     assert _situation(guard, origin=ruined).fault == "state"
 
 

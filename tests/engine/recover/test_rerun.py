@@ -92,11 +92,6 @@ def test_repeat_that_gives_another_loss_is_undone(driver: Driver) -> None:
     assert driver.context.step == 1
 
 
-def test_reorder_runs_every_step_since_once_and_not_the_bad_one(driver: Driver) -> None:
-    assert run_again(driver, step_of(DATA[4], index=4), _decided("rewind", "reorder")) is None
-    assert sorted(_order(driver)) == [1, 2, 3]
-
-
 @pytest.mark.parametrize("decided", [None, _decided("skip"), _decided("rewind", "skip")])
 def test_nothing_is_run_where_the_decision_asks_for_nothing(
     driver: Driver, decided: Incident | None

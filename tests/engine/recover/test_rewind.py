@@ -31,7 +31,7 @@ from guard.scenes import (
     quiet,
     state_of,
 )
-from stepguard import Guard, GuardConfig, Origin, Policy, TrainingHalted
+from stepguard import Guard, GuardConfig, Origin, TrainingHalted
 from stepguard.cli.app import app
 from stepguard.journal import read_run
 
@@ -300,35 +300,6 @@ def test_rewinds_of_one_trouble_go_further_back_each_time(tmp_path: Path) -> Non
     assert len({incident.id for incident in record.incidents}) == len(record.incidents)
     shown = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert shown.exit_code == 0 and "rewound to step" in shown.output
-
-
-def test_skipped_window_lowers_the_rate_where_the_policy_says_so() -> None:
-    at = scene("sgd")
-    policy = Policy(actions=("rewind", "stop"), rewind_lr="lower", lr_factor=0.1)
-    steps = grouped([*DATA[:16], poisoned(DATA[0]), *DATA[17:20]], 1)
-    guard, _ = run(at, steps, settings=config(policy=policy))
-    assert [d[0] for d in decisions(guard)] == ["rewind"]
-    assert at.optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
-
-
-def test_reordered_window_runs_every_good_step_once_more_and_the_bad_one_never() -> None:
-    at, seen = scene("sgd"), []
-
-    def loss(scene: Scene, batch: Any) -> Tensor:
-        seen.append(float(batch[0].flatten()[1]))
-        return nn.functional.cross_entropy(scene.model(batch[0]), batch[1])
-
-    at.loss = loss
-    policy = Policy(actions=("rewind", "stop"), rewind_data="reorder")
-    bad = poisoned(DATA[30])
-    settings = config(policy=policy, snapshot_every=8)
-    guard, results = run(at, grouped([*DATA[:14], bad, *DATA[15:18]], 1), settings=settings)
-    (place,) = [d[1] for d in decisions(guard)]
-    marks = [float(batch[0].flatten()[1]) for batch in DATA]
-    again = seen[15 : 15 + 14 - place]
-    assert sorted(again) == sorted(marks[place:14]) and again != marks[place:14]
-    assert float(bad[0].flatten()[1]) not in seen[15:]
-    assert not results[14].committed and guard.steps == 17
 
 
 def test_loss_that_depends_on_the_loop_is_not_run_again_as_if_it_did_not(tmp_path: Path) -> None:

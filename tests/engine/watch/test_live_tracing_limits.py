@@ -16,7 +16,7 @@ from engine.watch.test_live_tracing_locate import (
     line,
     origin,
 )
-from stepguard import GuardConfig
+from stepguard import GuardConfig, Probes
 
 # --- a GradScaler under watch
 # -------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_a_whole_graph_is_placed_in_a_few_runs_at_every_incident() -> None:
 
 def test_the_budget_of_the_settings_is_the_one_that_counts() -> None:
     model = Net()
-    config = GuardConfig(terminal="quiet", locate_budget=2.5)
+    config = GuardConfig(terminal="quiet", probes=Probes(locate_budget=2.5))
     with stepguard.watch(
         model, torch.optim.SGD(model.parameters(), lr=1e-3), config=config
     ) as guard:

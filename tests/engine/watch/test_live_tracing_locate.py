@@ -194,9 +194,7 @@ def test_what_came_in_computed_is_not_called_an_input() -> None:
     torch.manual_seed(0)
     before, model = nn.Linear(4, 4), Net()
     optimizer = torch.optim.SGD([*before.parameters(), *model.parameters()], lr=0.1)
-    with stepguard.watch(
-        model, optimizer, config=GuardConfig(terminal="quiet", locate=True)
-    ) as guard:
+    with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
         features = before(torch.randn(6, 4)) * NAN
         F.cross_entropy(model(features, torch.ones(6)), torch.zeros(6, dtype=torch.long)).backward()
         optimizer.step()

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import stepguard
 from guard.scenes import NAN, quiet
+from settings_of import config_of
 from stepguard import ConfigError, GuardConfig, Incident, Policy
 from stepguard.records.codec import dumps, to_plain
 
@@ -82,7 +83,7 @@ class Loop:
         return F.cross_entropy(self.net(batch["x"], batch["scale"]), batch["labels"]) / 2
 
     def by_the_guard(self, steps: Sequence[Sequence[Batch]]) -> tuple[Incident, ...]:
-        config = GuardConfig(**{**_fields(self.config), "clip_norm": self.clip})
+        config = config_of(**{**_fields(self.config), "clip_norm": self.clip})
         with stepguard.Guard(
             self.net, self.optimizer, scheduler=self.scheduler, config=config
         ) as guard:

@@ -15,7 +15,7 @@ def _scene() -> tuple[ScheduleRollback, StepLR, torch.optim.Optimizer]:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = StepLR(optimizer, 1, gamma=0.5)
-    config = GuardConfig(terminal="quiet", scheduler_every=None)
+    config = GuardConfig(terminal="quiet")
     context = build_context(model, optimizer, scheduler, None, None, None, config)
     context.resources.close()
     optimizer.step()

@@ -16,7 +16,7 @@ from src.data.plates import Plates, spelled
 from src.models.probes import NonFiniteForward
 from src.models.restran import ResTran, read
 from src.training.files import Files, OneCycle, not_finite, states, use_rate
-from stepguard import Guard, GuardConfig, Policy, TrainingHalted
+from stepguard import Guard, GuardConfig, Policy, Probes, TrainingHalted
 from stepguard.numerics import ctc_loss
 
 Batch = tuple[Tensor, Tensor]
@@ -63,8 +63,7 @@ class Trainer:
             clip_norm=self.config.GRAD_CLIP,
             run_dir=self.files.folder / "run" if self.files else None,
             policy=policy,
-            lr=self.config.LEARNING_RATE,
-            anomalies="act",  # its loss is ruined long before the first NaN
+            probes=Probes(anomalies="act"),
         )
         return Guard(
             self.model,

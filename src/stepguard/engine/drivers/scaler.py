@@ -2,88 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.schedule import SeveralSchedules, advance
 from stepguard.engine.incident.closer_look import born_in_update
 from stepguard.engine.protect import Protection
 from stepguard.engine.watch.observed_loss import GradientVeto
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import risky_update, scale_gradients
 from stepguard.state.buffers import UndoCopy
-from stepguard.state.loader import ResumableLoader
 from stepguard.tensors.torch_private import scaler_tensors
-
-# --- `scheduler_every="epoch"`: the schedule advances when `guard.loader` ends a pass.
-
-
-class EpochSchedule:
-    """Drives the schedule of one guard by passes. A plateau scheduler gets the mean loss of the
-    pass.
-    """
-
-    def __init__(
-        self, context: Context, feed: ResumableLoader | None, pass_ended: Callable[[], None]
-    ) -> None:
-        if feed is None:
-            raise ConfigError(
-                "GuardConfig(scheduler_every='epoch') needs to know where a pass over the data "
-                "ends; give stepguard.Guard(..., loader=loader) and iterate over guard.loader, or "
-                "use scheduler_every=None and call scheduler.step() in your loop."
-            )
-        self._context = context
-        self._feed = feed
-        feed.after_pass.append(pass_ended)
-        scheduler = context.scheduler
-        self._schedulers = (
-            scheduler._schedulers if isinstance(scheduler, SeveralSchedules) else [scheduler]
-        )
-        self._ahead = self._count() - feed.epoch
-        """How far the schedule was when the first pass began."""
-        self._sum, self._losses = 0.0, 0
-
-    def committed(self, done: int) -> None:
-        """A step went through."""
-        loss = self._context.history.last_loss
-        if loss is not None:
-            self._sum += -loss if self._context.maximizes else loss
-            self._losses += 1
-
-    def passed(self) -> None:
-        """The loader has given its last batch."""
-        for scheduler in self._schedulers:
-            if not isinstance(scheduler, ReduceLROnPlateau):
-                advance(scheduler)
-            elif self._losses:
-                scheduler.step(self._sum / self._losses)
-        self._sum, self._losses = 0.0, 0
-
-    def rewound(self) -> None:
-        """A rewind takes the schedule back, but not the data: passes that are over stay over."""
-        missing = self._ahead + self._feed.epoch - self._count()
-        if missing < 0:  # another state was loaded
-            self._ahead -= missing
-        for _ in range(missing):
-            for scheduler in self._schedulers:
-                advance(scheduler)
-
-    def _count(self) -> int:
-        counts = [
-            getattr(s, "last_epoch", 0)
-            for s in self._schedulers
-            if not isinstance(s, ReduceLROnPlateau)
-        ]
-        return max(counts, default=self._feed.epoch)
-
 
 # --- The user's GradScaler: end its step without moving it, and go back to how it was.
 
@@ -170,13 +104,11 @@ class UpdateCheck:
         self._protect = protect
         self.undo: UndoCopy | None = None
         """Everything the update may touch, from before it."""
-        self.give_back: Callable[[], None] | None = None
-        """Gives back the gradients that were kept out of this update as outliers."""
         self._at_risk = False
         """Every rank checks this update, so that all of them undo it or none does."""
 
     def prepare(self, reading: Reading, *, at_risk: bool = False) -> None:
-        """Keep outliers out where that is asked for, and copy what a risky update may touch.
+        """Report outliers where that is asked for, and copy what a risky update may touch.
 
         `at_risk`: so it is on some rank, and all of them know.
         """
@@ -185,22 +117,14 @@ class UpdateCheck:
             return
         context = self._context
         with self._protect.part("outliers"):
-            self.give_back = self._keep_out_outliers()
+            words = "" if context.outliers is None else context.outliers.words()
+            if words:
+                context.outputs.note("outlier", words)
         if self.undo is not None:
             return
         with self._protect.part("check of risky updates"):
             if at_risk or risky_update(context.optimizer, context.lr_ceiling, reading.least_norm):
                 self.undo = UndoCopy(context.optimizer)
-
-    def _keep_out_outliers(self) -> Callable[[], None] | None:
-        """Tell of outliers; the call that gives skipped gradients back, None if none changed."""
-        outliers = self._context.outliers
-        if outliers is None:
-            return None
-        words = outliers.words()
-        if words:
-            self._context.outputs.note("outlier", words)
-        return outliers.act()
 
     def copy_everything(self) -> None:
         """For an optimizer that moves weights before the gradients can be judged."""

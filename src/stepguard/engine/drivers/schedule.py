@@ -9,11 +9,9 @@ import copy
 import gc
 import inspect
 import math
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -26,15 +24,13 @@ from stepguard.tensors.names import optimizer_parameter_ids
 # --- Kinds of optimizer that need a driver of their own: closures, fused kernels, wrapped ones.
 
 
-INSISTS = re.compile(r"assert closure\b(?! is None)|if closure is None:\s+raise")
-"""In the source of a `step` that cannot work without a closure."""
-
-
 def needs_closure(optimizer: Optimizer) -> bool:
     """Does `step` evaluate the loss from the start, as often as it likes?"""
     if isinstance(optimizer, LBFGS):
         return True
-    closure = _closure_parameter(optimizer)
+    closure = None
+    with contextlib.suppress(TypeError, ValueError):
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is None or closure.default is not closure.empty:
         return False
     return not evaluates_again(optimizer)
@@ -42,31 +38,12 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 def evaluates_again(optimizer: Optimizer) -> bool:
     """Does `step` use the gradients that are there, then evaluate the loss again (SAM)?"""
-    if type(optimizer).__module__.startswith("torch.optim."):
-        return False
-    if all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step")):
-        return True
-    return _closure_parameter(optimizer) is not None and _insists(type(optimizer).step)
+    return all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step"))
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
     """Is it unable to step without a closure?"""
     return needs_closure(optimizer) or evaluates_again(optimizer)
-
-
-def _closure_parameter(optimizer: Optimizer) -> inspect.Parameter | None:
-    with contextlib.suppress(TypeError, ValueError):
-        return inspect.signature(type(optimizer).step).parameters.get("closure")
-    return None
-
-
-@cache
-def _insists(step: Callable[..., Any]) -> bool:
-    """Does it refuse to work without a closure? Only its source text tells."""
-    with contextlib.suppress(OSError, TypeError):
-        text = inspect.getsource(inspect.unwrap(step))
-        return INSISTS.search(text) is not None
-    return False
 
 
 def calls_of_step(optimizer: Optimizer) -> int:

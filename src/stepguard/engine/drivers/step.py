@@ -57,7 +57,6 @@ from stepguard.sentinel.gradients import (
     GradientMark,
     GradientNorm,
     clip,
-    gradient_norm,
     scale_gradients,
 )
 from stepguard.state.batch import LossFn, Step
@@ -472,7 +471,7 @@ class StepDriver:
             return self._refuse(step, pending, reading, verdict)
         if verdict.kind == "scale_calibration":
             # a loop would have clipped before its scaler refused the update
-            self._clip(pending, reading, outliers_kept_out=False)
+            self._clip(pending, reading)
             update_scaler(self.context)
             self._end(step, reading, committed=False)
             return StepResult().resolve(reading, committed=False)
@@ -520,11 +519,9 @@ class StepDriver:
         context = self.context
         check = UpdateCheck(context, self.protect)
         check.prepare(reading, at_risk=pending.at_risk)
-        self._clip(pending, reading, outliers_kept_out=check.give_back is not None)
+        self._clip(pending, reading)
         self.looks.before_update()
         updated = update(context)
-        if check.give_back is not None:
-            check.give_back()
         if not updated:
             return self._end_without_update(step, reading)
         undone = check.undone(reading)
@@ -543,16 +540,12 @@ class StepDriver:
         self._end(step, reading, committed=False)
         return StepResult().resolve(reading, committed=False)
 
-    def _clip(self, pending: Pending, reading: Reading, *, outliers_kept_out: bool) -> None:
+    def _clip(self, pending: Pending, reading: Reading) -> None:
         context = self.context
-        norm = pending.norm
-        known = reading.grad_norm
-        if outliers_kept_out and not context.sharded:
-            # sharded: other ranks may have kept none out, and would not take part in a new norm
-            norm = gradient_norm([p.grad for p in context.parameters if p.grad is not None])
-            known = None
-        if context.config.clip_norm is not None and norm is not None:
-            clip(context.parameters, context.config.clip_norm, norm, known=known)
+        if context.config.clip_norm is not None and pending.norm is not None:
+            clip(
+                context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm
+            )
 
     def after_update(self) -> None:
         """An update really happened: scaler and schedule advance."""

@@ -447,7 +447,6 @@ class JudgedStep(FusedWatchedStep):
         self._decide_together(sharing, pending, damaged)
         if not self.vetoing and self._check.undo is None:
             self._check.prepare(reading, at_risk=pending.at_risk)
-            self._veto.give_back_later(self._check.give_back)
             self.looks.before_update()
 
     def _issue_with(self, sharing: list[Sharing]) -> Pending:

@@ -60,7 +60,7 @@ class AnomalyCheck:
             reading, outlying = self._measured(reading, outlying)
             verdict = judge(reading, context.history, context.config)
         verdict = self._with_rows(verdict, outlying)
-        if context.config.anomalies == "act":
+        if context.config.probes.anomalies == "act":
             return self._prove(step, reading, verdict)
         if verdict.bad and not self._told_lately(reading.step):
             self._told_at = reading.step

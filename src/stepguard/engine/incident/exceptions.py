@@ -105,7 +105,7 @@ class Exceptions:
         config = self._context.config
         key = (type(error).__name__, origin.source)
         self._seen[key] = self._seen.get(key, 0) + 1
-        if not config.locate or self._context.agreement.size > 1 or self._seen[key] > MOST_PLACED:
+        if not config.locates or self._context.agreement.size > 1 or self._seen[key] > MOST_PLACED:
             return origin
         if not step.rng or not repeatable(error):
             return origin
@@ -114,14 +114,14 @@ class Exceptions:
                 return origin
             attempt = whole_attempt(step, origin)
         failed = len(step.rng) - 1
-        return place_exception(origin, error, step, failed, attempt, config.locate_budget)
+        return place_exception(origin, error, step, failed, attempt, config.probes.locate_budget)
 
     def _decide(self, step: Step, error: Exception, *, may_skip: bool) -> Decision:
         context = self._context
         policy = context.config.policy
         if not may_skip or policy.exceptions != "skip":
             return _raised_again("the exception is raised again", context.budget)
-        spent = context.budget.spend(step.index).lose(1.0, policy)
+        spent = context.budget.spend().lose(1.0)
         context.budget = spent
         why_not = _why_not_skipped(error, context) or spent.exceeded(policy)
         if why_not:

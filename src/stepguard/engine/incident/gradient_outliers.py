@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +19,6 @@ from stepguard.tensors.names import parameter_names
 from stepguard.tensors.torch_private import foreach_norm
 from stepguard.tensors.values import HALVES, dense_values
 
-Mode = Literal["note", "clip", "skip"]
-DONE: dict[Mode, str] = {
-    "note": "told, nothing done",
-    "clip": "clipped to that",
-    "skip": "left out of this update",
-}
 FEWEST = 32
 """Committed steps with a gradient before anything is said of a tensor."""
 WINDOW = 128
@@ -34,8 +26,6 @@ SIGMAS = 10.0
 """Robust deviations of the logarithm above its median."""
 TIMES = 10.0
 """And times the largest norm of the window."""
-GROWTH = 2.0
-"""Times the largest that a clipped or skipped one counts as: a level that stays is let through."""
 LEAST_SIGMA = 0.02
 MAD_TO_SIGMA = 1.4826
 MOST_NAMED = 3
@@ -55,8 +45,7 @@ class Outlier:
 class Outliers:
     """The history of one guard's gradients, tensor by tensor."""
 
-    def __init__(self, mode: Mode, roots: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
-        self._mode = mode
+    def __init__(self, roots: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
         self._roots = roots
         self._optimizer = optimizer
         self._rows: dict[int, deque[float]] = {}
@@ -112,25 +101,6 @@ class Outliers:
             return None
         return math.exp(largest)
 
-    def act(self) -> Callable[[], None] | None:
-        """Keep the outliers out of this update; the call that puts the gradients back afterwards.
-
-        None where the gradients are as they were.
-        """
-        if not self._found or self._mode == "note":
-            return None
-        skipped: list[tuple[Tensor, Tensor | None]] = []
-        for parameter, _ in self._present:
-            outlier = self._found.get(id(parameter))
-            if outlier is None:
-                continue
-            if self._mode == "skip":
-                skipped.append((parameter, parameter.grad))
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.mul_(outlier.usual / outlier.norm)
-        return partial(_give_back, skipped)
-
     def words(self) -> str:
         """What was found in this step; empty where nothing was."""
         if not self._found:
@@ -142,18 +112,15 @@ class Outliers:
         said = ", ".join(named)
         if len(self._found) > MOST_NAMED:
             said += f" and {len(self._found) - MOST_NAMED} more"
-        return f"gradient far above all before it: {said}; {DONE[self._mode]}"
+        return f"gradient far above all before it: {said}; told, nothing done"
 
     def committed(self) -> None:
         """Remember what went into an update that went through."""
         for parameter, norm in self._present:
             if not (math.isfinite(norm) and norm > 0.0):
                 continue
-            outlier = self._found.get(id(parameter))
-            if outlier is not None and self._mode != "note":
-                norm = min(norm, GROWTH * outlier.usual)
             self._remember(id(parameter), math.log(norm))
-        if self._found and self._mode == "note":
+        if self._found:
             self.committed_one = max(self._found.values(), key=lambda o: o.norm / o.usual)
         self._present = []
         self._found = {}
@@ -180,8 +147,3 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
         found = foreach_norm(chosen, 2, dtype=accumulate)
         norms.update(zip(indices, found, strict=True))
     return [norms[index] for index in range(len(gradients))]
-
-
-def _give_back(kept: list[tuple[Tensor, Tensor | None]]) -> None:
-    for parameter, gradient in kept:
-        parameter.grad = gradient

@@ -21,6 +21,8 @@ from stepguard.tensors.names import parameter_names
 GRADIENTS = "gradients.json"
 MOST_AT_FAULT = 8
 """Ranks at fault that each keep a folder of one incident; the others have it in their journals."""
+CAPSULE_LIMIT = 2**30
+"""Bytes; a larger step is recorded without a capsule."""
 MOST_CAPSULES = 20
 """Capsules a run keeps; later incidents of a run that fails all the time are recorded without."""
 
@@ -140,7 +142,7 @@ def _keep_window(context: Context, incident: Incident, capsule: Path) -> None:
     written = sum(file.stat().st_size for file in capsule.iterdir())
     window = Window(lead_up.snapshot.state, lead_up.steps, lead_up.earlier[-MOST_OTHERS:])
     try:
-        why = write_window(capsule, window, context.config.capsule_limit - written)
+        why = write_window(capsule, window, CAPSULE_LIMIT - written)
     except Exception as fault:
         # the capsule is whole without it
         why = f"{type(fault).__name__}: {fault}"
@@ -166,7 +168,7 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
             verdict=incident.verdict,
             build=config.build,
             keep=config.capsule,
-            limit_bytes=config.capsule_limit,
+            limit_bytes=CAPSULE_LIMIT,
         )
     except Exception as fault:
         # a full disk or an odd tensor must not cost the incident
@@ -174,7 +176,7 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
         context.outputs.note("capsule", f"no capsule of incident {incident.id}: {why}")
         return incident
     if not kept:
-        limit = f"{config.capsule_limit} bytes (GuardConfig.capsule_limit)"
+        limit = f"{CAPSULE_LIMIT} bytes"
         context.outputs.note("capsule", f"no capsule: the step is larger than {limit}")
         return incident
     _keep_window(context, incident, folder)

@@ -133,7 +133,7 @@ def _loses_samples(incident: Incident) -> bool:
     if incident.decision is None:
         return False
     match incident.decision.action:
-        case "leave_out" | "skip" | "undo" | "lower_lr":
+        case "leave_out" | "skip" | "undo":
             return True
         case "retry" | "heal" | "rewind" | "note":
             return False

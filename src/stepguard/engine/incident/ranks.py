@@ -33,6 +33,7 @@ from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.protect import explain_or_warn, in_words, warn_not_explained
 from stepguard.engine.recover.rank_weights import PeerHealing
 from stepguard.locate.find_origin import finite_step
+from stepguard.policy.decide import MOST_HEALS
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.records.incident import Action
@@ -143,7 +144,7 @@ def tried(context: Context, look: Callable[[], T]) -> T:
 def _undecided(context: Context, incident: Incident) -> Decision:
     """Skip the step within the budget of lost steps; stop where that leaves damaged weights."""
     policy = context.config.policy
-    context.budget = context.budget.spend(incident.step).lose(1.0, policy)
+    context.budget = context.budget.spend().lose(1.0)
     why = context.budget.exceeded(policy)
     if damaged(incident.reading):
         why = why or "the state itself is damaged"
@@ -502,7 +503,7 @@ class RankComparison:
     def __init__(self, context: Context, healing: PeerHealing) -> None:
         self._context = context
         self._healing = healing
-        self._every = context.config.compare_ranks_every
+        self._every = context.config.ranks.compare_every
         if context.agreement.size == 1:
             self._every = None
         self._seen = -1
@@ -668,8 +669,8 @@ class RankComparison:
         """Give a minority the weights of the majority, where that is allowed and stays so."""
         context = self._context
         policy = context.config.policy
-        allowed = context.config.anomalies == "act" and "heal" in policy.actions
-        if not allowed or context.budget.heals >= policy.max_heals or context.sharded:
+        allowed = context.config.probes.anomalies == "act" and "heal" in policy.actions
+        if not allowed or context.budget.heals >= MOST_HEALS or context.sharded:
             return None
         # another learning rate would drive them apart again
         if weights is None or not weights.agree or rates is not None:

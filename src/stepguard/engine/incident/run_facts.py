@@ -50,7 +50,7 @@ def _instead_of(action: Action) -> Action:
             return action
         case "heal" | "rewind":
             return "stop"
-        case "retry" | "undo" | "lower_lr":
+        case "retry" | "undo":
             return "skip"
         case unknown:
             assert_never(unknown)

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stepguard.records import Origin
 from stepguard.records.checks import Identity
 from stepguard.records.codec import one_line
 from stepguard.state.batch import Step, named_tensors, part_named, samples_in, tensor_label
-from stepguard.state.loader import Delivered, FoundBatch, RecentBatches, first_tensors
+from stepguard.state.loader import Delivered, FoundBatch, RecentBatches
 
 MOST_SHOWN = 4
 """Tensors of a sample that are described."""
@@ -51,13 +50,21 @@ class BatchPart:
 
 
 def parts_of(step: Step, recent: RecentBatches | None, id_key: str | None) -> list[BatchPart]:
-    """One part for each micro-batch; for each delivered batch where micro-batches are not known."""
-    delivered = [] if recent is None else recent.of_step(step.index)
+    """One part for each micro-batch; for each delivered batch where micro-batches are not known.
+
+    A micro-batch is known by its tensors, which are those that a loader delivered or views of them.
+    Where the loop made new ones (moved to a device), those of the guard's loader go by their order.
+    """
     if not step.micro_batches:
-        if recent is not None and recent.observed:
+        if recent is None or recent.observed:
             return []
-        return [_whole_batch(each) for each in delivered]
-    parts: list[BatchPart] = []
+        parts = []
+        for each in recent.of_step(step.index):
+            indices = each.indices
+            size = len(indices) if indices is not None and len(indices) > 1 else None
+            parts.append(BatchPart(size=size, indices=indices, place=each.place))
+        return parts
+    parts = []
     for batch in step.micro_batches:
         size = samples_in(batch)
         parts.append(BatchPart(size=size, ids=_ids(batch, id_key, size)))
@@ -70,10 +77,7 @@ def parts_of(step: Step, recent: RecentBatches | None, id_key: str | None) -> li
             found.append(known)
     if len(found) == len(parts):
         return _recognized(found, parts)
-    if recent.observed:
-        # a framework fetches ahead, and other loaders are observed as well: only values tell
-        delivered = [each for each in delivered if _equals_one(each, step.micro_batches)]
-    return _by_order(delivered, parts, step.micro_batches)
+    return parts if recent.observed else _by_order(recent.of_step(step.index), parts)
 
 
 def delivered_beside(step: Step, recent: RecentBatches | None) -> list[tuple[Delivered, int]]:
@@ -87,11 +91,8 @@ def delivered_beside(step: Step, recent: RecentBatches | None) -> list[tuple[Del
         known = recent.find(batch)
         if known is not None and known.rows is None:
             found.append((known.delivered, micro))
-    if not found:
-        delivered = recent.of_step(step.index)
-        if recent.observed:
-            delivered = [each for each in delivered if _equals_one(each, step.micro_batches)]
-        return [(each, micro) for micro, each in enumerate(delivered)]
+    if not found and not recent.observed:
+        return [(each, micro) for micro, each in enumerate(recent.of_step(step.index))]
     return found
 
 
@@ -181,12 +182,6 @@ def _picked(values: tuple[Identity, ...], rows: Sequence[int]) -> tuple[Identity
     return tuple(values[row] for row in rows)
 
 
-def _whole_batch(each: Delivered) -> BatchPart:
-    indices = each.indices
-    size = len(indices) if indices is not None and len(indices) > 1 else None
-    return BatchPart(size=size, indices=indices, place=each.place)
-
-
 def _recognized(found: list[FoundBatch], parts: list[BatchPart]) -> list[BatchPart]:
     """Every micro-batch is one of those delivered, or a slice of one."""
     seen: dict[int, set[int]] = {}
@@ -200,80 +195,24 @@ def _recognized(found: list[FoundBatch], parts: list[BatchPart]) -> list[BatchPa
     return known
 
 
-def _by_order(
-    delivered: list[Delivered], parts: list[BatchPart], batches: Sequence[Any]
-) -> list[BatchPart]:
-    """The loop made new tensors of them (moved to a device): go by order, checked by values."""
+def _by_order(delivered: list[Delivered], parts: list[BatchPart]) -> list[BatchPart]:
+    """One delivered batch for each micro-batch, or one that was cut into all of them."""
     if len(delivered) == len(parts):
-        return _one_to_one(delivered, parts, batches)
-    if len(delivered) == 1:
-        return _cut_from(delivered[0], parts, batches)
-    return parts
-
-
-def _one_to_one(
-    delivered: list[Delivered], parts: list[BatchPart], batches: Sequence[Any]
-) -> list[BatchPart]:
-    known: list[BatchPart] = []
-    for each, part, batch in zip(delivered, parts, batches, strict=True):
-        if _contradicts(each, batch):
-            return parts
-        known.append(replace(part, indices=each.indices, place=each.place))
-    return known
-
-
-def _cut_from(whole: Delivered, parts: list[BatchPart], batches: Sequence[Any]) -> list[BatchPart]:
-    """The loop has cut one batch into all the micro-batches of the step, one after the other."""
+        return [
+            replace(part, indices=each.indices, place=each.place)
+            for each, part in zip(delivered, parts, strict=True)
+        ]
     sizes = [part.size for part in parts if part.size is not None]
-    if whole.indices is None or len(sizes) != len(parts) or sum(sizes) != len(whole.indices):
+    whole = delivered[0].indices if len(delivered) == 1 else None
+    if whole is None or len(sizes) != len(parts) or sum(sizes) != len(whole):
         return parts
     known: list[BatchPart] = []
     start = 0
-    for part, size, batch in zip(parts, sizes, batches, strict=True):
-        if _contradicts(whole, batch, start):
-            return parts
-        indices = whole.indices[start : start + size]
-        known.append(replace(part, indices=indices, place=whole.place))
+    for part, size in zip(parts, sizes, strict=True):
+        rows = whole[start : start + size]
+        known.append(replace(part, indices=rows, place=delivered[0].place))
         start += size
     return known
-
-
-def _equals_one(delivered: Delivered, batches: Sequence[Any]) -> bool:
-    """Is a tensor of it, or a row of one, seen to be what the loop trains on?"""
-    for batch in batches:
-        for tensor in first_tensors(batch):
-            for whole in delivered.tensors:
-                if _alike(whole, tensor) and _equal(whole[: len(tensor)], tensor):
-                    return True
-    return False
-
-
-def _contradicts(delivered: Delivered, batch: Any, start: int = 0) -> bool:
-    """Could some tensors be the same, and none is? Then the loop trains on something else."""
-    comparable = False
-    for tensor in first_tensors(batch):
-        for whole in delivered.tensors:
-            if not _alike(whole, tensor):
-                continue
-            if _equal(whole[start : start + len(tensor)], tensor):
-                return False
-            comparable = True
-    return comparable
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    if not one.dim() or not other.dim():
-        return False
-    return (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:])
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    other = other.detach().to(one.device)
-    if one.shape != other.shape:
-        return False
-    if one.is_floating_point() or one.is_complex():
-        return torch.allclose(one.detach(), other, rtol=0.0, atol=0.0, equal_nan=True)
-    return torch.equal(one, other)
 
 
 def _ids(batch: Any, key: str | None, size: int | None) -> tuple[Identity, ...] | None:

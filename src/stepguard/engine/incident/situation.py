@@ -18,8 +18,8 @@ from stepguard.engine.incident.closer_look import stored_culprit, weights_ruined
 from stepguard.engine.incident.ranks import damaged
 from stepguard.engine.recover.kept_steps import KeptStep
 from stepguard.engine.recover.rewind import Rewinder, proven_guilty, share_of
-from stepguard.engine.recover.snapshots import Snapshots
-from stepguard.policy.decide import Fault, RewindPlan, Situation, allows_continuing
+from stepguard.engine.recover.snapshots import SnapshotKeeper
+from stepguard.policy.decide import MOST_HEALS, Fault, RewindPlan, Situation, allows_continuing
 from stepguard.records import Incident, Reading
 from stepguard.report import screen
 from stepguard.state.batch import Step
@@ -138,7 +138,9 @@ SHORTLY = 4
 """Steps within which one bad step belongs to another."""
 
 
-def keep_lead_up(context: Context, snapshots: Snapshots, incident: Incident, step: Step) -> None:
+def keep_lead_up(
+    context: Context, snapshots: SnapshotKeeper, incident: Incident, step: Step
+) -> None:
     """Keep what trials need of this step: references, and a snapshot that is not overwritten."""
     last = context.lead_up
     context.lead_up = None
@@ -167,7 +169,7 @@ def keep_lead_up(context: Context, snapshots: Snapshots, incident: Incident, ste
     context.lead_up = lead_up
 
 
-def _hold_window(snapshots: Snapshots, lead_up: LeadUp) -> None:
+def _hold_window(snapshots: SnapshotKeeper, lead_up: LeadUp) -> None:
     """The snapshot that trials begin with, and the kept steps since and before it."""
     snapshot = _before(snapshots, lead_up.step.index)
     if snapshot is None:
@@ -179,7 +181,7 @@ def _hold_window(snapshots: Snapshots, lead_up: LeadUp) -> None:
     lead_up.earlier = as_window(earlier)
 
 
-def _before(snapshots: Snapshots, index: int) -> Snapshot | None:
+def _before(snapshots: SnapshotKeeper, index: int) -> Snapshot | None:
     """The newest good snapshot whose steps since are all kept, else the oldest sound one."""
     usable: list[Snapshot] = []
     for snapshot in snapshots.ring.snapshots:
@@ -340,7 +342,7 @@ class SituationReader:
         policy = self._context.config.policy
         if not damaged or not incident.reading.bad_state:
             return "no stored tensor is damaged"
-        if "heal" not in policy.actions or self._context.budget.heals >= policy.max_heals:
+        if "heal" not in policy.actions or self._context.budget.heals >= MOST_HEALS:
             return "the policy allows none"
         if self._context.agreement.apart:
             return APART

@@ -27,7 +27,7 @@ from stepguard.diagnose import RunFacts, diagnose
 from stepguard.diagnose.source_line import import_of, name_operands
 from stepguard.engine.context import Context, bare_step
 from stepguard.engine.incident.situation import as_window, why_not
-from stepguard.engine.recover.snapshots import Snapshots
+from stepguard.engine.recover.snapshots import SnapshotKeeper
 from stepguard.locate.find_origin import search
 from stepguard.locate.live_trace import origin_of
 from stepguard.locate.replay import ModelReplayer, Replayer, ReplayError, kept_loss_function_state
@@ -405,11 +405,11 @@ def _moved(old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
 # --- Try, on the way that led to the last incident, what would have helped.
 
 
-NOTHING_MOVED = ("skip", "undo", "stop", "lower_lr")
+NOTHING_MOVED = ("skip", "undo", "stop")
 """Decisions after which the weights are those that the bad step began from."""
 
 
-def try_what_helps(context: Context, snapshots: Snapshots, own: OwnFix | None) -> WhatIf:
+def try_what_helps(context: Context, snapshots: SnapshotKeeper, own: OwnFix | None) -> WhatIf:
     """Try the candidates for the last incident, and show what they came to.
 
     Raises ConfigError with the reason where it cannot.
@@ -428,7 +428,7 @@ def try_what_helps(context: Context, snapshots: Snapshots, own: OwnFix | None) -
     return found
 
 
-def _subject(context: Context, snapshots: Snapshots) -> TrialSubject:
+def _subject(context: Context, snapshots: SnapshotKeeper) -> TrialSubject:
     """The last bad step; of several in a row, the first."""
     lead_up = context.lead_up
     if lead_up is None or lead_up.incident != context.incidents[-1].id:
@@ -459,7 +459,9 @@ def _by_no_sample(incident: Incident) -> bool:
     return not incident.origin.samples
 
 
-def _window(context: Context, snapshots: Snapshots, lead_up: LeadUp, incident: Incident) -> Window:
+def _window(
+    context: Context, snapshots: SnapshotKeeper, lead_up: LeadUp, incident: Incident
+) -> Window:
     """The steps in memory; else, once the run has gone on, those on disk."""
     later = [kept for kept in snapshots.kept.intact() if kept.step.index > lead_up.bad.index]
     others = [*lead_up.earlier, *as_window(later)]
@@ -503,14 +505,14 @@ def window_on_disk(capsule: Path, others: list[WindowStep]) -> Window:
 
 MOST_TRIED = 20
 """Incidents of a run that are tried: one that fails all the time must not spend its time on it."""
-DROPS_THE_STEP = ("skip", "undo", "lower_lr", "leave_out")
+DROPS_THE_STEP = ("skip", "undo", "leave_out")
 APPLICABLE = ("leave out", "skip", "eps", "clip", "lr x0.5", "lr x0.1")
 """What a guard can do by itself, and take back by a rewind."""
 RATES = {"lr x0.5": 0.5, "lr x0.1": 0.1}
 
 
 def what_helps(
-    context: Context, snapshots: Snapshots, incident: Incident, decision: Decision
+    context: Context, snapshots: SnapshotKeeper, incident: Incident, decision: Decision
 ) -> Decision:
     """The decision after trials: the same, or one that was seen to work. The journal says why."""
     lead_up = context.lead_up
@@ -525,7 +527,7 @@ def what_helps(
 
 def _instead_of_skipping(
     context: Context,
-    snapshots: Snapshots,
+    snapshots: SnapshotKeeper,
     incident: Incident,
     decision: Decision,
     lead_up: LeadUp,
@@ -576,7 +578,7 @@ def _as_decision(decision: Decision, best: TrialOutcome, why: str) -> Decision:
     dropped: Action = "undo" if decision.action == "undo" else "skip"
     told = replace(decision, action=dropped, left_out="the step", reason=why)
     if best.name in RATES:
-        return replace(told, action="lower_lr", lr_factor=RATES[best.name])
+        return replace(told, lr_factor=RATES[best.name])
     if best.name == "eps":
         return replace(told, new_eps=best.value)
     if best.name == "clip":
@@ -586,7 +588,7 @@ def _as_decision(decision: Decision, best: TrialOutcome, why: str) -> Decision:
 
 def _rewind_lower(
     context: Context,
-    snapshots: Snapshots,
+    snapshots: SnapshotKeeper,
     incident: Incident,
     decision: Decision,
     lead_up: LeadUp,
@@ -611,7 +613,7 @@ def _rewind_lower(
 
 
 def _whatif_decision_subject(
-    snapshots: Snapshots, incident: Incident, lead_up: LeadUp, window: Window
+    snapshots: SnapshotKeeper, incident: Incident, lead_up: LeadUp, window: Window
 ) -> TrialSubject:
     return TrialSubject(
         step=lead_up.step,

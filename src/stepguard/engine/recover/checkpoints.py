@@ -126,7 +126,7 @@ class Checkpoints:
         return path
 
     def _refuse_bad(self, why: str, doubt: str) -> None:
-        way_out = " (GuardConfig(anomalies='off') judges no losses)" if doubt else ""
+        way_out = " (Probes(anomalies='off') judges no losses)" if doubt else ""
         self._refuse(f"NOT saved, the state is not good: {why.removesuffix('.')}{way_out}")
 
     def _write_now(
@@ -167,7 +167,7 @@ class Checkpoints:
         """What speaks against the present state, if it is finite; empty when it is good."""
         context = self._context
         hurt = self._rewinder.probation.hurt_at
-        probation = context.config.probation
+        probation = context.config.snapshots.probation
         if hurt is not None and context.step - hurt <= probation:
             since = f"have not been good for {probation} steps"
             return f"the weights were hurt at step {hurt} and {since}"
@@ -223,7 +223,7 @@ class Checkpoints:
         if pending is None:
             return
         started = max(_step(pending), self._rewinder.probation.incident_at + 1)
-        if done - started >= self._context.config.probation:
+        if done - started >= self._context.config.snapshots.probation:
             self._pending = None
             self._write(pending)
 

@@ -159,7 +159,7 @@ class SharedSave:
         return word
 
     def _deadline(self, times: float) -> float:
-        most = PATIENCE * self.context.config.agree_timeout
+        most = PATIENCE * self.context.config.ranks.timeout
         return time.monotonic() + times * min(most, writing_time(self.state))
 
 
@@ -202,7 +202,7 @@ class Archive:
         self._probation = probation
         self._run_state = run_state
         self._rank_weights = RankWeights(context)
-        self.store = Store(folder, keep=config.keep, keep_every=config.keep_every)
+        self.store = Store(folder, keep=config.keep)
         self.background = Background(self.store, self._say, self._sealed)
         if context.agreement.size > 1 and context.agreement.rank == 0:
             context.agreement.tell(RUN, context.run_id)
@@ -378,7 +378,7 @@ class Archive:
         return Health(
             loss=context.history.last_loss,
             level=context.history.level if context.history.losses else None,
-            steps_watched=context.config.probation,
+            steps_watched=context.config.snapshots.probation,
             incidents=context.budget.total,
             good=not why,
             why=why,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from stepguard.detect.history import LR_JUMP, history_from
 from stepguard.engine.context import Context
 from stepguard.engine.recover.kept_steps import KeptStep
 from stepguard.engine.recover.rank_weights import PeerHealing
-from stepguard.engine.recover.snapshots import Snapshots, wait_for_copies
+from stepguard.engine.recover.snapshots import SnapshotKeeper, wait_for_copies
 from stepguard.engine.result import StepResult
 from stepguard.locate.replay_state import sample_count
 from stepguard.policy.decide import NOTHING_GOOD, RewindData, RewindPlan, RewindTarget, next_rewind
@@ -51,7 +50,7 @@ class Comparison:
     """The present step on the weights of the snapshot."""
 
 
-def loss_function_changed(snapshots: Snapshots) -> bool:
+def loss_function_changed(snapshots: SnapshotKeeper) -> bool:
     """Does no earlier step give its old loss on its old weights? False where none can be run.
 
     One snapshot that does is enough: another one may have been taken after the damage.
@@ -66,7 +65,7 @@ def loss_function_changed(snapshots: Snapshots) -> bool:
     return changed
 
 
-def compare_with_best(context: Context, snapshots: Snapshots, step: Step) -> Comparison | None:
+def compare_with_best(context: Context, snapshots: SnapshotKeeper, step: Step) -> Comparison | None:
     """Run an earlier step and this one on the best weights this run had; None where impossible."""
     sign = -1.0 if context.maximizes else 1.0
     for snapshot, kept in _repeatable(snapshots, _best_first(snapshots)):
@@ -86,7 +85,7 @@ def compare_with_best(context: Context, snapshots: Snapshots, step: Step) -> Com
     return None
 
 
-def _best_first(snapshots: Snapshots) -> list[Snapshot]:
+def _best_first(snapshots: SnapshotKeeper) -> list[Snapshot]:
     """Good snapshots whose level of the loss is known, the lowest first."""
     levelled: list[Snapshot] = []
     for snapshot in snapshots.ring.good():
@@ -96,7 +95,7 @@ def _best_first(snapshots: Snapshots) -> list[Snapshot]:
 
 
 def _repeatable(
-    snapshots: Snapshots, candidates: list[Snapshot]
+    snapshots: SnapshotKeeper, candidates: list[Snapshot]
 ) -> Iterator[tuple[Snapshot, KeptStep]]:
     """Sound snapshots with the step that began from each, where it can be run again."""
     for snapshot in candidates:
@@ -317,7 +316,7 @@ class StateArchive(Protocol):
 class RewindPlanner:
     """Chooses with the other ranks where to go back to, and remembers what has been tried."""
 
-    def __init__(self, context: Context, snapshots: Snapshots) -> None:
+    def __init__(self, context: Context, snapshots: SnapshotKeeper) -> None:
         self._context = context
         self._snapshots = snapshots
         self._ring = snapshots.ring
@@ -376,7 +375,7 @@ class RewindPlanner:
         """A repetition that led well past the step that failed may serve for another fault."""
         step = self._context.step
         for plan, failed in list(self._repeated.items()):
-            if step - failed > self._context.config.probation:
+            if step - failed > self._context.config.snapshots.probation:
                 del self._repeated[plan]
                 self._tried.remove(plan)
 
@@ -387,10 +386,8 @@ class RewindPlanner:
 
     def _choose(self, targets: list[RewindTarget], exact: bool) -> RewindPlan | None:
         """The next rewind whose target can really be had: a checkpoint is read before it counts."""
-        policy = self._context.config.policy
-        rewinds = self._context.budget.rewinds
         while True:
-            plan = next_rewind(targets, self._tried, policy, repeatable=exact, rewinds=rewinds)
+            plan = next_rewind(targets, self._tried, repeatable=exact)
             if plan is None or plan.target.kind == "snapshot":
                 return plan
             told = self._context.agreement.together(
@@ -471,7 +468,7 @@ class Rewinder:
 
     def __init__(self, context: Context, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._context = context
-        self.snapshots = Snapshots(context, clock=clock)
+        self.snapshots = SnapshotKeeper(context, clock=clock)
         self.probation = self.snapshots.probation
         self.planner = RewindPlanner(context, self.snapshots)
         self.start: Snapshot | None = None
@@ -508,7 +505,7 @@ class Rewinder:
         plan, self.start = self.planner.take()
         self.put_back(self.start)
         facts = {"step": came_from, "to": context.step, "data": plan.data, "lr": context.lr}
-        since = f"the steps since are {_described(plan.data)}"
+        since = f"the steps since are {DESCRIBED[plan.data]}"
         summary = f"rewound from step {came_from} to {plan.target.step}; {since}"
         context.outputs.line("rewind", {**facts, "kind": "rewind", "summary": summary})
 
@@ -618,16 +615,7 @@ class Rewinder:
         return max(shared, default=-1)
 
 
-def _described(data: RewindData) -> str:
-    match data:
-        case "repeat":
-            return "run again as they were"
-        case "skip":
-            return "left behind"
-        case "reorder":
-            return "run again in another order"
-        case unknown:
-            assert_never(unknown)
+DESCRIBED: dict[RewindData, str] = {"repeat": "run again as they were", "skip": "left behind"}
 
 
 # --- Run steps a second time: one that failed by chance, or those since a snapshot.
@@ -659,8 +647,6 @@ def run_again(
         result = _retry(runs, step)
     elif decision.data == "repeat":
         result = _repeat(runs, step)
-    elif decision.data == "reorder":
-        _reorder(runs, incident)
     if end is not None:
         restore_rng(end)
     if result is None:
@@ -712,21 +698,6 @@ def _why_not_on(runs: Runs, kept: KeptStep, result: StepResult, *, same: bool) -
         f"step {kept.step.index} gave loss {number(kept.loss)}, and {number(result.loss)} when "
         f"run again: its loss function depends on more than the batch it is given"
     )
-
-
-def _reorder(runs: Runs, incident: Incident) -> None:
-    """Run the good steps since the snapshot in another order, with new random numbers."""
-    rewinder = runs.rewinder
-    order = list(rewinder.left)
-    # seeded by what every rank knows, so that all of them run the same order
-    random.Random(f"{incident.step}/{runs.context.budget.rewinds}").shuffle(order)
-    with rewinder.snapshots.paused():
-        for kept in order:
-            assert kept.step.loss_fn is not None
-            result = runs.run(kept.step.loss_fn, kept.step.micro_batches)
-            decision = result.incident.decision if result.incident is not None else None
-            if decision is not None and decision.action == "rewind":
-                return
 
 
 def _once_more(runs: Runs, step: Step) -> StepResult:

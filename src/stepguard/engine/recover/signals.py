@@ -209,10 +209,14 @@ def behind(places: dict[int, RankProgress], heard_after: float) -> str:
     return "; ".join(words)
 
 
+HANGS_AFTER = 5
+"""Times `Ranks.timeout` without progress."""
+
+
 def watch_for_hung_rank(context: Context) -> None:
-    """Start to watch, where there are several ranks and it is asked for."""
-    after = context.config.hang_after
-    if context.agreement.size > 1 and after is not None:
+    """Start to watch, where there are several ranks."""
+    if context.agreement.size > 1:
+        after = HANGS_AFTER * context.config.ranks.timeout
         context.resources.callback(HungRank(context, after).close)
 
 
@@ -368,7 +372,7 @@ class Signals:
         self.waiting: int | None = None
         """The signal that this guard has not acted upon yet."""
 
-    def listen(self, *, grace: float = 5.0) -> None:
+    def listen(self, grace: float) -> None:
         """Install the handler, if this is the first guard."""
         # Python allows signal handlers in the main thread only
         if threading.current_thread() is not threading.main_thread():

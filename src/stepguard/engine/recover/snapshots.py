@@ -55,7 +55,7 @@ class Probation:
         for snapshot in self._ring.snapshots:
             if snapshot.standing != "young":
                 continue
-            if done - snapshot.watched_from < self._context.config.probation:
+            if done - snapshot.watched_from < self._context.config.snapshots.probation:
                 continue
             why = snapshot.memory["diverged"] or self._judged(snapshot.memory["size"])
             snapshot.memory["diverged"] = why
@@ -128,7 +128,7 @@ class Probation:
         context = self._context
         history = context.history
         began = history.diverged_at
-        if context.config.anomalies == "off":
+        if context.config.probes.anomalies == "off":
             return ""
         if began is not None and self._diverged is not None and self._diverged[0] == began:
             return history.told(self._diverged[1])
@@ -205,7 +205,11 @@ class Duty(Protocol):
     def do(self) -> None: ...
 
 
-class Snapshots:
+REPLAY_MEMORY = 2**28
+"""Bytes of batches kept so that steps since a snapshot can be run again exactly."""
+
+
+class SnapshotKeeper:
     """The snapshots of one guard, and the steps since, which can be run again."""
 
     def __init__(self, context: Context, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -221,14 +225,16 @@ class Snapshots:
             ownership=context.ownership,
         )
         self.ring = Ring(
-            config.snapshots, config.snapshot_memory, among_ranks=context.agreement.mode != "alone"
+            config.snapshots.count,
+            config.snapshots.memory,
+            among_ranks=context.agreement.mode != "alone",
         )
-        self.kept = KeptSteps(config.replay_memory)
+        self.kept = KeptSteps(REPLAY_MEMORY)
         self.probation = Probation(context, self.run_state, self.ring)
-        self.cadence = cadence_of(context.agreement, config.snapshot_every, clock)
+        self.cadence = cadence_of(context.agreement, config.snapshots.every, clock)
         self.duties: list[Duty] = []
         """What else is done between two steps."""
-        self.off = "" if config.snapshots else "GuardConfig.snapshots is 0"
+        self.off = "" if config.snapshots.count else "Snapshots.count is 0"
         """Why none are taken, in words; empty while they are."""
         self._seen = -1
         """The last step before which everything due was done."""

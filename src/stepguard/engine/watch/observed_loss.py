@@ -71,7 +71,6 @@ class GradientVeto:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._forget()
-        self._give_back_later: Callable[[], None] | None = None
         self._why_no_copy = ""
 
     def _forget(self) -> None:
@@ -84,10 +83,6 @@ class GradientVeto:
     def hidden(self) -> bool:
         """Is an update being vetoed?"""
         return bool(self._parameters)
-
-    def give_back_later(self, give_back: Callable[[], None] | None) -> None:
-        """Call this as well once the update is over: it gives back single gradients."""
-        self._give_back_later = give_back
 
     def hide(self, copy: UndoCopy | None = None) -> None:
         """Hide the gradients. `copy`: taken before, of an optimizer that has already begun."""
@@ -108,9 +103,6 @@ class GradientVeto:
         """Give back the gradients, which the loop may still want to read."""
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        if self._give_back_later is not None:
-            self._give_back_later()
-            self._give_back_later = None
 
     def put_back(self) -> str:
         """Undo what the update moved all the same; in words what cannot be undone."""

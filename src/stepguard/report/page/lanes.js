@@ -3,7 +3,7 @@
 
 const INCIDENT_APART = 24;
 const WIDEST_GROUP = 60;
-const ACTION_GLYPHS = { rewind: "↺", stop: "■", note: "i", leave_out: "−", skip: "×", undo: "↶", retry: "↻", lower_lr: "↓" };
+const ACTION_GLYPHS = { rewind: "↺", stop: "■", note: "i", leave_out: "−", skip: "×", undo: "↶", retry: "↻" };
 const STATES = { dropped: 1, calibration: 2, partial: 3 };
 
 class Lanes {

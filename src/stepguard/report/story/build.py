@@ -49,7 +49,6 @@ ENDLESS = np.iinfo(np.int64).max
 DONE: dict[str, Done] = {
     "leave_out": "partial",
     "skip": "dropped",
-    "lower_lr": "dropped",
     "retry": "retried",
     "undo": "undone",
     "rewind": "rewound",
