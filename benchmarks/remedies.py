@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+from zoo.case import Case, Scene
+from zoo.catalogue import chosen
+from zoo.plain import autocast, make_scaler
+from zoo.tools import run_guarded
+from zoo.trace import finite
 
 from benchmarks.parts import machine
-from benchmarks.zoo.case import Case, Scene
-from benchmarks.zoo.catalogue import chosen
-from benchmarks.zoo.guarded import run_guarded
-from benchmarks.zoo.plain import autocast, make_scaler
-from benchmarks.zoo.trace import finite
 from stepguard.locate.source import PatchError, with_edits
 
 STEPS = 50

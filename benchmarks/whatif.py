@@ -29,13 +29,13 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from zoo.case import Case, Scene
+from zoo.catalogue import chosen as zoo_cases
+from zoo.plain import autocast, make_scaler
 
 import stepguard
 from benchmarks.parts import machine
 from benchmarks.parts.known_fixes import FAILS, FRESH, PLANTED, Planted, Training, run
-from benchmarks.zoo.case import Case, Scene
-from benchmarks.zoo.catalogue import chosen as zoo_cases
-from benchmarks.zoo.plain import autocast, make_scaler
 from stepguard.records.probes import WhatIf
 
 RESULTS = machine.RESULTS / "whatif.json"

@@ -32,7 +32,7 @@ WHY_NOT = "docs/why-not.md"
 MAPS = ("docs/how-it-works.md", "CONTRIBUTING.md")
 NUMBERS = range(1, 265)
 STATES = ("done", "otherwise", "part", "open")
-FOLDERS = ("src", "tests", "docs", "recipes", "benchmarks", "scripts", "examples")
+FOLDERS = ("src", "tests", "docs", "recipes", "benchmarks", "zoo", "scripts", "examples")
 FILE = re.compile(rf"(?P<path>(?:{'|'.join(FOLDERS)})/[\w./-]*)(?:::(?P<name>[\w.]+))?")
 LAUNCHED = re.compile(
     r"(?:python|bash|accelerate launch|torchrun(?: --\S+)*) (?P<script>[\w./-]+\.(?:py|sh))(?: .*)?"

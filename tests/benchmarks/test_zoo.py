@@ -7,15 +7,17 @@ from __future__ import annotations
 import random
 import subprocess
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.zoo.case import Case
-from benchmarks.zoo.catalogue import KNOWN, UNSEEN, chosen, load
-from benchmarks.zoo.guarded import CONTROL_STEPS, score
-from benchmarks.zoo.prove import problems
+from zoo.case import Case
+from zoo.catalogue import KNOWN, UNSEEN, chosen, load
+from zoo.prove import problems
+from zoo.score import CONTROL_STEPS, Answer, score
+from zoo.tools import named, stepguard
 
 from forked import FULL
 from stepguard import GuardConfig
@@ -25,6 +27,8 @@ from stepguard.policy.decide import LOST_WINDOW
 ROOT = Path(__file__).parents[2]
 CASES = list(load().values())
 INCIDENTS = [case for case in CASES if not case.control]
+# Two of each kind; the rest is scored at full length.
+SCORED = [case for case in INCIDENTS if FULL or case.core]
 CONTROLS = [case for case in CASES if case.control]
 SAMPLE = 48
 
@@ -36,7 +40,7 @@ def proven() -> list[Case]:
     """
     changed: set[str] = set()
     for base in ("main...HEAD", "HEAD~1"):
-        command = ["git", "diff", "--name-only", base, "--", "benchmarks/zoo"]
+        command = ["git", "diff", "--name-only", base, "--", "zoo"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             return CASES
@@ -64,16 +68,16 @@ def test_case_is_as_it_claims_and_its_fix_works(case: Case) -> None:
     assert problems(case) == []
 
 
-@pytest.mark.parametrize("case", INCIDENTS, ids=name)
+@pytest.mark.parametrize("case", SCORED, ids=name)
 def test_incident_is_named_and_survived(case: Case) -> None:
-    row = score(case)
-    assert row.right, f"{row.marks} {row.findings} {row.said} {row.error}"
+    row = score(case, stepguard)
+    assert row.right, f"{row.marks} {row.causes} {row.said} {row.error}"
 
 
 @pytest.mark.parametrize("case", CONTROLS, ids=name)
 def test_healthy_run_raises_no_alarm(case: Case) -> None:
-    row = score(case)
-    assert row.right, f"{row.false_alarms} alarms: {row.findings} {row.said} {row.error}"
+    row = score(case, stepguard)
+    assert row.right, f"{row.false_alarms} alarms: {row.causes} {row.said} {row.error}"
 
 
 def test_controls_run_longer_than_a_guard_remembers() -> None:
@@ -102,7 +106,7 @@ def test_a_wrong_answer_costs_marks() -> None:
         expected=load()["mha_all_keys_masked"].expected,
         accepted=("SG204",),
     )
-    row = score(other)
+    row = score(other, stepguard)
     assert (row.place, row.sample, row.cause) == (False, False, False)
 
 
@@ -117,3 +121,23 @@ def test_a_wrong_claim_is_found_out() -> None:
     )
     assert problems(claims)
     assert torch.is_grad_enabled()
+
+
+def test_core_has_two_cases_of_each_kind_and_every_control() -> None:
+    kinds = Counter()
+    for case in INCIDENTS:
+        if case.core:
+            kinds[case.accepted[0], case.expected.phase, case.expected.op] += 1
+    everything = {(c.accepted[0], c.expected.phase, c.expected.op) for c in INCIDENTS}
+    assert set(kinds) == everything and max(kinds.values()) == 2
+    assert all(case.core for case in CONTROLS)
+
+
+def test_another_tool_is_a_function_of_the_scene() -> None:
+    """A tool that says nothing but the step gets that mark and no other."""
+    case = load()["nan_feature_in_one_sample"]
+    row = score(case, lambda scene: Answer(step=case.wanted.step))
+    assert (row.detect, row.place, row.sample, row.cause) == (True, False, False, False)
+    assert named("zoo.tools:stepguard") is stepguard
+    with pytest.raises(SystemExit, match="is not a tool"):
+        named("nothing")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.zoo.catalogue import chosen
-from benchmarks.zoo.guarded import run_guarded
 from torch import Tensor
+from zoo.catalogue import chosen
+from zoo.tools import run_guarded
 
 from diagnose.test_remedies import Scale, incident_of
 from stepguard.records import Finding

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.zoo.case import Case, Scene
-from benchmarks.zoo.catalogue import load
-from benchmarks.zoo.guarded import run_guarded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from zoo.case import Case, Scene
+from zoo.catalogue import load
+from zoo.tools import run_guarded
 
 from stepguard import Incident
 

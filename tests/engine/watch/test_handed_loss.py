@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.zoo.case import Case, Scene
-from benchmarks.zoo.catalogue import chosen
-from benchmarks.zoo.guarded import place_right
-from benchmarks.zoo.plain import autocast, make_scaler
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zoo.case import Case, Scene
+from zoo.catalogue import chosen
+from zoo.plain import autocast, make_scaler
+from zoo.score import place_right
 
 import stepguard
 from guard.scenes import quiet

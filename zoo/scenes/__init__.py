@@ -1,0 +1,1 @@
+"""The scenes, one module for each mechanism."""
