@@ -23,8 +23,9 @@ model = nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """
 WATCH = """
+none = stepguard.Snapshots(count=0)
 guard = stepguard.watch(
-    model, optimizer, config=stepguard.GuardConfig(run_dir="run", snapshots=0)
+    model, optimizer, config=stepguard.GuardConfig(run_dir="run", snapshots=none)
 )
 """
 LOOP = """
