@@ -343,7 +343,8 @@ def test_other_uncaught_exceptions_keep_their_own_exit_code() -> None:
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         policy = stepguard.Policy(actions=("stop",))
-        config = stepguard.GuardConfig(probes=stepguard.Probes(locate_budget=0), terminal="quiet", policy=policy)
+        probes = stepguard.Probes(locate_budget=0)
+        config = stepguard.GuardConfig(probes=probes, terminal="quiet", policy=policy)
         try:
             with stepguard.Guard(model, optimizer, config=config) as guard:
                 guard.step(lambda b: model(b).mean(), torch.full((2, 3), float("nan")))
