@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stepguard.tensors.torch_private import CLIP_NORM
+from stepguard.tensors.torch_private import CLIP_NORM, current_autograd_node
 
 Update = Callable[[Any], None]
 
@@ -144,8 +144,9 @@ def _observed_autograd_backward(original: Any) -> Any:
         if isinstance(tensors, list | tuple) and len(tensors) == 1:
             root = tensors[0]
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        # Tensor.backward and reentrant checkpoints come here too; replays of a guard are no step.
-        if inside_backward() or caller.startswith("stepguard.") or not isinstance(root, Tensor):
+        # Tensor.backward and reentrant checkpoints call this too; a guard's replay is not a step.
+        nested = inside_backward() or current_autograd_node() is not None
+        if nested or caller.startswith("stepguard.") or not isinstance(root, Tensor):
             return original(tensors, *args, **kwargs)
         return from_roots(root, *args, **kwargs)
 
