@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,12 +83,17 @@ def test_optimizer_whose_kernel_writes_the_weights_is_named() -> None:
     assert incident.findings[0].code == "SG208"
 
 
-def test_values_from_numpy_in_plain_code_of_a_module_are_not_a_bad_input() -> None:
-    class Rescale(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            return y * torch.from_numpy(y.detach().numpy() * float("nan"))
+class Rescale(torch.nn.Linear):
+    """Computes with NumPy in the middle of its forward."""
 
+    factor = float("nan")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * torch.from_numpy(y.detach().numpy() * self.factor)
+
+
+def test_values_from_numpy_in_plain_code_of_a_module_are_not_a_bad_input() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Rescale(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = stepguard.GuardConfig(terminal="quiet")
@@ -96,3 +102,37 @@ def test_values_from_numpy_in_plain_code_of_a_module_are_not_a_bad_input() -> No
     origin, findings = guard.incidents[0].origin, guard.incidents[0].findings
     assert origin is not None and origin.module == "1"
     assert (findings[0].code, findings[0].certainty) == ("SG208", "likely")
+
+
+@pytest.mark.parametrize("made_by", ["module", "loop", "batch object"])
+def test_values_from_numpy_are_judged_alike_in_a_live_trace(made_by: str) -> None:
+    """The root is not called, so nothing can be run again; the second bad step is traced."""
+
+    class Data:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+    class Takes(torch.nn.Linear):
+        def forward(self, data: Data) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(data.x)
+
+    model = torch.nn.Sequential(Takes(4, 4), Rescale(4, 1))
+    model[1].factor = float("nan") if made_by == "module" else 1.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = stepguard.GuardConfig(terminal="quiet")
+    with stepguard.watch(model, optimizer, config=config) as guard:
+        for _ in range(2):
+            x = torch.from_numpy(
+                torch.ones(2, 4).numpy() * (1.0 if made_by == "module" else np.nan)
+            )
+            hidden = (
+                torch.nn.Linear.forward(model[0], x) if made_by == "loop" else model[0](Data(x))
+            )
+            model[1](hidden).mean().backward()
+            optimizer.step()
+    incident = guard.incidents[-1]
+    assert incident.origin is not None and incident.origin.method == "live"
+    expected = "SG208" if made_by == "module" else "SG101"
+    assert incident.findings[0].code == expected
+    if made_by == "module":
+        assert incident.origin.module == "1" and incident.origin.op == "Rescale.forward"

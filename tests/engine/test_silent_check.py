@@ -300,3 +300,241 @@ def test_loss_that_was_0_at_the_look_is_not_told(tmp_path: Path) -> None:
         optimizer.step()
 
     assert mistaken(tmp_path, step) == []
+
+
+# --- what needs no look: the same batch, frozen and unreached parameters ----------------------
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def without_looks(
+    folder: Path,
+    driver: str,
+    batch_of: Callable[[int], Batch],
+    model: nn.Module | None = None,
+    parameters: list[nn.Parameter] | None = None,
+    *,
+    change: Callable[[int], None] = lambda step: None,
+    steps: int = 130,
+    micro_batches: int = 1,
+) -> list[str]:
+    """Codes reported to a run with `look_every=None`, driven by `guard.step` or `watch`."""
+    torch.manual_seed(0)
+    model = model or nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(parameters or list(model.parameters()), lr=1e-3)
+    config = GuardConfig(run_dir=folder, probes=Probes(look_every=None), terminal="quiet")
+
+    def loss(batch: Batch) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    made = stepguard.Guard if driver == "step" else stepguard.watch
+    with made(model, optimizer, config=config) as guard:
+        for step in range(steps):
+            change(step)
+            batches = [batch_of(micro_batches * step + n) for n in range(micro_batches)]
+            if driver == "step":
+                guard.step(loss, *batches)
+                continue
+            optimizer.zero_grad()
+            for batch in batches:
+                loss(batch).backward()
+            optimizer.step()
+    return [str(n["code"]) for n in read_run(folder).notes if n.get("kind") == "silent"]
+
+
+def fresh(step: int) -> Batch:
+    return torch.randn(8, 4), torch.randn(8, 1)
+
+
+def loader_of(
+    rows: int, batch_size: int = 8, *, shuffle: bool = False
+) -> torch.utils.data.DataLoader[Batch]:
+    data = torch.utils.data.TensorDataset(torch.randn(rows, 4), torch.randn(rows, 1))
+    return torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=shuffle)
+
+
+def cycle(loader: torch.utils.data.DataLoader[Batch]) -> Callable[[int], Batch]:
+    source = (tuple(batch) for _ in range(1000) for batch in loader)
+    return lambda step: next(source)
+
+
+DRIVERS = pytest.mark.parametrize("driver", ["step", "watch"])
+
+
+@DRIVERS
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_first_batch_of_a_new_iterator_in_every_step(
+    driver: str, micro_batches: int, tmp_path: Path
+) -> None:
+    loader = loader_of(64)
+    codes = without_looks(
+        tmp_path, driver, lambda step: tuple(next(iter(loader))), micro_batches=micro_batches
+    )
+    assert codes == ["SG907"]
+
+
+@DRIVERS
+def test_generator_seeded_in_every_step(driver: str, tmp_path: Path) -> None:
+    data = fresh(0)
+
+    def drawn(step: int) -> Batch:
+        rows = torch.randint(8, (4,), generator=torch.Generator().manual_seed(0))
+        return data[0][rows], data[1][rows]
+
+    assert without_looks(tmp_path, driver, drawn) == ["SG907"]
+
+
+KEPT = fresh(0)
+HEALTHY_BATCHES: dict[str, Callable[[], Callable[[int], Batch]]] = {
+    "all data in one tensor": lambda: lambda step: KEPT,
+    "a view of all data": lambda: lambda step: (KEPT[0][:6], KEPT[1][:6]),
+    "all data through a loader": lambda: cycle(loader_of(8)),
+    "shuffled first batches": lambda: lambda step: tuple(next(iter(loader_of(64, shuffle=True)))),
+    "two batches in turns": lambda: cycle(loader_of(16)),
+    "every batch three times": lambda: (
+        lambda parts: lambda step: tuple(part.clone() for part in parts[step // 3 % 5])
+    )([fresh(n) for n in range(5)]),
+    "eight batches twice each": lambda: (
+        lambda parts: lambda step: tuple(part.clone() for part in parts[step // 2 % 8])
+    )([fresh(n) for n in range(8)]),
+}
+
+
+@DRIVERS
+@pytest.mark.parametrize("name", HEALTHY_BATCHES)
+def test_batches_that_look_the_same_are_not_reported(
+    name: str, driver: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    source = HEALTHY_BATCHES[name]()
+    assert without_looks(tmp_path, driver, source, steps=200) == []
+
+
+def test_closure_called_several_times_with_one_batch_is_not_reported(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=None), terminal="quiet")
+    with stepguard.watch(model, optimizer, config=config):
+        for _ in range(100):
+            inputs, targets = fresh(0)
+
+            def closure(
+                inputs: torch.Tensor = inputs, targets: torch.Tensor = targets
+            ) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(inputs.clone()), targets)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    assert [n for n in read_run(tmp_path).notes if n.get("kind") == "silent"] == []
+
+
+class Parts(nn.Module):
+    """A backbone, a head, an unused part and two experts of which one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+        self.head = nn.Linear(4, 1)
+        self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.place = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.token = nn.Parameter(torch.zeros(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.experts[0](self.body(inputs + self.token + self.place)))
+        return out
+
+
+class Unused(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(4, 4)
+
+
+@DRIVERS
+def test_weight_frozen_beside_its_bias(driver: str, tmp_path: Path) -> None:
+    model = Parts()
+    model.body[2].weight.requires_grad_(False)
+    assert without_looks(tmp_path, driver, fresh, model) == ["SG903"]
+
+
+@DRIVERS
+def test_part_that_the_loss_never_reaches(driver: str, tmp_path: Path) -> None:
+    assert without_looks(tmp_path, driver, fresh, Unused()) == ["SG904"]
+
+
+@DRIVERS
+@pytest.mark.parametrize("name", ["parts", "backbone", "outside", "biases", "unfrozen", "turns"])
+def test_parameters_frozen_on_purpose_are_not_reported(
+    name: str, driver: str, tmp_path: Path
+) -> None:
+    model = Parts()
+    parameters = list(model.parameters())
+    change = lambda step: None  # noqa: E731
+    if name in ("backbone", "outside", "unfrozen"):
+        model.body.requires_grad_(False)
+    if name == "outside":
+        parameters = [*model.head.parameters()]
+    if name == "biases":
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(key.endswith("bias"))
+    if name == "unfrozen":
+
+        def change(step: int) -> None:
+            if step >= 40:
+                model.body[2].requires_grad_(True)
+            if step >= 80:
+                model.body[0].requires_grad_(True)
+
+    if name == "turns":
+
+        def change(step: int) -> None:
+            model.body.requires_grad_(step % 3 == 0)
+
+    codes = without_looks(tmp_path, driver, fresh, model, parameters, change=change)
+    assert codes == []
+
+
+def test_tensors_on_a_device_are_not_read(tmp_path: Path) -> None:
+    """A meta tensor cannot be read: the attempt would raise."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader = loader_of(64)
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=None), terminal="quiet")
+    with stepguard.Guard(model, optimizer, config=config) as guard:
+        for _ in range(30):
+            kept = next(iter(loader))[0]
+            guard.step(lambda _, kept=kept: model(kept).square().mean(), kept.to("meta"))
+    assert [n for n in read_run(tmp_path).notes if n["type"] != "end"] == []
+
+
+# --- torch.autograd.backward ------------------------------------------------------------------
+
+
+def forgotten_with_autograd(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.autograd.backward(loss_of(model))
+    optimizer.step()
+
+
+def zeroed_with_autograd(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    torch.autograd.backward([loss_of(model)])
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(forgotten_with_autograd, ["SG902"]), (zeroed_with_autograd, [])]
+)
+def test_backward_called_as_a_function(step: Step, expected: list[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=None), terminal="quiet")
+    with stepguard.watch(model, optimizer, config=config):
+        for _ in range(70):
+            step(model, optimizer)
+    record = read_run(tmp_path)
+    assert [n["code"] for n in record.notes if n.get("kind") == "silent"] == expected
+    assert all(one["loss"] is not None for one in record.steps)

@@ -9,29 +9,15 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, disable_progress_bars
-from transformers import PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
-from integrations.trainers import VOCABULARY, arguments, bad_tensors, llama, logged, quiet, texts
+from integrations.trainers import arguments, bad_tensors, llama, logged, quiet, texts, words
 from stepguard.integrations.transformers import guard
 
 disable_progress_bars()
 # trl's own imports and trainers warn of what they will change one day
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-def words() -> PreTrainedTokenizerFast:
-    """One word a token."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-
-    inner = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    inner.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="w0", eos_token="w1", unk_token="w0"
-    )
 
 
 def sft(folder: Path, **settings: Any) -> SFTTrainer:

@@ -17,6 +17,7 @@ from transformers import Trainer
 import stepguard
 from integrations.trainers import (
     HALTING,
+    VOCABULARY,
     WHOLE_STEPS,
     bad_in_checkpoints,
     bad_tensors,
@@ -28,6 +29,7 @@ from integrations.trainers import (
     regression,
     texts,
     trainer,
+    words,
 )
 from stepguard import Guard, Incident, TrainingHalted
 from stepguard.integrations.transformers import guard
@@ -170,6 +172,31 @@ def test_a_batch_without_labels_is_named_and_skipped(tmp_path: Path) -> None:
     assert math.isnan(logged(made, "loss")[2])
     assert made.lr_scheduler.last_epoch == 5
     assert bad_tensors(made.model) == 0
+
+
+def test_the_text_of_a_bad_sample_is_shown_as_its_tokenizer_writes_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A word that no other row has turns the hidden states of its row into NaN."""
+    rows = texts(24)
+    for row in rows:
+        row["input_ids"].clamp_(2, VOCABULARY - 2)
+    rows[9]["input_ids"][3] = VOCABULARY - 1
+    model = llama()
+    hook = model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: output * (30.5 - args[0][..., None].float()).sqrt()
+    )
+    made = trainer(tmp_path, model, rows, extra={"processing_class": words()})
+    with guard(made, quiet(terminal="auto")) as watching:
+        made.train()
+    hook.remove()
+    (incident,) = watching.incidents
+    text = " ".join(f"w{number}" for number in rows[9]["input_ids"].tolist())
+    assert (incident.step, origin(incident).samples) == (2, (1,))
+    assert origin(incident).excerpt == text
+    shown = capfd.readouterr().err
+    assert "sample 1 = row 9 of the data set" in shown and f'its text: "{text}"' in shown
+    assert (origin(incident).op, origin(incident).module) == ("aten.sqrt", "model.embed_tokens")
 
 
 def test_labels_that_are_all_masked_stop_the_run_instead_of_training_nothing(

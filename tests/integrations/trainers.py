@@ -17,7 +17,13 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.trainer_callback import PrinterCallback
 
 from settings_of import changed
@@ -98,6 +104,19 @@ def texts(count: int, masked: Callable[[int], bool] = lambda row: False) -> list
         labels = torch.full_like(ids, -100) if masked(row) else ids.clone()
         rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
     return rows
+
+
+def words() -> PreTrainedTokenizerFast:
+    """One word a token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    inner = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="w0", eos_token="w1", unk_token="w0"
+    )
 
 
 def arguments(folder: Path, **settings: Any) -> dict[str, Any]:

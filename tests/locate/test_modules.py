@@ -69,3 +69,54 @@ def test_forgotten_spans_name_no_module() -> None:
     number = out.grad_fn._sequence_nr()
     spans.forget_before(next_sequence_number())
     assert spans.created(number) is None
+
+
+class Twice(nn.Linear):
+    """Calls itself once."""
+
+    inner = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inner:
+            return super().forward(x)
+        self.inner = True
+        out: Tensor = self(x)
+        self.inner = False
+        return out
+
+
+def test_hooks_of_a_module_belong_to_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Twice(2, 2))
+    spans = ModuleSpans({"": model})
+    seen: list[str | None] = []
+
+    def before(module: nn.Module, args: object) -> None:
+        seen.append(spans.current)
+
+    def after(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        seen.append(spans.current)
+        return output.exp()
+
+    for part in model:
+        part.register_forward_pre_hook(before)
+        part.register_forward_hook(after)
+    with spans:
+        out = model(torch.ones(1, 2))
+    assert seen == ["0", "0", "1", "1", "1", "1"]
+    assert out.grad_fn is not None and spans.created(out.grad_fn._sequence_nr()) == "1"
+    assert spans.current is None
+    assert [len(part._forward_hooks) for part in model] == [1, 1]
+
+
+def test_hook_that_raises_leaves_the_stack() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    def fail(module: nn.Module, args: object, output: Tensor) -> None:
+        raise ValueError
+
+    model[0].register_forward_hook(fail)
+    with ModuleSpans({"": model}) as spans:
+        with pytest.raises(ValueError):
+            model(torch.ones(1, 2))
+        assert spans.current is None
+    assert len(model[0]._forward_hooks) == 1

@@ -33,3 +33,28 @@ def test_a_step_that_cannot_be_replayed_says_so_in_a_sentence(
     panel = shown.out + shown.err
     assert "no-replay=" not in panel
     assert "the step could not be run again" in " ".join(panel.split())
+
+
+@pytest.mark.parametrize("way", ["watched", "handed over", "step"])
+def test_first_incident_outside_the_model_says_how_it_can_be_located(
+    way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = stepguard.Guard if way == "step" else stepguard.watch
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return torch.log(model(x).exp() - 1e9).mean()
+
+    with made(model, optimizer, config=GuardConfig()) as guard:
+        x = torch.ones(2, 4)
+        if way == "step":
+            guard.step(loss_fn, x)
+        else:
+            loss = guard.loss(loss_fn, x) if way == "handed over" else loss_fn(x)
+            loss.backward()
+            optimizer.step()
+    panel = " ".join(capsys.readouterr().err.split())
+    assert "TO DO" in panel
+    assert ("guard.loss(loss_fn, batch)" in panel) == (way == "watched")

@@ -384,6 +384,12 @@ class Case:
     """Size of the loss of the first step."""
     shrinks_by: float = 0.0
     """Share of a weight that weight decay takes in one update: learning rate times decay."""
+    same_batch: int = 0
+    """Step up to which the batches were the same, each in new memory; 0: they differ."""
+    frozen: tuple[str, ...] = ()
+    """Parameters of the optimizer that stay frozen beside others of their module that train."""
+    unreached: tuple[str, ...] = ()
+    """Trainable parameters of the optimizer that have not had a gradient yet."""
 
     @property
     def phase(self) -> str:

@@ -23,14 +23,15 @@ from stepguard.diagnose.engine import forecasts, silent_findings, trend_begins
 from stepguard.engine.context import Context, guarded
 from stepguard.engine.drivers.schedule import needs_closure, position, wants_a_value
 from stepguard.engine.protect import Protection
-from stepguard.look.deep_look import DeepLook
+from stepguard.look.deep_look import DeepLook, without_unused_parts
 from stepguard.look.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import Forecast, Look, NextBatch
-from stepguard.tensors.names import optimizer_parameter_ids
+from stepguard.tensors.names import named_modules, optimizer_parameter_ids, parameter_names
 from stepguard.tensors.torch_private import (
     dispatch_mode_stack,
     graphs_compiled,
+    transforming,
     tree_flatten,
 )
 
@@ -169,6 +170,7 @@ class Looks:
         """Tensors that get gradients beside model and optimizer, and the number of each."""
         self._counted = itertools.count()
         self._closure = needs_closure(context.optimizer)
+        self.host_facts = HostFacts(context)
         self._said: set[str] = set()
         """What was said already of looks that failed or could not be taken."""
         context.resources.callback(self.close)
@@ -230,6 +232,9 @@ class Looks:
 
     def saw_batch(self, batch: Any) -> None:
         """The data of the step."""
+        if self.host_facts.sampling() and self._protect.armed:
+            with self._protect.part("silent failures"), self.paused():
+                self.host_facts.saw_batch(batch)
         if self._next_batch is not None:
             with self._protect.part(PART), self.paused():
                 self._next_batch.add(batch)
@@ -259,6 +264,9 @@ class Looks:
 
     def before_update(self) -> None:
         """The optimizer steps next."""
+        if self.host_facts.sampling() and self._protect.armed:
+            with self._protect.part("silent failures"), self.paused():
+                self.host_facts.before_update()
         if self._running is not None:
             with self._protect.part(PART):
                 self._running.gradients_ready()
@@ -495,6 +503,169 @@ class ForecastCheck:
         )
 
 
+# --- What is known of a run without a look: is it given one batch again and again, and which
+# parameters of its optimizer are never trained?
+
+
+MARKED = 16
+"""Elements of a tensor on the CPU that are compared with those of the batch before."""
+MOST_CALLS = 16
+SAME_IN_A_ROW = 7
+"""Sampled steps after which equal marks are compared with care."""
+STILL_FROZEN, STILL_UNREACHED = 60, 90
+"""Steps over which a parameter had `requires_grad=False`, or no gradient."""
+
+
+class HostFacts:
+    """Facts that cost no device read, taken at pairs of steps ever further apart.
+
+    Pairs, because an epoch may be as long as a gap; unequal gaps, because a loop may take turns.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._pair = -3
+        self._gap = 3
+        self.same_batch = 0
+        """Step up to which the batches were the same, each time in new memory; 0: they differ."""
+        self.samples = 0
+        """In such a batch."""
+        self._marks: tuple[int, list[Any]] = (-1, [])
+        """Of the step at hand."""
+        self._last_marks: list[Any] = []
+        self._equal = 0
+        """Sampled steps in a row with these marks."""
+        self._exact: list[tuple[int, SeenBatch]] = []
+        """A pair of steps that is compared with care; once in a run."""
+        self._parameters: list[Tensor] = []
+        self._first = 0
+        """The sampled step that this list of parameters was first seen at."""
+        self._newest = 0
+        self._frozen: list[Tensor] = []
+        self._unreached: list[Tensor] = []
+
+    def sampling(self) -> bool:
+        """Is the step at hand one of those that are sampled?"""
+        step = self._context.step
+        if step >= self._pair + self._gap or step < self._pair:
+            self._pair = step
+            self._gap += 2
+        return step - self._pair < 2
+
+    def saw_batch(self, batch: Any) -> None:
+        """The data of the step, or a part of it."""
+        step = self._context.step
+        if len(self._exact) > 2 or not torch.is_grad_enabled() or transforming():
+            return
+        if self._exact or (self._equal >= SAME_IN_A_ROW and step == self._pair):
+            if not self._exact or self._exact[-1][0] != step:
+                self._exact.append((step, SeenBatch()))
+            self._exact[-1][1].add(batch)
+            return
+        if self._marks[0] != step:
+            self._marks = (step, [])
+        if len(self._marks[1]) < MOST_CALLS:
+            self._marks[1].append(_mark(batch))
+
+    def before_update(self) -> None:
+        """The gradients of the step are there."""
+        self._compare_batches()
+        parameters = self._context.parameters
+        if parameters is not self._parameters:
+            self._parameters = parameters
+            self._first = self._context.step
+            self._frozen = self._unreached = parameters
+        self._newest = self._context.step
+        self._frozen = [one for one in self._frozen if not one.requires_grad]
+        without = [one for one in self._unreached if one.grad is None]
+        if len(without) < len(parameters):
+            self._unreached = without
+
+    def _compare_batches(self) -> None:
+        step = self._context.step
+        if len(self._exact) == 2 and not self.same_batch:
+            (before, one), (after, other) = self._exact
+            self._exact.append(self._exact[-1])  # not again
+            if after == before + 1 and one.compared(other) == "equal":
+                self.same_batch = after
+                self.samples = other.samples
+            return
+        if self._marks[0] != step or self._exact:
+            return
+        marks = self._marks[1]
+        if not any(values for mark in marks for _, values in mark):
+            marks = self._rows_of_loader(step)
+        self._equal = self._equal + 1 if marks and marks == self._last_marks else 0
+        self._last_marks = marks
+
+    def _rows_of_loader(self, step: int) -> list[Any]:
+        """Tensors on a device are not read: the sampler of a DataLoader says what they are."""
+        recent = self._context.recent
+        delivered = recent.of_step(step) if recent is not None else []
+        rows = []
+        for one in delivered:
+            if not isinstance(one.raw, tuple | list) or not all(type(i) is int for i in one.raw):
+                return []
+            rows.append(list(one.raw))
+        return rows
+
+    def frozen(self) -> tuple[str, ...]:
+        """Parameters of the optimizer that stay frozen beside others of their module that train.
+
+        A whole module is frozen on purpose, and so is the same part of every module of a kind, or
+        what a module of the user's own was made with.
+        """
+        if self._newest - self._first < STILL_FROZEN or not self._frozen:
+            return ()
+        roots = self._context.roots
+        modules = dict(named_modules(roots))
+        still = set(map(id, self._frozen))
+        trained = set(map(id, self._parameters)) - still - set(map(id, self._unreached))
+        places = []
+        training, training_kinds = set(), set()
+        for parameter, name in parameter_names(roots, self._context.optimizer):
+            prefix, _, leaf = name.rpartition(".")
+            kind = (type(modules.get(prefix)), leaf)
+            if id(parameter) in still:
+                places.append((name, prefix, kind))
+            elif id(parameter) in trained:
+                training.add(prefix)
+                training_kinds.add(kind)
+        places = [place for place in places if place[1] in training]
+        kinds = Counter(kind for _, _, kind in places)
+        found = []
+        for name, _, kind in places:
+            one_of_torch = kinds[kind] == 1 and kind[0].__module__.startswith("torch.nn.")
+            if kind in training_kinds or one_of_torch:
+                found.append(name)
+        return tuple(found)
+
+    def unreached(self) -> tuple[str, ...]:
+        """Trainable parameters that no sampled step has found with a gradient."""
+        if self._newest - self._first < STILL_UNREACHED:
+            return ()
+        ids = {id(one) for one in self._unreached if one.requires_grad}
+        pairs = parameter_names(self._context.roots, self._context.optimizer)
+        names = tuple(name for one, name in pairs if id(one) in ids)
+        return without_unused_parts(self._context.roots, names) if names else ()
+
+
+def _mark(batch: Any) -> list[tuple[torch.Size, tuple[float, ...]]]:
+    """A few elements of every tensor that can be read without waiting; none of a constant one."""
+    found = []
+    for leaf in tree_flatten(batch)[0]:
+        if type(leaf) is not Tensor:
+            continue
+        values: tuple[float, ...] = ()
+        if leaf.device.type == "cpu" and leaf.layout is torch.strided and leaf.is_contiguous():
+            stride = max(1, leaf.numel() // MARKED)
+            values = tuple(leaf.detach().view(-1)[::stride].tolist())
+            if len(set(values)) < 2:
+                values = ()
+        found.append((leaf.shape, values))
+    return found
+
+
 # --- Tell what a healthy run does wrong: every silent failure once, as a line.
 
 
@@ -509,8 +680,9 @@ FADED = 1e-4
 class SilentCheck:
     """Keeps what the rules on healthy runs need, and tells each code once."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, host_facts: HostFacts) -> None:
         self._context = context
+        self._host_facts = host_facts
         self._looks: deque[Look] = deque(maxlen=MOST_LOOKS)
         self._recent: deque[Reading] = deque(maxlen=EVERY)
         self._told: set[str] = set()
@@ -571,11 +743,16 @@ class SilentCheck:
             first_norm=first.grad_norm,
             first_loss=abs(first.loss) if first.loss is not None else None,
             shrinks_by=_shrinks_by(self._context.optimizer),
+            same_batch=self._host_facts.same_batch,
+            frozen=self._host_facts.frozen(),
+            unreached=self._host_facts.unreached(),
         )
         for finding in found:
             if finding.code not in self._told:
                 self._told.add(finding.code)
-                samples = self._looks[-1].facts.samples if self._looks else 0
+                samples = self._host_facts.samples
+                if self._looks:
+                    samples = self._looks[-1].facts.samples
                 if finding.code != SAME_BATCH or not _whole_data_set_in_a_batch(samples):
                     self._tell(finding)
 

@@ -224,8 +224,6 @@ MOST_CALLS = 200_000
 class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
     """Traces the user's own step: a fault of the tracer ends the trace, never the step."""
 
-    knows_batch = False
-
     def __init__(self, modules: ModuleSpans) -> None:
         super().__init__(modules)
         self.fault: Exception | None = None
@@ -273,6 +271,12 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
             super()._attribute(call, invocation, out, found)
         finally:
             torch.set_rng_state(state)
+
+    def enter_module(self, args: Any) -> None:
+        """What a part of the model is called with was made before it, by whomever."""
+        super().enter_module(args)
+        if self._active and not self.idle:
+            self._carefully("forward", self._read_all, args)
 
     def forget_before(self, first: int) -> None:
         """Drop the calls numbered below `first`."""
@@ -495,7 +499,7 @@ class LiveTrace:
             self._first_model_call = self.tracer.next_index
         for name, tensor in batches.named_tensors(dict(arguments)):
             maker = self.tracer.maker_of(tensor)
-            if maker is None:
+            if maker is None or (maker.stage == "stored" and maker.op == "constant"):
                 self._store(name, tensor)
             elif maker.op.startswith("batch"):
                 # Another guard's model has been called with it.

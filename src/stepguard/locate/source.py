@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registry
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from stepguard import numerics
 from stepguard.records import Edit
@@ -46,7 +47,7 @@ class ModuleSpans:
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self.names = names_by_id(named_modules(roots))
         self.extra = tuple(prefix for prefix in roots if prefix)
-        self._stack: list[tuple[str, int]] = []
+        self._stack: list[tuple[str, int, RemovableHandle | None]] = []
         self._spans: list[Span] = []
         self._hooks = ExitStack()
         self.observer: Any = None
@@ -95,14 +96,30 @@ class ModuleSpans:
         if id(module) in self.names:
             if self.observer is not None:
                 self.observer.enter_module(args)
-            self._stack.append((self.names[id(module)], next_sequence_number()))
+            last = self._after_hooks(module) if module._forward_hooks else None
+            self._stack.append((self.names[id(module)], next_sequence_number(), last))
+
+    def _after_hooks(self, module: nn.Module) -> RemovableHandle:
+        """What the module's own hooks do belongs to it, and they run after those of all modules."""
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            # a module that calls itself runs this for the inner call as well
+            if self._stack and self._stack[-1][2] is handle:
+                handle.remove()
+                self._leave(module, args, output)
+
+        handle = module.register_forward_hook(end, always_call=True)
+        return handle
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if id(module) in self.names and self._stack:
-            if self.observer is not None:
-                self.observer.leave_module(module, args, output)
-            name, first = self._stack.pop()
-            self._spans.append(Span(first, next_sequence_number(), name))
+        if id(module) in self.names and self._stack and self._stack[-1][2] is None:
+            self._leave(module, args, output)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.observer is not None:
+            self.observer.leave_module(module, args, output)
+        name, first, _ = self._stack.pop()
+        self._spans.append(Span(first, next_sequence_number(), name))
 
 
 # --- Run the user's program with other lines in one of its files; nothing on disk changes.

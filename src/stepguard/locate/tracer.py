@@ -86,9 +86,6 @@ class CustomFunction:
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Use as a context around the replayed forward, backward or update; then ask `maker_of`."""
 
-    knows_batch = True
-    """The batch was made known by its names, so that what else is new was made in the step."""
-
     def __init__(self, modules: ModuleSpans, stage: Stage = "forward") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules = modules
@@ -228,7 +225,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = self.store("constant", tensor)
         # What the user's loop makes, outside every module, is its data.
         inside = self.modules.current is not None or current_autograd_node() is not None
-        fresh = call.first_bad and self.knows_batch and inside and tensor.dim() > 0
+        fresh = call.first_bad and inside and tensor.dim() > 0
         if fresh and _made_just_now(tensor):
             name = user_function() or "a hook"
             return self._opaque(tensor, call.out, "code", name, [])
@@ -604,7 +601,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.causes = call.flawed = bad
                 self._makers[storage_key(tensor)] = call
 
-    def _carefully(self, name: str, test: Callable[..., None], *args: Any) -> None:
+    def _carefully(self, name: str, test: Callable[..., object], *args: Any) -> None:
         """Run a test of our own: not traced, and a tensor that it cannot read stops nothing."""
         try:
             with torch.no_grad(), no_dispatch_modes():
@@ -649,7 +646,11 @@ def _made_just_now(tensor: Tensor) -> bool:
 
     A constant of the program is in its globals, an attribute, a list or a closure.
     """
-    return not any(type(one) in HOLDERS for one in gc.get_referrers(tensor))
+    for one in gc.get_referrers(tensor):
+        package = type(one).__module__.partition(".")[0]
+        if type(one) in HOLDERS or package not in ("builtins", "stepguard"):
+            return False
+    return True
 
 
 def _node_name(tensor: Tensor) -> str | None:

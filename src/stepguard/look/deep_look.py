@@ -647,6 +647,9 @@ class DeepLook:
                 dropout.append(name)
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 norms.append(name)
+        without: tuple[str, ...] = ()
+        if self._updates is not None:
+            without = without_unused_parts(self._roots, self._updates.without_gradient)
         return replace(
             facts,
             batch=self.batch.digest,
@@ -655,26 +658,8 @@ class DeepLook:
             dropout=tuple(dropout),
             norms_in_eval=tuple(norms),
             kept_gradients=self._gradients_were_kept(values),
-            without_gradient=self._without_gradient(),
+            without_gradient=without,
         )
-
-    def _without_gradient(self) -> tuple[str, ...]:
-        """Parameters without a gradient, less those of a container of which others have one.
-
-        An expert or the head of a task is used when its turn comes.
-        """
-        if self._updates is None:
-            return ()
-        names = self._updates.without_gradient
-        owned = [
-            name for name, parameter in named_parameters(self._roots) if parameter.requires_grad
-        ]
-        for prefix, module in named_modules(self._roots):
-            if isinstance(module, CONTAINERS):
-                inside = {name for name in owned if name.startswith(f"{prefix}.")}
-                if not inside <= set(names):
-                    names = tuple(name for name in names if name not in inside)
-        return names
 
     def _gradients_were_kept(self, values: list[list[float]]) -> bool:
         """Every backward pass of the step found gradients.
@@ -686,6 +671,20 @@ class DeepLook:
         for number in self._kept_gradients:
             counts.append(0.0 if number is None else values[number][0])
         return bool(counts) and min(counts) > 0.0
+
+
+def without_unused_parts(roots: Mapping[str, nn.Module], names: tuple[str, ...]) -> tuple[str, ...]:
+    """These parameters, less those of a container of which others have a gradient.
+
+    An expert or the head of a task is used when its turn comes.
+    """
+    owned = [name for name, parameter in named_parameters(roots) if parameter.requires_grad]
+    for prefix, module in named_modules(roots):
+        if isinstance(module, CONTAINERS):
+            inside = {name for name in owned if name.startswith(f"{prefix}.")}
+            if not inside <= set(names):
+                names = tuple(name for name in names if name not in inside)
+    return names
 
 
 def tensor_rows(seen: Sequence[ObservedResult], values: list[list[float]]) -> list[TensorLook]:

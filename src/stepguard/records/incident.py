@@ -431,6 +431,9 @@ class Evidence:
     """The replay is bad again, but no operation of the trace explains it."""
     unseen: tuple[str, ...] = ()
     """Operators whose results could not be read."""
+    loss_unseen: bool = False
+    """A watched loop computed it outside the model, where nothing could be run again: `guard.loss`
+    would have made that possible."""
     local_collectives: bool = False
     """Collectives of the loss function were answered with this rank's own values."""
 

@@ -32,6 +32,14 @@ SAFETY_NOTES = {
     "changes-numbers": "changes values",
     "changes-training": "changes what is learned",
 }
+HAND_OVER = Remedy(
+    title="Hand the loss to the guard: a bad step can then be run again, and is located at once",
+    snippet="""
+guard = stepguard.watch(model, optimizer)
+loss = guard.loss(loss_fn, batch)  # in place of loss = loss_fn(batch)
+""",
+)
+"""Where a watched loop computed the bad value outside the model."""
 _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
 
 Section = tuple[str, RenderableType]
@@ -249,7 +257,8 @@ def _done(incident: Incident, policy: Policy | None) -> RenderableType:
 
 def _first_remedies(incident: Incident) -> tuple[Remedy, ...]:
     if not incident.findings:
-        return ()
+        origin = incident.origin
+        return (HAND_OVER,) if origin is not None and origin.evidence.loss_unseen else ()
     return incident.findings[0].remedies[:MOST_REMEDIES]
 
 

@@ -1,18 +1,19 @@
 """Observe the loss and the pre-clip norm of a loop that stays as it is.
 
 A few torch functions are wrapped while at least one guard watches, and put back when the last one
-closes: `Tensor.backward`, whose root is the loss; the norm inside `clip_grad_norm_`, which clipping
-has to compute anyway; `Module.load_state_dict`, after which remembered buffers are old;
-`GradScaler.scale`, whose product may overflow where the loss does not; `GradScaler.step`, which
-shows a scaler that was not handed over, and `GradScaler.update`, the only call a loop makes when
-the scaler skipped; and `AveragedModel.update_parameters`, which has nothing to average after a
-vetoed update. Nothing is installed on the user's objects, so copies, pickles and compiled graphs
-never carry a hook of ours.
+closes: `Tensor.backward` and `torch.autograd.backward`, whose root is the loss; the norm inside
+`clip_grad_norm_`, which clipping has to compute anyway; `Module.load_state_dict`, after which
+remembered buffers are old; `GradScaler.scale`, whose product may overflow where the loss does not;
+`GradScaler.step`, which shows a scaler that was not handed over, and `GradScaler.update`, the only
+call a loop makes when the scaler skipped; and `AveragedModel.update_parameters`, which has nothing
+to average after a vetoed update. Nothing is installed on the user's objects, so copies, pickles and
+compiled graphs never carry a hook of ours.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stepguard.tensors.torch_private import CLIP_NORM
+from stepguard.tensors.torch_private import CLIP_NORM, current_autograd_node
 
 Update = Callable[[Any], None]
 
@@ -95,6 +96,7 @@ def _told() -> list[Listener]:
 
 def _install() -> None:
     _patch(torch.Tensor, "backward", _observed_backward)
+    _patch(torch.autograd, "backward", _observed_autograd_backward)
     _patch(torch.nn.Module, "load_state_dict", _observed_load)
     _patch(GradScaler, "scale", _observed_scale)
     _patch(GradScaler, "update", _observed_update)
@@ -129,6 +131,24 @@ def _observed_backward(original: Any) -> Any:
             for listener in _told():
                 listener.after_backward(self, failed=failed)
         return out
+
+    return backward
+
+
+def _observed_autograd_backward(original: Any) -> Any:
+    from_roots = _observed_backward(original)
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        root = tensors
+        if isinstance(tensors, list | tuple) and len(tensors) == 1:
+            root = tensors[0]
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        # Tensor.backward and reentrant checkpoints call this too; a guard's replay is not a step.
+        nested = inside_backward() or current_autograd_node() is not None
+        if nested or caller.startswith("stepguard.") or not isinstance(root, Tensor):
+            return original(tensors, *args, **kwargs)
+        return from_roots(root, *args, **kwargs)
 
     return backward
 

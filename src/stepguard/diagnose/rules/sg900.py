@@ -117,12 +117,10 @@ UNCHANGED_LOOKS = 3
 
 def recognise_sg903(case: Case) -> Proof | None:
     looks = last_looks(case)
-    if not looks:
-        return None
-    still = unchanged(looks)
+    still = unchanged(looks) if looks else set()
     # an optimizer without a guard, or one of copies in float32, may update what looks unowned
     outside = [name for name in in_all(looks, _without_optimizer) if name in still]
-    frozen = in_all(looks, _frozen_in_the_optimizer)
+    frozen = case.frozen
     beside = in_all(last_looks(case, UNCHANGED_LOOKS), lambda look: set(look.facts.outsiders))
     if not outside and not frozen and not beside:
         return None
@@ -154,16 +152,6 @@ def _without_optimizer(look: Look) -> set[str]:
     return found
 
 
-def _frozen_in_the_optimizer(look: Look) -> set[str]:
-    """Whole modules are frozen on purpose; half of one is rather a slip."""
-    training = {one.name.rpartition(".")[0] for one in look.parameters if one.gradient}
-    found = set()
-    for one in look.parameters:
-        if one.owned and not one.trainable and one.name.rpartition(".")[0] in training:
-            found.add(one.name)
-    return found
-
-
 SG903 = Rule(code="SG903", recognise=recognise_sg903)
 
 
@@ -179,7 +167,7 @@ ENOUGH, LONG = 8, 32
 def recognise_sg904(case: Case) -> Proof | None:
     looks = last_looks(case)
     if not looks:
-        return None
+        return _unreached(case)
     cut = [_first_without_gradient(look) for look in looks]
     if not all(cut) or cut[0] != cut[-1]:
         return _nowhere(case)
@@ -195,14 +183,23 @@ def _nowhere(case: Case) -> Proof | None:
     # without any gradient the loss is at fault (SG908), or there was nothing to learn
     looks = [look for look in case.looks if any(one.gradient for one in trained(look))]
     if len(looks) < ENOUGH or looks[-1].step - looks[0].step < LONG:
-        return None
+        return _unreached(case)
     names = in_all(looks, lambda look: set(look.facts.without_gradient))
     if not names:
-        return None
+        return _unreached(case)
     return possible(
         f"{named(names)} belong to the optimizer and had no gradient at any of the {len(looks)} "
         f"looks from step {looks[0].step} to step {looks[-1].step}: they are as they were made, or "
         "only decay"
+    )
+
+
+def _unreached(case: Case) -> Proof | None:
+    if not case.unreached:
+        return None
+    return possible(
+        f"{named(case.unreached)} belong to the optimizer and have had no gradient up to step "
+        f"{case.reading.step}, while others have one: they are as they were made"
     )
 
 
@@ -293,6 +290,10 @@ IN_A_ROW = 3
 
 
 def recognise_sg907(case: Case) -> Proof | None:
+    if case.same_batch:
+        return likely(
+            f"the batches up to step {case.same_batch} are the same, each time in new memory"
+        )
     looks = last_looks(case, IN_A_ROW)
     if not looks or not looks[0].facts.batch:
         return None

@@ -211,7 +211,7 @@ class StepEnd:
         self._protect = protect
         self._rewinder = rewinder
         self.looks = Looks(context, protect)
-        self._silent = SilentCheck(context)
+        self._silent = SilentCheck(context, self.looks.host_facts)
         self.looks.heard.append(self._silent.looked)
         self._forecast = ForecastCheck(context, self.looks.schedule)
         self.looks.heard.append(self._forecast.looked)

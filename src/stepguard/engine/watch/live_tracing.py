@@ -15,6 +15,7 @@ from stepguard.engine.drivers.schedule import ScheduleCopy, needs_closure, posit
 from stepguard.locate import locate
 from stepguard.locate.live_trace import LiveTrace, present_recorder, shared_recorder
 from stepguard.records import Origin, Reading
+from stepguard.records.incident import Evidence, with_evidence
 from stepguard.state.batch import Step
 from stepguard.tensors.torch_private import graphs_compiled, pretend_stepped
 
@@ -66,7 +67,9 @@ class LiveTracing:
             return seen
         self._futile += self._finished is not None
         self._arm(reading.step, unheard=not step.micro_batches)
-        return origin
+        if self._context.sharded or needs_closure(self._context.optimizer):
+            return origin
+        return with_evidence(origin, Evidence(loss_unseen=True))
 
     def _arm(self, step: int, *, unheard: bool = False) -> None:
         """`unheard`: no call of the model was heard either."""
