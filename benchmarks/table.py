@@ -1,4 +1,4 @@
-"""Puts the measured overhead into README.md, between its two markers.
+"""Put the measured overhead into docs/evidence.md, between its two markers.
 
 python -m benchmarks.table
 """
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.parts.machine import RESULTS
 
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence.md"
 KEPT = (
     "The allocator keeps freed memory, as tcmalloc and jemalloc do: else page faults drown one "
     "per cent. "
@@ -27,22 +27,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.table", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--results", type=Path, default=RESULTS / "overhead.json")
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     if not options.results.exists():
         return _refuse(
             f"{options.results.name} does not exist; run python -m benchmarks.overhead first."
         )
-    text = options.readme.read_text(encoding="utf-8")
+    text = options.page.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         return _refuse(
-            f"{options.readme.name} needs the lines {BEGIN} and {END}, once each, where the table "
+            f"{options.page.name} needs the lines {BEGIN} and {END}, once each, where the table "
             f"goes."
         )
     data = json.loads(options.results.read_text(encoding="utf-8"))
     fresh = replaced(text, "\n".join(lines(data)))
-    options.readme.write_text(fresh, encoding="utf-8")
-    print(f"{options.readme.name}: overhead table {'unchanged' if fresh == text else 'rewritten'}")
+    options.page.write_text(fresh, encoding="utf-8")
+    print(f"{options.page.name}: overhead table {'unchanged' if fresh == text else 'rewritten'}")
     return 0
 
 

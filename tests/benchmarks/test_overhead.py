@@ -150,28 +150,28 @@ def test_counts_show_at_most_one_awaited_packet_and_no_other_read(tmp_path: Path
 
 
 def test_table_goes_between_the_markers_and_nowhere_else(measured: Path, tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"# x\n\n{table.BEGIN}\nSTALE\n{table.END}\n\nafter\n", encoding="utf-8")
-    assert table.main(["--results", str(measured), "--readme", str(readme)]) == 0
-    text = readme.read_text(encoding="utf-8")
+    page = tmp_path / "README.md"
+    page.write_text(f"# x\n\n{table.BEGIN}\nSTALE\n{table.END}\n\nafter\n", encoding="utf-8")
+    assert table.main(["--results", str(measured), "--page", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
     assert text.startswith(f"# x\n\n{table.BEGIN}\n| step |") and text.endswith(
         f"{table.END}\n\nafter\n"
     )
     assert (
         "STALE" not in text and "**guard.step**" in text and "nan" not in text.replace("isnan", "")
     )
-    assert table.main(["--results", str(measured), "--readme", str(readme)]) == 0
-    assert readme.read_text(encoding="utf-8") == text
+    assert table.main(["--results", str(measured), "--page", str(page)]) == 0
+    assert page.read_text(encoding="utf-8") == text
 
 
 def test_readme_without_markers_is_refused_and_left_alone(
     measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("# x\n", encoding="utf-8")
-    assert table.main(["--results", str(measured), "--readme", str(readme)]) == 2
+    page = tmp_path / "README.md"
+    page.write_text("# x\n", encoding="utf-8")
+    assert table.main(["--results", str(measured), "--page", str(page)]) == 2
     assert table.BEGIN in capsys.readouterr().err
-    assert readme.read_text(encoding="utf-8") == "# x\n"
+    assert page.read_text(encoding="utf-8") == "# x\n"
 
 
 def test_table_without_results_says_what_to_run(
