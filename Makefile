@@ -10,7 +10,7 @@ BENCHES := overhead $(filter-out overhead crash soak table _%,$(patsubst benchma
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all quick test-newest coverage browser check format bench verify-recipes \
+.PHONY: help venv demo test test-all quick test-versions coverage browser check format bench verify-recipes \
 	recipes-real \
 	crash-campaign fuzz docs docs-serve pictures clean
 
@@ -45,15 +45,27 @@ test-all: venv ## the same at full length: for a night or a release
 quick: venv ## fast tests that start no process, in less than a minute
 	$(RUN) -m pytest -n 2 --dist worksteal -m 'not process and not slow'
 
-# parts that depend on torch's own behaviour; in a venv without the pin and without the frameworks
-NEWEST := .venv-newest
+# parts that depend on Python and torch alone; in a venv without the pins and without the frameworks
+TORCH ?= *
+VERSIONS := .venv-versions
 CORE_TESTS := tests/engine tests/guard tests/locate tests/sentinel tests/state tests/tensors tests/numerics tests/device
-test-newest: ## the core tests on the newest torch: a download of several gigabytes
-	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[data]' \
+test-versions: ## the core tests with TORCH=2.6.* or any other version; the newest without one
+	test -x $(VERSIONS)/bin/python || $(PYTHON) -m venv $(VERSIONS)
+	$(VERSIONS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[data]' 'torch==$(TORCH)' \
 		tqdm transformers ninja pytest pytest-timeout pytest-xdist hypothesis
-	$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
-	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' $(CORE_TESTS)
+	$(VERSIONS)/bin/python -c "import torch; print('torch', torch.__version__)"
+	$(VERSIONS)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' $(CORE_TESTS)
+
+dist: venv ## wheel and sdist in dist/, checked, and the wheel installed and run in a venv of its own
+	rm -rf dist
+	$(PIP) build twine
+	$(RUN) -m build
+	$(RUN) -m twine check --strict dist/*
+	$(PYTHON) -m venv dist/.venv
+	dist/.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	dist/.venv/bin/stepguard explain SG201 >/dev/null
+	rm -rf dist/.venv
+	@ls -l dist
 
 coverage: venv ## every test again, with the share of lines of src/stepguard that ran
 	$(RUN) -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered
@@ -106,5 +118,5 @@ crash-campaign: venv ## kill -9 a thousand times, stepguard's store beside the p
 	$(RUN) -m benchmarks.crash --runs 1000
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) $(NEWEST) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* demo_run site
+	rm -rf $(VENV) $(VERSIONS) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* demo_run site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
