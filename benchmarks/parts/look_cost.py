@@ -12,7 +12,7 @@ from torch.optim import AdamW
 import stepguard
 from benchmarks.parts.variants import RATE, bare
 from benchmarks.parts.workloads import Workload
-from stepguard.engine.probes import FIRST, SHARE
+from stepguard.probes.look_schedule import FIRST, SHARE
 from stepguard.records.probes import Look
 
 ROUNDS = 8

@@ -33,7 +33,6 @@ from stepguard.engine.drivers.step import ClosureDriver, StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
 from stepguard.engine.incident.exceptions import last_uncaught, tell_end
 from stepguard.engine.incident.ranks import RankComparison
-from stepguard.engine.incident.trials import try_what_helps
 from stepguard.engine.protect import Protection, in_words, offer
 from stepguard.engine.recover.checkpoints import Checkpoints
 from stepguard.engine.recover.rewind import Rewinder
@@ -48,11 +47,13 @@ from stepguard.engine.wiring import (
     resumable,
 )
 from stepguard.port import Port
+from stepguard.probes.looks import Looks
+from stepguard.probes.whatif import try_what_helps, what_helps
+from stepguard.probes.whatif_candidates import OwnFix
 from stepguard.records import GuardConfig, Incident
 from stepguard.records.probes import WhatIf
 from stepguard.state.batch import LossFn, total_loss
 from stepguard.state.loader import ResumableLoader, observe_loaders, stop_observing
-from stepguard.whatif.candidates import OwnFix
 
 __all__ = ["Guard", "StepResult"]
 
@@ -98,6 +99,9 @@ class Guard:
         self._wiring = Wiring(self._context)
         self._protect = Protection(self._fault, partial(self._context.outputs.note, "fault"))
         self._rewinder = Rewinder(self._context)
+        self._context.probe = Looks(self._context, self._protect)
+        if self._context.config.policy.on_incident == "whatif":
+            self._context.what_helps = partial(what_helps, self._context, self._rewinder.snapshots)
         kind = ClosureDriver if takes_closure(self._context.optimizer) else StepDriver
         self._driver: StepDriver | WatchDriver = kind(self._context, self._protect, self._rewinder)
         self.port = Port(self._context, self._rewinder, self._driver)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from stepguard import Guard, GuardConfig, Probes
-from stepguard.engine.probes import ForecastCheck, LookSchedule
 from stepguard.journal import read_run
+from stepguard.probes.forecast import ForecastCheck
+from stepguard.probes.look_schedule import LookSchedule
 from stepguard.records import Reading
 from stepguard.records.probes import AttentionLook, Look
 from stepguard.report.story import read_story

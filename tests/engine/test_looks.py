@@ -14,17 +14,16 @@ from typer.testing import CliRunner
 import stepguard
 from stepguard import ConfigError, Guard, GuardConfig, Probes, Snapshots
 from stepguard.cli.app import app
-from stepguard.engine.probes import (
+from stepguard.journal import read_run
+from stepguard.probes.look_schedule import (
     EARLY_SECONDS,
     EARLY_SHARE,
     FIRST,
     LEAST_SECONDS,
     SHARE,
     LookSchedule,
-    is_average,
-    tensors_held,
 )
-from stepguard.journal import read_run
+from stepguard.probes.looks import is_average, tensors_held
 from stepguard.tensors.torch_private import dispatch_mode_stack
 
 STEPS = 8
@@ -356,7 +355,7 @@ def test_look_that_fails_is_told_once_and_costs_only_itself(
     def broken(*_: Any) -> None:
         raise IndexError("index 1 is out of bounds")
 
-    monkeypatch.setattr("stepguard.look.deep_look.LayerFacts.after", broken)
+    monkeypatch.setattr("stepguard.probes.deep_look.LayerFacts.after", broken)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Guard(

@@ -24,13 +24,14 @@ from stepguard.engine.drivers.schedule import (
     named_position,
     scheduler_of,
 )
+from stepguard.engine.hooks import LeadUp, StepProbe
 from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.protect import Outputs
 from stepguard.engine.watch.gradient_habits import GradientHabits
 from stepguard.ledger import Ledger
 from stepguard.locate.replay_state import LocateBudget
 from stepguard.policy import Budget
-from stepguard.records import GuardConfig, Incident, Reading
+from stepguard.records import Decision, GuardConfig, Incident, Reading
 from stepguard.records.incident import box
 from stepguard.sentinel.gradients import GradientNorm, GradientNorms, Shares
 from stepguard.sentinel.rank_agreement import Agreement
@@ -40,7 +41,6 @@ from stepguard.state.loader import RecentBatches, ResumableLoader
 from stepguard.state.run_state import Ownership
 from stepguard.tensors.names import optimizer_parameters
 from stepguard.tensors.values import is_finite
-from stepguard.whatif.trial import LeadUp
 
 # --- What the parts of one guard share.
 
@@ -139,6 +139,10 @@ class Context:
     """The step at which it was."""
     outliers: Outliers | None = None
     """Gradients of single tensors, where `GuardConfig.outliers` asks for it."""
+    probe: StepProbe = field(default_factory=StepProbe)
+    """Looks at healthy steps, where the guard has put one in."""
+    what_helps: Callable[[Incident, Decision], Decision] | None = None
+    """Tries what helps before a decision is applied, where the policy asks for it."""
     lead_up: LeadUp | None = None
     """The last bad step and the steps that led to it."""
     anchor: tuple[Step, float] | None = None

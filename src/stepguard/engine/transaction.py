@@ -48,7 +48,7 @@ from stepguard.engine.incident.situation import (
     halt,
     keep_lead_up,
 )
-from stepguard.engine.incident.trials import try_remedies, what_helps
+from stepguard.engine.incident.trials import try_remedies
 from stepguard.engine.protect import Protection, explain_or_warn
 from stepguard.engine.reader import Pending, Reader
 from stepguard.engine.recover.rewind import Rewinder, loss_function_changed
@@ -388,8 +388,8 @@ class Transaction:
         self.rewinder.probation.incident(incident.step, hurt=hurt and decision.action != "heal")
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)
-        if policy.on_incident == "whatif":
-            look = partial(what_helps, context, self.rewinder.snapshots, incident, decision)
+        if context.what_helps is not None:
+            look = partial(context.what_helps, incident, decision)
             return explain_or_warn(decision, self._not_explained, look)
         return decision
 

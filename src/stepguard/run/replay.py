@@ -33,6 +33,8 @@ from stepguard.journal import read_run
 from stepguard.locate import locate
 from stepguard.locate.origins import place_replayed_exception
 from stepguard.locate.replay_state import LocateBudget
+from stepguard.probes.whatif_candidates import OwnFix
+from stepguard.probes.whatif_trial import Progress, TrialSubject, compare_candidates
 from stepguard.records import Edit, Evidence, Incident, Origin, Reading, Remedy, Verdict
 from stepguard.records.incident import VerdictKind
 from stepguard.records.probes import WhatIf
@@ -54,8 +56,6 @@ from stepguard.state.capsule import (
 from stepguard.state.files import write_file
 from stepguard.state.isolation import rerun
 from stepguard.state.run_state import RunState
-from stepguard.whatif.candidates import OwnFix
-from stepguard.whatif.trial import Progress, TrialSubject, compare_candidates
 
 # --- Replay a capsule: the same step, in a fresh process or on another machine, with the same
 # origin.

@@ -39,7 +39,6 @@ from stepguard.engine.incident.run_facts import (
     skipped_after_all,
     with_left_out,
 )
-from stepguard.engine.probes import ForecastCheck, Looks, SilentCheck
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import MicroLoss, Pending, micro_loss, own_norm
 from stepguard.engine.recover.rewind import (
@@ -210,11 +209,7 @@ class StepEnd:
         self._context = context
         self._protect = protect
         self._rewinder = rewinder
-        self.looks = Looks(context, protect)
-        self._silent = SilentCheck(context, self.looks.host_facts)
-        self.looks.heard.append(self._silent.looked)
-        self._forecast = ForecastCheck(context, self.looks.schedule)
-        self.looks.heard.append(self._forecast.looked)
+        self.looks = context.probe
 
     def committed(self, step: Step, reading: Reading | None) -> None:
         """The update went through. `reading` is None where a disarmed guard did not read it."""
@@ -229,10 +224,7 @@ class StepEnd:
         with self._protect.part("comparison of the ranks"):
             for tell in self._context.step_hooks:
                 tell(step)
-        with self._protect.part("silent failures"):
-            self._silent.committed(reading)
-        with self._protect.part("forecast"):
-            self._forecast.read(reading)
+        self.looks.committed(reading)
         with self._protect.part("journal"):
             write_step(self._context, reading, committed=True)
         with self._protect.part("snapshots"):
@@ -244,16 +236,14 @@ class StepEnd:
         if reading is None or not self._protect.armed:
             return
         if reading.overflow:
-            with self._protect.part("forecast"):
-                self._forecast.read(reading)
+            self.looks.skipped(reading)
         with self._protect.part("journal"):
             write_step(self._context, reading, committed=False)
 
     def run_ended(self, error: BaseException | None) -> None:
         """Nothing more will come. A run that an error cut short says little about its loop."""
         if error is None:
-            with self._protect.part("silent failures"):
-                self._silent.run_ended()
+            self.looks.run_ended()
 
 
 def add_to_history(context: Context, step: Step, reading: Reading) -> None:

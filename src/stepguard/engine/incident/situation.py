@@ -13,6 +13,7 @@ from stepguard._errors import EXIT_HALTED, TrainingHalted
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.scaler import voting_manager
 from stepguard.engine.drivers.schedule import takes_closure
+from stepguard.engine.hooks import LeadUp
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import stored_culprit, weights_ruined, working_scale
 from stepguard.engine.incident.ranks import damaged
@@ -26,7 +27,6 @@ from stepguard.state.batch import Step
 from stepguard.state.capsule import WindowStep, window_step
 from stepguard.state.snapshot import Snapshot
 from stepguard.tensors.torch_private import compiled_call
-from stepguard.whatif.trial import LeadUp
 
 # --- Stop the run: tell people and launchers, and raise TrainingHalted.
 

@@ -10,9 +10,9 @@ import torch
 
 from engine.parts import incident_of, origin_of, step_of
 from guard.scenes import batches, plain_net
+from stepguard.probes.whatif_candidates import Candidate, candidates
 from stepguard.records import Incident, Operand, Reading
 from stepguard.state.capsule import WindowStep, window_step
-from stepguard.whatif.candidates import Candidate, candidates
 
 BATCH = batches(1)[0]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stepguard.look.statistics import SeenBatch, digest_of
+from stepguard.probes.statistics import SeenBatch, digest_of
 
 
 def seen(batch: Any) -> SeenBatch:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from stepguard.probes.whatif_candidates import ranked
 from stepguard.records.probes import TrialOutcome, WhatIf
-from stepguard.whatif.candidates import ranked
 
 CALM = (1.0, 1.01, 1.0, 0.99)
 

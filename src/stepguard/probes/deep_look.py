@@ -26,8 +26,8 @@ from stepguard.locate.operands import (
     storage_key,
 )
 from stepguard.locate.source import ModuleSpans
-from stepguard.look.loss_facts import LossFacts
-from stepguard.look.statistics import (
+from stepguard.probes.loss_facts import LossFacts
+from stepguard.probes.statistics import (
     FIELDS,
     Numbers,
     SeenBatch,

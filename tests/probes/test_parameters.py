@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from look.looked import look_at
+from probes.looked import look_at
 from stepguard.records.probes import Look, ParameterLook
 
 

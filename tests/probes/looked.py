@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepguard.look.deep_look import DeepLook
+from stepguard.probes.deep_look import DeepLook
 from stepguard.records.probes import Look
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from look.looked import look_at
-from stepguard.look.deep_look import DeepLook
+from probes.looked import look_at
+from stepguard.probes.deep_look import DeepLook
 from stepguard.records.probes import Look, TensorLook
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepguard.look.statistics import (
+from stepguard.probes.statistics import (
     FIELDS,
     SAMPLE,
     Numbers,

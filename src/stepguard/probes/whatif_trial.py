@@ -16,24 +16,7 @@ from torch.optim import Optimizer
 
 from stepguard.locate.replay import kept_loss_function_state
 from stepguard.locate.source import with_edits
-from stepguard.records import Incident
-from stepguard.records.probes import TrialOutcome, WhatIf
-from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
-from stepguard.state.batch import LossFn, Step, batch_without, total_loss
-from stepguard.state.capsule import Window, WindowStep
-from stepguard.state.isolation import untouched
-from stepguard.state.rng import restore_rng
-from stepguard.state.run_state import RunState, SavedState
-from stepguard.state.snapshot import Snapshot
-from stepguard.tensors.names import (
-    named_buffers,
-    named_modules,
-    optimizer_parameters,
-    parameter_names,
-)
-from stepguard.tensors.torch_private import tree_map_only
-from stepguard.tensors.values import HALVES, is_finite
-from stepguard.whatif.candidates import (
+from stepguard.probes.whatif_candidates import (
     NOTHING,
     UNCHANGED,
     Candidate,
@@ -43,6 +26,22 @@ from stepguard.whatif.candidates import (
     judged_by,
     ranked,
 )
+from stepguard.records import Incident
+from stepguard.records.probes import TrialOutcome, WhatIf
+from stepguard.sentinel.gradients import clip, gradient_norm, scale_gradients
+from stepguard.state.batch import LossFn, Step, batch_without, total_loss
+from stepguard.state.capsule import Window, WindowStep
+from stepguard.state.isolation import untouched
+from stepguard.state.rng import restore_rng
+from stepguard.state.run_state import RunState, SavedState
+from stepguard.tensors.names import (
+    named_buffers,
+    named_modules,
+    optimizer_parameters,
+    parameter_names,
+)
+from stepguard.tensors.torch_private import tree_map_only
+from stepguard.tensors.values import HALVES, is_finite
 
 # --- What trials are run on: the bad step, the steps that led to it, and the objects to train.
 
@@ -53,30 +52,6 @@ LEAST_STEPS = 2
 """Steps before the bad one without which nothing is known of a run that went well."""
 SAME_LOSS = 1e-3
 """A loss that differs by less is the same."""
-
-
-@dataclass(slots=True)
-class LeadUp:
-    """What a guard keeps of its last bad step, by reference."""
-
-    incident: str
-    """Id of the incident."""
-    step: Step
-    bad: WindowStep
-    timeline: int
-    """Rewinds that the run had made by then."""
-    snapshot: Snapshot | None = None
-    """Where the steps began; None: with the bad step itself."""
-    steps: list[WindowStep] = field(default_factory=list)
-    """Those since the snapshot, without the bad one."""
-    earlier: list[WindowStep] = field(default_factory=list)
-    """Healthy steps from before the snapshot."""
-    failed_before: list[WindowStep] = field(default_factory=list)
-    """Bad steps shortly before this one, oldest first."""
-    committed: int = 0
-    """Updates that the run had made by then."""
-    first: LeadUp | None = None
-    """The first bad step of a chain of them, with no good one between."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.locate.operands import Operator, aten, storage_key
-from stepguard.look.statistics import Numbers, sampled
+from stepguard.probes.statistics import Numbers, sampled
 from stepguard.records.probes import StepFacts
 from stepguard.tensors.torch_private import next_sequence_number
 

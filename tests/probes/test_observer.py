@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stepguard.look.deep_look import Observer
+from stepguard.probes.deep_look import Observer
 from stepguard.tensors.torch_private import dispatch_mode_stack
 
 

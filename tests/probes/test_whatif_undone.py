@@ -7,8 +7,8 @@ from torch import nn
 
 from engine.parts import step_of
 from guard.scenes import batches, difference, plain_net
+from stepguard.probes.whatif_trial import in_float32, kept_program, undone
 from stepguard.state.run_state import RunState
-from stepguard.whatif.trial import in_float32, kept_program, undone
 
 
 def test_weights_optimizer_hooks_and_random_numbers_end_as_they_began() -> None:

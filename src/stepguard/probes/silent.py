@@ -1,0 +1,319 @@
+"""Tell what a healthy run does wrong: every silent failure once, as a line."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, deque
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from stepguard.diagnose.engine import silent_findings
+from stepguard.engine.context import Context
+from stepguard.engine.drivers.schedule import position, wants_a_value
+from stepguard.probes.deep_look import without_unused_parts
+from stepguard.probes.statistics import SeenBatch
+from stepguard.records import Finding, Reading
+from stepguard.records.probes import Look
+from stepguard.tensors.names import named_modules, parameter_names
+from stepguard.tensors.torch_private import transforming, tree_flatten
+
+# --- What is known of a run without a look: is it given one batch again and again, and which
+# parameters of its optimizer are never trained?
+
+
+MARKED = 16
+"""Elements of a tensor on the CPU that are compared with those of the batch before."""
+MOST_CALLS = 16
+SAME_IN_A_ROW = 7
+"""Sampled steps after which equal marks are compared with care."""
+STILL_FROZEN, STILL_UNREACHED = 60, 90
+"""Steps over which a parameter had `requires_grad=False`, or no gradient."""
+
+
+class HostFacts:
+    """Facts that cost no device read, taken at pairs of steps ever further apart.
+
+    Pairs, because an epoch may be as long as a gap; unequal gaps, because a loop may take turns.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._pair = -3
+        self._gap = 3
+        self.same_batch = 0
+        """Step up to which the batches were the same, each time in new memory; 0: they differ."""
+        self.samples = 0
+        """In such a batch."""
+        self._marks: tuple[int, list[Any]] = (-1, [])
+        """Of the step at hand."""
+        self._last_marks: list[Any] = []
+        self._equal = 0
+        """Sampled steps in a row with these marks."""
+        self._exact: list[tuple[int, SeenBatch]] = []
+        """A pair of steps that is compared with care; once in a run."""
+        self._parameters: list[Tensor] = []
+        self._first = 0
+        """The sampled step that this list of parameters was first seen at."""
+        self._newest = 0
+        self._frozen: list[Tensor] = []
+        self._unreached: list[Tensor] = []
+
+    def sampling(self) -> bool:
+        """Is the step at hand one of those that are sampled?"""
+        step = self._context.step
+        if step >= self._pair + self._gap or step < self._pair:
+            self._pair = step
+            self._gap += 2
+        return step - self._pair < 2
+
+    def saw_batch(self, batch: Any) -> None:
+        """The data of the step, or a part of it."""
+        step = self._context.step
+        if len(self._exact) > 2 or not torch.is_grad_enabled() or transforming():
+            return
+        if self._exact or (self._equal >= SAME_IN_A_ROW and step == self._pair):
+            if not self._exact or self._exact[-1][0] != step:
+                self._exact.append((step, SeenBatch()))
+            self._exact[-1][1].add(batch)
+            return
+        if self._marks[0] != step:
+            self._marks = (step, [])
+        if len(self._marks[1]) < MOST_CALLS:
+            self._marks[1].append(_mark(batch))
+
+    def before_update(self) -> None:
+        """The gradients of the step are there."""
+        self._compare_batches()
+        parameters = self._context.parameters
+        if parameters is not self._parameters:
+            self._parameters = parameters
+            self._first = self._context.step
+            self._frozen = self._unreached = parameters
+        self._newest = self._context.step
+        self._frozen = [one for one in self._frozen if not one.requires_grad]
+        without = [one for one in self._unreached if one.grad is None]
+        if len(without) < len(parameters):
+            self._unreached = without
+
+    def _compare_batches(self) -> None:
+        step = self._context.step
+        if len(self._exact) == 2 and not self.same_batch:
+            (before, one), (after, other) = self._exact
+            self._exact.append(self._exact[-1])  # not again
+            if after == before + 1 and one.compared(other) == "equal":
+                self.same_batch = after
+                self.samples = other.samples
+            return
+        if self._marks[0] != step or self._exact:
+            return
+        marks = self._marks[1]
+        if not any(values for mark in marks for _, values in mark):
+            marks = self._rows_of_loader(step)
+        self._equal = self._equal + 1 if marks and marks == self._last_marks else 0
+        self._last_marks = marks
+
+    def _rows_of_loader(self, step: int) -> list[Any]:
+        """Tensors on a device are not read: the sampler of a DataLoader says what they are."""
+        recent = self._context.recent
+        delivered = recent.of_step(step) if recent is not None else []
+        rows = []
+        for one in delivered:
+            if not isinstance(one.raw, tuple | list) or not all(type(i) is int for i in one.raw):
+                return []
+            rows.append(list(one.raw))
+        return rows
+
+    def frozen(self) -> tuple[str, ...]:
+        """Parameters of the optimizer that stay frozen beside others of their module that train.
+
+        A whole module is frozen on purpose, and so is the same part of every module of a kind, or
+        what a module of the user's own was made with.
+        """
+        if self._newest - self._first < STILL_FROZEN or not self._frozen:
+            return ()
+        roots = self._context.roots
+        modules = dict(named_modules(roots))
+        still = set(map(id, self._frozen))
+        trained = set(map(id, self._parameters)) - still - set(map(id, self._unreached))
+        places = []
+        training, training_kinds = set(), set()
+        for parameter, name in parameter_names(roots, self._context.optimizer):
+            prefix, _, leaf = name.rpartition(".")
+            kind = (type(modules.get(prefix)), leaf)
+            if id(parameter) in still:
+                places.append((name, prefix, kind))
+            elif id(parameter) in trained:
+                training.add(prefix)
+                training_kinds.add(kind)
+        places = [place for place in places if place[1] in training]
+        kinds = Counter(kind for _, _, kind in places)
+        found = []
+        for name, _, kind in places:
+            one_of_torch = kinds[kind] == 1 and kind[0].__module__.startswith("torch.nn.")
+            if kind in training_kinds or one_of_torch:
+                found.append(name)
+        return tuple(found)
+
+    def unreached(self) -> tuple[str, ...]:
+        """Trainable parameters that no sampled step has found with a gradient."""
+        if self._newest - self._first < STILL_UNREACHED:
+            return ()
+        ids = {id(one) for one in self._unreached if one.requires_grad}
+        pairs = parameter_names(self._context.roots, self._context.optimizer)
+        names = tuple(name for one, name in pairs if id(one) in ids)
+        return without_unused_parts(self._context.roots, names) if names else ()
+
+
+def _mark(batch: Any) -> list[tuple[torch.Size, tuple[float, ...]]]:
+    """A few elements of every tensor that can be read without waiting; none of a constant one."""
+    found = []
+    for leaf in tree_flatten(batch)[0]:
+        if type(leaf) is not Tensor:
+            continue
+        values: tuple[float, ...] = ()
+        if leaf.device.type == "cpu" and leaf.layout is torch.strided and leaf.is_contiguous():
+            stride = max(1, leaf.numel() // MARKED)
+            values = tuple(leaf.detach().view(-1)[::stride].tolist())
+            if len(set(values)) < 2:
+                values = ()
+        found.append((leaf.shape, values))
+    return found
+
+
+# --- Tell what a healthy run does wrong: every silent failure once, as a line.
+
+
+EVERY = 64
+"""Steps between two checks that need no look."""
+MOST_LOOKS = 64
+SAME_BATCH = "SG907"
+FADED = 1e-4
+"""Learning rate, beside the highest of its group, at which nothing moves any more."""
+
+
+class SilentCheck:
+    """Keeps what the rules on healthy runs need, and tells each code once."""
+
+    def __init__(self, context: Context, host_facts: HostFacts) -> None:
+        self._context = context
+        self._host_facts = host_facts
+        self._looks: deque[Look] = deque(maxlen=MOST_LOOKS)
+        self._recent: deque[Reading] = deque(maxlen=EVERY)
+        self._told: set[str] = set()
+        self._steps = 0
+        self._schedule = _place(context.scheduler)
+        """Where the schedule stood when the guard was made; None where it cannot be told."""
+        self._rates: tuple[float, ...] = ()
+        """Learning rates of the newest step."""
+        self._highest: tuple[float, ...] = ()
+        self._faded_since: int | None = None
+        self._first: Reading | None = None
+        self._look_is_new = False
+        """It is judged with the reading of its step, which comes after it."""
+
+    def committed(self, reading: Reading) -> None:
+        """A step went through."""
+        self._recent.append(reading)
+        self._steps += 1
+        self._first = self._first or reading
+        if reading.lr != self._rates:
+            self._rates_changed(reading)
+        if self._look_is_new or self._steps % EVERY == 0:
+            self._check()
+
+    def _rates_changed(self, reading: Reading) -> None:
+        """Remember the highest rates, and since when the present ones are nothing beside them."""
+        before = self._highest
+        self._rates = reading.lr
+        if len(before) != len(reading.lr):
+            before = reading.lr
+        self._highest = tuple(map(max, before, reading.lr))
+        pairs = zip(reading.lr, self._highest, strict=True)
+        if not all(rate < FADED * highest for rate, highest in pairs):
+            self._faded_since = None
+        elif self._faded_since is None:
+            self._faded_since = reading.step
+
+    def looked(self, look: Look) -> None:
+        """A deep look was taken."""
+        self._looks.append(look)
+        self._look_is_new = True
+
+    def run_ended(self) -> None:
+        """The run is over, and by itself: only now is late what happens once an epoch."""
+        stood = self._schedule is not None and _place(self._context.scheduler) == self._schedule
+        self._check(ended=True, schedule_stood_for=self._steps if stood else 0)
+
+    def _check(self, *, ended: bool = False, schedule_stood_for: int = 0) -> None:
+        self._look_is_new = False
+        first = self._first or Reading(step=0)
+        found = silent_findings(
+            self._looks,
+            self._recent,
+            ended=ended,
+            schedule_stood_for=schedule_stood_for,
+            habits=self._context.habits.counts,
+            faded_since=self._faded_since,
+            first_norm=first.grad_norm,
+            first_loss=abs(first.loss) if first.loss is not None else None,
+            shrinks_by=_shrinks_by(self._context.optimizer),
+            same_batch=self._host_facts.same_batch,
+            frozen=self._host_facts.frozen(),
+            unreached=self._host_facts.unreached(),
+        )
+        for finding in found:
+            if finding.code not in self._told:
+                self._told.add(finding.code)
+                samples = self._host_facts.samples
+                if self._looks:
+                    samples = self._looks[-1].facts.samples
+                if finding.code != SAME_BATCH or not _whole_data_set_in_a_batch(samples):
+                    self._tell(finding)
+
+    def _tell(self, finding: Finding) -> None:
+        text = f"{finding.code} {finding.title}: {'; '.join(finding.evidence)}"
+        self._context.outputs.note(
+            "silent",
+            f"{text} (stepguard explain {finding.code})",
+            code=finding.code,
+            certainty=finding.certainty,
+        )
+
+
+def _shrinks_by(optimizer: Optimizer) -> float:
+    """Learning rate times weight decay, where the decay is not a part of an adapted gradient."""
+    largest = 0.0
+    with suppress(Exception):  # settings of the user's own optimizer may be anything
+        for group in optimizer.param_groups:
+            plain = "betas" not in group and "eps" not in group
+            if plain or group.get("decoupled_weight_decay") or type(optimizer).__name__ == "AdamW":
+                largest = max(largest, float(group["lr"]) * float(group.get("weight_decay", 0.0)))
+    return largest
+
+
+def _whole_data_set_in_a_batch(samples: int) -> bool:
+    """Is there a loader with all of its data in a batch of this size? Then it is the same again.
+
+    Looked for once in a run at most, and only where the finding would be reported.
+    """
+    gc.collect()
+    for thing in gc.get_objects():
+        # type() and not isinstance: proxies answer isinstance with side effects
+        if issubclass(type(thing), DataLoader):
+            with suppress(Exception):  # a data set without a length, or of the user's own
+                if len(thing) == 1 and len(thing.dataset) == samples:
+                    return True
+    return False
+
+
+def _place(scheduler: Any) -> tuple[int, ...] | None:
+    """How far a schedule has come that the loop should step; a plateau's may well never move."""
+    with suppress(Exception):  # an object of the user's own
+        if scheduler is not None and not wants_a_value(scheduler):
+            return position(scheduler)
+    return None
