@@ -1,4 +1,4 @@
-"""Rows of a micro-batch are named by the loader that delivered them, or by the ids they carry."""
+"""Rows of a micro-batch are named only where loader, values or ids prove which samples they are."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_slice_of_a_batch_has_its_indices_but_no_place_unless_all_of_it_is_there
     assert part.place is None
 
 
-def test_moved_batches_of_the_guards_loader_are_known_by_their_order() -> None:
+def test_moved_batches_are_known_by_their_order_and_values() -> None:
     (part,) = _parts((WHOLE.clone(),), loader=Loader([_delivered(WHOLE)]))
     assert part.indices == ROWS and part.place == (2, 5)
 
@@ -81,11 +81,19 @@ def test_batch_that_was_cut_into_micro_batches_gives_each_its_rows() -> None:
     assert first.indices == ROWS[:3] and second.indices == ROWS[3:]
 
 
-def test_moved_batches_of_an_observed_loader_have_no_names() -> None:
-    loader = Loader([_delivered(WHOLE)])
-    loader.observed = True
-    (part,) = _parts((WHOLE.clone(),), loader=loader)
+def test_other_values_contradict_the_order() -> None:
+    other = WHOLE + 1.0
+    (part,) = _parts((other,), loader=Loader([_delivered(WHOLE)]))
     assert part.indices is None and part.place is None
+    cut = _parts((other[:3],), (other[3:],), loader=Loader([_delivered(WHOLE)]))
+    assert [each.indices for each in cut] == [None, None]
+
+
+def test_nan_in_a_moved_batch_is_equal_to_itself() -> None:
+    whole = WHOLE.clone()
+    whole[1, 1] = torch.nan
+    (part,) = _parts((whole.clone(),), loader=Loader([_delivered(whole)]))
+    assert part.indices == ROWS
 
 
 def test_samples_of_an_origin_are_named_by_row_and_id() -> None:

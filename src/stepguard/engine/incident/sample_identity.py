@@ -12,7 +12,7 @@ from stepguard.records import Origin
 from stepguard.records.checks import Identity
 from stepguard.records.codec import one_line
 from stepguard.state.batch import Step, named_tensors, part_named, samples_in, tensor_label
-from stepguard.state.loader import Delivered, FoundBatch, RecentBatches
+from stepguard.state.loader import Delivered, FoundBatch, RecentBatches, first_tensors
 
 MOST_SHOWN = 4
 """Tensors of a sample that are described."""
@@ -53,7 +53,9 @@ def parts_of(step: Step, recent: RecentBatches | None, id_key: str | None) -> li
     """One part for each micro-batch; for each delivered batch where micro-batches are not known.
 
     A micro-batch is known by its tensors, which are those that a loader delivered or views of them.
-    Where the loop made new ones (moved to a device), those of the guard's loader go by their order.
+    Where the loop made new ones (moved to a device), delivered batches go by their order, unless
+    their values say that the loop trains on something else. A framework fetches ahead and uses
+    several loaders: there the values have to be seen to be the same.
     """
     if not step.micro_batches:
         if recent is None or recent.observed:
@@ -77,7 +79,7 @@ def parts_of(step: Step, recent: RecentBatches | None, id_key: str | None) -> li
             found.append(known)
     if len(found) == len(parts):
         return _recognized(found, parts)
-    return parts if recent.observed else _by_order(recent.of_step(step.index), parts)
+    return _by_order(_plausible(step, recent), parts, step.micro_batches)
 
 
 def delivered_beside(step: Step, recent: RecentBatches | None) -> list[tuple[Delivered, int]]:
@@ -91,9 +93,39 @@ def delivered_beside(step: Step, recent: RecentBatches | None) -> list[tuple[Del
         known = recent.find(batch)
         if known is not None and known.rows is None:
             found.append((known.delivered, micro))
-    if not found and not recent.observed:
-        return [(each, micro) for micro, each in enumerate(recent.of_step(step.index))]
+    if not found:
+        return [(each, micro) for micro, each in enumerate(_plausible(step, recent))]
     return found
+
+
+def _plausible(step: Step, recent: RecentBatches) -> list[Delivered]:
+    """Batches delivered for the step; of observed loaders those that share values with it."""
+    delivered = recent.of_step(step.index)
+    if not recent.observed:
+        return delivered
+    seen = []
+    for each in delivered:
+        if any(_holds_values_of(each, batch) for batch in step.micro_batches):
+            seen.append(each)
+    return seen
+
+
+def _holds_values_of(delivered: Delivered, batch: Any, start: int = 0) -> bool | None:
+    """Is a tensor of the batch equal to rows of the delivered one? None: none can be compared."""
+    answer = None
+    for tensor in first_tensors(batch):
+        for whole in delivered.tensors:
+            if not tensor.dim() or not whole.dim() or whole.dtype != tensor.dtype:
+                continue
+            rows = whole.detach()[start : start + len(tensor)]
+            if rows.shape != tensor.shape:
+                continue
+            values = tensor.detach().to(rows.device)
+            # NaN equals NaN here: it is often why the row is asked for
+            if bool(((rows == values) | ((rows != rows) & (values != values))).all()):
+                return True
+            answer = False
+    return answer
 
 
 def name_samples(
@@ -195,20 +227,25 @@ def _recognized(found: list[FoundBatch], parts: list[BatchPart]) -> list[BatchPa
     return known
 
 
-def _by_order(delivered: list[Delivered], parts: list[BatchPart]) -> list[BatchPart]:
+def _by_order(
+    delivered: list[Delivered], parts: list[BatchPart], batches: Sequence[Any]
+) -> list[BatchPart]:
     """One delivered batch for each micro-batch, or one that was cut into all of them."""
+    known: list[BatchPart] = []
     if len(delivered) == len(parts):
-        return [
-            replace(part, indices=each.indices, place=each.place)
-            for each, part in zip(delivered, parts, strict=True)
-        ]
+        for each, part, batch in zip(delivered, parts, batches, strict=True):
+            if _holds_values_of(each, batch) is False:
+                return parts
+            known.append(replace(part, indices=each.indices, place=each.place))
+        return known
     sizes = [part.size for part in parts if part.size is not None]
     whole = delivered[0].indices if len(delivered) == 1 else None
     if whole is None or len(sizes) != len(parts) or sum(sizes) != len(whole):
         return parts
-    known: list[BatchPart] = []
     start = 0
-    for part, size in zip(parts, sizes, strict=True):
+    for part, size, batch in zip(parts, sizes, batches, strict=True):
+        if _holds_values_of(delivered[0], batch, start) is False:
+            return parts
         rows = whole[start : start + size]
         known.append(replace(part, indices=rows, place=delivered[0].place))
         start += size
