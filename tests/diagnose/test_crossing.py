@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from stepguard.diagnose.case import agreement, crossing, levelling_off
+from stepguard.diagnose.trends import agreement, crossing, levelling_off
 
 
 def series(count: int, value: float, slope: float, noise: float = 0.0) -> list[tuple[int, float]]:

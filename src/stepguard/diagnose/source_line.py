@@ -384,7 +384,10 @@ ALIASES = {
     "_softmax": "softmax",
     "_log_softmax": "log_softmax",
     "linalg_vector_norm": "norm vector_norm",
+    "norm": "norm vector_norm",
     "acos": "acos arccos",
+    "acosh": "acosh arccosh",
+    "atanh": "atanh arctanh",
     "asin": "asin arcsin",
     "atan2": "atan2 arctan2",
 }
@@ -425,10 +428,16 @@ def name_operands(origin: Origin) -> Origin:
 def expression_of(origin: Origin) -> Expression | None:
     """The expression of a forward operation in its source line, where it is there once."""
     operation = _operation(origin)
+    return named_expression(origin, operation, OPERATORS.get(operation))
+
+
+def named_expression(
+    origin: Origin, operation: str, operator: type[ast.operator] | None = None
+) -> Expression | None:
+    """The call of this operation, or the use of its operator, in the culprit's line."""
     names = ALIASES.get(operation, operation).split()
     # In place, a method has the same name and an underscore.
     calls = frozenset(names) | {f"{name}_" for name in names}
-    operator = OPERATORS.get(operation)
     return find_expression(culprit_line(origin), calls, operator, culprit_span(origin))
 
 
