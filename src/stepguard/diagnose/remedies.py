@@ -22,9 +22,9 @@ from stepguard.diagnose.source_line import (
     culprit_span,
     expression_of,
     find_expression,
+    find_number,
     is_number,
     named_expression,
-    replace_number,
     rewriting,
     with_roots,
 )
@@ -183,11 +183,11 @@ def _larger_epsilon(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy,
     """SG302: an epsilon that the dtype can hold."""
     if fields["lost_epsilon"] is None:
         return ()
-    changed = replace_number(culprit_line(origin), fields["lost_epsilon"], KEPT_EPSILON)
-    if changed is None:
+    found = find_number(culprit_line(origin), fields["lost_epsilon"])
+    if found is None:
         return ()
-    written, line = changed
-    title = f"Write {KEPT_EPSILON} for `{written}`, which is 0 in {case.dtype}"
+    title = f"Write {KEPT_EPSILON} for `{found.text}`, which is 0 in {case.dtype}"
+    line = found.rewritten(KEPT_EPSILON)
     return (rewriting(origin, line, title, safety="changes-numbers"),)
 
 
@@ -205,10 +205,11 @@ def _harmless_argument(case: Case, origin: Origin, fields: Fields) -> tuple[Reme
     where = find_expression(line, words("where"))
     chosen = ""
     if where is not None and len(where.operands) == 3 and where.text.startswith("torch."):
-        inside = [start <= found.start and found.end <= end for start, end in where.spans]
-        if inside[1]:
+        start, end = found.span()
+        condition, taken, other = map(where.span, where.arguments)
+        if taken[0] <= start and end <= taken[1]:
             chosen = f"torch.where({where.operands[0]}, {argument}, {HARMLESS})"
-        elif inside[2]:
+        elif other[0] <= start and end <= other[1]:
             chosen = f"torch.where({where.operands[0]}, {HARMLESS}, {argument})"
     if not chosen:
         title = (

@@ -154,6 +154,8 @@ JUMP = 0.5
 """Share of the whole change between two neighbours that makes it a jump."""
 LIKELY_SLOPES = (0.1, 0.9)
 """Shares of all pairs that are slower than the ends of the interval."""
+LARGEST_POWER = 1023.0
+"""What Python's numbers can hold."""
 FARTHEST_END = 10.0
 """An interval ends at this many times the distance at the latest."""
 
@@ -176,35 +178,44 @@ class Clarity:
 CLEAR = Clarity()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """When a series meets its limit if it goes on as it did."""
-
-    step: int
-    earliest: int
-    latest: int
-    slope: float
-    """Change of the value in one step."""
-    since: int
-    """First step of the trend."""
-
-
 def crossing(
-    points: Points, limit: float, *, rising: bool, clarity: Clarity = CLEAR
-) -> Crossing | None:
-    """The step at which the series meets `limit`; None where no trend is clear or it is far."""
+    points: Points,
+    limit: float,
+    quantity: str = "",
+    place: str = "",
+    *,
+    rising: bool = True,
+    clarity: Clarity = CLEAR,
+) -> Forecast | None:
+    """When a series of binary logarithms meets `limit` if it goes on as it did; None where no trend
+    is clear or it is far.
+    """
     sign = 1.0 if rising else -1.0
     known = [(step, sign * value) for step, value in points if math.isfinite(value)]
     for length in (*WINDOWS, clarity.fewest):
-        if clarity.fewest <= min(length, len(known)):
-            found = _in_window(known[-length:], sign * limit, clarity, sign)
-            if found is not None:
-                return found
+        if clarity.fewest > min(length, len(known)):
+            continue
+        window = known[-length:]
+        found = _in_window(window, sign * limit, clarity)
+        if found is not None:
+            step, earliest, latest = found
+            return Forecast(
+                quantity=quantity,
+                place=place,
+                since=window[0][0],
+                first=2.0 ** (sign * window[0][1]),
+                now=window[-1][0],
+                value=2.0 ** (sign * window[-1][1]),
+                limit=2.0 ** min(limit, LARGEST_POWER),
+                step=step,
+                earliest=earliest,
+                latest=latest,
+            )
     return None
 
 
-def _in_window(known: Points, limit: float, clarity: Clarity, sign: float) -> Crossing | None:
-    """The crossing of a series that rises."""
+def _in_window(known: Points, limit: float, clarity: Clarity) -> tuple[int, int, int] | None:
+    """The step at which a series that rises meets its limit, the earliest and the latest one."""
     began, first = known[0]
     now, newest = known[-1]
     room = limit - newest
@@ -230,13 +241,7 @@ def _in_window(known: Points, limit: float, clarity: Clarity, sign: float) -> Cr
     latest = FARTHEST_END * ahead
     if slowest > 0.0:
         latest = min(room / slowest, latest)
-    return Crossing(
-        step=now + math.ceil(ahead),
-        earliest=now + math.ceil(room / fastest),
-        latest=now + math.ceil(latest),
-        slope=sign * slope,
-        since=began,
-    )
+    return now + math.ceil(ahead), now + math.ceil(room / fastest), now + math.ceil(latest)
 
 
 def _pair_slopes(points: Points) -> list[float]:
@@ -269,8 +274,6 @@ def _mean_slope(points: Points) -> float:
 # --- What the rules on coming trouble share: a figure of the looks, its limit, and its forecast.
 
 
-LARGEST_POWER = 1023.0
-"""What Python's numbers can hold."""
 LEARNED = 0.1
 """Share by which the loss falls during a trend in a run that learns."""
 LEARNS = 0.01
@@ -322,30 +325,12 @@ def soonest(looks: Sequence[Look], trend: Trend, clarity: Clarity = CLEAR) -> Fo
                 series[figure.place].append((look.step, figure.value))
     for place, points in series.items():
         limit = newest[place].limit
-        ahead = crossing(points, limit, rising=trend.rising, clarity=clarity)
-        if ahead is not None:
-            forecast = forecast_of(trend.quantity, place, points, limit, ahead)
-            if not trend.doubted(forecast, looks):
-                found.append(forecast)
+        forecast = crossing(
+            points, limit, trend.quantity, place, rising=trend.rising, clarity=clarity
+        )
+        if forecast is not None and not trend.doubted(forecast, looks):
+            found.append(forecast)
     return min(found, key=lambda one: one.step, default=None)
-
-
-def forecast_of(
-    quantity: str, place: str, points: Points, limit: float, ahead: Crossing
-) -> Forecast:
-    """A crossing of logarithms as a forecast of numbers."""
-    return Forecast(
-        quantity=quantity,
-        place=place,
-        since=ahead.since,
-        first=2.0 ** dict(points)[ahead.since],
-        now=points[-1][0],
-        value=2.0 ** points[-1][1],
-        limit=2.0 ** min(limit, LARGEST_POWER),
-        step=ahead.step,
-        earliest=ahead.earliest,
-        latest=ahead.latest,
-    )
 
 
 def is_learning(recent: Sequence[Reading], since: int) -> bool:

@@ -12,7 +12,6 @@ from stepguard.diagnose.trends import (
     Figure,
     Trend,
     crossing,
-    forecast_of,
     is_learning,
     log2,
     soonest,
@@ -41,14 +40,10 @@ def sg951(case: Case) -> Proof | None:
             if not points or points[-1][1] != value or reading is case.recent[-1]:
                 points.append((reading.step, value))
     # a scale below 1 makes small gradients smaller instead of larger
-    ahead = crossing(points, 0.0, rising=False)
-    if ahead is None:
-        return None
+    forecast = crossing(points, 0.0, "the loss scale", rising=False)
     # a step went through at the scale the fall began with; else the scaler looks for its scale
-    scale = 2.0 ** dict(points)[ahead.since]
-    if not any(reading.scale == scale and reading.grads_finite for reading in case.recent):
-        return None
-    return _coming(forecast_of("the loss scale", "", points, 0.0, ahead))
+    worked = {reading.scale for reading in case.recent if reading.grads_finite}
+    return _coming(forecast) if forecast is not None and forecast.first in worked else None
 
 
 # --- SG952: attention logits that grow.
@@ -171,9 +166,9 @@ def diverging(recent: Sequence[Reading], clarity: Clarity) -> Forecast | None:
         lowest = min((value for _, value in points), default=math.inf)
         if not points or points[-1][1] - lowest < LEAST_GROWTH:
             return None
-        ahead = crossing(points, limit, rising=True, clarity=clarity)
-        if ahead is not None:
-            found.append(forecast_of(name, "", points, limit, ahead))
+        forecast = crossing(points, limit, name, clarity=clarity)
+        if forecast is not None:
+            found.append(forecast)
     return min(found, key=lambda one: one.step, default=None)
 
 
