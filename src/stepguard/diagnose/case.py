@@ -371,9 +371,31 @@ class Case:
         return self.phase in ("forward", "loss", "input")
 
     @property
+    def backward(self) -> bool:
+        return self.phase == "backward"
+
+    @property
+    def in_update(self) -> bool:
+        return self.phase == "optimizer"
+
+    @property
     def computes(self) -> bool:
         """Values are computed here, not their slopes: in a forward, a loss or an optimizer."""
-        return self.forward or self.phase == "optimizer"
+        return self.forward or self.in_update
+
+    @property
+    def pair(self) -> tuple[Look, ...]:
+        """The newest two looks: what one alone shows may be the start of a run."""
+        return self.looks[-2:]
+
+    @property
+    def last(self) -> Look:
+        return self.looks[-1]
+
+    @property
+    def first(self) -> Look:
+        """The look before the last one."""
+        return self.looks[-2]
 
     @property
     def unselected(self) -> bool:

@@ -46,7 +46,7 @@ def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding
     proofs: dict[str, Proof] = {}
     found = []
     for rule in RULES:
-        proof = None if rule.code.startswith(HEALTHY_SERIES) else rule.recognise(case)
+        proof = None if rule.code.startswith(HEALTHY_SERIES) else rule.examine(case)
         if proof is not None:
             proofs[rule.code] = proof
             found.append(rule.finding(case, proof))
@@ -254,7 +254,7 @@ def _of_healthy_run(
     case = Case(reading=newest, verdict=OK, looks=tuple(looks), recent=tuple(recent), **known)
     found = []
     for rule in RULES:
-        proof = rule.recognise(case) if rule.code.startswith(series) else None
+        proof = rule.examine(case) if rule.code.startswith(series) else None
         if proof is not None:
             found.append((rule.finding(case, proof), proof))
     return found

@@ -21,6 +21,9 @@ SOFTPLUS = "torch.nn.functional.softplus({X})"
 FORMULAS = (
     ("log(1 + exp(X))", SOFTPLUS),
     ("log1p(exp(X))", SOFTPLUS),
+    ("log(sigmoid(X))", "torch.nn.functional.logsigmoid({X})"),
+    ("log(1 - sigmoid(X))", "torch.nn.functional.logsigmoid(-{bX})"),
+    ("log(softmax(X, *D))", "torch.nn.functional.log_softmax({X}, {D})"),
     ("log(sum(exp(X), *D))", "torch.logsumexp({X}, {D})"),
     ("exp(X) / sum(exp(X), *D)", "torch.softmax({X}, {axis})"),
     ("1 / (1 + exp(-X))", "torch.sigmoid({X})"),

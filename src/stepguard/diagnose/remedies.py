@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from stepguard.diagnose.rule import Proof
 from stepguard.diagnose.source_line import (
     Expression,
     bracketed,
-    call_of,
     culprit_line,
     culprit_span,
     expression_of,
@@ -34,7 +33,7 @@ from stepguard.records.incident import Safety
 
 LONGEST_LINE = 60
 """Characters of a line within a sentence."""
-FORMULAS_FAIL_AS = ("SG201", "SG202", "SG203", "SG206", "SG301", "SG403")
+FORMULAS_FAIL_AS = ("SG201", "SG202", "SG203", "SG206", "SG301", "SG401", "SG403")
 """Codes of what happens to a formula that torch has a function for."""
 POLES = ("SG401", "SG201", "SG202")
 """Codes of functions that are singular somewhere."""
@@ -131,14 +130,14 @@ def _masked(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...]:
 
 def _forward_expression(case: Case, origin: Origin) -> Expression | None:
     """The expression that can be written anew; one that works in place cannot."""
-    if case.phase == "backward" or (origin.op or "").endswith("_"):
+    if case.backward or (origin.op or "").endswith("_"):
         return None
     return expression_of(origin)
 
 
 def _in_float32(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...]:
     """SG301, where a result of the forward pass is too large."""
-    if not fields["result"] or fields["in_update"] or fields["cast"] or fields["backward"]:
+    if not fields["result"] or case.in_update or fields["cast"] or case.backward:
         return ()
     matrix = case.op in MATRIX
     found = None
@@ -152,7 +151,7 @@ def _in_float32(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...
     elif origin.module:
         what = f"`{origin.module}`"
     # autocast would make half precision of the operands of a product again
-    inside = matrix and fields["under_autocast"]
+    inside = matrix and case.evidence.autocast
     leave = " and outside of autocast (`torch.autocast(..., enabled=False)`)" if inside else ""
     known = [operand for operand in case.inputs if operand.dtype and operand.max is not None]
     reached = " and ".join(f"{call(one)} reaches {spell(reach(one))}" for one in known[:2])
@@ -206,7 +205,7 @@ def _harmless_argument(case: Case, origin: Origin, fields: Fields) -> tuple[Reme
     chosen = ""
     if where is not None and len(where.operands) == 3 and where.text.startswith("torch."):
         start, end = found.span()
-        condition, taken, other = map(where.span, where.arguments)
+        taken, other = map(where.span, where.arguments[1:])
         if taken[0] <= start and end <= taken[1]:
             chosen = f"torch.where({where.operands[0]}, {argument}, {HARMLESS})"
         elif other[0] <= start and end <= other[1]:
@@ -255,7 +254,6 @@ nearly all that the dtype holds.
 EXPONENTS_WIDE = ("10.0", "80.0")
 SMALLEST_NUMBER = "1e-3"
 """Floor for a divisor that is a Python number: what suits depends on what it stands for."""
-SIGMOID = words("sigmoid")
 SATURATES = {
     "sigmoid": "`binary_cross_entropy_with_logits` or `logsigmoid`",
     "_softmax": "`cross_entropy` or `log_softmax`",
@@ -267,7 +265,7 @@ SATURATES = {
 def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     """What to write for the operation that failed."""
     origin = case.origin
-    name, fix = rule_text(code).in_line.get(case.node if case.phase == "backward" else case.op, _NO)
+    name, fix = rule_text(code).in_line.get(case.node if case.backward else case.op, _NO)
     if fix is None or origin is None:
         return ()
     if not fix.snippet:
@@ -294,8 +292,15 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     plain = _written(origin, use, found, first)
     if use is fix and name == "div":
         return _divisions(code, case, origin, found, plain)
-    if name == "log":
-        return (*_logarithms(case, origin, found), plain)
+    made_by = base_name(case.evidence.argument_from)
+    if name == "log" and made_by in SATURATES and not _stable_formula(origin):
+        # the log of a probability comes from what the probability was made of
+        title = (
+            f"Compute the loss from the logits, by {SATURATES[made_by]}: `{found.operands[0]}` "
+            f"comes from a {made_by.strip('_')} that has rounded to exactly 0 or 1, where it has "
+            f"no gradient"
+        )
+        return Remedy(title=title, safety="changes-numbers"), plain
     if "{most}" in use.snippet:
         # the second is shown only where a trial has found the first wanting
         return plain, replace(_written(origin, use, found, second), snippet="")
@@ -308,12 +313,21 @@ _NO: tuple[str, Remedy | None] = ("", None)
 def _written(origin: Origin, fix: Remedy, found: Expression, most: str) -> Remedy:
     """Their line, with the safe function in place of what failed."""
     x, *others = found.operands
+    use = _filled(fix, x, others, found.settings, most)
+    why = fix.title.format(x=f"`{x}`", y=f"`{''.join(others[:1])}`")
+    return _replaced(origin, found, use, why, _functions(fix), fix.safety)
+
+
+def _filled(
+    fix: Remedy, x: str, others: Sequence[str], settings: tuple[str, ...] = (), most: str = "10.0"
+) -> str:
+    """The replacement for an operation on `x`, and on what else it was given."""
     y = others[0] if others else ""
-    rest = (*others, *found.settings)
     minus_y = f"-{bracketed(y)}" if y else ""
     if y.startswith("-") and is_number(y):
         minus_y = y[1:]
-    use = fix.snippet.format(
+    rest = (*others, *settings)
+    return fix.snippet.format(
         x=x,
         y=y,
         bx=bracketed(x),
@@ -323,8 +337,6 @@ def _written(origin: Origin, fix: Remedy, found: Expression, most: str) -> Remed
         biased=_corrected(x, rest),
         most=most,
     )
-    why = fix.title.format(x=f"`{x}`", y=f"`{y}`")
-    return _replaced(origin, found, use, why, _functions(fix), fix.safety)
 
 
 def _functions(fix: Remedy) -> tuple[str, ...]:
@@ -346,9 +358,7 @@ def _replaced(
 
 def _in_general(fix: Remedy, case: Case) -> Remedy:
     """The same without their expression, which is not in the line or is there more than once."""
-    use = fix.snippet.format(
-        x="x", y="y", bx="x", minus_y="-y", more="", rest="", biased="correction=0", most="10.0"
-    )
+    use = _filled(fix, "x", ["y"] if "y}" in fix.snippet else [])
     for function in _functions(fix)[:1]:
         use = f"stepguard.numerics.{function}"
     why = fix.title.format(x="the argument", y="the divisor")
@@ -412,35 +422,6 @@ def _divisions(
     return another(kept, title), zero
 
 
-def _logarithms(case: Case, origin: Origin, found: Expression) -> tuple[Remedy, ...]:
-    """Where a probability is taken the log of: the log of it comes from what it was made of."""
-    x = found.operands[0]
-    inverse = _one_minus(x)
-    for names, function in ((SIGMOID, "logsigmoid"), (words("softmax"), "log_softmax")):
-        given = call_of(inverse or x, names)
-        if given and (names is SIGMOID or not inverse):
-            logits = f"-{bracketed(given[0])}" if inverse else given[0]
-            use = f"torch.nn.functional.{function}({', '.join((logits, *given[1:]))})"
-            return (_replaced(origin, found, use, f"it stays finite where `{x}` rounds to 0"),)
-    made_by = base_name(case.evidence.argument_from)
-    if made_by not in SATURATES:
-        return ()
-    title = (
-        f"Compute the loss from the logits, by {SATURATES[made_by]}: `{x}` comes from a "
-        f"{made_by.strip('_')} that has rounded to exactly 0 or 1, where it has no gradient"
-    )
-    return (Remedy(title=title, safety="changes-numbers"),)
-
-
-def _one_minus(text: str) -> str:
-    """`p` of `1 - p`; empty for everything else."""
-    node = ast.parse(text, mode="eval").body
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
-        return ""
-    one = isinstance(node.left, ast.Constant) and node.left.value == 1
-    return ast.unparse(node.right) if one else ""
-
-
 def _corrected(x: str, given: tuple[str, ...]) -> str:
     """The arguments of a statistic, with a correction that leaves at least one element."""
     correction = "1"
@@ -478,7 +459,11 @@ def _zero_infinity(origin: Origin) -> tuple[Remedy, ...]:
 
 def _stable_formula(origin: Origin) -> tuple[Remedy, ...]:
     """Torch's own function in the place of the formula that the operation is part of."""
-    found = stable_form(culprit_line(origin), culprit_span(origin))
+    line, span = culprit_line(origin), culprit_span(origin)
+    logarithm = named_expression(origin, "log")
+    if span is None and logarithm is not None:
+        span = logarithm.span()
+    found = stable_form(line, span)
     if found is None:
         return ()
     expression, use = found

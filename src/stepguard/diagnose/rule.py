@@ -222,6 +222,8 @@ class Rule:
     yields_to: frozenset[str]
     """Codes that go before this one where both are found with the same certainty."""
     shown_by: ShownBy
+    looks: int
+    """How many looks there must be."""
 
     @property
     def text(self) -> RuleText:
@@ -239,6 +241,9 @@ class Rule:
         """The safest remedy that is code."""
         return next(remedy.snippet for remedy in self.ordered if remedy.snippet)
 
+    def examine(self, case: Case) -> Proof | None:
+        return self.recognise(case) if len(case.looks) >= self.looks else None
+
     def finding(self, case: Case, proof: Proof) -> Finding:
         """What this proof shows, with the words of the page."""
         sentences = self.text.evidence[proof.said]
@@ -252,11 +257,18 @@ class Rule:
         )
 
 
-def rule(yields_to: str = "", shown_by: ShownBy = "operation") -> Callable[[Recognise], Rule]:
+def rule(
+    yields_to: str = "", shown_by: ShownBy = "operation", looks: int = 0
+) -> Callable[[Recognise], Rule]:
     """The rule that a function recognises; its name is the code."""
 
     def make(recognise: Recognise) -> Rule:
-        code = recognise.__name__.upper()
-        return Rule(code=code, recognise=recognise, yields_to=words(yields_to), shown_by=shown_by)
+        return Rule(
+            code=recognise.__name__.upper(),
+            recognise=recognise,
+            yields_to=words(yields_to),
+            shown_by=shown_by,
+            looks=looks,
+        )
 
     return make

@@ -247,13 +247,6 @@ def call_operands(node: ast.Call, calls: frozenset[str]) -> tuple[list[ast.expr]
     return operands, settings
 
 
-def call_of(text: str, calls: frozenset[str]) -> tuple[str, ...]:
-    """The operands of an expression that is a call of one of these names; else none."""
-    node = ast.parse(text, mode="eval").body
-    found = call_operands(node, calls) if isinstance(node, ast.Call) else None
-    return (*map(ast.unparse, found[0]), *found[1]) if found else ()
-
-
 def bracketed(text: str) -> str:
     """The expression as it can stand before a point or beside an operator."""
     tree = ast.parse(text, mode="eval").body
@@ -344,23 +337,20 @@ ALIASES = {
     "atan2": "atan2 arctan2",
     "atanh": "atanh arctanh",
 }
-PARTS = {
-    **dict.fromkeys(
-        words("div true_divide floor_divide remainder"),
-        {"self": "the dividend", "other": "the divisor"},
-    ),
-    **dict.fromkeys(("mm", "bmm"), {"self": "the left matrix", "mat2": "the right matrix"}),
-    "addmm": {"self": "what is added", "mat1": "the left matrix", "mat2": "the right matrix"},
-    "baddbmm": {"self": "what is added", "batch1": "the left matrix", "batch2": "the right matrix"},
-    **dict.fromkeys(("add", "sub"), {"self": "the first term", "other": "the second term"}),
-    "rsub": {"self": "the second term", "other": "the first term"},
-    "reciprocal": {"self": "the divisor"},
-    "addcdiv": {"tensor1": "the dividend", "tensor2": "the divisor", "self": "the sum so far"},
-    "addcmul": {"tensor1": "the first factor", "tensor2": "the second factor"},
-    "mul": {"self": "the first factor", "other": "the second factor"},
-    "pow": {"self": "the base", "exponent": "the exponent"},
-}
-"""Operation -> what its arguments are."""
+PARTS = """
+div true_divide floor_divide remainder | self: the dividend | other: the divisor
+reciprocal | self: the divisor
+addcdiv | tensor1: the dividend | tensor2: the divisor | self: the sum so far
+addcmul | tensor1: the first factor | tensor2: the second factor
+mul | self: the first factor | other: the second factor
+add sub | self: the first term | other: the second term
+rsub | self: the second term | other: the first term
+pow | self: the base | exponent: the exponent
+mm bmm | self: the left matrix | mat2: the right matrix
+addmm | self: what is added | mat1: the left matrix | mat2: the right matrix
+baddbmm | self: what is added | batch1: the left matrix | batch2: the right matrix
+"""
+"""Operations, and what their arguments are."""
 ANYWHERE = {
     **dict.fromkeys(("other", "mat2"), "the second argument"),
     **dict.fromkeys(("grad_output", "grad_out"), "the incoming gradient"),
@@ -385,9 +375,14 @@ def name_operands(origin: Origin) -> Origin:
 
 def _part(name: str, origin: Origin) -> str:
     """`the divisor`; empty where torch's name is the one that users write (`dim`, `eps`)."""
-    known = PARTS.get(_operation(origin), {})
-    if name in known or name != "self":
-        return known.get(name) or ANYWHERE.get(name, "")
+    operation = _operation(origin)
+    for row in PARTS.strip().split("\n"):
+        operations, *parts = row.split(" | ")
+        for part in parts:
+            if operation in operations.split() and part.startswith(f"{name}: "):
+                return part.partition(": ")[2]
+    if name != "self":
+        return ANYWHERE.get(name, "")
     several = any(operand.name in ANYWHERE for operand in origin.inputs)
     return "the first argument" if several else "the argument"
 

@@ -224,13 +224,18 @@ def _in_window(known: Points, limit: float, clarity: Clarity) -> tuple[int, int,
         return None
     # evenly spread points, the newest one among them
     known = known[:: -math.ceil(len(known) / MOST_POINTS)][::-1]
-    slopes = sorted(_pair_slopes(known))
+    slopes = []
+    for (before, low), (after, high) in itertools.combinations(known, 2):
+        if after > before:
+            slopes.append((high - low) / (after - before))
+    slopes.sort()
     # the median of all pairs does not follow single outliers (Theil-Sen)
     slope = median(slopes) if slopes else 0.0
-    if slope <= 0.0 or agreement(known) < clarity.agreement or levelling_off(known):
+    agree = sum(one > 0 for one in slopes) - sum(one < 0 for one in slopes)
+    if slope <= 0.0 or agree < clarity.agreement * len(slopes) or levelling_off(known):
         return None
     # nearly all of the change came at once, as where harder data begin
-    changes = [after[1] - before[1] for before, after in itertools.pairwise(known)]
+    changes = [high - low for (_, low), (_, high) in itertools.pairwise(known)]
     ahead = room / slope
     if max(changes) > JUMP * (newest - known[0][1]) or ahead > clarity.farthest * (now - began):
         return None
@@ -242,22 +247,6 @@ def _in_window(known: Points, limit: float, clarity: Clarity) -> tuple[int, int,
     if slowest > 0.0:
         latest = min(room / slowest, latest)
     return now + math.ceil(ahead), now + math.ceil(room / fastest), now + math.ceil(latest)
-
-
-def _pair_slopes(points: Points) -> list[float]:
-    slopes = []
-    for (before, first), (after, second) in itertools.combinations(points, 2):
-        if after > before:
-            slopes.append((second - first) / (after - before))
-    return slopes
-
-
-def agreement(points: Points) -> float:
-    """Kendall's tau: 1 where every later value is the larger one."""
-    slopes = _pair_slopes(points)
-    up = sum(slope > 0 for slope in slopes)
-    down = sum(slope < 0 for slope in slopes)
-    return (up - down) / max(len(slopes), 1)
 
 
 def levelling_off(points: Points) -> bool:

@@ -2,7 +2,8 @@
 
 A sentence is text with fields of the case, `{place}`, `{evidence.eps}`. One with a field that is
 not known is dropped; `[?...|...?]` is a part that is dropped alone, or replaced by its alternative.
-A field that is True adds nothing: it is a condition. Operands take a word: `{divisor:name}`.
+A field that is True, or has the word `if`, adds nothing: it is a condition. Operands take other
+words: `{divisor:name}`.
 """
 
 from __future__ import annotations
@@ -133,13 +134,13 @@ class _Sentence(string.Formatter):
         return value, first
 
     def format_field(self, value: Any, format_spec: str) -> str:
+        if value is True or format_spec == "if":
+            return ""
         if isinstance(value, Operand):
             text = OPERAND_WORDS[format_spec](value)
             if not text:
                 raise LookupError(format_spec)
             return text
-        if value is True:
-            return ""
         if isinstance(value, list):
             more = f" and {len(value) - MOST_NAMES} more" if len(value) > MOST_NAMES else ""
             return ", ".join(value[:MOST_NAMES]) + more

@@ -144,7 +144,7 @@ def sg103(case: Case) -> Proof | None:
     outlier = outlier_of(case)
     if outlier:
         return likely("outlier", outlier=outlier)
-    if not case.forward and case.phase != "backward":
+    if not case.forward and not case.backward:
         return None
     if not overflow(case) and case.op not in EXPONENTIALS:
         return None

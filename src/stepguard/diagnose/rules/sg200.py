@@ -50,21 +50,20 @@ SOLVES = words(
 
 @rule(yields_to="SG207 SG301 SG302")
 def sg201(case: Case) -> Proof | None:
-    optimizer = case.phase == "optimizer"
     if case.unselected or not case.computes:
         return None
     divisor = zero_divisor(case)
     if divisor is None:
-        return None if optimizer else _near_zero(case)
+        return None if case.in_update else _near_zero(case)
     # what became of an optimizer's epsilon is SG502
-    if optimizer and (case.facts.eps is not None or case.narrow):
+    if case.in_update and (case.facts.eps is not None or case.narrow):
         return None
     both = case.op == "div" and has_zero(case.argument("self", 0)) and case.makes_nan
     prove = certain
-    if not optimizer and counts_nothing(case, divisor):
+    if case.forward and counts_nothing(case, divisor):
         # a mean over no element is SG102
         prove = possible
-    elif not optimizer and case.absorbed and case.makes_inf:
+    elif case.absorbed and case.makes_inf:
         # an infinity that the forward absorbed is SG403
         prove = likely
     return prove("by zero", divisor=divisor, both=both)
@@ -133,7 +132,7 @@ SATURATING = words(
 def sg202(case: Case) -> Proof | None:
     if case.unselected:
         return None
-    if case.phase == "backward":
+    if case.backward:
         # log's backward is grad / x, in which the operand that forward saved is the divisor
         for operand in case.inputs:
             if case.node in LOG_NODES and (has_zero(operand) or low(operand) < 0):
@@ -277,14 +276,13 @@ def sg206(case: Case) -> Proof | None:
     # a softmax takes -inf as a mask
     if softmax and not any(operand.posinf for operand in infinite):
         return None
-    backward = case.phase == "backward"
     several = len(infinite) > 1
     cancels = several or any(operand.posinf and operand.neginf for operand in infinite)
     prove = certain
     form = "inf / inf is NaN"
     if case.op in TIMES and any(map(has_zero, case.inputs)):
         form = "0 * inf is NaN, a mask of 0 does not hide an infinity"
-        prove = likely if backward else certain
+        prove = likely if case.backward else certain
     elif case.op in SUMS and cancels:
         form = "inf - inf is NaN"
     elif softmax:
@@ -294,7 +292,7 @@ def sg206(case: Case) -> Proof | None:
         form = "an infinity went in and has no value here"
         prove = likely
     # the forward absorbed the infinity: SG403
-    if backward and case.absorbed:
+    if case.backward and case.absorbed:
         prove = possible
     zeros = [operand for operand in case.inputs if operand.finite and has_zero(operand)]
     return prove(
@@ -349,5 +347,4 @@ def sg208(case: Case) -> Proof | None:
     if kind is None:
         return None
     given = tuple(operand for operand in case.inputs if operand.dtype)
-    fields = {"backward": case.phase == "backward", "nothing": not case.inputs}
-    return prove(kind=KINDS[kind], given=given, **fields)
+    return prove(kind=KINDS[kind], given=given, nothing=not case.inputs)

@@ -45,9 +45,6 @@ def sg301(case: Case) -> Proof | None:
         "limit": limit_of(case.dtype),
         "parameter": next(iter(case.reading.bad_grads), stored),
         "micro_batches": micro_batches if micro_batches > 1 else None,
-        "in_update": case.phase == "optimizer",
-        "backward": case.phase == "backward",
-        "under_autocast": bool(case.evidence.autocast),
         "cast": None,
     }
     # micro-batches are added up in the gradient's own dtype
@@ -73,7 +70,7 @@ def _left_the_range(case: Case) -> bool:
     if not case.narrow and not case.wider:
         return False
     # gradients of any operation overflow as long as nothing was divided by zero
-    gradient = case.phase == "backward" and case.finite_inputs and bool(case.wider)
+    gradient = case.backward and case.finite_inputs and bool(case.wider)
     return overflow(case) or (gradient and zero_divisor(case) is None)
 
 
@@ -86,7 +83,7 @@ GUARDS = words("add clamp clamp_min maximum rsub addcmul")
 
 @rule()
 def sg302(case: Case) -> Proof | None:
-    if not case.short or case.phase == "optimizer" or case.unselected:
+    if not case.short or case.in_update or case.unselected:
         return None
     evidence = case.evidence
     # the zero that was divided by, or whose logarithm was taken

@@ -35,7 +35,7 @@ def _slopes() -> dict[str, str]:
 
 @rule(yields_to="SG403")
 def sg401(case: Case) -> Proof | None:
-    if case.phase != "backward" or case.unselected:
+    if not case.backward or case.unselected:
         return None
     zero = zero_divisor(case)
     slope = _slopes().get(case.node)
@@ -72,7 +72,7 @@ def sg402(case: Case) -> Proof | None:
         prove = likely if case.node in SOFTMAX_NODES | PAIR_NODES else certain
         return prove("unselected", shown=shown)
     # an absorbed infinity, not a discarded NaN: SG403
-    if case.phase != "backward" or not case.loss_finite or case.evidence.absorbed:
+    if not case.backward or not case.loss_finite or case.evidence.absorbed:
         return None
     # NaN can pass a finite loss only by being selected away: no function absorbs it
     saved = next((operand for operand in case.inputs if operand.nan), None)
@@ -93,7 +93,7 @@ def sg403(case: Case) -> Proof | None:
     evidence = case.evidence
     if case.unselected:
         return None
-    if case.phase == "backward":
+    if case.backward:
         infinite = next((one for one in case.inputs if one.posinf or one.neginf), None)
         if evidence.absorbed:
             return certain("backward", infinite=infinite)

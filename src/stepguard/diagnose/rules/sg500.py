@@ -43,12 +43,7 @@ def sg501(case: Case) -> Proof | None:
     prove = likely if ran_away or stored else certain
     parts = sorted(reading.components.items(), key=lambda item: -abs(item[1]))
     # clip_grad_norm_ multiplies by max_norm / norm without looking at the norm
-    return prove(
-        largest=case.magnitude or None,
-        clip=case.facts.clip_norm or None,
-        clip_or_1=case.facts.clip_norm or 1.0,
-        part=parts[0] if parts else (),
-    )
+    return prove(largest=case.magnitude or None, parts=parts)
 
 
 # --- SG502: the optimizer's epsilon is zero in the parameters' dtype.
@@ -72,7 +67,6 @@ def sg502(case: Case) -> Proof | None:
     stored = case.tensor or next(iter(case.reading.bad_state), "")
     rounded = eps is not None and held_in in NARROW and rounds_to_zero(eps, held_in)
     fields: dict[str, Any] = {
-        "optimizer": facts.optimizer,
         "eps": eps,
         "dtype": dtype,
         "smallest": FORMATS[dtype].smallest if dtype in FORMATS else None,
@@ -82,7 +76,7 @@ def sg502(case: Case) -> Proof | None:
         "zero": eps == 0,
         "enough": "1e-4" if held_in in NARROW else "1e-8",
     }
-    if case.phase != "optimizer" or not case.op:
+    if not case.in_update or not case.op:
         born = case.reading.state_born and case.verdict.kind in BORN_BAD
         if case.phase not in ("", "optimizer") or not born or not underflows:
             return None
@@ -161,7 +155,7 @@ def sg504(case: Case) -> Proof | None:
         return None
     climb = lr_climb(case)
     runaway = climb if climb is not None and climb.runaway else None
-    fields = {"jump": jump, "climb": runaway, "configured": jump.steps is None}
+    fields = {"jump": jump, "climb": runaway}
     kind = case.verdict.kind
     ruined = case.verdict.finite_anomaly or case.evidence.weights_ruined
     if ruined or kind == "infinite_norm":
@@ -206,9 +200,6 @@ def sg505(case: Case) -> Proof | None:
     still = case.verdict.finite_anomaly and isinstance(ratio, int | float) and ratio < STILL
     if case.impure or _number_explains(case) or still or outlier_of(case):
         certainty = "possible"
-    climb = lr_climb(case)
-    measured = said.get("update_ratio") if facts.update_ratio is None else facts.update_ratio
-    runaway = climb is not None and climb.runaway
     # with SGD the norm of the gradient bounds the step; Adam's step does not depend on it
     sgd = facts.optimizer == "SGD" and facts.clip_norm is None
     # one parameter that ran away, which the norm of all weights hides
@@ -221,10 +212,7 @@ def sg505(case: Case) -> Proof | None:
         "count": len(facts.losses),
         "repeat_loss": None if "older_loss" in said else reading.repeat_loss,
         "moved": moved or (),
-        "climb": climb,
-        "runaway": runaway,
-        "paced": not runaway,
-        "ratio": float(measured) if isinstance(measured, int | float) else None,
+        "climb": lr_climb(case),
         "sgd": sgd,
         "overflowed": overflow(case),
     }
@@ -257,7 +245,7 @@ def _how_well(case: Case) -> Certainty | None:
             return "certain"
         extreme = case.magnitude >= EXTREME_OPERAND and not case.confirmed_samples
         return "likely" if extreme else None
-    return "likely" if case.phase == "optimizer" and has_risen else None
+    return "likely" if case.in_update and has_risen else None
 
 
 def _number_explains(case: Case) -> bool:

@@ -34,19 +34,16 @@ def sg801(case: Case) -> Proof | None:
 def sg802(case: Case) -> Proof | None:
     """Loading state brought an old learning rate back."""
     rates = []
+    lines = []
+    changes = []
     for rise in above_configured(case, climbing=True):
-        configured, now = spell(rise.before), spell(rise.now)
-        rates.append(f"group {rise.group} is configured with lr {configured} but runs with {now}")
+        group, configured, now = rise.group, spell(rise.before), spell(rise.now)
+        rates.append(f"group {group} is configured with lr {configured} but runs with {now}")
+        lines.append(f'optimizer.param_groups[{group}]["lr"] = {configured}')
+        changes.append(f"{configured} for group {group} (it runs with {now})")
     mismatch = case.verdict.kind == "lr_mismatch"
     if not case.facts.resumed or not (rates or mismatch):
         return None
-    lines = []
-    changes = []
-    pairs = zip(case.facts.configured_lr, case.reading.lr, strict=False)
-    for group, (allowed, rate) in enumerate(pairs):
-        if rate > allowed:
-            lines.append(f'optimizer.param_groups[{group}]["lr"] = {allowed:.4g}')
-            changes.append(f"{allowed:.4g} for group {group} (it runs with {rate:.4g})")
     prove = certain if mismatch else possible
     return prove(rates=tuple(rates), lines="\n".join(lines), changes=tuple(changes))
 

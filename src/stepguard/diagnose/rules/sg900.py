@@ -7,30 +7,10 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, Rule, certain, likely, possible, rule
+from stepguard.diagnose.rule import Proof, certain, likely, possible, rule
 from stepguard.records.probes import Look, ParameterLook
 
 Looks = Sequence[Look]
-
-
-def of_looks(count: int = 2) -> Callable[[Callable[[Case, Looks], Proof | None]], Rule]:
-    """A rule on the newest looks: that many in a row must agree. Its sentences can name the
-    `first` and the `last` of them.
-    """
-
-    def make(recognise: Callable[[Case, Looks], Proof | None]) -> Rule:
-        def examine(case: Case) -> Proof | None:
-            looks = case.looks[-count:]
-            proof = recognise(case, looks) if len(looks) == count else None
-            if proof is not None:
-                proof.fields.setdefault("first", looks[0])
-                proof.fields["last"] = looks[-1]
-            return proof
-
-        examine.__name__ = recognise.__name__
-        return rule()(examine)
-
-    return make
 
 
 def in_all(looks: Looks, names: Callable[[Look], set[str]]) -> list[str]:
@@ -53,14 +33,14 @@ VANISHED = 1e-8
 """Root mean square of a gradient below which Adam's epsilon is larger."""
 
 
-@of_looks()
-def sg901(case: Case, looks: Looks) -> Proof | None:
-    shares = [_lost_share(look) for look in looks]
+@rule(looks=2)
+def sg901(case: Case) -> Proof | None:
+    shares = [_lost_share(look) for look in case.pair]
     # no learning rate of the newest step moves anything
     standing = bool(case.reading.lr) and not any(case.reading.lr)
     if standing or min(shares) < MOST_LOST:
         return None
-    rows = [one for one in trained(looks[-1]) if (one.lost or 0.0) > MOST_LOST]
+    rows = [one for one in trained(case.last) if (one.lost or 0.0) > MOST_LOST]
     dtypes = sorted({one.dtype for one in rows})
     fields = {"share": shares[-1], "names": [one.name for one in rows], "dtypes": dtypes}
     if set(dtypes) <= NARROW:
@@ -89,9 +69,8 @@ HABITS = ("carried", "discarded", "thrown", "foreign")
 
 @rule()
 def sg902(case: Case) -> Proof | None:
-    looks = case.looks[-2:]
-    if len(looks) == 2 and all(look.facts.kept_gradients for look in looks):
-        return certain("kept", first=looks[0], last=looks[-1])
+    if len(case.pair) == 2 and all(look.facts.kept_gradients for look in case.pair):
+        return certain("kept")
     # what most of the last updates did with their gradients, without a look
     for habit in HABITS:
         count = case.habits.get(habit, 0)
@@ -103,20 +82,20 @@ def sg902(case: Case) -> Proof | None:
 # --- SG903: parameters that get gradients and no update.
 
 
-@of_looks()
-def sg903(case: Case, looks: Looks) -> Proof | None:
+@rule(looks=2)
+def sg903(case: Case) -> Proof | None:
     # an optimizer without a guard, or one of copies in float32, may update what looks unowned:
     # nobody updates what holds the same numbers at every look
-    values = [{one.name: one.weight for one in look.parameters} for look in looks]
+    values = [{one.name: one.weight for one in look.parameters} for look in case.pair]
     outside = []
-    for name in in_all(looks, _without_optimizer):
+    for name in in_all(case.pair, _without_optimizer):
         if values[0][name] == values[-1][name]:
             outside.append(name)
-    frozen = in_all(looks, _frozen_in_the_optimizer)
+    frozen = in_all(case.pair, _frozen_in_the_optimizer)
     beside: list[str] = []
     if len(case.looks) > 2:
         numbers = in_all(case.looks[-3:], lambda look: set(look.facts.outsiders))
-        beside = [looks[-1].facts.outsiders[number] for number in numbers]
+        beside = [case.last.facts.outsiders[number] for number in numbers]
     if not outside and not frozen and not beside:
         return None
     return likely(outside=outside, frozen=frozen, beside=beside)
@@ -143,9 +122,9 @@ ENOUGH, LONG = 8, 32
 """Looks, and steps between the first and the last, after which a gradient would have come."""
 
 
-@of_looks()
-def sg904(case: Case, looks: Looks) -> Proof | None:
-    cut = [_first_without_gradient(look) for look in looks]
+@rule(looks=2)
+def sg904(case: Case) -> Proof | None:
+    cut = [_first_without_gradient(look) for look in case.pair]
     if all(cut) and cut[0] == cut[-1]:
         return likely("cut", names=cut[-1])
     # parameters that no look has seen with a gradient, wherever they are in the model; without any
@@ -183,12 +162,12 @@ COLLAPSED = 0.95
 LEAST_KEYS = 8
 
 
-@of_looks()
-def sg905(case: Case, looks: Looks) -> Proof | None:
-    dead = in_all(looks, _dead)
+@rule(looks=2)
+def sg905(case: Case) -> Proof | None:
+    dead = in_all(case.pair, _dead)
     if not dead:
         return None
-    worst = max((one for one in looks[-1].units if one.module in dead), key=lambda one: one.dead)
+    worst = max((one for one in case.last.units if one.module in dead), key=lambda one: one.dead)
     operation = worst.op.removeprefix("aten.")
     return likely(worst=worst, operation=operation, modules=dead, several=len(dead) > 1)
 
@@ -198,13 +177,13 @@ def _dead(look: Look) -> set[str]:
     return {one.module for one in rows if one.dead >= MOST_DEAD}
 
 
-@of_looks()
-def sg911(case: Case, looks: Looks) -> Proof | None:
-    modules = in_all(looks, _collapsed)
+@rule(looks=2)
+def sg911(case: Case) -> Proof | None:
+    modules = in_all(case.pair, _collapsed)
     # one that began like this was made like this
-    if case.looks[0] in looks or set(modules) <= _collapsed(case.looks[0]):
+    if case.looks[0] in case.pair or set(modules) <= _collapsed(case.looks[0]):
         return None
-    rows = [one for one in looks[-1].attention if one.module in modules]
+    rows = [one for one in case.last.attention if one.module in modules]
     worst = max(rows, key=lambda one: one.largest_logit)
     return likely(worst=worst, modules=modules, several=len(modules) > 1)
 
@@ -222,9 +201,9 @@ LABELLED = 0.9
 """Targets that count, for each sample, that are enough."""
 
 
-@of_looks()
-def sg906(case: Case, looks: Looks) -> Proof | None:
-    for look in looks:
+@rule(looks=2)
+def sg906(case: Case) -> Proof | None:
+    for look in case.pair:
         facts = look.facts
         if not facts.labels or facts.ignored < MOST_IGNORED * facts.labels:
             return None
@@ -237,8 +216,9 @@ def sg906(case: Case, looks: Looks) -> Proof | None:
 # --- SG907: the same batch again and again.
 
 
-@of_looks(3)
-def sg907(case: Case, looks: Looks) -> Proof | None:
+@rule(looks=3)
+def sg907(case: Case) -> Proof | None:
+    looks = case.looks[-3:]
     batch = looks[0].facts.batch
     if not batch or any(look.facts.batch != batch for look in looks):
         return None
@@ -256,18 +236,18 @@ SOLVED = 1e-6
 """Loss, beside that of the first step, that leaves nothing to learn."""
 
 
-@of_looks()
-def sg908(case: Case, looks: Looks) -> Proof | None:
-    for look in looks:
+@rule(looks=2)
+def sg908(case: Case) -> Proof | None:
+    for look in case.pair:
         rows = trained(look)
         if not rows or any(one.gradient_zeros < 1.0 for one in rows):
             # a term may go up and down with the model, which the backward pass takes as constant
-            parts = min(look.facts.parts_without_gradient for look in looks)
+            parts = min(look.facts.parts_without_gradient for look in case.pair)
             return likely("part", parts=parts, one=parts == 1) if parts else None
-    if all(look.facts.single_class for look in looks):
+    if all(look.facts.single_class for look in case.pair):
         return certain("one class")
     losses = {reading.step: reading.loss for reading in case.recent}
-    seen = [losses.get(look.step) for look in looks]
+    seen = [losses.get(look.step) for look in case.pair]
     known = [abs(loss) for loss in seen if loss is not None]
     if known and min(known) <= SOLVED * (case.first_loss or 0.0):
         return None  # converged, or nothing happened: the loss is all there is to lose
@@ -277,17 +257,17 @@ def sg908(case: Case, looks: Looks) -> Proof | None:
 # --- SG909: training in evaluation mode.
 
 
-@of_looks()
-def sg909(case: Case, looks: Looks) -> Proof | None:
-    if not any(look.facts.training for look in looks):
-        facts = looks[-1].facts
+@rule(looks=2)
+def sg909(case: Case) -> Proof | None:
+    if not any(look.facts.training for look in case.pair):
+        facts = case.last.facts
         off = {"dropout": list(facts.dropout), "norms": list(facts.norms_in_eval)}
         # else nothing in the model knows the difference
         return likely("evaluating", **off) if any(off.values()) else None
     # Dropout that worked when the run began, and does not any more in a model that trains. What was
     # off from the beginning is taken as meant; so are norms, which people freeze on the way.
     begun = case.looks[0]
-    now_off = in_all(looks, lambda look: set(look.facts.dropout))
+    now_off = in_all(case.pair, lambda look: set(look.facts.dropout))
     left = [name for name in now_off if name not in begun.facts.dropout]
     return likely("left off", names=left, begun=begun.step) if left else None
 
@@ -300,9 +280,9 @@ SQUARE_OVERFLOWS = 255.0
 """Root mean square from which on squares overflow float16."""
 
 
-@of_looks(1)
-def sg910(case: Case, looks: Looks) -> Proof | None:
-    look = looks[-1]
+@rule(looks=1)
+def sg910(case: Case) -> Proof | None:
+    look = case.last
     # norms whose input is too large to be squared, and whose output is 0
     rows = [one for one in look.norms if one.output_zeros >= ALL_ZERO]
     silent = [one.module for one in rows if one.scale >= SQUARE_OVERFLOWS]
@@ -378,18 +358,17 @@ TAKES = {
 }
 
 
-@rule()
+@rule(looks=1)
 def sg914(case: Case) -> Proof | None:
-    looks = case.looks[-2:]
-    if looks and looks[-1].facts.softmax_twice:
-        return certain("twice", last=looks[-1])
-    names = in_all(looks, lambda look: set(look.facts.mixed_up))
-    if len(looks) < 2 or not names:
+    if case.last.facts.softmax_twice:
+        return certain("twice")
+    names = in_all(case.pair, lambda look: set(look.facts.mixed_up))
+    if len(case.pair) < 2 or not names:
         return None
-    given = looks[-1].facts.mixed_up[names[0]]
-    fields = {"name": names[0], "takes": TAKES[names[0]], "given": given}
-    prove = likely if given == "logits" else certain
-    return prove("mixed", first=looks[0], last=looks[-1], logits=given == "logits", **fields)
+    given = case.last.facts.mixed_up[names[0]]
+    logits = given == "logits"
+    prove = likely if logits else certain
+    return prove("mixed", name=names[0], takes=TAKES[names[0]], given=given, logits=logits)
 
 
 # --- SG915: shapes that are spread over each other in the loss. SG916: targets out of reach.
@@ -399,14 +378,14 @@ MOST_BEYOND = 0.1
 """Share of the targets that may lie beyond: noise, and a few outliers."""
 
 
-@of_looks()
-def sg915(case: Case, looks: Looks) -> Proof | None:
-    return certain() if all(look.facts.broadcast for look in looks) else None
+@rule(looks=2)
+def sg915(case: Case) -> Proof | None:
+    return certain() if all(look.facts.broadcast for look in case.pair) else None
 
 
-@of_looks()
-def sg916(case: Case, looks: Looks) -> Proof | None:
-    return certain() if min(look.facts.beyond for look in looks) >= MOST_BEYOND else None
+@rule(looks=2)
+def sg916(case: Case) -> Proof | None:
+    return certain() if min(look.facts.beyond for look in case.pair) >= MOST_BEYOND else None
 
 
 # --- SG917: gradients that float16 rounds to 0 for want of a loss scale.
@@ -416,12 +395,12 @@ MOST_ROUNDED = 0.2
 """Share of a gradient's elements that may be rounded to 0."""
 
 
-@of_looks()
-def sg917(case: Case, looks: Looks) -> Proof | None:
+@rule(looks=2)
+def sg917(case: Case) -> Proof | None:
     if any(reading.scale is not None for reading in case.recent):
         return None
     worst = None
-    for look in looks:
+    for look in case.pair:
         rows = [one for one in look.tensors if one.stage == "backward" and one.dtype == "float16"]
         worst = max(rows, key=lambda one: one.rounded_away, default=None)
         if worst is None or worst.rounded_away < MOST_ROUNDED:
@@ -480,14 +459,16 @@ NO_SPREAD = 1e-3
 """Deviation of the outputs between samples, beside their size and beside that of the beginning."""
 
 
-@of_looks(3)
-def sg919(case: Case, looks: Looks) -> Proof | None:
+@rule(looks=3)
+def sg919(case: Case) -> Proof | None:
+    looks = case.looks[-3:]
+
     def copies(look: Look) -> set[str]:
         return {one.name for one in look.parameters if one.copies and one.owned}
 
     names = in_all(looks, copies)
     if names:
-        return certain("copies", names=names)
+        return certain("copies", names=names, first=looks[0])
     # outputs that have stayed the same for all samples: for a while they may, on a plateau
     lasting = case.looks[-LASTING:]
     spreads = [look.facts.spread for look in lasting]
