@@ -324,6 +324,11 @@ class Case:
         return None
 
     @property
+    def zeros(self) -> tuple[Operand, ...]:
+        """The operands with a zero at the bad position, or anywhere."""
+        return tuple(filter(has_zero, self.inputs))
+
+    @property
     def dtype(self) -> str:
         """The floating-point dtype of the result, or of the first operand that has one."""
         for operand in (self.output, *self.inputs):

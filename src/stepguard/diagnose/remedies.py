@@ -43,32 +43,34 @@ Fields = Mapping[str, Any]
 
 def in_their_words(finding: Finding, case: Case, proof: Proof) -> Finding:
     """The finding with remedies for this very incident; else those of the page, titles only."""
-    code = finding.code
-    page = rule_text(code)
-    line = culprit_line(case.where).removeprefix("return ").rstrip(",")
-    fields = {name: name == proof.said for name in page.evidence} | proof.fields
-    fields["who"] = _samples(case)
-    fields["in_batch"] = case.tensor.startswith("batch")
-    fields["statement"] = f"`{line}`" if 0 < len(line) <= LONGEST_LINE else case.place
-    rewritten: tuple[Remedy, ...] = ()
-    if case.origin is not None and code in REWRITTEN:
-        rewritten = REWRITTEN[code](case, case.origin, fields)
-    fields["no_line"] = not rewritten
-    own = (*rewritten, *_of_page(code, case, fields))
-    # a loss of 0 for a batch without labels would only hide it
-    if not own or (code == "SG102" and not fields["labels_missing"]):
-        own += _for_operation(code, case)
-    if code in FORMULAS_FAIL_AS and case.origin is not None:
-        formula = _stable_formula(case.origin)
-        own = formula + (() if formula and code in REWRITTEN else own)
-    if code == "SG402":
+    own = _for_incident(finding.code, case, proof)
+    if finding.code in FORMULAS_FAIL_AS:
+        formula = _stable_formula(case.where)
+        own = formula if formula and finding.code in REWRITTEN else (*formula, *own)
+    if finding.code == "SG402":
         # a function that is safe at the pole needs no selection before it
-        safe = (one for pole in POLES for one in _for_operation(pole, case) if one.edits)
+        safe = [one for pole in POLES for one in _for_operation(pole, case) if one.edits]
         own = tuple(sorted((*own, *safe), key=lambda remedy: not remedy.edits))
     if not own:
         # the variables of an example would be foreign in an incident
         own = tuple(replace(remedy, snippet="") for remedy in finding.remedies)
     return replace(finding, remedies=own)
+
+
+def _for_incident(code: str, case: Case, proof: Proof) -> tuple[Remedy, ...]:
+    """Another line for theirs, what the page says of such a case, and a function for theirs."""
+    line = culprit_line(case.where).removeprefix("return ").rstrip(",")
+    fields = {name: name == proof.said for name in rule_text(code).evidence} | proof.fields
+    fields["who"] = _samples(case)
+    fields["in_batch"] = case.tensor.startswith("batch")
+    fields["statement"] = f"`{line}`" if 0 < len(line) <= LONGEST_LINE else case.place
+    rewritten = REWRITTEN[code](case, case.where, fields) if code in REWRITTEN else ()
+    fields["no_line"] = not rewritten
+    own = (*rewritten, *_of_page(code, case, fields))
+    # a loss of 0 for a batch without labels would only hide it
+    if not own or (code == "SG102" and not fields["labels_missing"]):
+        own += _for_operation(code, case)
+    return own
 
 
 def _of_page(code: str, case: Case, fields: Fields) -> tuple[Remedy, ...]:
@@ -140,35 +142,25 @@ def _in_float32(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...
     if not fields["result"] or case.in_update or fields["cast"] or case.backward:
         return ()
     matrix = case.op in MATRIX
-    found = None
-    if matrix:
-        # written with `@`, whichever way torch has folded it
-        found = named_expression(origin, "matmul", ast.MatMult)
+    # a product written with `@`, whichever way torch has folded it
+    found = named_expression(origin, "matmul", ast.MatMult) if matrix else None
     found = found or _forward_expression(case, origin)
-    what = case.place
-    if found is not None:
-        what = f"`{found.text}`"
-    elif origin.module:
-        what = f"`{origin.module}`"
     # autocast would make half precision of the operands of a product again
     inside = matrix and case.evidence.autocast
     leave = " and outside of autocast (`torch.autocast(..., enabled=False)`)" if inside else ""
-    known = [operand for operand in case.inputs if operand.dtype and operand.max is not None]
-    reached = " and ".join(f"{call(one)} reaches {spell(reach(one))}" for one in known[:2])
-    if case.op == "sum":
-        added = case.inputs[0]
-        reached = f"it adds {elements(added)} elements up to {spell(reach(added))}"
-    limit = spell(FORMATS[case.dtype].largest)
-    title = f"Compute {what} in float32{leave}: {reached}, and {case.dtype} ends at {limit}"
-    in_words = Remedy(title=title, safety="changes-numbers")
+    what = f"`{origin.module}`" if origin.module else case.place
     changed: dict[int, str] = {}
-    if found is not None and not inside:
+    if found is not None:
+        what = f"`{found.text}`"
         tensors = {operand.label for operand in case.inputs if operand.max is not None}
         for position, text in enumerate(found.operands):
             # one operand in float32 makes the result so, except that of a product of matrices
             if matrix or (text in tensors and not changed):
                 changed[position] = f"{bracketed(text)}.float()"
-    if found is None or not changed:
+    limit = spell(FORMATS[case.dtype].largest)
+    title = f"Compute {what} in float32{leave}: {_reached(case)}, and {case.dtype} ends at {limit}"
+    in_words = Remedy(title=title, safety="changes-numbers")
+    if found is None or inside or not changed:
         return (in_words,)
     line = found.with_operands(changed)
     code = rewriting(origin, line, title, safety="changes-numbers")
@@ -176,6 +168,14 @@ def _in_float32(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...
         return (code,)
     # what follows may take half precision only, which a trial shows: else it is said in words
     return replace(code, snippet=""), in_words
+
+
+def _reached(case: Case) -> str:
+    if case.op == "sum":
+        added = case.inputs[0]
+        return f"it adds {elements(added)} elements up to {spell(reach(added))}"
+    known = [operand for operand in case.inputs if operand.dtype and operand.max is not None]
+    return " and ".join(f"{call(one)} reaches {spell(reach(one))}" for one in known[:2])
 
 
 def _larger_epsilon(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...]:
@@ -280,31 +280,42 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     fewest = 2 if "y}" in use.snippet else 1
     if found is None or len(found.operands) < fewest or (found.in_place and name not in IN_PLACE):
         return (_in_general(fix, case),)
-    first, second = EXPONENTS.get(case.dtype, EXPONENTS_WIDE)
     if found.in_place:
-        template, why = IN_PLACE[name]
-        position = 1 if name == "div" else 0
-        y = found.operands[position]
-        instead = template.format(y=y, by=bracketed(y), most=first)
-        title = f"`{instead}` for `{y}` in `{found.text}`: {why.format(y=f'`{y}`')}"
-        line = found.with_operands({position: instead})
-        return (rewriting(origin, line, title, safety="changes-numbers"),)
+        return (_made_harmless(case, origin, found, name),)
+    first, second = EXPONENTS.get(case.dtype, EXPONENTS_WIDE)
     plain = _written(origin, use, found, first)
     if use is fix and name == "div":
         return _divisions(code, case, origin, found, plain)
-    made_by = base_name(case.evidence.argument_from)
-    if name == "log" and made_by in SATURATES and not _stable_formula(origin):
-        # the log of a probability comes from what the probability was made of
-        title = (
-            f"Compute the loss from the logits, by {SATURATES[made_by]}: `{found.operands[0]}` "
-            f"comes from a {made_by.strip('_')} that has rounded to exactly 0 or 1, where it has "
-            f"no gradient"
-        )
-        return Remedy(title=title, safety="changes-numbers"), plain
+    if name == "log":
+        return (*_from_logits(case, origin, found), plain)
     if "{most}" in use.snippet:
         # the second is shown only where a trial has found the first wanting
         return plain, replace(_written(origin, use, found, second), snippet="")
     return (plain,)
+
+
+def _made_harmless(case: Case, origin: Origin, found: Expression, name: str) -> Remedy:
+    """The operand before an operation in place: a safe function would not change it there."""
+    template, why = IN_PLACE[name]
+    position = 1 if name == "div" else 0
+    y = found.operands[position]
+    most = EXPONENTS.get(case.dtype, EXPONENTS_WIDE)[0]
+    use = template.format(y=y, by=bracketed(y), most=most)
+    title = f"`{use}` for `{y}` in `{found.text}`: {why.format(y=f'`{y}`')}"
+    line = found.with_operands({position: use})
+    return rewriting(origin, line, title, safety="changes-numbers")
+
+
+def _from_logits(case: Case, origin: Origin, found: Expression) -> tuple[Remedy, ...]:
+    """The log of a probability that another line has made; a formula in one line is rewritten."""
+    made_by = base_name(case.evidence.argument_from)
+    if made_by not in SATURATES or _stable_formula(origin):
+        return ()
+    title = (
+        f"Compute the loss from the logits, by {SATURATES[made_by]}: `{found.operands[0]}` comes "
+        f"from a {made_by.strip('_')} that has rounded to exactly 0 or 1, where it has no gradient"
+    )
+    return (Remedy(title=title, safety="changes-numbers"),)
 
 
 _NO: tuple[str, Remedy | None] = ("", None)

@@ -92,23 +92,24 @@ def negative_root(case: Case) -> tuple[Operand, str] | None:
     operand = case.argument("self", 0)
     if operand is None or operand.nan:
         return None
-    least, most = met(operand)
-    asked = ""
+    asked = _asked(case, *met(operand))
+    return (operand, asked) if asked else None
+
+
+def _asked(case: Case, least: float, most: float) -> str:
+    """What was asked of an operand outside its domain; empty where it is inside."""
     if case.op in ("sqrt", "rsqrt") and least < 0:
-        asked = "square root"
-    elif case.op in POWERS and least < 0:
-        exponent = case.argument("exponent", 1)
-        if exponent is None:
-            asked = "power "
-        elif fractional(exponent):
-            asked = f"power {high(exponent):g}"
-    elif case.op in ("acos", "asin") and max(abs(least), abs(most)) > 1:
-        asked = (
+        return "square root"
+    exponent = case.argument("exponent", 1)
+    if case.op in POWERS and least < 0 and (exponent is None or fractional(exponent)):
+        return "power " if exponent is None else f"power {high(exponent):g}"
+    if case.op in ("acos", "asin") and max(abs(least), abs(most)) > 1:
+        return (
             f"{case.op}, which is real on [-1, 1] only: beyond, 1 - x*x is negative and has no root"
         )
-    elif case.op == "acosh" and least < 1:
-        asked = "acosh, which is real from 1 on: below, x*x - 1 is negative and has no root"
-    return (operand, asked) if asked else None
+    if case.op == "acosh" and least < 1:
+        return "acosh, which is real from 1 on: below, x*x - 1 is negative and has no root"
+    return ""
 
 
 def fractional(operand: Operand) -> bool:

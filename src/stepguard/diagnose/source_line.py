@@ -161,31 +161,32 @@ def find_expression(
     Without a span it must be the only one, and no function of a library may stand in the line that
     might do the same inside.
     """
-    tree = statement_tree(line)
-    found = []
-    hidden = False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            given = call_operands(node, calls)
-            if given is not None and given[0]:
-                found.append(Expression(line, node, *map(tuple, given)))
-            hidden = hidden or _hides_operations(node, calls)
-        elif operator is None or not isinstance(getattr(node, "op", None), operator):
-            continue
-        elif isinstance(node, ast.BinOp):
-            found.append(Expression(line, node, (node.left, node.right)))
-        elif isinstance(node, ast.AugAssign):
-            found.append(Expression(line, node, (node.target, node.value)))
+    nodes = list(ast.walk(statement_tree(line)))
+    found = [one for one in (_matching(line, node, calls, operator) for node in nodes) if one]
     if span is not None:
         # Python moves the start of a call to its method's name where that is in a later line.
         around = [one for one in found if one.span()[1] == span[1] and one.span()[0] <= span[0]]
         return max(around, key=lambda one: one.span()[0], default=None)
-    if hidden or len(found) != 1:
+    if len(found) != 1 or any(_hides_operations(node, calls) for node in nodes):
         return None
     # not where the expression began in the line before, or goes on in the next one
     start, end = found[0].span()
     whole = end <= len(line.encode()) and not (start == 0 and line[0] in "+-")
     return found[0] if whole else None
+
+
+def _matching(
+    line: str, node: ast.AST, calls: frozenset[str], operator: type[ast.operator] | None
+) -> Expression | None:
+    if isinstance(node, ast.Call):
+        operands, settings = call_operands(node, calls) or ([], [])
+        return Expression(line, node, tuple(operands), tuple(settings)) if operands else None
+    if operator is None or not isinstance(getattr(node, "op", None), operator):
+        return None
+    if isinstance(node, ast.BinOp):
+        return Expression(line, node, (node.left, node.right))
+    assert isinstance(node, ast.AugAssign)
+    return Expression(line, node, (node.target, node.value))
 
 
 def find_number(line: str, value: float) -> Expression | None:
@@ -216,12 +217,13 @@ def statement_tree(line: str) -> ast.Module:
     return ast.Module(body=[], type_ignores=[])
 
 
-def _hides_operations(node: ast.Call, calls: frozenset[str]) -> bool:
+def _hides_operations(node: ast.AST, calls: frozenset[str]) -> bool:
     """Is this a function of a library that is made of several operations?"""
-    if not isinstance(node.func, ast.Attribute) or node.func.attr in calls:
+    method = getattr(node, "func", None)
+    if not isinstance(method, ast.Attribute) or method.attr in calls:
         return False
-    of_library = _last_name(node.func.value) in LIBRARY and node.func.attr not in ONE_OPERATION
-    return node.func.attr in DISTRIBUTION or of_library
+    of_library = _last_name(method.value) in LIBRARY and method.attr not in ONE_OPERATION
+    return method.attr in DISTRIBUTION or of_library
 
 
 def _last_name(owner: ast.expr) -> str:

@@ -43,7 +43,7 @@ def sg101(case: Case) -> Proof | None:
     if case.verdict.finite_anomaly:
         return None
     in_batch = case.tensor.startswith("batch:") and case.tensor in listed
-    if case.origin is not None and (in_batch or case.phase == "input"):
+    if in_batch or case.phase == "input":
         which = case.tensor or ", ".join(listed)
         # without a name it is a tensor that no operation made, read before the model was called
         return certain("batch", which=which) if which else likely("outside")
@@ -52,11 +52,12 @@ def sg101(case: Case) -> Proof | None:
     # one that a module keeps is SG602
     if evidence.constant is not None and evidence.attribute is None:
         return likely("constant")
-    if listed and case.origin is None:
+    if not listed:
+        return None
+    if case.origin is None:
         return certain("listed")
-    if listed and case.verdict.kind == "nonfinite_input":
-        return possible("listed, but not the origin")
-    return None
+    elsewhere = case.verdict.kind == "nonfinite_input"
+    return possible("listed, but not the origin") if elsewhere else None
 
 
 # --- SG102: a mean over no element at all.
@@ -76,7 +77,7 @@ IGNORED_BY_DEFAULT = -100.0
 
 @rule()
 def sg102(case: Case) -> Proof | None:
-    proof = _no_label(case) or _nothing_reduced(case)
+    proof = _no_label(case) or _nothing_reduced(case) or _count_is_zero(case)
     if proof is None:
         return None
     evidence = case.evidence
@@ -100,11 +101,7 @@ def _no_label(case: Case) -> Proof | None:
     if case.op not in NLL or not case.makes_nan or not case.finite_inputs:
         return None
     target = case.argument("target", 1)
-    ignored = case.argument("ignore_index", 4)
-    index = IGNORED_BY_DEFAULT
-    if ignored is not None and ignored.value is not None:
-        index = ignored.value
-    same = target is not None and elements(target) > 0 and low(target) == high(target) == index
+    same = target is not None and _all_ignored(target, case.argument("ignore_index", 4))
     if same or case.evidence.valid_targets == 0 or case.reading.labels == 0:
         return certain("no label", target=target, same=same)
     # the mean of nll_loss divides by the weights of the targets, not by their number
@@ -114,14 +111,25 @@ def _no_label(case: Case) -> Proof | None:
     return certain("nothing counts")
 
 
+def _all_ignored(target: Operand, ignored: Operand | None) -> bool:
+    index = IGNORED_BY_DEFAULT
+    if ignored is not None and ignored.value is not None:
+        index = ignored.value
+    return elements(target) > 0 and low(target) == high(target) == index
+
+
 def _nothing_reduced(case: Case) -> Proof | None:
     lengths = case.argument("lengths", 1)
     if case.op == "segment_reduce" and case.makes_nan and lengths is not None and lengths.zeros:
         return certain("segment", lengths=lengths)
-    if case.op in REDUCTIONS:
-        empty = [one for one in case.inputs if one.dtype and one.shape and elements(one) == 0]
-        if empty or case.evidence.reduced_elements == 0:
-            return certain("nothing reduced", empty=empty)
+    if case.op not in REDUCTIONS:
+        return None
+    empty = [one for one in case.inputs if one.dtype and one.shape and elements(one) == 0]
+    none = empty or case.evidence.reduced_elements == 0
+    return certain("nothing reduced", empty=empty) if none else None
+
+
+def _count_is_zero(case: Case) -> Proof | None:
     divisor = zero_divisor(case)
     if divisor is None or not case.forward or case.unselected or not counts_nothing(case, divisor):
         return None
@@ -148,6 +156,10 @@ def sg103(case: Case) -> Proof | None:
         return None
     if not overflow(case) and case.op not in EXPONENTIALS:
         return None
+    return _extreme_sample(case)
+
+
+def _extreme_sample(case: Case) -> Proof | None:
     evidence = case.evidence
     limit = _limit(case)
     batch_max = evidence.sample_max or evidence.batch_max
@@ -242,19 +254,23 @@ def _beyond_domain(case: Case) -> Proof | None:
         return certain("probability", target=target)
     if scores is None:
         return None
-    if case.op in NLL and target is not None:
-        # scores without a batch axis do not say how many classes there are
-        classes = sum(scores.shape[1:2])
-        if high(target) >= classes > 0:
-            return certain("class", target=target, classes=classes, last=classes - 1)
-        masked = scores.neginf and case.makes_inf and not scores.nan
-        if masked or case.evidence.zero_target_probability:
-            return certain("impossible class", scores=scores)
-    # `xlogy(t, t)`, as kl_div computes it: both operands are the target
-    if case.op != "xlogy" or other is None or not low(scores) < 0:
+    if case.op == "xlogy" and other is not None and low(scores) < 0:
+        # `xlogy(t, t)`, as kl_div computes it: both operands are the target
+        same = (scores.min, scores.max) == (other.min, other.max)
+        return certain("negative probability", scores=scores) if same else None
+    if case.op not in NLL or target is None:
         return None
-    same = (scores.min, scores.max) == (other.min, other.max)
-    return certain("negative probability", scores=scores) if same else None
+    return _no_class(case, scores, target)
+
+
+def _no_class(case: Case, scores: Operand, target: Operand) -> Proof | None:
+    # scores without a batch axis do not say how many classes there are
+    classes = sum(scores.shape[1:2])
+    if high(target) >= classes > 0:
+        return certain("class", target=target, classes=classes, last=classes - 1)
+    masked = scores.neginf and case.makes_inf and not scores.nan
+    impossible = masked or case.evidence.zero_target_probability
+    return certain("impossible class", scores=scores) if impossible else None
 
 
 def _from_batch(case: Case) -> Proof | None:
@@ -262,20 +278,18 @@ def _from_batch(case: Case) -> Proof | None:
     evidence = case.evidence
     root = evidence.argument_root or evidence.denominator_root
     operand = zero_divisor(case)
-    # a count that is 0 is SG102
-    if not root or (operand is not None and counts_nothing(case, operand)):
-        return None
     logarithm = log_argument(case)
-    if operand is None and (logarithm is not None or negative_root(case) is not None):
-        known = [one for one in case.inputs if one.index is not None]
-        operand = (*known, *case.inputs)[0]
-    if operand is None:
+    if operand is None and (logarithm or negative_root(case)):
+        operand = min(case.inputs, key=lambda one: one.index is None)
+    elif operand is not None and counts_nothing(case, operand):
+        # a count that is 0 is SG102
         return None
-    # the batch's value only after rounding or a bounded function: a 0 in half precision is more
-    # likely rounded to 0 than in the data
-    rounded = case.short and any(one.zeros for one in case.inputs)
-    changed = base_name(evidence.argument_from) in CURVES or rounded
-    prove = likely if logarithm is None or changed else certain
+    if not root or operand is None:
+        return None
+    # a 0 in half precision is more likely rounded to 0 than in the data
+    rounded = case.short and sum(one.zeros for one in case.inputs) > 0
+    changed = base_name(evidence.argument_from) in CURVES
+    prove = likely if logarithm is None or changed or rounded else certain
     return prove("from batch", operand=operand, value=met(operand)[0], root=root)
 
 

@@ -85,11 +85,14 @@ def _near_zero(case: Case) -> Proof | None:
     matrix = case.argument("self", 0) or case.argument("A", 0)
     if case.op in SOLVES and matrix is not None and case.finite_inputs:
         return likely("singular", matrix=matrix)
+    return _tiny(case)
+
+
+def _tiny(case: Case) -> Proof | None:
+    """A quotient that overflows on a divisor near 0."""
     # in half precision a tiny divisor has been rounded to 0 before: SG302
-    if case.short or not case.finite_inputs:
-        return None
     divisor, least = _divisor(case)
-    if divisor is None:
+    if case.short or not case.finite_inputs or divisor is None:
         return None
     small = low(divisor) if divisor.value is None else divisor.value
     if abs(small) < least or _tiny_number(case, divisor):
@@ -167,16 +170,11 @@ def sg203(case: Case) -> Proof | None:
         return None
     # in any phase: people write exponentials into a backward of their own
     if case.op in EXPONENTIALS and base.finite:
-        limit = exp_limit(case.dtype, case.op)
-        both_sides = case.op in EVEN
-        most = reach(base) if both_sides else high(base)
-        # the limit is that of exact arithmetic, so a rounded operand may show just below it
-        if not most > limit * 0.99:
-            return None
-        prove = likely if case.absorbed or case.narrow else certain
-        return prove("exponential", base=base, most=most, limit=limit, both_sides=both_sides)
-    if not case.computes or case.narrow:
-        return None
+        return _exponential(case, base)
+    return _power(case, base) if case.computes and not case.narrow else None
+
+
+def _power(case: Case, base: Operand) -> Proof | None:
     if case.op in REPEATED_PRODUCTS and base.finite and case.wider:
         return likely("product", base=base)
     power = case.argument("exponent", 1)
@@ -185,6 +183,17 @@ def sg203(case: Case) -> Proof | None:
     if reach(power) <= POLYNOMIAL or low(power) < 0:
         return None
     return likely("power", base=base, power=power)
+
+
+def _exponential(case: Case, base: Operand) -> Proof | None:
+    limit = exp_limit(case.dtype, case.op)
+    both_sides = case.op in EVEN
+    most = reach(base) if both_sides else high(base)
+    # the limit is that of exact arithmetic, so a rounded operand may show just below it
+    if not most > limit * 0.99:
+        return None
+    prove = likely if case.absorbed or case.narrow else certain
+    return prove("exponential", base=base, most=most, limit=limit, both_sides=both_sides)
 
 
 # --- SG204: a softmax over a row in which everything is masked.
@@ -197,35 +206,42 @@ MASKS = ("attn_bias", "attn_mask", "mask", "bias")
 
 @rule(yields_to="SG402")
 def sg204(case: Case) -> Proof | None:
-    rows = case.evidence.masked_rows
     closed = [operand for operand in case.inputs if operand.neginf]
     if case.op in SOFTMAXES or case.node in SOFTMAX_NODES:
         closed.sort(key=lambda operand: operand.name not in MASKS)
-        scores = closed[0] if closed else None
-        # which axis was normalised is not known here, so the shortest one is taken as the row
-        full = scores is not None and scores.neginf >= min(scores.shape, default=1)
-        if rows is None and (scores is None or scores.posinf or not full):
-            return None
-        of = None
-        if rows is not None and scores is not None:
-            of = case.evidence.rows or math.prod(scores.shape[:-1])
-        return certain("softmax", scores=scores, rows=rows, one=rows == 1, of=of)
+        return _masked_rows(case, closed[0] if closed else None)
     if case.node in PAIR_NODES:
         # log(exp(a) + exp(b)) with both -inf is -inf, rightly; its slope is exp(-inf - -inf)
         both = len(closed) > 1 and case.makes_nan
         return certain("pair", terms=tuple(closed)) if both else None
-    # a hand-written softmax: the row's maximum, itself -inf, is subtracted from the row
-    scores = case.argument("self", 0)
-    top = case.argument("other", 1)
-    if case.op != "sub" or not case.makes_nan or scores not in closed or top not in closed:
+    if case.op != "sub" or not case.makes_nan:
         return None
-    assert scores is not None and top is not None
+    return _row_maximum(case, case.argument("self", 0), case.argument("other", 1))
+
+
+def _row_maximum(case: Case, scores: Operand | None, top: Operand | None) -> Proof | None:
+    """A hand-written softmax: the row's maximum, itself -inf, is subtracted from the row."""
+    if scores is None or top is None or not scores.neginf or not top.neginf:
+        return None
     # the shape of a row maximum that kept its dimension
     sizes = zip(top.shape, scores.shape, strict=False)
     reduced = any(small == 1 < size for small, size in sizes)
-    if rows is None and (len(top.shape) != len(scores.shape) or not reduced):
+    kept = reduced and len(top.shape) == len(scores.shape)
+    if case.evidence.masked_rows is None and not kept:
         return None
     return certain("maximum", scores=scores, top=top)
+
+
+def _masked_rows(case: Case, scores: Operand | None) -> Proof | None:
+    rows = case.evidence.masked_rows
+    of = None
+    if rows is None:
+        # which axis was normalised is not known here, so the shortest one is taken as the row
+        if scores is None or scores.posinf or scores.neginf < min(scores.shape, default=1):
+            return None
+    elif scores is not None:
+        of = case.evidence.rows or math.prod(scores.shape[:-1])
+    return certain("softmax", scores=scores, rows=rows, one=rows == 1, of=of)
 
 
 # --- SG205: the standard deviation or variance of a single element.
@@ -270,39 +286,42 @@ def sg206(case: Case) -> Proof | None:
     if not case.makes_nan or case.unselected or case.phase in ("input", "state"):
         return None
     infinite = [operand for operand in case.inputs if not operand.finite]
-    if not infinite or any(operand.nan for operand in infinite):
-        return None
-    softmax = case.op in SOFTMAXES
     # a softmax takes -inf as a mask
-    if softmax and not any(operand.posinf for operand in infinite):
+    mask = case.op in SOFTMAXES and not any(operand.posinf for operand in infinite)
+    if not infinite or mask or any(operand.nan for operand in infinite):
         return None
-    several = len(infinite) > 1
-    cancels = several or any(operand.posinf and operand.neginf for operand in infinite)
-    prove = certain
-    form = "inf / inf is NaN"
-    if case.op in TIMES and any(map(has_zero, case.inputs)):
-        form = "0 * inf is NaN, a mask of 0 does not hide an infinity"
-        prove = likely if case.backward else certain
-    elif case.op in SUMS and cancels:
-        form = "inf - inf is NaN"
-    elif softmax:
-        form = "the maximum of a row is +inf, and inf - inf is NaN"
-        prove = likely
-    elif case.op != "div" or not several:
-        form = "an infinity went in and has no value here"
-        prove = likely
+    return _indeterminate(case, infinite)
+
+
+def _indeterminate(case: Case, infinite: list[Operand]) -> Proof:
+    form, sure = _form(case, infinite)
+    prove = certain if sure else likely
     # the forward absorbed the infinity: SG403
     if case.backward and case.absorbed:
         prove = possible
-    zeros = [operand for operand in case.inputs if operand.finite and has_zero(operand)]
+    zeros = [operand for operand in case.zeros if operand.finite]
     return prove(
         form=form,
         shown=(*infinite, *zeros[:1]),
         infinite=infinite[0],
         zero=zeros[0] if zeros else None,
         product=case.op == "mul" and bool(zeros),
-        difference=case.op in ("sub", "rsub") and several,
+        difference=case.op in ("sub", "rsub") and len(infinite) > 1,
     )
+
+
+def _form(case: Case, infinite: list[Operand]) -> tuple[str, bool]:
+    """What became NaN, and whether that is certain."""
+    several = len(infinite) > 1
+    if case.op in TIMES and case.zeros:
+        return "0 * inf is NaN, a mask of 0 does not hide an infinity", not case.backward
+    if case.op in SUMS and (several or any(one.posinf and one.neginf for one in infinite)):
+        return "inf - inf is NaN", True
+    if case.op == "div" and several:
+        return "inf / inf is NaN", True
+    if case.op in SOFTMAXES:
+        return "the maximum of a row is +inf, and inf - inf is NaN", False
+    return "an infinity went in and has no value here", False
 
 
 # --- SG207: a root or fractional power of a negative number.

@@ -21,6 +21,7 @@ from stepguard.diagnose.rule import (
     zero_divisor,
 )
 from stepguard.diagnose.wording import limit_of
+from stepguard.records import Operand
 
 # --- SG301: a result beyond the range of half precision.
 
@@ -38,6 +39,12 @@ def sg301(case: Case) -> Proof | None:
         return prove("scale", static=static)
     if not case.inputs or case.unselected or not case.short:
         return None
+    # micro-batches are added up in the gradient's own dtype
+    accumulated = case.node == "AccumulateGrad" and case.finite_inputs
+    return _too_large(case, accumulated) if accumulated or _left_the_range(case) else None
+
+
+def _too_large(case: Case, accumulated: bool) -> Proof:
     stored = case.tensor.removeprefix("param:")
     given = plain(case.inputs[0].dtype)
     micro_batches = len(case.reading.micro_losses)
@@ -47,12 +54,9 @@ def sg301(case: Case) -> Proof | None:
         "micro_batches": micro_batches if micro_batches > 1 else None,
         "cast": None,
     }
-    # micro-batches are added up in the gradient's own dtype
-    if case.node == "AccumulateGrad" and case.finite_inputs:
+    if accumulated:
         number = case.where.micro_batch
         return certain("accumulated", number=None if number is None else number + 1, **fields)
-    if not _left_the_range(case):
-        return None
     if case.op == "_to_copy":
         fields["cast"] = given if given in FORMATS else "float32"
     shown = [operand for operand in case.inputs if operand.dtype and operand.max is not None]
@@ -85,12 +89,16 @@ GUARDS = words("add clamp clamp_min maximum rsub addcmul")
 def sg302(case: Case) -> Proof | None:
     if not case.short or case.in_update or case.unselected:
         return None
-    evidence = case.evidence
     # the zero that was divided by, or whose logarithm was taken
     zero = zero_divisor(case)
     logarithm = log_argument(case)
     if zero is None and logarithm is not None and logarithm[0].zeros:
         zero = logarithm[0]
+    return _lost_epsilon(case, zero)
+
+
+def _lost_epsilon(case: Case, zero: Operand | None) -> Proof | None:
+    evidence = case.evidence
     known = FORMATS[case.dtype]
     # a norm layer takes its eps as a Python number, so it is an operand of its own
     eps = next((operand.value for operand in case.inputs if operand.name == "eps"), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from stepguard.diagnose.case import EXPONENTIALS, Case, base_name, has_zero
+from stepguard.diagnose.case import EXPONENTIALS, Case, base_name
 from stepguard.diagnose.rule import (
     DIVISIONS,
     LOGS,
@@ -19,6 +19,7 @@ from stepguard.diagnose.rule import (
 )
 from stepguard.diagnose.rules.sg200 import LOG_NODES, PAIR_NODES, SATURATING, SOFTMAX_NODES
 from stepguard.diagnose.wording import rule_text
+from stepguard.records import Operand
 
 # --- SG401: the derivative is infinite where the function is fine.
 
@@ -39,16 +40,20 @@ def sg401(case: Case) -> Proof | None:
         return None
     zero = zero_divisor(case)
     slope = _slopes().get(case.node)
-    if slope is None and zero is not None and case.finite_inputs:
-        # a node without a slope on the page, such as a custom Function
-        return likely("divides", zero=zero)
     if slope is None:
+        # a node without a slope on the page, such as a custom Function
+        if zero is not None and case.finite_inputs:
+            return likely("divides", zero=zero)
         return possible("explodes") if overflow(case) and not case.narrow else None
+    return _slope(case, slope, zero)
+
+
+def _slope(case: Case, slope: str, zero: Operand | None) -> Proof | None:
     # the zero the gradient is divided by, rather than a gradient that happens to be zero: backward
     # formulas put the incoming gradient first, as in grad / (2 * result)
-    zeros = [operand for operand in reversed(case.inputs) if operand.dtype and has_zero(operand)]
+    zeros = [operand for operand in case.zeros if operand.dtype]
     if zero is None and zeros:
-        zero = zeros[0]
+        zero = zeros[-1]
     # a slope that a wider dtype can hold is SG301
     if zero is None and case.short and case.wider:
         return None
@@ -76,8 +81,8 @@ def sg402(case: Case) -> Proof | None:
         return None
     # NaN can pass a finite loss only by being selected away: no function absorbs it
     saved = next((operand for operand in case.inputs if operand.nan), None)
-    for operand in case.inputs:
-        if saved is not None and operand is not saved and has_zero(operand):
+    for operand in case.zeros:
+        if saved is not None and operand is not saved:
             return likely("discarded", saved=saved, zeros=operand.zeros or None)
     return None
 
@@ -94,19 +99,11 @@ def sg403(case: Case) -> Proof | None:
     if case.unselected:
         return None
     if case.backward:
-        infinite = next((one for one in case.inputs if one.posinf or one.neginf), None)
-        if evidence.absorbed:
-            return certain("backward", infinite=infinite)
-        # 0 * inf, and no NaN that came in from elsewhere
-        meets_zero = any(map(has_zero, case.inputs)) and not any(one.nan for one in case.inputs)
-        if infinite is None or not case.loss_finite or not meets_zero:
-            return None
-        return likely("backward", infinite=infinite)
+        return _met_infinity(case)
     if not case.absorbed or not case.forward or not case.makes_inf:
         return None
     absorbed_by = base_name(evidence.absorbed_by)
-    zeros = [operand for operand in case.inputs if has_zero(operand)]
-    fields = {"absorbed_by": absorbed_by, "operands": (*zeros, *case.inputs)}
+    fields = {"absorbed_by": absorbed_by, "operands": (*case.zeros, *case.inputs)}
     # the operation itself reaches infinity, rather than half precision overflow
     at_pole = case.op in LOGS and absorbed_by in SATURATING
     if case.op in POLES:
@@ -114,3 +111,13 @@ def sg403(case: Case) -> Proof | None:
     if at_pole:
         return certain("forward", **fields)
     return likely("forward", **fields) if evidence.absorbed else None
+
+
+def _met_infinity(case: Case) -> Proof | None:
+    infinite = next((one for one in case.inputs if one.posinf or one.neginf), None)
+    if case.evidence.absorbed:
+        return certain("backward", infinite=infinite)
+    # 0 * inf, and no NaN that came in from elsewhere
+    if infinite is None or not case.zeros or any(one.nan for one in case.inputs):
+        return None
+    return likely("backward", infinite=infinite) if case.loss_finite else None

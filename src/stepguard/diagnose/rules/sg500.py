@@ -57,42 +57,42 @@ BORN_BAD = ("nonfinite_parameter", "nonfinite_optimizer_state")
 
 @rule()
 def sg502(case: Case) -> Proof | None:
-    facts = case.facts
-    evidence = case.evidence
-    narrow_weights = next((name for name in facts.param_dtypes if name in NARROW), "")
-    dtype = case.dtype or narrow_weights
-    eps = evidence.eps if facts.eps is None else facts.eps
+    facts, evidence = case.facts, case.evidence
+    dtype = case.dtype or next((name for name in facts.param_dtypes if name in NARROW), "")
+    fields = _epsilon(case) | {"dtype": dtype, "smallest": None}
+    if dtype in FORMATS:
+        fields["smallest"] = FORMATS[dtype].smallest
     underflows = facts.eps is not None and (facts.eps == 0 or rounds_to_zero(facts.eps, dtype))
-    held_in = case.dtype or next(iter(facts.param_dtypes), "")
-    stored = case.tensor or next(iter(case.reading.bad_state), "")
-    rounded = eps is not None and held_in in NARROW and rounds_to_zero(eps, held_in)
-    fields: dict[str, Any] = {
-        "eps": eps,
-        "dtype": dtype,
-        "smallest": FORMATS[dtype].smallest if dtype in FORMATS else None,
-        "held_in": held_in,
-        "name": stored.partition(":")[2],
-        "rounded": rounded,
-        "zero": eps == 0,
-        "enough": "1e-4" if held_in in NARROW else "1e-8",
-    }
     if not case.in_update or not case.op:
-        born = case.reading.state_born and case.verdict.kind in BORN_BAD
-        if case.phase not in ("", "optimizer") or not born or not underflows:
-            return None
-        return certain("update", **fields)
+        born = case.reading.state_born and case.verdict.kind in BORN_BAD and underflows
+        return certain("update", **fields) if born and case.phase in ("", "optimizer") else None
     divisor = zero_divisor(case)
-    vanished = evidence.eps_underflow or underflows
-    if case.op not in DIVIDES or not (vanished or divisor is not None):
+    if case.op not in DIVIDES or not (divisor or underflows or evidence.eps_underflow):
         return None
     # Adam's addcdiv: param += -lr * tensor1 / tensor2, with the first moment as tensor1
     numerator = case.argument("tensor1", 1)
-    no_gradient = numerator is not None and met(numerator) == (0.0, 0.0)
-    norm = facts.eps is None and base_name(evidence.denominator_from) in NORMS
+    fields["no_gradient"] = numerator is not None and met(numerator) == (0.0, 0.0)
+    fields["norm"] = facts.eps is None and base_name(evidence.denominator_from) in NORMS
     # without an epsilon nothing rounded to 0: SG201 says what was
     no_epsilon = facts.eps is None and not evidence.eps_underflow
     prove = possible if no_epsilon and dtype not in NARROW else certain
-    return prove("located", divisor=divisor, no_gradient=no_gradient, norm=norm, **fields)
+    return prove("located", divisor=divisor, **fields)
+
+
+def _epsilon(case: Case) -> dict[str, Any]:
+    """What the remedies say of the epsilon, and of the parameters beside it."""
+    eps = case.evidence.eps if case.facts.eps is None else case.facts.eps
+    held_in = case.dtype or next(iter(case.facts.param_dtypes), "")
+    narrow = held_in in NARROW
+    stored = case.tensor or next(iter(case.reading.bad_state), "")
+    return {
+        "eps": eps,
+        "zero": eps == 0,
+        "held_in": held_in,
+        "rounded": narrow and eps is not None and rounds_to_zero(eps, held_in),
+        "enough": "1e-4" if narrow else "1e-8",
+        "name": stored.partition(":")[2],
+    }
 
 
 # --- SG503: the optimizer's own state is NaN or Inf.
@@ -107,35 +107,43 @@ REBUILT = 10
 @rule(yields_to="SG601")
 def sg503(case: Case) -> Proof | None:
     facts, reading = case.facts, case.reading
-    anomaly = case.verdict.finite_anomaly
-    slowest = max(facts.betas, default=1.0)
-    fields: dict[str, Any] = {
-        "outlier": (),
-        "parameter": case.evidence.parameter or (facts.outlier[1] if facts.outlier else ""),
-        "slot": case.tensor.partition(":")[2],
-        "lost": facts.lost_squares or None,
-        "rebuilt": round(1 / (1 - slowest)) if 0 < slowest < 1 else REBUILT,
-    }
-    if facts.outlier is not None:
-        # it still weighs in the second moment for some 1 / (1 - beta2) steps
-        memory = 1.0 / (1.0 - slowest) if slowest < 1.0 else MEMORY
-        if 0 < reading.step - facts.outlier[0] <= memory:
-            fields["outlier"] = facts.outlier
+    fields = _moments(case)
     slots = [name for name in (case.tensor, *reading.bad_state) if name.startswith("opt:")]
     located = case.tensor.startswith("opt:") or case.phase in ("", "state", "optimizer")
     if slots and located:
-        params = [name for name in reading.bad_state if name.startswith("param:")]
-        fields |= {"which": slots[0], "params": tuple(params), "count": len(params)}
+        params = tuple(name for name in reading.bad_state if name.startswith("param:"))
+        fields |= {"which": slots[0], "params": params, "count": len(params)}
         if not reading.state_born:
             return certain("before", **fields)
         # the operation that made it has a cause of its own
         prove = possible if case.where.op else likely
         return prove("born", **fields)
+    if not case.verdict.finite_anomaly:
+        return None
     # Adam's second moment is a mean of squares: it is 0 only where no gradient ever came
-    if facts.lost_squares and anomaly:
+    if facts.lost_squares:
         return certain("squares", one=facts.lost_squares == 1, **fields)
     # finite, and worse since: the outlier is still part of every update
-    return possible("after an outlier", **fields) if anomaly and fields["outlier"] else None
+    return possible("after an outlier", **fields) if fields["outlier"] else None
+
+
+def _moments(case: Case) -> dict[str, Any]:
+    """What is remembered of an outlier, and how the state can be rebuilt."""
+    slowest = max(case.facts.betas, default=1.0)
+    memory, rebuilt = MEMORY, REBUILT
+    if slowest < 1.0:
+        memory = 1.0 / (1.0 - slowest)
+        rebuilt = round(memory) if slowest > 0 else REBUILT
+    step, name, times = case.facts.outlier or (case.reading.step, "", 0.0)
+    # it still weighs in the second moment for some 1 / (1 - beta2) steps
+    remembered = 0 < case.reading.step - step <= memory
+    return {
+        "outlier": (step, name, times) if remembered else (),
+        "parameter": case.evidence.parameter or name,
+        "slot": case.tensor.partition(":")[2],
+        "lost": case.facts.lost_squares or None,
+        "rebuilt": rebuilt,
+    }
 
 
 # --- SG504: the learning rate jumped.
@@ -154,22 +162,24 @@ def sg504(case: Case) -> Proof | None:
     if jump is None:
         return None
     climb = lr_climb(case)
-    runaway = climb if climb is not None and climb.runaway else None
-    fields = {"jump": jump, "climb": runaway}
+    fields = {"jump": jump, "climb": climb if climb and climb.runaway else None}
+    return Proof(_how_well_a_jump(case), "jump", fields)
+
+
+def _how_well_a_jump(case: Case) -> Certainty:
+    """How well a jump of the learning rate explains what was seen."""
     kind = case.verdict.kind
-    ruined = case.verdict.finite_anomaly or case.evidence.weights_ruined
-    if ruined or kind == "infinite_norm":
-        return certain("jump", **fields)
     # loaded state that brings the old rate back is SG802
     if kind == "lr_mismatch":
-        return likely("jump", **fields) if facts.resumed else certain("jump", **fields)
+        return "likely" if case.facts.resumed else "certain"
     # past exp(709) float64 overflows as well, so that no wider dtype is finite; without an
     # operation nothing but the update is known to be bad
     if overflow(case) or case.op in EXPONENTIALS:
         ran_away = not case.short
     else:
         ran_away = case.phase in ("", "optimizer") and not case.op
-    return certain("jump", **fields) if ran_away else possible("jump", **fields)
+    ruined = case.verdict.finite_anomaly or case.evidence.weights_ruined
+    return "certain" if ruined or ran_away or kind == "infinite_norm" else "possible"
 
 
 # --- SG505: the run diverges because its steps are too large.
@@ -203,15 +213,14 @@ def sg505(case: Case) -> Proof | None:
     # with SGD the norm of the gradient bounds the step; Adam's step does not depend on it
     sgd = facts.optimizer == "SGD" and facts.clip_norm is None
     # one parameter that ran away, which the norm of all weights hides
-    moved = facts.moved_most
-    if moved is not None and moved[1] < max(LARGE_MOVE, STANDS_OUT * (facts.update_ratio or 0.0)):
-        moved = None
+    moved = facts.moved_most or ("", 0.0)
+    stands_out = moved[1] >= max(LARGE_MOVE, STANDS_OUT * (facts.update_ratio or 0.0))
     fields = {
         "losses": _ends(facts.losses),
         "norms": _ends(facts.grad_norms),
         "count": len(facts.losses),
         "repeat_loss": None if "older_loss" in said else reading.repeat_loss,
-        "moved": moved or (),
+        "moved": moved if stands_out else (),
         "climb": lr_climb(case),
         "sgd": sgd,
         "overflowed": overflow(case),
@@ -237,15 +246,19 @@ def _how_well(case: Case) -> Certainty | None:
         return "certain" if shown else "likely"
     # bfloat16 has the range of float32; in float16 an overflow says nothing about the weights
     if overflow(case) and not case.narrow:
-        # float32 does not overflow on ordinary weights and data: one of the two has run away
-        from_batch = abs(case.evidence.batch_max or 0.0) >= EXTREME_INPUT
-        if from_batch or case.facts.committed == 0:
-            return None
-        if has_risen:
-            return "certain"
-        extreme = case.magnitude >= EXTREME_OPERAND and not case.confirmed_samples
-        return "likely" if extreme else None
+        return _overflowed(case, has_risen)
     return "likely" if case.in_update and has_risen else None
+
+
+def _overflowed(case: Case, has_risen: bool) -> Certainty | None:
+    """float32 does not overflow on ordinary weights and data: one of the two has run away."""
+    from_batch = abs(case.evidence.batch_max or 0.0) >= EXTREME_INPUT
+    if from_batch or case.facts.committed == 0:
+        return None
+    if has_risen:
+        return "certain"
+    extreme = case.magnitude >= EXTREME_OPERAND and not case.confirmed_samples
+    return "likely" if extreme else None
 
 
 def _number_explains(case: Case) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from stepguard.diagnose.case import Case
 from stepguard.diagnose.rule import Proof, certain, likely, possible, rule
@@ -30,12 +31,15 @@ def sg601(case: Case) -> Proof | None:
     if huge and case.facts.committed == 0:
         return certain("huge", **fields)
     which = case.stored("param:")
-    if not which or case.reading.state_born or case.phase not in ("", "state"):
-        return None
+    before = not case.reading.state_born and case.phase in ("", "state")
+    return _bad_parameter(case, which, fields) if which and before else None
+
+
+def _bad_parameter(case: Case, which: str, fields: dict[str, Any]) -> Proof:
     count = sum(name.startswith("param:") for name in case.reading.bad_state)
     # bad optimizer state makes bad parameters with the next update: then SG503 knows more
     by_optimizer = any(name.startswith("opt:") for name in case.reading.bad_state)
-    prove = likely if by_optimizer and not first_step else certain
+    prove = likely if by_optimizer and not fields["first_step"] else certain
     return prove("not finite", which=which, several=count > 1, count=count, **fields)
 
 
@@ -49,6 +53,11 @@ def sg602(case: Case) -> Proof | None:
         label = f"self.{name}"
         shown = [replace(operand, label=label) for operand in case.inputs if not operand.finite]
         return certain("attribute", owner=owner, name=name, shown=shown)
+    return _bad_buffer(case)
+
+
+def _bad_buffer(case: Case) -> Proof | None:
+    evidence = case.evidence
     which = case.stored("buffer:")
     path = (case.tensor or which).partition(":")[2]
     module, _, name = path.rpartition(".")

@@ -17,7 +17,7 @@ def sg801(case: Case) -> Proof | None:
     # the launcher asks for one precision, and the replay has seen another
     wanted = plain(facts.configured_dtype or "")
     real = autocast or "float32"
-    disagrees = bool(wanted) and wanted != real
+    disagrees = wanted not in ("", real)
     unscaled = autocast in NARROW and facts.scaling == "none"
     # GradScaler.unscale_ raises on float16 gradients: it expects float32 weights under autocast
     half = tuple(name for name in facts.param_dtypes if plain(name) in NARROW)

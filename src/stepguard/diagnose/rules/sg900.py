@@ -246,6 +246,10 @@ def sg908(case: Case) -> Proof | None:
             return likely("part", parts=parts, one=parts == 1) if parts else None
     if all(look.facts.single_class for look in case.pair):
         return certain("one class")
+    return _flat(case)
+
+
+def _flat(case: Case) -> Proof | None:
     losses = {reading.step: reading.loss for reading in case.recent}
     seen = [losses.get(look.step) for look in case.pair]
     known = [abs(loss) for loss in seen if loss is not None]
@@ -430,7 +434,11 @@ def sg918(case: Case) -> Proof | None:
     usual = median(norms) if len(norms) == UPDATES else 0.0
     if NOTHING_LEFT < usual < 1.0 / NOTHING_LEFT and max(norms) - min(norms) <= ALIKE * usual:
         return likely("scaled", usual=usual, updates=UPDATES, newest=case.recent[-1])
-    # the norm that was read before clipping, beside that of the gradients of the update
+    return _clipped(case)
+
+
+def _clipped(case: Case) -> Proof | None:
+    """The norm that was read before clipping, beside that of the gradients of the update."""
     before = {reading.step: reading.grad_norm for reading in case.recent}
     looks = [look for look in case.looks if before.get(look.step) and not look.left_out]
     looks = looks[-CLIPPED_LOOKS:]
@@ -524,14 +532,20 @@ def sg921(case: Case) -> Proof | None:
     # contrastive losses put the right answer first, always
     if total < FEWEST_TARGETS or max(counts) == total:
         return None
-    share = max(counts) / total
-    entropy = -sum(count / total * math.log(count / total) for count in counts if count)
+    return _by_frequency(looks, counts)
+
+
+def _by_frequency(looks: Looks, counts: list[int]) -> Proof | None:
+    """Nearly all targets are one class, or the loss is that of their frequencies."""
+    shares = [count / sum(counts) for count in counts if count]
+    entropy = -sum(share * math.log(share) for share in shares)
     late = [look.facts.cross_entropy for look in looks[len(looks) // 2 :]]
     losses = [loss for loss in late if loss is not None]
     mean = fmean(losses) if losses else math.inf
-    fields = {"last": looks[-1], "total": total, "count": len(looks), "classes": size}
-    if share >= NEARLY_ALL and mean >= LEARNED * entropy:
-        return possible("one class", share=share, most=counts.index(max(counts)), **fields)
+    if max(shares) >= NEARLY_ALL and mean >= LEARNED * entropy:
+        most = counts.index(max(counts))
+        fields = {"total": sum(counts), "count": len(looks), "classes": len(counts)}
+        return possible("one class", share=max(shares), most=most, **fields)
     half = len(losses) // 2
     # weights that have hardly moved cannot have learned anything yet
     if not half or entropy < LEAST_ENTROPY or _distance(looks) < MOVED:
@@ -540,7 +554,7 @@ def sg921(case: Case) -> Proof | None:
     falls = fmean(losses[half:]) < BELOW * fmean(losses[:half])
     if falls or not BELOW <= mean / entropy <= ABOVE:
         return None
-    return possible("frequencies", mean=mean, entropy=entropy, **fields)
+    return possible("frequencies", mean=mean, entropy=entropy, last=looks[-1])
 
 
 def _distance(looks: Looks) -> float:
