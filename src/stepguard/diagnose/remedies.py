@@ -149,25 +149,31 @@ def _in_float32(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...
     inside = matrix and case.evidence.autocast
     leave = " and outside of autocast (`torch.autocast(..., enabled=False)`)" if inside else ""
     what = f"`{origin.module}`" if origin.module else case.place
-    changed: dict[int, str] = {}
+    line = ""
     if found is not None:
         what = f"`{found.text}`"
-        tensors = {operand.label for operand in case.inputs if operand.max is not None}
-        for position, text in enumerate(found.operands):
-            # one operand in float32 makes the result so, except that of a product of matrices
-            if matrix or (text in tensors and not changed):
-                changed[position] = f"{bracketed(text)}.float()"
+        line = "" if inside else _with_floats(case, found)
     limit = spell(FORMATS[case.dtype].largest)
     title = f"Compute {what} in float32{leave}: {_reached(case)}, and {case.dtype} ends at {limit}"
     in_words = Remedy(title=title, safety="changes-numbers")
-    if found is None or inside or not changed:
+    if not line:
         return (in_words,)
-    line = found.with_operands(changed)
     code = rewriting(origin, line, title, safety="changes-numbers")
     if origin.statement is None:
         return (code,)
     # what follows may take half precision only, which a trial shows: else it is said in words
     return replace(code, snippet=""), in_words
+
+
+def _with_floats(case: Case, found: Expression) -> str:
+    """Their line with operands in float32; empty where none of them is known as a tensor."""
+    tensors = {operand.label for operand in case.inputs if operand.max is not None}
+    changed: dict[int, str] = {}
+    for position, text in enumerate(found.operands):
+        # one operand in float32 makes the result so, except that of a product of matrices
+        if case.op in MATRIX or (text in tensors and not changed):
+            changed[position] = f"{bracketed(text)}.float()"
+    return found.with_operands(changed) if changed else ""
 
 
 def _reached(case: Case) -> str:
@@ -264,12 +270,14 @@ SATURATES = {
 
 def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     """What to write for the operation that failed."""
-    origin = case.origin
+    origin = case.where
     name, fix = rule_text(code).in_line.get(case.node if case.backward else case.op, _NO)
-    if fix is None or origin is None:
+    if fix is None:
         return ()
+    if name == "ctc_loss":
+        return fix, _zero_infinity(origin)
     if not fix.snippet:
-        return (fix, *_zero_infinity(origin)) if name == "ctc_loss" else (fix,)
+        return (fix,)
     if origin.library is not None:
         return (_in_a_library(case, origin),)
     found = named_expression(origin, name, OPERATORS.get(name))
@@ -277,24 +285,22 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     if found is None and name == "div":
         use = RECIPROCAL
         found = named_expression(origin, "reciprocal")
-    fewest = 2 if "y}" in use.snippet else 1
-    if found is None or len(found.operands) < fewest or (found.in_place and name not in IN_PLACE):
+    if found is None or len(found.operands) < 1 + ("y}" in use.snippet):
         return (_in_general(fix, case),)
     if found.in_place:
-        return (_made_harmless(case, origin, found, name),)
+        known = name in IN_PLACE
+        return (_made_harmless(case, found, name) if known else _in_general(fix, case),)
     first, second = EXPONENTS.get(case.dtype, EXPONENTS_WIDE)
-    plain = _written(origin, use, found, first)
+    written = _written(origin, use, found, first)
     if use is fix and name == "div":
-        return _divisions(code, case, origin, found, plain)
-    if name == "log":
-        return (*_from_logits(case, origin, found), plain)
+        return _divisions(code, case, origin, found, written)
     if "{most}" in use.snippet:
         # the second is shown only where a trial has found the first wanting
-        return plain, replace(_written(origin, use, found, second), snippet="")
-    return (plain,)
+        return written, replace(_written(origin, use, found, second), snippet="")
+    return (*_from_logits(case, origin, found, name), written)
 
 
-def _made_harmless(case: Case, origin: Origin, found: Expression, name: str) -> Remedy:
+def _made_harmless(case: Case, found: Expression, name: str) -> Remedy:
     """The operand before an operation in place: a safe function would not change it there."""
     template, why = IN_PLACE[name]
     position = 1 if name == "div" else 0
@@ -303,13 +309,13 @@ def _made_harmless(case: Case, origin: Origin, found: Expression, name: str) -> 
     use = template.format(y=y, by=bracketed(y), most=most)
     title = f"`{use}` for `{y}` in `{found.text}`: {why.format(y=f'`{y}`')}"
     line = found.with_operands({position: use})
-    return rewriting(origin, line, title, safety="changes-numbers")
+    return rewriting(case.where, line, title, safety="changes-numbers")
 
 
-def _from_logits(case: Case, origin: Origin, found: Expression) -> tuple[Remedy, ...]:
+def _from_logits(case: Case, origin: Origin, found: Expression, name: str) -> tuple[Remedy, ...]:
     """The log of a probability that another line has made; a formula in one line is rewritten."""
     made_by = base_name(case.evidence.argument_from)
-    if made_by not in SATURATES or _stable_formula(origin):
+    if name != "log" or made_by not in SATURATES or _stable_formula(origin):
         return ()
     title = (
         f"Compute the loss from the logits, by {SATURATES[made_by]}: `{found.operands[0]}` comes "
@@ -456,16 +462,16 @@ def _corrected(x: str, given: tuple[str, ...]) -> str:
     return ", ".join((*dimensions, f"correction={correction}"))
 
 
-def _zero_infinity(origin: Origin) -> tuple[Remedy, ...]:
+def _zero_infinity(origin: Origin) -> Remedy:
     """CTC that counts 0 for what cannot be aligned."""
     found = named_expression(origin, "ctc_loss")
     why = "what cannot be aligned counts 0, without a gradient"
     if found is None or "zero_infinity=True" in found.settings:
-        return (Remedy(title=f"Or `zero_infinity=True`: {why}", safety="changes-training"),)
+        return Remedy(title=f"Or `zero_infinity=True`: {why}", safety="changes-training")
     kept = [part for part in found.settings if not part.startswith("zero_infinity=")]
     name = found.text.partition("(")[0]
     use = f"{name}({', '.join((*found.operands, *kept, 'zero_infinity=True'))})"
-    return (_replaced(origin, found, use, why, safety="changes-training"),)
+    return _replaced(origin, found, use, why, safety="changes-training")
 
 
 def _stable_formula(origin: Origin) -> tuple[Remedy, ...]:

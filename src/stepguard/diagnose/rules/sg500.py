@@ -58,21 +58,17 @@ BORN_BAD = ("nonfinite_parameter", "nonfinite_optimizer_state")
 @rule()
 def sg502(case: Case) -> Proof | None:
     facts, evidence = case.facts, case.evidence
-    dtype = case.dtype or next((name for name in facts.param_dtypes if name in NARROW), "")
-    fields = _epsilon(case) | {"dtype": dtype, "smallest": None}
-    if dtype in FORMATS:
-        fields["smallest"] = FORMATS[dtype].smallest
-    underflows = facts.eps is not None and (facts.eps == 0 or rounds_to_zero(facts.eps, dtype))
+    fields = _epsilon(case)
+    dtype = fields["dtype"]
+    # an epsilon of 0 is one that no dtype can hold
+    underflows = facts.eps == 0 or rounds_to_zero(facts.eps or 0.0, dtype)
     if not case.in_update or not case.op:
-        born = case.reading.state_born and case.verdict.kind in BORN_BAD and underflows
-        return certain("update", **fields) if born and case.phase in ("", "optimizer") else None
+        born = case.reading.state_born and case.verdict.kind in BORN_BAD
+        update = underflows and born and case.phase in ("", "optimizer")
+        return certain("update", **fields) if update else None
     divisor = zero_divisor(case)
     if case.op not in DIVIDES or not (divisor or underflows or evidence.eps_underflow):
         return None
-    # Adam's addcdiv: param += -lr * tensor1 / tensor2, with the first moment as tensor1
-    numerator = case.argument("tensor1", 1)
-    fields["no_gradient"] = numerator is not None and met(numerator) == (0.0, 0.0)
-    fields["norm"] = facts.eps is None and base_name(evidence.denominator_from) in NORMS
     # without an epsilon nothing rounded to 0: SG201 says what was
     no_epsilon = facts.eps is None and not evidence.eps_underflow
     prove = possible if no_epsilon and dtype not in NARROW else certain
@@ -80,14 +76,22 @@ def sg502(case: Case) -> Proof | None:
 
 
 def _epsilon(case: Case) -> dict[str, Any]:
-    """What the remedies say of the epsilon, and of the parameters beside it."""
-    eps = case.evidence.eps if case.facts.eps is None else case.facts.eps
-    held_in = case.dtype or next(iter(case.facts.param_dtypes), "")
+    """What is said of the epsilon, of what it stood beside, and of the parameters."""
+    facts = case.facts
+    eps = case.evidence.eps if facts.eps is None else facts.eps
+    held_in = case.dtype or next(iter(facts.param_dtypes), "")
+    dtype = case.dtype or next((name for name in facts.param_dtypes if name in NARROW), "")
     narrow = held_in in NARROW
     stored = case.tensor or next(iter(case.reading.bad_state), "")
+    # Adam's addcdiv: param += -lr * tensor1 / tensor2, with the first moment as tensor1
+    numerator = case.argument("tensor1", 1)
     return {
         "eps": eps,
         "zero": eps == 0,
+        "dtype": dtype,
+        "smallest": FORMATS[dtype].smallest if dtype in FORMATS else None,
+        "norm": facts.eps is None and base_name(case.evidence.denominator_from) in NORMS,
+        "no_gradient": numerator is not None and met(numerator) == (0.0, 0.0),
         "held_in": held_in,
         "rounded": narrow and eps is not None and rounds_to_zero(eps, held_in),
         "enough": "1e-4" if narrow else "1e-8",
