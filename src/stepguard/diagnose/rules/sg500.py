@@ -58,14 +58,15 @@ BORN_BAD = ("nonfinite_parameter", "nonfinite_optimizer_state")
 @rule()
 def sg502(case: Case) -> Proof | None:
     facts, evidence = case.facts, case.evidence
+    if case.phase not in ("", "optimizer"):
+        return None
     fields = _epsilon(case)
     dtype = fields["dtype"]
     # an epsilon of 0 is one that no dtype can hold
     underflows = facts.eps == 0 or rounds_to_zero(facts.eps or 0.0, dtype)
-    if not case.in_update or not case.op:
+    if not case.op:
         born = case.reading.state_born and case.verdict.kind in BORN_BAD
-        update = underflows and born and case.phase in ("", "optimizer")
-        return certain("update", **fields) if update else None
+        return certain("update", **fields) if underflows and born else None
     divisor = zero_divisor(case)
     if case.op not in DIVIDES or not (divisor or underflows or evidence.eps_underflow):
         return None
