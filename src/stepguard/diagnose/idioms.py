@@ -39,6 +39,9 @@ FORMULAS = (
 `bX` in brackets where it needs them.
 """
 PATTERNS = tuple((ast.parse(text, mode="eval").body, use) for text, use in FORMULAS)
+ROOTS = {"sqrt(X)": "{bX}", "X ** 0.5": "{bX}", "std(X, *D)": "{bX}.var({D})"}
+"""Roots, and what they are taken of."""
+ROOT_PATTERNS = tuple((ast.parse(text, mode="eval").body, use) for text, use in ROOTS.items())
 KEPT = ("keepdim=True", "True")
 
 
@@ -58,6 +61,35 @@ def stable_form(line: str, span: Span | None) -> tuple[Expression, str] | None:
             if _matches(pattern, node, bound) and (text := _written(use, bound)):
                 return found, text
     return None
+
+
+def with_roots(text: str, root: str) -> str:
+    """The expression with `root` for its roots, `{}` being the argument; empty without any."""
+    roots = _Roots(root)
+    tree = roots.visit(ast.parse(text, mode="eval"))
+    return ast.unparse(tree) if roots.found else ""
+
+
+class _Roots(ast.NodeTransformer):
+    """Writes another root for every square root and standard deviation of tensors."""
+
+    def __init__(self, root: str) -> None:
+        self.found = False
+        self._root = root
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        self.generic_visit(node)
+        # a root of numbers has no gradient
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("math.", "np.")):
+            return node
+        for pattern, use in ROOT_PATTERNS:
+            bound: dict[str, str] = {}
+            if _matches(pattern, node, bound):
+                self.found = True
+                given = ", ".join(filter(None, bound.get("D", "").split("\0")))
+                argument = use.format(bX=bracketed(bound["X"]), D=given)
+                return ast.parse(self._root.format(argument), mode="eval").body
+        return node
 
 
 def _written(use: str, bound: dict[str, str]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepguard.diagnose.case import FORMATS, Case, base_name, elements, has_zero, reach, words
-from stepguard.diagnose.idioms import stable_form
+from stepguard.diagnose.idioms import stable_form, with_roots
 from stepguard.diagnose.rule import Proof
 from stepguard.diagnose.source_line import (
     Expression,
@@ -25,7 +25,6 @@ from stepguard.diagnose.source_line import (
     is_number,
     named_expression,
     rewriting,
-    with_roots,
 )
 from stepguard.diagnose.wording import call, describe, fill, holds, rule_text, spell
 from stepguard.records import Finding, Origin, Remedy

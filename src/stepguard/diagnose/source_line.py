@@ -266,44 +266,6 @@ def is_number(text: str) -> bool:
     return all(isinstance(node, figures) for node in ast.walk(tree))
 
 
-class _SafeRoots(ast.NodeTransformer):
-    """Writes another root for every square root and standard deviation of tensors."""
-
-    def __init__(self, root: str) -> None:
-        self.found = False
-        self._root = root
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        method = node.func if isinstance(node.func, ast.Attribute) else None
-        # a root of numbers has no gradient
-        if method is not None and _last_name(method.value) in ("math", "np"):
-            return node
-        given = call_operands(node, words("sqrt"))
-        if given is not None and len(given[0]) == 1:
-            return self._safe(given[0][0])
-        if method is not None and method.attr == "std":
-            method.attr = "var"
-            return self._safe(node)
-        return node
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        half = isinstance(node.right, ast.Constant) and node.right.value == 0.5
-        return self._safe(node.left) if half and isinstance(node.op, ast.Pow) else node
-
-    def _safe(self, operand: ast.expr) -> ast.expr:
-        self.found = True
-        return ast.parse(self._root.format(bracketed(ast.unparse(operand))), mode="eval").body
-
-
-def with_roots(text: str, root: str) -> str:
-    """The expression with `root` for its roots, `{}` being the argument; empty without any."""
-    roots = _SafeRoots(root)
-    tree = roots.visit(ast.parse(text, mode="eval"))
-    return ast.unparse(tree) if roots.found else ""
-
-
 # --- Call operands what the user calls them: by their expression in the source line, or by their
 # part.
 

@@ -21,7 +21,6 @@ def sg601(case: Case) -> Proof | None:
         "name": stored.partition(":")[2],
         "first_step": first_step,
         "step_before": case.reading.step - 1,
-        "is_huge": huge,
         # some elements are fine: it was filled, and then damaged or loaded that way
         "partly": bad is not None and bad.min is not None and not huge,
     }
