@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from stepguard.diagnose.case import agreement, crossing, levelling_off
+from stepguard.diagnose.trends import crossing, levelling_off
 
 
 def series(count: int, value: float, slope: float, noise: float = 0.0) -> list[tuple[int, float]]:
@@ -19,13 +19,13 @@ def test_straight_line_meets_its_limit_where_it_must() -> None:
     found = crossing(series(10, 0.0, 0.1), 14.0, rising=True)
     assert found is not None
     assert (found.step, found.earliest, found.latest) == (140, 140, 140)
-    assert found.slope == pytest.approx(0.1)
+    assert (found.since, found.first, found.now, found.value) == (0, 1.0, 90, pytest.approx(2**9))
 
 
 def test_falling_series() -> None:
     found = crossing(series(10, 16.0, -0.1), 0.0, rising=False)
     assert found is not None and found.step == 160
-    assert found.slope == pytest.approx(-0.1)
+    assert (found.first, found.value) == (2.0**16, pytest.approx(2**7))
 
 
 def test_noise_widens_the_interval() -> None:
@@ -70,7 +70,5 @@ def test_gaps_and_infinite_values_are_left_out() -> None:
     assert found is not None and found.step == 140
 
 
-def test_agreement_and_levelling_off() -> None:
-    assert agreement(series(5, 0.0, 1.0)) == 1.0
-    assert agreement([(0, 1.0)]) == 0.0
+def test_levelling_off() -> None:
     assert levelling_off([(0, 0.0), (1, 5.0), (2, 8.0), (3, 9.0), (4, 9.0)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stepguard.diagnose.rule import parse, rule_text
 from stepguard.diagnose.rules import RULES
+from stepguard.diagnose.wording import parse, rule_text
 
 PAGE = """# SG999: a made-up cause
 
@@ -33,10 +33,6 @@ if good:
     loss = 0.0
 ```
 
-## What to do in special cases
-
-### Only sometimes (changes-training)
-
 ## Example
 
 ```python
@@ -53,6 +49,29 @@ loss = 1 / 0
 
 - owner/repository#1
 - https://example.org/page
+
+## Evidence
+
+### seen
+
+- {place} is bad
+- {verdict.summary}
+
+## In an incident: in_batch
+
+### Leave {who} out (changes-training)
+
+## In an incident
+
+### Find `{tensor}` (safe)
+
+## In the failing line
+
+### Sqrt Rsqrt: where {x} is 0: nothing (safe)
+
+```python
+safe_sqrt({x})
+```
 """
 
 
@@ -73,9 +92,17 @@ def test_remedies_have_title_safety_and_snippet() -> None:
     assert change.snippet == "if good:\n    loss = 0.0"
 
 
-def test_special_remedies_are_kept_apart() -> None:
-    (special,) = parse(PAGE).special
-    assert (special.title, special.safety) == ("Only sometimes", "changes-training")
+def test_sentences_and_remedies_of_an_incident_are_read_with_their_conditions() -> None:
+    text = parse(PAGE)
+    assert text.evidence["seen"] == ("{place} is bad", "{verdict.summary}")
+    (condition, (leave,)), (otherwise, (find,)) = text.incident
+    assert (condition, leave.title) == ("in_batch", "Leave {who} out")
+    assert (otherwise, find.title) == ("", "Find `{tensor}`")
+
+
+def test_replacements_are_read_by_operation() -> None:
+    name, fix = parse(PAGE).in_line["Rsqrt"]
+    assert (name, fix.title, fix.snippet) == ("sqrt", "where {x} is 0: nothing", "safe_sqrt({x})")
 
 
 def test_example_is_split_into_setup_and_bad_lines() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from stepguard.diagnose import Case, RunFacts
+from stepguard.diagnose import Case, RunFacts, diagnose
 from stepguard.diagnose.trends import growth, lr_climb, lr_jump, lr_not_a_number, rising
-from stepguard.records import Reading, Verdict
+from stepguard.records import Incident, Reading, Verdict
 
 
 def case(lr: tuple[float, ...] = (), **facts: Any) -> Case:
@@ -16,11 +16,20 @@ def case(lr: tuple[float, ...] = (), **facts: Any) -> Case:
     return Case(reading=Reading(step=9, lr=lr), verdict=verdict, facts=RunFacts(**facts))
 
 
+def evidence(code: str, lr: tuple[float, ...], **facts: Any) -> str:
+    """What the finding of this code says about these rates."""
+    one = case(lr, **facts)
+    incident = Incident(id="1", step=9, reading=one.reading, verdict=one.verdict)
+    (found,) = [finding for finding in diagnose(incident, one.facts) if finding.code == code]
+    return "; ".join(found.evidence)
+
+
 def test_a_rate_far_above_all_before_it_is_a_jump() -> None:
     jump = lr_jump(case((0.5,), lr_history=((0.1,), (0.1,), (0.5,))))
     assert jump is not None
-    assert (jump.before, jump.now, jump.steps_ago) == (0.1, 0.5, 0)
-    assert "5 times the rate before (0.1), in this very step" in jump.sentence
+    assert (jump.before, jump.now, jump.steps) == (0.1, 0.5, 0)
+    said = evidence("SG504", (0.5,), lr_history=((0.1,), (0.1,), (0.5,)))
+    assert "5 times the rate before (0.1), in this very step" in said
 
 
 def test_a_linear_warm_up_is_not_a_jump() -> None:
@@ -38,14 +47,14 @@ def test_a_group_that_stood_still_is_measured_by_the_others() -> None:
 
 
 def test_an_earlier_jump_says_how_long_ago_it_was() -> None:
-    jump = lr_jump(case((0.5,), lr_history=((0.1,), (0.5,), (0.5,))))
-    assert jump is not None and "1 step before the bad one" in jump.sentence
+    said = evidence("SG504", (0.5,), lr_history=((0.1,), (0.5,), (0.5,)))
+    assert "1 step before the bad one" in said
 
 
 def test_a_rate_above_the_configured_one_is_a_jump() -> None:
     jump = lr_jump(case((0.5,), configured_lr=(0.1,)))
-    assert jump is not None and jump.steps_ago is None
-    assert "the configured rate" in jump.sentence
+    assert jump is not None and jump.steps is None
+    assert "the configured rate" in evidence("SG504", (0.5,), configured_lr=(0.1,))
 
 
 def test_the_judge_may_have_seen_the_jump() -> None:
@@ -63,9 +72,11 @@ def test_a_rate_that_is_not_a_number_is_found(rate: float) -> None:
 
 
 def test_a_rate_above_everything_declared_is_a_runaway() -> None:
-    climb = lr_climb(case((0.9,), first_lr=(0.1,), initial_lr=(0.2,), committed=50))
+    facts: dict[str, Any] = {"first_lr": (0.1,), "initial_lr": (0.2,), "committed": 50}
+    climb = lr_climb(case((0.9,), **facts))
     assert climb is not None and climb.runaway
-    assert "grown from 0.1 to 0.9 over 50 steps and is 4.5 times initial_lr (0.2)" in climb.sentence
+    said = evidence("SG505", (0.9,), **facts)
+    assert "grown from 0.1 to 0.9 over 50 steps and is 4.5 times initial_lr (0.2)" in said
 
 
 def test_a_rate_that_hardly_grew_is_not_a_climb() -> None:

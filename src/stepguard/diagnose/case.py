@@ -2,172 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
-from typing import Literal
+from typing import Literal, cast
 
 from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
-from stepguard.records.incident import NO_EVIDENCE, place
-from stepguard.records.probes import Look, ParameterLook
-
-# --- Where a series of numbers runs to: the step at which it meets a limit, with an interval.
-
-
-WINDOWS = (64, 32, 16, 8)
-"""How many of the newest points are tried, the longest stretch first: the start of a run is often
-another movement than its end."""
-MOST_POINTS = 16
-"""A longer stretch is thinned out: slopes of all pairs are taken."""
-SLOWING = 0.5
-"""A second half that is slower than this share of the first is levelling off."""
-JUMP = 0.5
-"""Share of the whole change between two neighbours that makes it a jump."""
-LIKELY_SLOPES = (0.1, 0.9)
-"""Shares of all pairs that are slower than the ends of the interval."""
-FARTHEST_END = 10.0
-"""An interval ends at this many times the distance at the latest."""
-
-Points = Sequence[tuple[int, float]]
-"""Step and value, oldest first. Values that grow by factors are given as logarithms."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clarity:
-    """From where on a trend counts."""
-
-    fewest: int = 5
-    """Points."""
-    agreement: float = 0.8
-    """Kendall's tau: 0.8 is nine of ten pairs that agree."""
-    farthest: float = 1.0
-    """How far ahead a forecast may reach, in lengths of what was seen."""
-
-
-CLEAR = Clarity()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """When a series meets its limit if it goes on as it did."""
-
-    step: int
-    earliest: int
-    latest: int
-    slope: float
-    """Change of the value in one step."""
-    since: int
-    """First step of the trend."""
-
-
-def crossing(
-    points: Points, limit: float, *, rising: bool, clarity: Clarity = CLEAR
-) -> Crossing | None:
-    """The step at which the series meets `limit`; None where no trend is clear or it is far."""
-    sign = 1.0 if rising else -1.0
-    known = [(step, sign * value) for step, value in points if math.isfinite(value)]
-    for length in (*WINDOWS, clarity.fewest):
-        if clarity.fewest <= length and clarity.fewest <= len(known):
-            found = _in_window(known[-length:], sign * limit, clarity)
-            if found is not None:
-                return Crossing(
-                    step=found.step,
-                    earliest=found.earliest,
-                    latest=found.latest,
-                    slope=sign * found.slope,
-                    since=found.since,
-                )
-    return None
-
-
-def _in_window(known: Points, limit: float, clarity: Clarity) -> Crossing | None:
-    began, first = known[0]
-    now, newest = known[-1]
-    room = limit - newest
-    # asked first, since it is cheap and nearly always ends the matter
-    if room <= 0.0 or room > 2.0 * clarity.farthest * (newest - first):
-        return None
-    known = thinned(known)
-    slopes = pair_slopes(known)
-    slope = median(slopes) if slopes else 0.0
-    if slope <= 0.0 or agreement(known) < clarity.agreement:
-        return None
-    if levelling_off(known) or is_jump(known):
-        return None
-    ahead = room / slope
-    if ahead > clarity.farthest * (now - began):
-        return None
-    slowest, fastest = likely_slopes(known, slopes)
-    latest = FARTHEST_END * ahead
-    if slowest > 0.0:
-        latest = min(room / slowest, latest)
-    return Crossing(
-        step=now + math.ceil(ahead),
-        earliest=now + math.ceil(room / fastest),
-        latest=now + math.ceil(latest),
-        slope=slope,
-        since=began,
-    )
-
-
-def thinned(points: Points) -> Points:
-    """Evenly spread points, the newest one among them."""
-    stride = math.ceil(len(points) / MOST_POINTS)
-    return points[::-stride][::-1]
-
-
-def pair_slopes(points: Points) -> list[float]:
-    """Slope between every two points: their median does not follow single outliers (Theil-Sen)."""
-    slopes = []
-    for later in range(len(points)):
-        for earlier in range(later):
-            steps = points[later][0] - points[earlier][0]
-            if steps > 0:
-                slopes.append((points[later][1] - points[earlier][1]) / steps)
-    return slopes
-
-
-def likely_slopes(points: Points, slopes: Sequence[float]) -> tuple[float, float]:
-    """A slow and a fast slope: of single pairs, and of the newer half where the series bends."""
-    ordered = sorted(slopes)
-    slow = ordered[int(LIKELY_SLOPES[0] * (len(ordered) - 1))]
-    fast = ordered[int(LIKELY_SLOPES[1] * (len(ordered) - 1))]
-    newer = _mean_slope(points[len(points) // 2 :])
-    return min(slow, newer), max(fast, newer)
-
-
-def agreement(points: Points) -> float:
-    """Kendall's tau: 1 where every later value is the larger one."""
-    slopes = pair_slopes(points)
-    if not slopes:
-        return 0.0
-    up = sum(slope > 0 for slope in slopes)
-    down = sum(slope < 0 for slope in slopes)
-    return (up - down) / len(slopes)
-
-
-def levelling_off(points: Points) -> bool:
-    """The second half rises more slowly than the first."""
-    middle = len(points) // 2
-    first = _mean_slope(points[: middle + 1])
-    second = _mean_slope(points[middle:])
-    return second < SLOWING * first
-
-
-def is_jump(points: Points) -> bool:
-    """Nearly all of the change came at once, as where harder data begin."""
-    changes = [after[1] - before[1] for before, after in itertools.pairwise(points)]
-    return max(changes) > JUMP * (points[-1][1] - points[0][1])
-
-
-def _mean_slope(points: Points) -> float:
-    steps = points[-1][0] - points[0][0]
-    if steps <= 0:
-        return 0.0
-    return (points[-1][1] - points[0][1]) / steps
-
+from stepguard.records.incident import Phase, place
+from stepguard.records.probes import Look
 
 # --- Plain numbers about the run that a rule may lean on besides the bad step itself.
 
@@ -246,27 +87,24 @@ NARROW = frozenset(name for name in SHORT if FORMATS[name].largest < 1e5)
 """Formats whose range ordinary activations can leave. bfloat16 is not one of them."""
 
 
+REAL_FORMATS = {
+    "complex32": "float16",
+    "complex64": "float32",
+    "complex128": "float64",
+    "half": "float16",
+}
+
+
 def plain(dtype: str) -> str:
     """`torch.float16`, `complex64` -> the name of the real format underneath."""
     name = dtype.removeprefix("torch.")
-    return {
-        "complex32": "float16",
-        "complex64": "float32",
-        "complex128": "float64",
-        "half": "float16",
-    }.get(name, name)
-
-
-def floating(dtype: str) -> bool:
-    return plain(dtype) in FORMATS
+    return REAL_FORMATS.get(name, name)
 
 
 def largest(dtype: str) -> float:
     """The limit of this dtype; infinite for an unknown one, so that nothing is claimed about it."""
     known = FORMATS.get(plain(dtype))
-    if known:
-        return known.largest
-    return math.inf
+    return known.largest if known else math.inf
 
 
 def rounds_to_zero(value: float, dtype: str) -> bool:
@@ -278,10 +116,7 @@ def rounds_to_zero(value: float, dtype: str) -> bool:
 
 def exp_limit(dtype: str, op: str = "exp") -> float:
     """The largest x whose exp(x), or exp2(x), is still finite."""
-    limit = largest(dtype)
-    if not math.isfinite(limit):
-        return math.inf
-    return math.log2(limit) if "exp2" in op else math.log(limit)
+    return math.log2(largest(dtype)) if "exp2" in op else math.log(largest(dtype))
 
 
 # --- Families of operations, by the name of their aten packet.
@@ -356,6 +191,9 @@ CURVED = words(
 # --- One bad step as the rules see it: origin, reading, verdict, run, and the usual questions.
 
 
+NOWHERE = Origin(step=0, phase=cast(Phase, ""))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A bad step. Every question has a harmless answer where nothing is known."""
@@ -392,74 +230,69 @@ class Case:
     """Trainable parameters of the optimizer that have not had a gradient yet."""
 
     @property
+    def where(self) -> Origin:
+        """The origin; one that says nothing where it is not known."""
+        return self.origin or NOWHERE
+
+    @property
     def phase(self) -> str:
-        if self.origin:
-            return self.origin.phase
-        return ""
-
-    @property
-    def op(self) -> str:
-        """`aten._foreach_addcdiv_` -> `addcdiv`: in-place and foreach do not matter to a cause."""
-        packet = ""
-        # a custom function may be called as an operation is, and do something else
-        if self.origin and self.evidence.opaque is None:
-            packet = self.origin.op or ""
-        # `aten.name`, and the overload after it where there is one
-        parts = packet.split(".")
-        name = parts[1] if len(parts) > 1 else parts[0]
-        return name.removeprefix("_foreach_").rstrip("_")
-
-    @property
-    def node(self) -> str:
-        """`SqrtBackward0` -> `Sqrt`, `torch::autograd::AccumulateGrad` -> `AccumulateGrad`."""
-        full = ""
-        if self.origin and self.evidence.opaque is None:
-            full = self.origin.node or ""
-        name = full.rpartition("::")[2]
-        return name.partition("Backward")[0]
-
-    @property
-    def operated(self) -> bool:
-        """An operation or a stored tensor is known as the origin."""
-        return self.origin is not None and bool(self.origin.op or self.origin.tensor)
-
-    @property
-    def observed(self) -> bool:
-        """The first bad value was seen where it was made or stored, with what went in."""
-        origin = self.origin
-        if origin is None or origin.reproduced is False or self.evidence.untraced:
-            return False
-        if self.evidence.attribute is not None and self.evidence.constant is not None:
-            # the step itself may have written what a module keeps outside its buffers
-            return False
-        if origin.method in ("replay", "live"):
-            return self.operated
-        return origin.tensor is not None and self.bad_operand is not None
+        return self.where.phase
 
     @property
     def tensor(self) -> str:
-        if self.origin:
-            return self.origin.tensor or ""
-        return ""
+        return self.where.tensor or ""
 
     @property
     def inputs(self) -> tuple[Operand, ...]:
-        if self.origin:
-            return self.origin.inputs
-        return ()
+        return self.where.inputs
 
     @property
     def output(self) -> Operand | None:
-        if self.origin:
-            return self.origin.output
-        return None
+        return self.where.output
 
     @property
     def evidence(self) -> Evidence:
         """What locating measured around the bad value."""
-        if self.origin:
-            return self.origin.evidence
-        return NO_EVIDENCE
+        return self.where.evidence
+
+    @property
+    def said(self) -> dict[str, float | int | str]:
+        """The numbers that the verdict rests on."""
+        return self.verdict.evidence or {}
+
+    @property
+    def op(self) -> str:
+        """`aten._foreach_addcdiv_` -> `addcdiv`: in-place and foreach do not matter to a cause."""
+        # a custom function may be called as an operation is, and do something else
+        if self.evidence.opaque is not None:
+            return ""
+        # `aten.name`, and the overload after it where there is one
+        parts = (self.where.op or "").split(".")
+        return parts[:2][-1].removeprefix("_foreach_").rstrip("_")
+
+    @property
+    def node(self) -> str:
+        """`SqrtBackward0` -> `Sqrt`, `torch::autograd::AccumulateGrad` -> `AccumulateGrad`."""
+        if self.evidence.opaque is not None:
+            return ""
+        return (self.where.node or "").rpartition("::")[2].partition("Backward")[0]
+
+    @property
+    def operated(self) -> bool:
+        """An operation or a stored tensor is known as the origin."""
+        return bool(self.where.op or self.where.tensor)
+
+    @property
+    def observed(self) -> bool:
+        """The first bad value was seen where it was made or stored, with what went in."""
+        evidence = self.evidence
+        # the step itself may have written what a module keeps outside its buffers
+        kept_outside = evidence.attribute is not None and evidence.constant is not None
+        if self.where.reproduced is False or evidence.untraced or kept_outside:
+            return False
+        if self.where.method in ("replay", "live"):
+            return self.operated
+        return self.where.tensor is not None and self.bad_operand is not None
 
     @property
     def impure(self) -> bool:
@@ -473,11 +306,20 @@ class Case:
                 return operand
         # a list of tensors, as foreach operators take it: `self[0]`, `self[1]`, ...
         listed = [operand for operand in self.inputs if operand.name.startswith(f"{name}[")]
+        for operand in listed:
+            if not operand.finite or has_zero(operand):
+                return operand
         if listed:
-            return _most_telling(listed)
+            return listed[0]
         if position < len(self.inputs) and not self.inputs[position].name:
             return self.inputs[position]
         return None
+
+    def stored(self, kind: str) -> str:
+        """The first bad stored tensor of a kind (`param:`); empty where the origin is another."""
+        if self.tensor:
+            return self.tensor if self.tensor.startswith(kind) else ""
+        return next((name for name in self.reading.bad_state if name.startswith(kind)), "")
 
     @property
     def bad_operand(self) -> Operand | None:
@@ -488,10 +330,15 @@ class Case:
         return None
 
     @property
+    def zeros(self) -> tuple[Operand, ...]:
+        """The operands with a zero at the bad position, or anywhere."""
+        return tuple(filter(has_zero, self.inputs))
+
+    @property
     def dtype(self) -> str:
         """The floating-point dtype of the result, or of the first operand that has one."""
         for operand in (self.output, *self.inputs):
-            if operand is not None and floating(operand.dtype):
+            if operand is not None and plain(operand.dtype) in FORMATS:
                 return plain(operand.dtype)
         return ""
 
@@ -522,22 +369,44 @@ class Case:
     @property
     def magnitude(self) -> float:
         """Largest finite absolute value that went in."""
-        return max((reach(operand) for operand in self.inputs), default=0.0)
+        return max(map(reach, self.inputs), default=0.0)
 
     @property
     def loss_finite(self) -> bool:
         losses = (self.reading.loss, *self.reading.micro_losses)
         known = [value for value in losses if value is not None]
-        return bool(known) and all(math.isfinite(value) for value in known)
+        return bool(known) and all(map(math.isfinite, known))
 
     @property
     def forward(self) -> bool:
         return self.phase in ("forward", "loss", "input")
 
     @property
+    def backward(self) -> bool:
+        return self.phase == "backward"
+
+    @property
+    def in_update(self) -> bool:
+        return self.phase == "optimizer"
+
+    @property
     def computes(self) -> bool:
         """Values are computed here, not their slopes: in a forward, a loss or an optimizer."""
-        return self.forward or self.phase == "optimizer"
+        return self.forward or self.in_update
+
+    @property
+    def pair(self) -> tuple[Look, ...]:
+        """The newest two looks: what one alone shows may be the start of a run."""
+        return self.looks[-2:]
+
+    @property
+    def last(self) -> Look:
+        return self.looks[-1]
+
+    @property
+    def first(self) -> Look:
+        """The look before the last one."""
+        return self.looks[-2]
 
     @property
     def unselected(self) -> bool:
@@ -546,10 +415,10 @@ class Case:
 
     @property
     def absorbed(self) -> bool:
-        """An infinity was born in forward, yet the loss is finite: something swallowed it."""
+        """An infinity originated in the forward, yet the loss is finite: something absorbed it."""
         if self.evidence.absorbed:
             return True
-        # no function turns NaN into a number, so only an infinity can be swallowed
+        # no function turns NaN into a number, so only an infinity can be absorbed
         only_inf = self.output is not None and self.makes_inf and not self.makes_nan
         return self.forward and only_inf and self.loss_finite and not self.reading.grads_finite
 
@@ -568,47 +437,45 @@ class Case:
     @property
     def overflows_by_scale(self) -> bool:
         """The gradients are finite at loss scale 1."""
-        return not self.reading.grads_finite and (
-            self.reading.overflow or self.evidence.scale_overflow
-        )
+        by_scale = self.reading.overflow or self.evidence.scale_overflow
+        return by_scale and not self.reading.grads_finite
 
     @property
     def confirmed_samples(self) -> str:
         """The guilty samples in words; empty when none was confirmed."""
-        if self.origin is None or not self.origin.samples:
+        if not self.where.samples:
             return ""
-        which = ", ".join(map(str, self.origin.samples))
-        batch = ""
-        if self.origin.micro_batch:
-            # people count from 1
-            batch = f" of micro-batch {self.origin.micro_batch + 1}"
+        which = ", ".join(map(str, self.where.samples))
+        # people count from 1
+        number = self.where.micro_batch
+        batch = f" of micro-batch {number + 1}" if number else ""
         return f"sample {which}{batch} causes it: without it the step is finite"
-
-
-def _most_telling(operands: list[Operand]) -> Operand:
-    """The first that holds NaN, Inf or 0, else the first."""
-    for operand in operands:
-        if not operand.finite or has_zero(operand):
-            return operand
-    return operands[0]
 
 
 def met(operand: Operand) -> tuple[float, float]:
     """What stood at the bad position: that one element where it is known, else the whole range."""
     element = _element(operand)
-    if element is None:
-        return _ends(operand)
-    return (element, element)
+    return (low(operand), high(operand)) if element is None else (element, element)
 
 
 def low(operand: Operand) -> float:
     """The smallest finite element; of a Python number, the number."""
-    return _ends(operand)[0]
+    return min(_known(operand), default=math.nan)
 
 
 def high(operand: Operand) -> float:
     """The largest finite element; of a Python number, the number."""
-    return _ends(operand)[1]
+    return max(_known(operand), default=math.nan)
+
+
+def reach(operand: Operand) -> float:
+    """Largest finite absolute value."""
+    return max(map(abs, _known(operand)), default=0.0)
+
+
+def _known(operand: Operand) -> list[float]:
+    stated = (operand.min, operand.max, operand.value)
+    return [value for value in stated if value is not None and math.isfinite(value)]
 
 
 def _element(operand: Operand) -> float | None:
@@ -616,22 +483,6 @@ def _element(operand: Operand) -> float | None:
     if operand.index is None or operand.value is None or not math.isfinite(operand.value):
         return None
     return operand.value
-
-
-def _ends(operand: Operand) -> tuple[float, float]:
-    stated = (operand.min, operand.max, operand.value)
-    known = [value for value in stated if value is not None and math.isfinite(value)]
-    if not known:
-        return math.nan, math.nan
-    return min(known), max(known)
-
-
-def reach(operand: Operand) -> float:
-    """Largest finite absolute value."""
-    small, big = _ends(operand)
-    if math.isnan(small):
-        return 0.0
-    return max(abs(small), abs(big))
 
 
 def has_zero(operand: Operand | None) -> bool:
@@ -649,61 +500,3 @@ def has_zero(operand: Operand | None) -> bool:
 def elements(operand: Operand) -> int:
     """How many elements the operand has."""
     return math.prod(operand.shape)
-
-
-# --- Questions that several rules on healthy runs ask of the looks.
-
-
-ENOUGH_LOOKS = 2
-"""Looks in a row that must agree, where one alone may be the start of a run."""
-
-
-def newest_look(case: Case) -> Look | None:
-    """The look that a rule is asked about."""
-    if not case.looks:
-        return None
-    return case.looks[-1]
-
-
-def last_looks(case: Case, count: int = ENOUGH_LOOKS) -> tuple[Look, ...]:
-    """The newest looks; none of them where there are fewer than asked for."""
-    if len(case.looks) < count:
-        return ()
-    return case.looks[-count:]
-
-
-def in_all(looks: Sequence[Look], names: Callable[[Look], set[str]]) -> list[str]:
-    """Names that every one of these looks gives, in the order of the alphabet."""
-    if not looks:
-        return []
-    common = names(looks[0])
-    for look in looks[1:]:
-        common &= names(look)
-    return sorted(common)
-
-
-def trained(look: Look) -> list[ParameterLook]:
-    """Parameters that an optimizer updates and that have a gradient."""
-    return [one for one in look.parameters if one.owned and one.gradient is not None]
-
-
-def unchanged(looks: Sequence[Look]) -> set[str]:
-    """Parameters that hold the same numbers at every one of these looks: nobody updates them."""
-    found = {one.name for one in looks[-1].parameters}
-    newest = {one.name: one.weight for one in looks[-1].parameters}
-    for look in looks[:-1]:
-        found &= {one.name for one in look.parameters if newest.get(one.name) == one.weight}
-    return found
-
-
-def rate_is_zero(case: Case) -> bool:
-    """No learning rate of the newest step moves anything."""
-    return bool(case.reading.lr) and not any(case.reading.lr)
-
-
-def named(names: Sequence[str], most: int = 3) -> str:
-    """`a, b, c and 4 more`."""
-    shown = ", ".join(names[:most])
-    if len(names) > most:
-        shown += f" and {len(names) - most} more"
-    return shown

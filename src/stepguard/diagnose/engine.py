@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from textwrap import indent
 from typing import Any, get_args
 
 from stepguard._errors import StepguardError
 from stepguard.diagnose.case import Case, RunFacts
 from stepguard.diagnose.remedies import in_their_words
-from stepguard.diagnose.rule import Rule
+from stepguard.diagnose.rule import Proof, Rule
 from stepguard.diagnose.rules import RULES, sg950
 from stepguard.diagnose.source_line import name_operands
-from stepguard.diagnose.trends import Trend
 from stepguard.records import Certainty, Finding, Incident, Reading
 from stepguard.records.incident import OK
 from stepguard.records.probes import Forecast, Look
@@ -24,7 +24,12 @@ from stepguard.records.probes import Forecast, Look
 MOST_FINDINGS = 4
 CERTAINTY_ORDER: tuple[str, ...] = get_args(Certainty)
 SHOWN_BY = {rule.code: rule.shown_by for rule in RULES}
-YIELDS_TO = {rule.code: frozenset(rule.yields_to) for rule in RULES}
+YIELDS_TO = {rule.code: rule.yields_to for rule in RULES}
+HEALTHY_SERIES = "SG9"
+"""Of a run in which every step is finite: silent failures and forecasts."""
+SERIES = ("SG90", "SG91", "SG92")
+"""Silent failures."""
+FORECAST_SERIES = "SG95"
 
 
 def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding, ...]:
@@ -38,13 +43,28 @@ def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding
         origin=origin,
         facts=facts if facts is not None else RunFacts(),
     )
-    found = [rule.examine(case) for rule in RULES]
-    findings = [earned(one, case) for one in ranked([one for one in found if one is not None])]
-    findings = uncontested(findings)
+    proofs: dict[str, Proof] = {}
+    found = []
+    for rule in RULES:
+        proof = None if rule.code.startswith(HEALTHY_SERIES) else rule.examine(case)
+        if proof is not None:
+            proofs[rule.code] = proof
+            found.append(rule.finding(case, proof))
+    findings = uncontested([earned(finding, case) for finding in ranked(found)])
     # stable: of findings that are equally sure now, the one whose numbers fit best goes first
     findings.sort(key=_certainty)
-    shown = [in_their_words(finding, case) for finding in findings[:MOST_FINDINGS]]
-    return tuple(_with_way(finding, case) for finding in shown)
+    shown = []
+    for finding in findings[:MOST_FINDINGS]:
+        finding = in_their_words(finding, case, proofs[finding.code])
+        if case.evidence.discarded_by is not None:
+            # how a NaN of the forward passed a finite loss
+            way = (
+                f"{case.evidence.discarded_by} left the NaN out of the loss further on; its "
+                f"gradient, 0 times NaN, was not left out"
+            )
+            finding = replace(finding, evidence=(*finding.evidence, way))
+        shown.append(finding)
+    return tuple(shown)
 
 
 def earned(finding: Finding, case: Case) -> Finding:
@@ -99,18 +119,6 @@ def ranked(findings: Sequence[Finding]) -> list[Finding]:
     return ordered
 
 
-def _with_way(finding: Finding, case: Case) -> Finding:
-    """Add how a NaN of the forward passed a finite loss."""
-    dropped_by = case.evidence.discarded_by
-    if dropped_by is None:
-        return finding
-    way = (
-        f"{dropped_by} left the NaN out of the loss further on; its gradient, 0 times NaN, was "
-        f"not left out"
-    )
-    return replace(finding, evidence=(*finding.evidence, way))
-
-
 # --- The page of a rule: the same text on the terminal and in `docs/findings/`.
 
 
@@ -148,14 +156,13 @@ def all_rules() -> tuple[Rule, ...]:
 def rule_of(code: str) -> Rule:
     """The rule of a code in any spelling (`sg204`, `204`, ` SG204 `)."""
     wanted = code.strip().upper()
-    wanted = wanted
     if wanted.isdigit():
         wanted = f"SG{wanted}"
-    for rule in RULES:
-        if rule.code == wanted:
-            return rule
-    known = [rule.code for rule in RULES]
-    near = get_close_matches(wanted, known, n=4, cutoff=0.5) or [f"{known[0]} to {known[-1]}"]
+    known = {rule.code: rule for rule in RULES}
+    if wanted in known:
+        return known[wanted]
+    codes = list(known)
+    near = get_close_matches(wanted, codes, n=4, cutoff=0.5) or [f"{codes[0]} to {codes[-1]}"]
     raise UnknownCode(
         f"{code!r} is not a finding; near it: {', '.join(near)}. `stepguard explain` lists all."
     )
@@ -169,47 +176,31 @@ def explain(code: str) -> str:
 def page(rule: Rule) -> str:
     """One rule as markdown, under fixed headings."""
     text = rule.text
-    parts = [
-        f"# {rule.code}: {text.title}",
-        f"## What it means\n\n{text.what}",
-        f"## Why it happens\n\n{text.why}",
-        f"## How stepguard knows\n\n{text.how}",
-        f"## What to do\n\nEach snippet replaces the last lines of the example "
-        f"below.\n\n{_remedies(rule)}",
-        f"## Example\n\n{_example(rule)}",
-    ]
-    if text.see:
-        links = [f"- {_link(reference)}" for reference in text.see]
-        parts.append("## See also\n\n" + "\n".join(links))
-    return "\n\n".join(parts) + "\n"
-
-
-def _remedies(rule: Rule) -> str:
-    parts = []
+    remedies = []
     for number, remedy in enumerate(rule.ordered, start=1):
         safety = f"*({remedy.safety}: {SAFETY_WORDS[remedy.safety]})*"
-        parts.append(f"{number}. {remedy.title}. {safety}{_indented(remedy.snippet)}")
-    return "\n\n".join(parts)
-
-
-def _indented(snippet: str) -> str:
-    if not snippet:
-        return ""
-    lines = [f"   {line}".rstrip() for line in snippet.splitlines()]
-    code = "\n".join(lines)
-    return f"\n\n   ```python\n{code}\n   ```"
-
-
-def _example(rule: Rule) -> str:
-    bad = f"```python\n{rule.text.setup}\n\n{rule.text.bad}\n```"
-    return f"{bad}\n\nThe last lines, repaired:\n\n```python\n{rule.fixed}\n```"
-
-
-def _link(reference: str) -> str:
-    if reference.startswith("https://"):
-        return f"<{reference}>"
-    repository, _, number = reference.partition("#")
-    return f"[{reference}](https://github.com/{repository}/issues/{number})"
+        item = f"{number}. {remedy.title}. {safety}"
+        if remedy.snippet:
+            item += "\n\n" + indent(f"```python\n{remedy.snippet}\n```", "   ")
+        remedies.append(item)
+    links = []
+    for reference in text.see:
+        repository, _, number_of_issue = reference.partition("#")
+        link = f"[{reference}](https://github.com/{repository}/issues/{number_of_issue})"
+        links.append(f"- <{reference}>" if reference.startswith("https://") else f"- {link}")
+    parts = {
+        "What it means": text.what,
+        "Why it happens": text.why,
+        "How stepguard knows": text.how,
+        "What to do": "\n\n".join(
+            ["Each snippet replaces the last lines of the example below.", *remedies]
+        ),
+        "Example": f"```python\n{text.setup}\n\n{text.bad}\n```\n\nThe last lines, repaired:\n\n"
+        f"```python\n{rule.fixed}\n```",
+        "See also": "\n".join(links),
+    }
+    sections = [f"## {heading}\n\n{body}" for heading, body in parts.items() if body]
+    return "\n\n".join([f"# {rule.code}: {text.title}", *sections]) + "\n"
 
 
 def index() -> str:
@@ -227,13 +218,11 @@ def index() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# --- Silent failures: what trains wrongly with finite numbers, from deep looks and plain
-# readings.
+# --- A healthy run: what trains wrongly with finite numbers, and what the run is heading for.
 
 
-SERIES = ("SG90", "SG91", "SG92")
-HEALTHY_SERIES = "SG9"
-"""Of a run in which every step is finite: these and forecasts."""
+MOVED = 0.1
+"""Doublings between two looks that are a movement."""
 
 
 def silent_findings(
@@ -243,30 +232,7 @@ def silent_findings(
 
     `known`: further fields of the case, such as `ended`.
     """
-    case = replace(healthy_case(looks, recent), **known)
-    found = []
-    for rule in RULES:
-        if rule.code.startswith(SERIES):
-            finding = rule.examine(case)
-            if finding is not None:
-                found.append(finding)
-    return tuple(found)
-
-
-def healthy_case(looks: Sequence[Look], recent: Sequence[Reading]) -> Case:
-    """A run without a bad step, as the rules see it."""
-    newest = recent[-1] if recent else Reading(step=looks[-1].step if looks else 0)
-    return Case(reading=newest, verdict=OK, looks=tuple(looks), recent=tuple(recent))
-
-
-# --- What a healthy run is heading for: trends of its looks and readings, extended to their
-# limits.
-
-
-FORECAST_SERIES = "SG95"
-MOVED = 0.1
-"""Doublings between two looks that are a movement."""
-TRENDS = (sg950.TREND, sg950.SG953_TREND, sg950.SG954_TREND, sg950.SG955_TREND, sg950.SG956_TREND)
+    return tuple(finding for finding, _ in _of_healthy_run(SERIES, looks, recent, **known))
 
 
 def forecasts(
@@ -276,31 +242,38 @@ def forecasts(
 
     `recent` holds committed steps and those that a GradScaler skipped.
     """
-    case = healthy_case(looks, recent)
+    found = _of_healthy_run((FORECAST_SERIES,), looks, recent)
+    return tuple((finding, proof.fields["forecast"]) for finding, proof in found)
+
+
+def _of_healthy_run(
+    series: tuple[str, ...], looks: Sequence[Look], recent: Sequence[Reading], **known: Any
+) -> list[tuple[Finding, Proof]]:
+    """What the rules of these series find in a run without a bad step."""
+    newest = recent[-1] if recent else Reading(step=looks[-1].step if looks else 0)
+    case = Case(reading=newest, verdict=OK, looks=tuple(looks), recent=tuple(recent), **known)
     found = []
     for rule in RULES:
-        if rule.code.startswith(FORECAST_SERIES):
-            proof = rule.recognise(case)
-            if proof is not None and proof.forecast is not None:
-                found.append((rule.finding(proof), proof.forecast))
-    return tuple(found)
+        proof = rule.examine(case) if rule.code.startswith(series) else None
+        if proof is not None:
+            found.append((rule.finding(case, proof), proof))
+    return found
 
 
 def trend_begins(looks: Sequence[Look], recent: Sequence[Reading]) -> bool:
     """Something is near a limit, or on its way there: worth a closer look, not worth reporting."""
     if sg950.diverging(recent, sg950.BEGINS) is not None:
         return True
-    return len(looks) > 1 and any(_moves_on(looks[-2], looks[-1], trend) for trend in TRENDS)
-
-
-def _moves_on(before: Look, now: Look, trend: Trend) -> bool:
-    """Is a figure that is near its limit nearer than at the look before?"""
-    sign = 1.0 if trend.rising else -1.0
-    earlier = {one.place: one.value for one in trend.figures(before)}
-    for figure in trend.figures(now):
-        then = earlier.get(figure.place)
-        if not figure.near or figure.value is None or then is None:
-            continue
-        if sign * (figure.value - then) > MOVED:
-            return True
+    if len(looks) < 2:
+        return False
+    for trend in sg950.TRENDS:
+        sign = 1.0 if trend.rising else -1.0
+        earlier = {one.place: one.value for one in trend.figures(looks[-2])}
+        for figure in trend.figures(looks[-1]):
+            then = earlier.get(figure.place)
+            # near its limit, and nearer than at the look before
+            if not figure.near or figure.value is None or then is None:
+                continue
+            if sign * (figure.value - then) > MOVED:
+                return True
     return False

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 
+from stepguard.diagnose.case import words
 from stepguard.diagnose.source_line import (
     Expression,
+    Span,
     bracketed,
     call_operands,
-    expression_at,
     statement_tree,
 )
 
@@ -20,6 +21,9 @@ SOFTPLUS = "torch.nn.functional.softplus({X})"
 FORMULAS = (
     ("log(1 + exp(X))", SOFTPLUS),
     ("log1p(exp(X))", SOFTPLUS),
+    ("log(sigmoid(X))", "torch.nn.functional.logsigmoid({X})"),
+    ("log(1 - sigmoid(X))", "torch.nn.functional.logsigmoid(-{bX})"),
+    ("log(softmax(X, *D))", "torch.nn.functional.log_softmax({X}, {D})"),
     ("log(sum(exp(X), *D))", "torch.logsumexp({X}, {D})"),
     ("exp(X) / sum(exp(X), *D)", "torch.softmax({X}, {axis})"),
     ("1 / (1 + exp(-X))", "torch.sigmoid({X})"),
@@ -35,25 +39,57 @@ FORMULAS = (
 `bX` in brackets where it needs them.
 """
 PATTERNS = tuple((ast.parse(text, mode="eval").body, use) for text, use in FORMULAS)
+ROOTS = {"sqrt(X)": "{bX}", "X ** 0.5": "{bX}", "std(X, *D)": "{bX}.var({D})"}
+"""Roots, and what they are taken of."""
+ROOT_PATTERNS = tuple((ast.parse(text, mode="eval").body, use) for text, use in ROOTS.items())
 KEPT = ("keepdim=True", "True")
 
 
-def stable_form(line: str, span: tuple[int, int] | None) -> tuple[Expression, str] | None:
+def stable_form(line: str, span: Span | None) -> tuple[Expression, str] | None:
     """The formula around the operation at `span`, and what to write instead; None without any."""
-    tree = statement_tree(line)
-    if tree is None or span is None:
+    if span is None:
         return None
-    for node in ast.walk(tree):
+    for node in ast.walk(statement_tree(line)):
         if not isinstance(node, ast.expr):
             continue
-        found = expression_at(line, node)
-        if not found.start <= span[0] or not span[1] <= found.end:
+        found = Expression(line, node)
+        start, end = found.span()
+        if not start <= span[0] <= span[1] <= end:
             continue
         for pattern, use in PATTERNS:
             bound: dict[str, str] = {}
             if _matches(pattern, node, bound) and (text := _written(use, bound)):
                 return found, text
     return None
+
+
+def with_roots(text: str, root: str) -> str:
+    """The expression with `root` for its roots, `{}` being the argument; empty without any."""
+    roots = _Roots(root)
+    tree = roots.visit(ast.parse(text, mode="eval"))
+    return ast.unparse(tree) if roots.found else ""
+
+
+class _Roots(ast.NodeTransformer):
+    """Writes another root for every square root and standard deviation of tensors."""
+
+    def __init__(self, root: str) -> None:
+        self.found = False
+        self._root = root
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        self.generic_visit(node)
+        # a root of numbers has no gradient
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("math.", "np.")):
+            return node
+        for pattern, use in ROOT_PATTERNS:
+            bound: dict[str, str] = {}
+            if _matches(pattern, node, bound):
+                self.found = True
+                given = ", ".join(filter(None, bound.get("D", "").split("\0")))
+                argument = use.format(bX=bracketed(bound["X"]), D=given)
+                return ast.parse(self._root.format(argument), mode="eval").body
+        return node
 
 
 def _written(use: str, bound: dict[str, str]) -> str:
@@ -68,40 +104,31 @@ def _written(use: str, bound: dict[str, str]) -> str:
     return use.format(X=x, bX=bracketed(x), D=", ".join(given), axis="".join(axis))
 
 
-def _matches(pattern: ast.expr, node: ast.expr, bound: dict[str, str]) -> bool:
+def _matches(pattern: ast.AST, node: ast.AST, bound: dict[str, str]) -> bool:
     if isinstance(pattern, ast.Name):
         text = ast.unparse(node)
         return bound.setdefault(pattern.id, text) == text
-    if isinstance(pattern, ast.Constant):
-        return isinstance(node, ast.Constant) and node.value == pattern.value
-    if isinstance(pattern, ast.UnaryOp):
-        return isinstance(node, ast.UnaryOp) and (
-            isinstance(node.op, type(pattern.op)) and _matches(pattern.operand, node.operand, bound)
-        )
-    if isinstance(pattern, ast.BinOp):
-        return isinstance(node, ast.BinOp) and _operator_matches(pattern, node, bound)
-    assert isinstance(pattern, ast.Call)
-    return isinstance(node, ast.Call) and _call_matches(pattern, node, bound)
-
-
-def _operator_matches(pattern: ast.BinOp, node: ast.BinOp, bound: dict[str, str]) -> bool:
-    """Sums match in either order."""
-    if not isinstance(node.op, type(pattern.op)):
+    if type(pattern) is not type(node):
         return False
-    orders = [(node.left, node.right)]
-    if isinstance(pattern.op, ast.Add):
-        orders.append((node.right, node.left))
-    for left, right in orders:
+    if isinstance(pattern, ast.Constant):
+        return bool(pattern.value == getattr(node, "value", None))
+    if isinstance(pattern, ast.Call) and isinstance(node, ast.Call):
+        return _call_matches(pattern, node, bound)
+    parts = list(ast.iter_child_nodes(pattern))
+    orders = [list(ast.iter_child_nodes(node))]
+    if isinstance(getattr(pattern, "op", None), ast.Add):
+        # sums match in either order
+        orders.append(orders[0][::-1])
+    for order in orders:
         trial = dict(bound)
-        if _matches(pattern.left, left, trial) and _matches(pattern.right, right, trial):
+        if all(_matches(part, other, trial) for part, other in zip(parts, order, strict=True)):
             bound.update(trial)
             return True
     return False
 
 
 def _call_matches(pattern: ast.Call, node: ast.Call, bound: dict[str, str]) -> bool:
-    assert isinstance(pattern.func, ast.Name)
-    found = call_operands(node, frozenset({pattern.func.id}))
+    found = call_operands(node, words(ast.unparse(pattern.func)))
     if found is None or not found[0]:
         return False
     operands, settings = found

@@ -1,9 +1,9 @@
-"""SG505: the run diverges because its steps are too large."""
+"""SG501 to SG506: the optimizer, its state, its rates and the loss scale."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from typing import Any
 
 from stepguard.diagnose.case import (
     EXPONENTIALS,
@@ -12,73 +12,38 @@ from stepguard.diagnose.case import (
     Case,
     base_name,
     met,
+    plain,
     rounds_to_zero,
     words,
 )
 from stepguard.diagnose.rule import (
     Proof,
-    Rule,
     certain,
-    describe,
     likely,
     overflow,
     possible,
-    spell,
+    rule,
     zero_divisor,
 )
 from stepguard.diagnose.rules.sg100 import EXTREME_INPUT, EXTREME_OPERAND, outlier_of
 from stepguard.diagnose.trends import growth, lr_climb, lr_jump, lr_not_a_number, rising
-from stepguard.records import Certainty, Remedy
+from stepguard.records import Certainty
 
 # --- SG501: every gradient element is finite, their norm is not.
 
 
-SQUARE_LIMIT = 1.8446744e19
-"""The square root of the largest float32."""
-
-
-def recognise_sg501(case: Case) -> Proof | None:
-    if not case.reading.grads_finite or not _norm_infinite(case):
+@rule(yields_to="SG601 SG602", shown_by="record")
+def sg501(case: Case) -> Proof | None:
+    reading = case.reading
+    infinite = reading.grad_norm is not None and math.isinf(reading.grad_norm) and case.loss_finite
+    if not reading.grads_finite or not (infinite or case.verdict.kind == "infinite_norm"):
         return None
-    limit = f"squares overflow from {SQUARE_LIMIT:.3g} on"
-    if case.magnitude:
-        limit += f"; the largest gradient element is {case.magnitude:.3g}"
-    true_norm = case.evidence.finite_norm
     ran_away = rising(case) or lr_jump(case) is not None
     stored = case.evidence.huge_buffer or case.evidence.huge_parameter
-    prove = certain
-    if ran_away or stored:
-        prove = likely
-    return prove(
-        "no gradient element is NaN or Inf, but their 2-norm in float32 is infinite",
-        limit,
-        f"in float64 the norm is {true_norm:.3g}" if true_norm is not None else "",
-        _clipped_away(case),
-    )
-
-
-def _norm_infinite(case: Case) -> bool:
-    if case.verdict.kind == "infinite_norm":
-        return True
-    norm = case.reading.grad_norm
-    return norm is not None and math.isinf(norm) and case.loss_finite
-
-
-def _clipped_away(case: Case) -> str:
+    prove = likely if ran_away or stored else certain
+    parts = sorted(reading.components.items(), key=lambda item: -abs(item[1]))
     # clip_grad_norm_ multiplies by max_norm / norm without looking at the norm
-    clip_norm = case.facts.clip_norm
-    clip = "clip_grad_norm_"
-    if clip_norm:
-        clip = f"clip_grad_norm_ to {clip_norm:g}"
-    return (
-        f"{clip} would multiply every gradient by {clip_norm or 1:g} / inf = 0: a step that "
-        f"learns nothing"
-    )
-
-
-SG501 = Rule(
-    code="SG501", recognise=recognise_sg501, yields_to=("SG601", "SG602"), shown_by="record"
-)
+    return prove(largest=case.magnitude or None, parts=parts)
 
 
 # --- SG502: the optimizer's epsilon is zero in the parameters' dtype.
@@ -90,132 +55,49 @@ DIVIDES = words("addcdiv div reciprocal rsqrt _fused_adam _fused_adamw _fused_ad
 BORN_BAD = ("nonfinite_parameter", "nonfinite_optimizer_state")
 
 
-def recognise_sg502(case: Case) -> Proof | None:
-    dtype = case.dtype or _narrow_parameters(case)
-    if case.phase == "optimizer" and case.op:
-        return _located(case, dtype)
-    if case.origin is not None and case.phase != "optimizer":
+@rule()
+def sg502(case: Case) -> Proof | None:
+    facts, evidence = case.facts, case.evidence
+    if case.phase not in ("", "optimizer"):
         return None
-    born = case.reading.state_born and case.verdict.kind in BORN_BAD
-    if not born or not _underflows(case, dtype):
-        return None
-    first = f"finite gradients became non-finite weights in the update: {case.verdict.summary}"
-    return certain(first, _epsilon(case, dtype))
-
-
-def _narrow_parameters(case: Case) -> str:
-    return next((name for name in case.facts.param_dtypes if name in NARROW), "")
-
-
-def _underflows(case: Case, dtype: str) -> bool:
-    eps = case.facts.eps
-    return eps is not None and (eps == 0.0 or rounds_to_zero(eps, dtype))
-
-
-def _located(case: Case, dtype: str) -> Proof | None:
-    if case.op not in DIVIDES:
-        return None
+    fields = _epsilon(case)
+    dtype = fields["dtype"]
+    # an epsilon of 0 is one that no dtype can hold
+    underflows = facts.eps == 0 or rounds_to_zero(facts.eps or 0.0, dtype)
+    if not case.op:
+        born = case.reading.state_born and case.verdict.kind in BORN_BAD
+        return certain("update", **fields) if underflows and born else None
     divisor = zero_divisor(case)
-    vanished = case.evidence.eps_underflow or _underflows(case, dtype)
-    if not vanished and divisor is None:
+    if case.op not in DIVIDES or not (divisor or underflows or evidence.eps_underflow):
         return None
-    shown = ""
-    if divisor is not None:
-        shown = f": {describe(divisor)}"
-    sentences = (
-        f"{case.place} divided by {_what(case)}{shown}; {_form(case)}",
-        _epsilon(case, dtype),
-    )
     # without an epsilon nothing rounded to 0: SG201 says what was
-    no_epsilon = case.facts.eps is None and not case.evidence.eps_underflow
-    if no_epsilon and dtype not in NARROW:
-        return possible(*sentences)
-    return certain(*sentences)
+    no_epsilon = facts.eps is None and not evidence.eps_underflow
+    prove = possible if no_epsilon and dtype not in NARROW else certain
+    return prove("located", divisor=divisor, **fields)
 
 
-def _what(case: Case) -> str:
-    if case.facts.eps is None and base_name(case.evidence.denominator_from) in NORMS:
-        return "the norm of a gradient that is 0, with no epsilon beside it"
-    return "sqrt(second moment) + eps, which is 0"
-
-
-def _form(case: Case) -> str:
+def _epsilon(case: Case) -> dict[str, Any]:
+    """What is said of the epsilon, of what it stood beside, and of the parameters."""
+    facts = case.facts
+    eps = case.evidence.eps if facts.eps is None else facts.eps
+    held_in = case.dtype or next(iter(facts.param_dtypes), "")
+    dtype = case.dtype or next((name for name in facts.param_dtypes if name in NARROW), "")
+    narrow = held_in in NARROW
+    stored = case.tensor or next(iter(case.reading.bad_state), "")
     # Adam's addcdiv: param += -lr * tensor1 / tensor2, with the first moment as tensor1
     numerator = case.argument("tensor1", 1)
-    if numerator is not None and met(numerator) == (0.0, 0.0):
-        return "0 / 0 for every element without gradient"
-    return "a moment divided by an exact 0"
-
-
-def _epsilon(case: Case, dtype: str) -> str:
-    eps = case.evidence.eps
-    if case.facts.eps is not None:
-        eps = case.facts.eps
-    if eps is None or dtype not in FORMATS:
-        return ""
-    owner = ""
-    if case.facts.optimizer:
-        owner = f"{case.facts.optimizer} "
-    smallest = f"{FORMATS[dtype].smallest:.3g}"
-    return f"{owner}eps={spell(eps)} is 0 in {dtype}, whose smallest positive number is {smallest}"
-
-
-SG502 = Rule(code="SG502", recognise=recognise_sg502)
-
-
-# --- SG504: the learning rate jumped.
-
-
-FINITE_ANOMALIES = ("spike", "drift")
-"""Verdicts on a step in which nothing is non-finite yet."""
-
-
-def recognise_sg504(case: Case) -> Proof | None:
-    # a rate of NaN makes every weight NaN, whatever else is true of the step
-    group = lr_not_a_number(case)
-    if group is not None:
-        return certain(f"group {group} runs with lr {case.reading.lr[group]}")
-    jump = lr_jump(case)
-    if jump is None:
-        return None
-    sentences = (jump.sentence, *_consequence(case))
-    return Proof(certainty=_certainty(case), sentences=sentences)
-
-
-def _certainty(case: Case) -> Certainty:
-    """How well the jump explains what was seen."""
-    kind = case.verdict.kind
-    if kind in (*FINITE_ANOMALIES, "infinite_norm") or case.evidence.weights_ruined:
-        return "certain"
-    # loaded state that brings the old rate back is SG802
-    if kind == "lr_mismatch" and case.facts.resumed:
-        return "likely"
-    if kind == "lr_mismatch" or _weights_ran_away(case):
-        return "certain"
-    return "possible"
-
-
-def _weights_ran_away(case: Case) -> bool:
-    """A wide dtype overflowed, or nothing but the update is known to be bad."""
-    # past exp(709) float64 overflows as well, so that no wider dtype is finite
-    if overflow(case) or case.op in EXPONENTIALS:
-        return not case.short
-    return case.phase in ("", "optimizer") and not case.op
-
-
-def _consequence(case: Case) -> tuple[str, ...]:
-    climb = lr_climb(case)
-    grown = ""
-    if climb is not None and climb.runaway:
-        grown = climb.sentence
-    update = case.facts.update_ratio
-    ratio = ""
-    if update is not None:
-        ratio = f"the last update changed the weights by {update:.3g} of their norm"
-    return grown, case.verdict.summary, ratio
-
-
-SG504 = Rule(code="SG504", recognise=recognise_sg504, shown_by="record")
+    return {
+        "eps": eps,
+        "zero": eps == 0,
+        "dtype": dtype,
+        "smallest": FORMATS[dtype].smallest if dtype in FORMATS else None,
+        "norm": facts.eps is None and base_name(case.evidence.denominator_from) in NORMS,
+        "no_gradient": numerator is not None and met(numerator) == (0.0, 0.0),
+        "held_in": held_in,
+        "rounded": narrow and eps is not None and rounds_to_zero(eps, held_in),
+        "enough": "1e-4" if narrow else "1e-8",
+        "name": stored.partition(":")[2],
+    }
 
 
 # --- SG503: the optimizer's own state is NaN or Inf.
@@ -223,100 +105,86 @@ SG504 = Rule(code="SG504", recognise=recognise_sg504, shown_by="record")
 
 MEMORY = 100.0
 """Steps that a momentum without a decay of its own is taken to remember."""
+REBUILT = 10
+"""Steps of a momentum of 0.9."""
 
 
-def recognise_sg503(case: Case) -> Proof | None:
-    proof = _not_finite(case) or _without_squares(case)
-    outlier = _outlier(case)
-    if proof is None:
-        return _after_outlier(case, outlier)
-    return replace(proof, sentences=(*proof.sentences, outlier))
+@rule(yields_to="SG601")
+def sg503(case: Case) -> Proof | None:
+    facts, reading = case.facts, case.reading
+    fields = _moments(case)
+    slots = [name for name in (case.tensor, *reading.bad_state) if name.startswith("opt:")]
+    located = case.tensor.startswith("opt:") or case.phase in ("", "state", "optimizer")
+    if slots and located:
+        params = tuple(name for name in reading.bad_state if name.startswith("param:"))
+        fields |= {"which": slots[0], "params": params, "count": len(params)}
+        if not reading.state_born:
+            return certain("before", **fields)
+        # the operation that made it has a cause of its own
+        prove = possible if case.where.op else likely
+        return prove("born", **fields)
+    if not case.verdict.finite_anomaly:
+        return None
+    # Adam's second moment is a mean of squares: it is 0 only where no gradient ever came
+    if facts.lost_squares:
+        return certain("squares", one=facts.lost_squares == 1, **fields)
+    # finite, and worse since: the outlier is still part of every update
+    return possible("after an outlier", **fields) if fields["outlier"] else None
 
 
-def _outlier(case: Case) -> str:
-    """A committed outlier still weighs in the second moment for some 1 / (1 - beta2) steps."""
-    if case.facts.outlier is None:
-        return ""
-    step, name, times = case.facts.outlier
+def _moments(case: Case) -> dict[str, Any]:
+    """What is remembered of an outlier, and how the state can be rebuilt."""
     slowest = max(case.facts.betas, default=1.0)
-    memory = MEMORY
+    memory, rebuilt = MEMORY, REBUILT
     if slowest < 1.0:
         memory = 1.0 / (1.0 - slowest)
-    if not 0 < case.reading.step - step <= memory:
-        return ""
-    return (
-        f"moments poisoned by step {step}: the gradient of `{name}` was {times:.3g} times its "
-        f"usual largest"
-    )
+        rebuilt = round(memory) if slowest > 0 else REBUILT
+    step, name, times = case.facts.outlier or (case.reading.step, "", 0.0)
+    # it still weighs in the second moment for some 1 / (1 - beta2) steps
+    remembered = 0 < case.reading.step - step <= memory
+    return {
+        "outlier": (step, name, times) if remembered else (),
+        "parameter": case.evidence.parameter or name,
+        "slot": case.tensor.partition(":")[2],
+        "lost": case.facts.lost_squares or None,
+        "rebuilt": rebuilt,
+    }
 
 
-def _after_outlier(case: Case, outlier: str) -> Proof | None:
-    """Finite, and worse since: the outlier is still part of every update."""
-    if not outlier or case.verdict.kind not in FINITE_ANOMALIES:
+# --- SG504: the learning rate jumped.
+
+
+@rule(shown_by="record")
+def sg504(case: Case) -> Proof | None:
+    facts = case.facts
+    # a rate of NaN makes every weight NaN, whatever else is true of the step
+    group = lr_not_a_number(case)
+    if group is not None:
+        before = [rates[group] for rates in facts.lr_history[:-1] if group < len(rates)]
+        last = before[-1] if before else None
+        return certain("bad rate", group=group, rate=case.reading.lr[group], before=last)
+    jump = lr_jump(case)
+    if jump is None:
         return None
-    why = (
-        "an update divides by the root of the second moment, which keeps the outlier while the "
-        "first one forgets it"
-    )
-    return possible(case.verdict.summary, outlier, why)
+    climb = lr_climb(case)
+    fields = {"jump": jump, "climb": climb if climb and climb.runaway else None}
+    return Proof(_how_well_a_jump(case), "jump", fields)
 
 
-def _without_squares(case: Case) -> Proof | None:
-    """Finite, and yet a state that training cannot lead to."""
-    # Adam's second moment is a mean of squares: it is 0 only where no gradient ever came
-    lost = case.facts.lost_squares
-    if not lost or case.verdict.kind not in FINITE_ANOMALIES:
-        return None
-    which = "1 element of exp_avg has" if lost == 1 else f"{lost} elements of exp_avg have"
-    why = (
-        "such an element moves by lr * exp_avg / eps; squares below 6e-08 vanish in a float16 "
-        "checkpoint"
-    )
-    return certain(case.verdict.summary, f"{which} an exp_avg_sq of exactly 0", why)
-
-
-def _not_finite(case: Case) -> Proof | None:
-    which = _bad_slot(case)
-    if which is None:
-        return None
-    operand = describe(case.bad_operand)
-    if case.reading.state_born:
-        text = f"`{which}` became non-finite in this step's update, from finite gradients"
-        # the operation that made it has a cause of its own
-        by_operation = case.origin is not None and bool(case.origin.op)
-        if by_operation:
-            return possible(text, operand)
-        return likely(text, operand)
-    gradients = "not looked at"
-    if case.reading.grads_finite:
-        gradients = "finite"
-    text = (
-        f"`{which}` was non-finite before this step, while the gradients of this step are "
-        f"{gradients}"
-    )
-    return certain(text, _weights(case), operand)
-
-
-def _bad_slot(case: Case) -> str | None:
-    """The name of the bad optimizer slot; None where the origin is elsewhere."""
-    if case.tensor.startswith("opt:"):
-        return case.tensor
-    if case.origin is not None and case.phase not in ("state", "optimizer"):
-        return None
-    return next((name for name in case.reading.bad_state if name.startswith("opt:")), None)
-
-
-def _weights(case: Case) -> str:
-    params = [name for name in case.reading.bad_state if name.startswith("param:")]
-    if not params:
-        return "the parameters themselves are finite: they were restored without it"
-    return (
-        f"it took {len(params)} parameters along, first `{params[0]}`: no committed gradient was "
-        f"non-finite"
-    )
-
-
-SG503 = Rule(code="SG503", recognise=recognise_sg503, yields_to=("SG601",))
+def _how_well_a_jump(case: Case) -> Certainty:
+    """How well a jump of the learning rate explains what was seen."""
+    kind = case.verdict.kind
+    # loaded state that brings the old rate back is SG802
+    if kind == "lr_mismatch":
+        return "likely" if case.facts.resumed else "certain"
+    # past exp(709) float64 overflows as well, so that no wider dtype is finite; without an
+    # operation nothing but the update is known to be bad
+    if overflow(case) or case.op in EXPONENTIALS:
+        ran_away = not case.short
+    else:
+        ran_away = case.phase in ("", "optimizer") and not case.op
+    ruined = case.verdict.finite_anomaly or case.evidence.weights_ruined
+    return "certain" if ruined or ran_away or kind == "infinite_norm" else "possible"
 
 
 # --- SG505: the run diverges because its steps are too large.
@@ -334,66 +202,68 @@ SIGNS = ("repeat_loss", "older_loss", "update_ratio", "moved")
 """Measurements in a verdict that speak for the weights."""
 
 
-def recognise_sg505(case: Case) -> Proof | None:
+@rule(shown_by="inference")
+def sg505(case: Case) -> Proof | None:
     if lr_jump(case) is not None or lr_not_a_number(case) is not None:
         return None
-    certainty = _sg505_certainty(case)
+    certainty = _how_well(case)
     if certainty is None:
         return None
-    if case.impure or _number_explains(case) or _stood_still(case) or outlier_of(case):
+    facts, reading, said = case.facts, case.reading, case.said
+    ratio = said.get("update_ratio", facts.update_ratio)
+    # the last update hardly changed the weights, so it is not what made this loss
+    still = case.verdict.finite_anomaly and isinstance(ratio, int | float) and ratio < STILL
+    if case.impure or _number_explains(case) or still or outlier_of(case):
         certainty = "possible"
-    return Proof(
-        certainty=certainty, sentences=_sentences(case), remedies=_bound_the_schedule(case)
-    )
+    # with SGD the norm of the gradient bounds the step; Adam's step does not depend on it
+    sgd = facts.optimizer == "SGD" and facts.clip_norm is None
+    # one parameter that ran away, which the norm of all weights hides
+    moved = facts.moved_most or ("", 0.0)
+    stands_out = moved[1] >= max(LARGE_MOVE, STANDS_OUT * (facts.update_ratio or 0.0))
+    fields = {
+        "losses": _ends(facts.losses),
+        "norms": _ends(facts.grad_norms),
+        "count": len(facts.losses),
+        "repeat_loss": None if "older_loss" in said else reading.repeat_loss,
+        "moved": moved if stands_out else (),
+        "climb": lr_climb(case),
+        "sgd": sgd,
+        "overflowed": overflow(case),
+    }
+    return Proof(certainty, "", fields)
 
 
-def _sg505_certainty(case: Case) -> Certainty | None:
+def _ends(values: tuple[float, ...]) -> tuple[float, ...]:
+    """The smallest and the last of values that have grown; else none."""
+    return (min(values), values[-1]) if growth(values) > 1 else ()
+
+
+def _how_well(case: Case) -> Certainty | None:
     """How well divergence explains what was seen; None where it does not."""
+    has_risen = rising(case)
     if case.verdict.kind == "infinite_norm":
-        if rising(case):
-            return "certain"
-        return None
-    if case.verdict.kind in FINITE_ANOMALIES or case.evidence.weights_ruined:
-        if _shown(case):
-            return "certain"
-        return "likely"
+        return "certain" if has_risen else None
+    if case.verdict.finite_anomaly or case.evidence.weights_ruined:
+        # an earlier batch, older weights, the update or the rate was measured and accuses them
+        measured = any(sign in case.said for sign in SIGNS) or case.reading.repeat_loss is not None
+        climb = lr_climb(case)
+        shown = measured or (climb is not None and climb.runaway)
+        return "certain" if shown else "likely"
     # bfloat16 has the range of float32; in float16 an overflow says nothing about the weights
     if overflow(case) and not case.narrow:
-        return _overflowed(case)
-    if case.phase == "optimizer" and rising(case):
-        return "likely"
-    return None
+        return _overflowed(case, has_risen)
+    return "likely" if case.in_update and has_risen else None
 
 
-def _overflowed(case: Case) -> Certainty | None:
+def _overflowed(case: Case, has_risen: bool) -> Certainty | None:
     """float32 does not overflow on ordinary weights and data: one of the two has run away."""
     from_batch = abs(case.evidence.batch_max or 0.0) >= EXTREME_INPUT
-    untrained = case.facts.committed == 0
-    if from_batch or untrained:
+    if from_batch or case.facts.committed == 0:
         return None
-    if rising(case):
+    if has_risen:
         return "certain"
-    extreme = case.magnitude >= EXTREME_OPERAND
-    if extreme and not case.confirmed_samples:
-        return "likely"
-    return None
-
-
-def _stood_still(case: Case) -> bool:
-    """The last update hardly changed the weights, so it is not what made this loss."""
-    if case.verdict.kind not in FINITE_ANOMALIES:
-        return False
-    ratio = (case.verdict.evidence or {}).get("update_ratio", case.facts.update_ratio)
-    return isinstance(ratio, int | float) and ratio < STILL
-
-
-def _shown(case: Case) -> bool:
-    """An earlier batch, older weights, the update or the rate was measured and accuses them."""
-    said = case.verdict.evidence or {}
-    if any(sign in said for sign in SIGNS) or case.reading.repeat_loss is not None:
-        return True
-    climb = lr_climb(case)
-    return climb is not None and climb.runaway
+    extreme = case.magnitude >= EXTREME_OPERAND and not case.confirmed_samples
+    return "likely" if extreme else None
 
 
 def _number_explains(case: Case) -> bool:
@@ -407,119 +277,15 @@ def _number_explains(case: Case) -> bool:
     return False
 
 
-def _bound_the_schedule(case: Case) -> tuple[Remedy, ...]:
-    climb = lr_climb(case)
-    if climb is not None and climb.runaway:
-        return SG505.text.special
-    return ()
-
-
-def _sentences(case: Case) -> tuple[str, ...]:
-    return (
-        case.verdict.summary,
-        *_growth(case),
-        _repeated(case),
-        _update(case),
-        _moved_most(case),
-        _rates(case),
-        _impure(case),
-        _surfaced(case),
-    )
-
-
-def _growth(case: Case) -> tuple[str, str]:
-    losses = case.facts.losses
-    norms = case.facts.grad_norms
-    loss = ""
-    norm = ""
-    if growth(losses) > 1:
-        loss = (
-            f"over the last {len(losses)} steps the loss went from {spell(min(losses))} to "
-            f"{spell(losses[-1])}"
-        )
-    if growth(norms) > 1:
-        norm = f"the gradient norm went from {spell(min(norms))} to {spell(norms[-1])}"
-    return loss, norm
-
-
-def _repeated(case: Case) -> str:
-    repeat_loss = case.reading.repeat_loss
-    if repeat_loss is None or "older_loss" in (case.verdict.evidence or {}):
-        return ""
-    return f"an earlier batch, evaluated again on the present weights, gives {spell(repeat_loss)}"
-
-
-def _update(case: Case) -> str:
-    ratio = case.facts.update_ratio
-    if ratio is None:
-        return ""
-    return f"the last update changed the weights by {ratio:.3g} of their norm; 0.001 is usual"
-
-
-def _moved_most(case: Case) -> str:
-    """One parameter that ran away, which the norm of all weights hides."""
-    found = runaway_parameter(case)
-    if found is None:
-        return ""
-    name, share = found
-    return f"`{name}` moved most: by {share:.3g} of its own size"
-
-
-def runaway_parameter(case: Case) -> tuple[str, float] | None:
-    """The parameter that moved far more for its size than the weights did as a whole."""
-    most = case.facts.moved_most
-    if most is None or most[1] < LARGE_MOVE:
-        return None
-    usual = case.facts.update_ratio
-    if usual is not None and most[1] < STANDS_OUT * usual:
-        return None
-    return most
-
-
-def _rates(case: Case) -> str:
-    climb = lr_climb(case)
-    if climb is not None:
-        return climb.sentence
-    if not case.reading.lr:
-        return ""
-    return f"lr is {', '.join(map(spell, case.reading.lr))} and did not jump"
-
-
-def _impure(case: Case) -> str:
-    if not case.impure:
-        return ""
-    moved = ", ".join(case.evidence.moves) or "its losses differ"
-    return f"but the loss function changes by itself ({moved})"
-
-
-def _surfaced(case: Case) -> str:
-    if not overflow(case):
-        return ""
-    return (
-        f"{case.place} overflowed on operands up to {case.magnitude:.3g}, which no sample explains"
-    )
-
-
-SG505 = Rule(code="SG505", recognise=recognise_sg505, shown_by="inference")
-
-
 # --- SG506: the loss scale fell below 1 and still the gradients overflow.
 
 
-def recognise_sg506(case: Case) -> Proof | None:
+@rule(shown_by="record")
+def sg506(case: Case) -> Proof | None:
     scale = case.reading.scale
     # a GradScaler halves its scale at every overflow and never stops by itself
     collapsed = case.verdict.kind == "scaler_collapse"
     if not collapsed and (scale is None or scale >= 1.0 or case.reading.grads_finite):
         return None
-    prove = possible
-    if collapsed and not case.operated:
-        prove = certain
-    return prove(
-        f"the loss scale is {spell(scale)}, below 1, and the gradients are still not finite",
-        "the scale is therefore not what makes them overflow: every step is skipped and the "
-        "weights never move",
-    )
-
-
-SG506 = Rule(code="SG506", recognise=recognise_sg506, shown_by="record")
+    prove = certain if collapsed and not case.operated else possible
+    return prove(float16=plain(case.evidence.autocast or "") == "float16")
