@@ -14,7 +14,7 @@ from typing import Any
 
 from stepguard._errors import JournalError
 from stepguard.records.codec import LineFile, dumps, from_jsonable, restore_floats, to_plain
-from stepguard.records.incident import Incident, Reading, Sink, upgrade_incident
+from stepguard.records.incident import Incident, Reading, Sink
 from stepguard.records.probes import Look
 
 SCHEMA = 1
@@ -265,8 +265,7 @@ def _take_look(record: RunRecord, value: Any) -> None:
 
 
 def _take_incident(record: RunRecord, value: Any) -> None:
-    fields = upgrade_incident(value) if isinstance(value, dict) else value
     try:
-        record.incidents.append(from_jsonable(Incident, fields))
+        record.incidents.append(from_jsonable(Incident, value))
     except ValueError:  # pydantic's ValidationError is one
         record.torn += 1

@@ -17,7 +17,6 @@ from stepguard._errors import JournalError
 from stepguard.journal import SCHEMA
 from stepguard.records import Incident
 from stepguard.records.codec import from_jsonable, restore_floats
-from stepguard.records.incident import upgrade_incident
 from stepguard.records.probes import Look
 
 # --- What a story consists of: plain records and numpy columns. See the package for the whole.
@@ -460,8 +459,7 @@ class Lane:
     def _take_incident(self, fields: dict[str, Any]) -> None:
         value = fields.get("incident")
         try:
-            known = upgrade_incident(value) if isinstance(value, dict) else value
-            incident = from_jsonable(Incident, known)  # type: ignore[arg-type]
+            incident = from_jsonable(Incident, value)  # type: ignore[arg-type]
         except (ValueError, TypeError):  # pydantic's ValidationError is a ValueError
             self.torn += 1
             return
