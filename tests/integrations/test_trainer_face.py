@@ -30,8 +30,7 @@ from integrations.trainers import (
 )
 from stepguard import ConfigError, GuardConfig
 from stepguard.engine.context import guarded
-from stepguard.integrations._trainer_log import TrueLoss, correct
-from stepguard.integrations.transformers import guard
+from stepguard.integrations.transformers import TrueLoss, correct, guard
 
 
 def test_close_gives_back_the_trainer_as_it_was(tmp_path: Path) -> None:
