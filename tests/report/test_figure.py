@@ -15,7 +15,7 @@ def test_run_with_trouble_has_two_panels_and_a_mark_for_each_kind() -> None:
     shown = describe(told(run), "")
     assert shown.title == "training loss"
     assert [panel.name for panel in shown.panels] == ["loss", "gradient norm"]
-    assert [(marks.kind, marks.count) for marks in shown.marks] == [
+    assert [(marks.kind, marks.total) for marks in shown.marks] == [
         ("update dropped", 4),
         ("loss-scale calibration", 2),
     ]

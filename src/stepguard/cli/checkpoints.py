@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,6 +30,9 @@ from stepguard.cli._results import (
     show,
     verified,
 )
+
+if TYPE_CHECKING:
+    from stepguard.report.checks import Suspect
 
 
 def verify(
@@ -218,9 +222,11 @@ def _show_bad_samples(run: Path, *, as_json: bool, out: Path | None, unproven: b
         stream = sys.stdout
         text = checks.render_ledger(str(run), entries, unread, steps, screen.columns(stream))
         screen.put(text, stream)
-    if out is None:
-        return
-    found = checks.suspects(entries)
+    if out is not None:
+        _write_samples(checks.suspects(entries), out, unproven=unproven)
+
+
+def _write_samples(found: Sequence[Suspect], out: Path, *, unproven: bool) -> None:
     names = []
     for suspect in found:
         if suspect.proven or unproven:

@@ -240,6 +240,7 @@ class LineFile:
         self.path = path
         # A checkpoint that is written in the background reports from its own thread.
         self._turn = threading.Lock()
+        self._torn = False
         self._open()
 
     def append(self, line: bytes, *, durable: bool = False) -> None:
@@ -313,32 +314,13 @@ def read_tables(
             f"{path}: policy={below!r} must be a table; in TOML write [policy] and its fields "
             "below it."
         )
-    for name in table:
-        hint = "It is a field of [policy]." if name in policy else ""
-        _refuse_unknown(path, name, settings, hint)
-    for name in below:
-        hint = "It belongs outside of policy." if name in settings else ""
-        _refuse_unknown(path, name, policy, hint, inside="policy.")
+    _refuse_unknown(path, table, settings, policy)
+    _refuse_unknown(path, below, policy, settings, inside="policy.")
     for name in FOLDERS:
         if isinstance(table.get(name), str) and table[name].strip():
             # Absolute paths: the program may change the current directory.
             table[name] = str(Path(table[name]).resolve())
-    for name, value in below.items():
-        # Files have lists where Policy takes tuples.
-        below[name] = tuple(value) if isinstance(value, list) else value
-    return table, below
-
-
-def _refuse_unknown(
-    path: Path, name: str, known: Sequence[str], hint: str, inside: str = ""
-) -> None:
-    if name in known:
-        return
-    near = get_close_matches(str(name), known, n=1)
-    if not hint and near:
-        hint = f"Did you mean {inside}{near[0]}?"
-    hint = hint or f"Known are {', '.join(known)}."
-    raise ConfigError(f"{path}: {inside}{name} is not known. {hint}")
+    return table, _with_tuples(below)
 
 
 def number_as_text(path: Path, table: Mapping[str, Any]) -> str:
@@ -402,6 +384,38 @@ READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
+def _refuse_unknown(
+    path: Path,
+    table: Mapping[str, Any],
+    known: Sequence[str],
+    elsewhere: Sequence[str],
+    inside: str = "",
+) -> None:
+    for name in table:
+        if name in known:
+            continue
+        if name in elsewhere:
+            hint = "It belongs outside of policy." if inside else "It is a field of [policy]."
+        else:
+            hint = _nearest(str(name), known, inside)
+        raise ConfigError(f"{path}: {inside}{name} is not known. {hint}")
+
+
+def _nearest(name: str, known: Sequence[str], inside: str) -> str:
+    near = get_close_matches(name, known, n=1)
+    if near:
+        return f"Did you mean {inside}{near[0]}?"
+    return f"Known are {', '.join(known)}."
+
+
+def _with_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Files have lists where Policy takes tuples."""
+    converted = {}
+    for name, value in table.items():
+        converted[name] = tuple(value) if isinstance(value, list) else value
+    return converted
+
+
 # --- Show the text under each field of a dataclass in `help()`, where Python itself drops it.
 
 
@@ -432,7 +446,6 @@ def documented(cls: type[T]) -> type[T]:
     return cls
 
 
-@cache
 def fields_with_text(cls: type[object]) -> dict[str, tuple[str, str]]:
     """Field -> its declaration and the text below it, empty where it has none."""
     try:

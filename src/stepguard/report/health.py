@@ -188,8 +188,8 @@ def _disarmed(run: Run) -> Iterator[str]:
         yield "the guard was disarmed when the run ended: its last steps are unchecked"
 
 
-def _learns_nothing(run: Run) -> Iterator[str]:
-    """The rate, the gradient or what clipping leaves of it is 0, or there is nothing to learn."""
+def _stands_still(run: Run) -> Iterator[str]:
+    """The learning rate or the gradient is 0, or the loss is always the same."""
     table = run.steps
     last_rows = range(max(len(table) - SEVERAL, 0), len(table))
     rates = [table.rates(row) for row in last_rows]
@@ -213,6 +213,11 @@ def _learns_nothing(run: Run) -> Iterator[str]:
             f"the loss is {number(float(same[-1]))} to the last bit in the last {len(same)} steps: "
             "nothing is learned"
         )
+
+
+def _nothing_left(run: Run) -> Iterator[str]:
+    """Clipping leaves next to nothing of the gradient, or the batches have nothing to learn."""
+    table = run.steps
     left = table.values("clip_factor")[-MANY:]
     if len(left) == MANY and left.max() < TINY_CLIP:
         yield (
@@ -265,5 +270,11 @@ def _exploded(run: Run) -> Iterator[str]:
 
 CHECKS: dict[Weight, tuple[Callable[[Run], Iterator[str]], ...]] = {
     "unhealthy": (_ended_badly, _dropped, _not_finite, partial(_level, run_away=True)),
-    "attention": (partial(_level, run_away=False), _disarmed, _learns_nothing, _exploded),
+    "attention": (
+        partial(_level, run_away=False),
+        _disarmed,
+        _stands_still,
+        _nothing_left,
+        _exploded,
+    ),
 }

@@ -54,7 +54,7 @@ MARKERS = {
 """Shape, edge and face of each kind of mark: shapes differ, so that nobody needs the colours."""
 
 
-class Line(NamedTuple):
+class FigureLine(NamedTuple):
     """One curve, with no more points than a screen can show."""
 
     series: Points
@@ -69,14 +69,14 @@ class Panel(NamedTuple):
 
     name: str
     scale: Scale
-    lines: list[Line]
+    lines: list[FigureLine]
 
 
 class Marks(NamedTuple):
     """Steps that are marked along the upper edge: without a finite loss they have no height."""
 
     kind: str
-    count: int
+    total: int
     steps: Sequence[int]
     row: int
     """0 stands at the edge, the next ones above it: no kind of mark covers another."""
@@ -140,15 +140,15 @@ def _panel(run: Run, name: str, column: str, colour: str, pale: str) -> Panel:
         every = max(1, len(values) // 2000)
         windows = np.lib.stride_tricks.sliding_window_view(np.array(values), 2 * half + 1)[::every]
         smooth = steps[half : len(values) - half : every], np.median(windows, axis=1).tolist()
-        lines = [Line(decimate(points), pale, 0.8), Line(decimate(smooth), colour, 1.8)]
+        lines = [FigureLine(decimate(points), pale, 0.8), FigureLine(decimate(smooth), colour, 1.8)]
     elif values:
-        lines = [Line(decimate(points), colour, 1.1)]
+        lines = [FigureLine(decimate(points), colour, 1.1)]
     for branch in run.branches:
         inside = np.zeros(len(table), np.bool_)
         inside[branch.rows] = True
         left = _points(run, series.where(inside & ~table.kept))
         if left[0]:
-            lines.append(Line(decimate(left), GREY, 0.9, left=True))
+            lines.append(FigureLine(decimate(left), GREY, 0.9, left=True))
     return Panel(name, scale_for(values), lines)
 
 
@@ -326,7 +326,7 @@ def _draw_marks(axes: Any, shown: RunFigure) -> None:
         axes.scatter(
             marks.steps,
             [1.025 + ROW_HEIGHT * marks.row] * len(marks.steps),
-            label=f"{marks.kind} ({marks.count:,})",
+            label=f"{marks.kind} ({marks.total:,})",
             marker=marker,
             s=42,
             edgecolors=colour,

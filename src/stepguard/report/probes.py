@@ -271,7 +271,7 @@ def look_tables(looks: Sequence[Look], most: int | None) -> list[LookTable]:
                 if value is not None and math.isfinite(value):
                     histories.setdefault(_identity(row), []).append((look.step, value))
         present = [row for row in getattr(looks[-1], kind.part) if kind.worst(row) is not None]
-        present.sort(key=kind.worst, reverse=True)
+        present.sort(key=lambda row: kind.worst(row) or 0.0, reverse=True)
         rows = []
         for row in present[:most]:
             cells = tuple(cell(row) for cell in kind.cells.values())

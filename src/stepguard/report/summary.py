@@ -399,18 +399,11 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
     if len(bad_rows):
         before[np.flatnonzero(table.committed[: bad_rows[0]])[-LEAD_UP:]] = True
     led_up: dict[str, tuple[float, ...]] = {}
+    followed = {}
     for name, series in table.series.items():
         led_up[name] = tuple(map(float, series.where(before).values))
-    followed = {}
-    for name, values in led_up.items():
-        if name.startswith("followed/") and values:
-            followed[name.removeprefix("followed/")] = values
-    clip = None
-    factors = table.values("clip_factor")
-    if len(factors):
-        clipped = factors[factors < 1.0]
-        mean = float(clipped.mean()) if len(clipped) else None
-        clip = ClipActivity(steps=len(factors), clipped=len(clipped), mean_factor=mean)
+        if name.startswith("followed/") and led_up[name]:
+            followed[name.removeprefix("followed/")] = led_up[name]
     return RunSummary(
         journal=str(run.path),
         name=run.name,
@@ -440,10 +433,19 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
         norms_before=led_up.get("grad_norm", ()),
         losses_before=led_up.get("loss", ()),
         followed_before=followed,
-        clip=clip,
+        clip=_clip_activity(run),
         timeline=timeline(run),
         torn=run.torn,
     )
+
+
+def _clip_activity(run: Run) -> ClipActivity | None:
+    factors = run.steps.values("clip_factor")
+    if not len(factors):
+        return None
+    clipped = factors[factors < 1.0]
+    mean = float(clipped.mean()) if len(clipped) else None
+    return ClipActivity(steps=len(factors), clipped=len(clipped), mean_factor=mean)
 
 
 def _at(values: np.ndarray[Any, Any], place: int) -> float | None:
