@@ -158,7 +158,9 @@ def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
         moves = apply(folder, moves)
         word = "moved"
     unread = [result.path for result in results if not result.ok and not is_bad(result)]
-    code = EXIT_CORRUPT if dry_run and moves else EXIT_OK
+    code = EXIT_OK
+    if dry_run and moves:
+        code = EXIT_CORRUPT
     if as_json:
         moved = list(map(asdict, moves))
         facts = {"dry_run": dry_run, "checked": len(results), "moved": moved, "not_judged": unread}
@@ -183,7 +185,9 @@ def _undo(folder: Path, as_json: bool) -> int:
     from stepguard.verification.quarantine import undo
 
     back, stays = undo(folder)
-    code = EXIT_USAGE if stays else EXIT_OK
+    code = EXIT_OK
+    if stays:
+        code = EXIT_USAGE
     if as_json:
         reasons = [{"move": asdict(move), "why": why} for move, why in stays]
         echo_json({"moved_back": list(map(asdict, back)), "stays": reasons})

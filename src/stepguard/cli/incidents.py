@@ -208,7 +208,9 @@ def fix(
     with redirect_stdout(sys.stderr):
         found = find_fix(path, build=build, script=script, confirm=confirm_code(yes))
     diff = found.diff
-    written = [str(file) for file in found.apply()] if apply else []
+    written: list[str] = []
+    if apply:
+        written = list(map(str, found.apply()))
     incident = found.incident
     after = found.remedy.loss
     if as_json:
@@ -225,17 +227,16 @@ def fix(
         echo_json(facts)
         return
     echo(diff, nl=False)
-    loss = "" if after is None else f" (loss {after:.4g})"
-    lines = [
-        f"{found.code}: {found.remedy.title}",
-        f"before, step {incident.step}: {incident.verdict.summary}",
-        f"after, {found.remedy.tried}{loss}",
-        *(f"wrote {file}" for file in written),
-    ]
+    tried = found.remedy.tried
+    if after is not None:
+        tried += f" (loss {after:.4g})"
+    echo(f"stepguard: {found.code}: {found.remedy.title}", err=True)
+    echo(f"stepguard: before, step {incident.step}: {incident.verdict.summary}", err=True)
+    echo(f"stepguard: after, {tried}", err=True)
+    for file in written:
+        echo(f"stepguard: wrote {file}", err=True)
     if not written:
-        lines.append("nothing is written; --apply writes it")
-    for line in lines:
-        echo(f"stepguard: {line}", err=True)
+        echo("stepguard: nothing is written; --apply writes it", err=True)
 
 
 def explain(
@@ -245,17 +246,20 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Explain a finding: what it means, why it happens, how stepguard knows, what to do."""
-    try:
-        rules = (rule_of(code),) if code else all_rules()
-    except UnknownCode as unknown:
-        echo(str(unknown), err=True)
-        raise typer.Exit(EXIT_USAGE) from None
+    if code:
+        try:
+            rule = rule_of(code)
+        except UnknownCode as unknown:
+            echo(str(unknown), err=True)
+            raise typer.Exit(EXIT_USAGE) from None
+        facts: object = _as_plain(rule)
+        markdown = page(rule)
+    else:
+        facts = list(map(_as_plain, all_rules()))
+        markdown = index()
     if as_json:
-        listed = [_as_plain(rule) for rule in rules]
-        printed = listed[0] if code else listed
-        echo(json.dumps(printed, indent=2, ensure_ascii=False))
+        echo(json.dumps(facts, indent=2, ensure_ascii=False))
         return
-    markdown = page(rules[0]) if code else index()
     if not sys.stdout.isatty():
         echo(markdown, nl=False)
         return

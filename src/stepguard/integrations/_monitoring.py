@@ -132,8 +132,9 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         self.reported["grad_norm"] += bad_norm
         self.reported["loss"] += bool(hidden)
         # Where the Trainer has a guard of its own, that one has corrected the line.
-        zeros = int(logged == 0.0) if self._guard is None else self._zeros.steps
-        self._zeros.steps = 0
+        zeros = int(logged == 0.0)
+        if self._guard is not None:
+            zeros, self._zeros.steps = self._zeros.steps, 0
         self.reported["zero_loss"] += zeros
         if self._guard is not None and hidden and math.isfinite(logged):
             self._guard.port.say(
@@ -197,18 +198,22 @@ def safe_compute_loss(
             raise
     loss = found[0] if isinstance(found, tuple) else found
     if loss is None:
-        missing = "" if "labels" in inputs else ": no 'labels' in it"
+        keys = ", ".join(map(repr, inputs))
+        if "labels" not in inputs:
+            keys += ": no 'labels' in it"
         raise ConfigError(
-            f"the model gave no loss for a batch with {', '.join(map(repr, inputs))}{missing}; "
+            f"the model gave no loss for a batch with {keys}; "
             "add the targets as 'labels', or give the Trainer a compute_loss_func."
         )
     # the torch optimizer inside accelerate's wrapper
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     labels = inputs.get("labels") if hasattr(inputs, "get") else None
     value = float(loss.detach())
-    why = "" if math.isfinite(value) else f"its loss is {value}"
+    why = ""
     if isinstance(labels, Tensor) and not bool((labels != IGNORED).any()):
         why = f"none of its {labels.numel()} labels counts (all are {IGNORED})"
+    elif not math.isfinite(value):
+        why = f"its loss is {value}"
     if why and torch.is_grad_enabled() and model.training and optimizer not in guarded:
         loss = _drop(trainer, model, optimizer, why)
     return (loss, *found[1:]) if return_outputs else loss

@@ -122,7 +122,12 @@ class TrainerGuard(HostGuard):
         follow = _Follow(self._begin, self._end)
         # After DefaultFlowCallback, which decides the flow, and before the loggers.
         callbacks.insert(1, follow)
-        self._undo.callback(lambda: callbacks.remove(follow) if follow in callbacks else None)
+
+        def unfollow() -> None:
+            if follow in callbacks:
+                callbacks.remove(follow)
+
+        self._undo.callback(unfollow)
         _guarded.add(trainer)
         self._undo.callback(_guarded.discard, trainer)
 
@@ -153,8 +158,9 @@ class TrainerGuard(HostGuard):
         resumed = args[0] if args else kwargs.get("resume_from_checkpoint")
         if resumed is True:
             resumed = get_last_checkpoint(self._trainer.args.output_dir)
-        self._fresh = None
-        self._proven = Path(resumed) if resumed else None
+        self._fresh = self._proven = None
+        if resumed:
+            self._proven = Path(resumed)
         try:
             return original(*args, **kwargs)
         except TrainingHalted:
@@ -278,10 +284,11 @@ class TrainerGuard(HostGuard):
             self._saving = False
 
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        bad = () if self._saving else self._bad_tensors(together=False)
-        if bad:
-            self.refused_saves += 1
-            raise SaveRefused("the model", bad)
+        if not self._saving:
+            bad = self._bad_tensors(together=False)
+            if bad:
+                self.refused_saves += 1
+                raise SaveRefused("the model", bad)
         return original(*args, **kwargs)
 
     def _rotate(
@@ -301,7 +308,10 @@ class TrainerGuard(HostGuard):
             self._fresh = Path(output_dir, f"checkpoint-{self._trainer.state.global_step}")
         if save_total_limit is None or save_total_limit <= 0:
             return
-        protected = {Path(path) for path in (self._proven, best_model_checkpoint) if path}
+        protected = set()
+        for kept in (self._proven, best_model_checkpoint):
+            if kept is not None:
+                protected.add(Path(kept))
         for checkpoint in to_delete(checkpoints, save_total_limit, protected):
             shutil.rmtree(checkpoint, ignore_errors=True)
 

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 from textwrap import dedent
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, OverflowMethod, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.syntax import Syntax
@@ -134,8 +134,9 @@ def _where(origin: Origin, culprits: str, unicode: bool) -> list[RenderableType]
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="dim")
     table.add_column()
-    values = [(value.called or f"input {i}", value) for i, value in enumerate(origin.inputs)]
-    del values[MOST_OPERANDS:]
+    values = []
+    for position, value in enumerate(origin.inputs[:MOST_OPERANDS]):
+        values.append((value.called or f"input {position}", value))
     if origin.output is not None:
         values.append(("output", origin.output))
     for name, value in values:
@@ -148,8 +149,9 @@ def _where(origin: Origin, culprits: str, unicode: bool) -> list[RenderableType]
             lines.append(Unbroken(f"sample {origin.samples[0]}: {origin.content}"))
         if origin.excerpt:
             lines.append(Unbroken(f'its text: "{origin.excerpt}"'))
-    sentences = filter(None, (_replayed(origin), *origin.remarks))
-    return [*lines, *(Unbroken(sentence, "dim") for sentence in sentences)]
+    for sentence in filter(None, (_replayed(origin), *origin.remarks)):
+        lines.append(Unbroken(sentence, "dim"))
+    return lines
 
 
 def _replayed(origin: Origin) -> str:
@@ -167,24 +169,27 @@ def _replayed(origin: Origin) -> str:
 
 def _source(origin: Origin, unicode: bool) -> Iterator[Text]:
     """The source lines, highlighted, with a mark at the one that made the bad value."""
-    numbered = [_NUMBERED.match(line) for line in origin.context]
-    numbers = [match[1] if match else "" for match in numbered]
-    code = [
-        match[2] if match else line for match, line in zip(numbered, origin.context, strict=True)
-    ]
+    numbers = []
+    code = []
+    for source in origin.context:
+        number, plain = "", source
+        match = _NUMBERED.match(source)
+        if match:
+            number, plain = match.groups()
+        numbers.append(number)
+        code.append(plain)
     # `file.py:88`, or `cell [3], line 5` in a notebook
     culprit = re.split(r"\D", origin.source or "")[-1]
     digits = max(map(len, numbers), default=0)
+    bar = "│ " if unicode else "| "
+    # Where the encoding has no ellipsis character, a long line is cut off without one.
+    overflow: OverflowMethod = "ellipsis" if unicode else "crop"
     for number, text in zip(numbers, highlighted(dedent("\n".join(code))), strict=False):
         here = bool(number) and number == culprit
-        line = Text.assemble(
-            (f"{'>' if here else ' '} {number:>{digits}} ", "bold red" if here else "dim"),
-            ("│ " if unicode else "| ", "dim"),
-            text,
-            no_wrap=True,
-            # Where the encoding has no ellipsis character, a long line is cut off without one.
-            overflow="ellipsis" if unicode else "crop",
-        )
+        mark = (f"  {number:>{digits}} ", "dim")
+        if here:
+            mark = (f"> {number:>{digits}} ", "bold red")
+        line = Text.assemble(mark, (bar, "dim"), text, no_wrap=True, overflow=overflow)
         if here:
             line.stylize("bold")
         yield line
@@ -195,7 +200,8 @@ def _why(incident: Incident) -> list[RenderableType]:
     title = Text.assemble((f"{finding.code} ", "bold yellow"), f"{finding.title} ")
     title.append(f"({finding.certainty})", style="dim")
     lines: list[RenderableType] = [Unbroken(title)]
-    lines += [Unbroken(f"- {sentence}") for sentence in finding.evidence[:MOST_EVIDENCE]]
+    for sentence in finding.evidence[:MOST_EVIDENCE]:
+        lines.append(Unbroken(f"- {sentence}"))
     others = "; ".join(f"{other.code} {other.title}" for other in incident.findings[1:3])
     if others:
         lines.append(Unbroken(f"less likely: {others}", "dim"))

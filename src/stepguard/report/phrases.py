@@ -187,7 +187,7 @@ def sparkline(values: Sequence[float], *, plain: bool = False) -> str:
         if not math.isfinite(value):
             drawn += "!"
             continue
-        share = (scaled(value) - scaled(low)) / (scaled(high) - scaled(low)) if high > low else 0.0
+        share = (scaled(value) - scaled(low)) / ((scaled(high) - scaled(low)) or 1.0)
         drawn += marks[round(share * (len(marks) - 1))]
     return drawn
 
@@ -316,7 +316,9 @@ STOPPING = "Stopping training to prevent corruption"
 def incident_line(incident: Incident, counted: str = "", *, again: bool = False) -> str:
     """One line about an incident; `counted`: which of its kind it is, `again`: done as before."""
     decision = incident.decision
-    line = f"step {incident.step} {done(decision) if decision else 'is bad'}"
+    line = f"step {incident.step} is bad"
+    if decision is not None:
+        line = f"step {incident.step} {done(decision)}"
     if again:
         line += " again"
     if counted:

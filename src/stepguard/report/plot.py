@@ -103,6 +103,9 @@ class RunFigure:
 def describe(run: Run, title: str) -> RunFigure:
     """Describe the plot of a run."""
     table = run.steps
+    first = last = 0
+    if len(table):
+        first, last = int(table.step.min()), int(table.step.max())
     panels = [_panel(run, "loss", "loss", BLUE, PALE_BLUE)]
     norm = _panel(run, "gradient norm", "grad_norm", TEAL, PALE_TEAL)
     if norm.lines:
@@ -118,11 +121,11 @@ def describe(run: Run, title: str) -> RunFigure:
         title=title or "training loss",
         panels=panels,
         rate=decimate(rate) if len(set(rate[1])) > 1 else None,
-        marks=_marks(run),
+        marks=_marks(run, NEAR * (last - first)),
         spans=stretches(table.step[table.dropped & table.kept].tolist())[:MOST_MARKS],
         labels=labels,
-        first_step=int(table.step.min()) if len(table) else 0,
-        last_step=int(table.step.max()) if len(table) else 0,
+        first_step=first,
+        last_step=last,
     )
 
 
@@ -157,7 +160,7 @@ def _points(run: Run, series: Series) -> Points:
     return run.steps.step[series.rows[usable]].tolist(), series.values[usable].tolist()
 
 
-def _marks(run: Run) -> list[Marks]:
+def _marks(run: Run, near: float) -> list[Marks]:
     table = run.steps
     done: dict[str, list[int]] = {"partial": [], "let_through": []}
     for one in run.incidents:
@@ -179,7 +182,6 @@ def _marks(run: Run) -> list[Marks]:
     }
     marks = []
     rows: list[list[int]] = []
-    near = NEAR * (int(table.step.max()) - int(table.step.min())) if len(table) else 0.0
     for kind, steps in found.items():
         if not steps:
             continue
@@ -339,15 +341,16 @@ def _draw_marks(axes: Any, shown: RunFigure) -> None:
         corner = {"loc": "lower right", "bbox_to_anchor": (1.0, above), "ncols": 3}
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0.0, **corner)
     for row, (step, text) in enumerate(shown.labels):
-        # Labels of later steps stand to the left of theirs.
-        side = -1 if step > (shown.first_step + shown.last_step) / 2 else 1
+        side, away = "left", 8
+        if step > (shown.first_step + shown.last_step) / 2:
+            side, away = "right", -8
         axes.annotate(
             text,
             xy=(step, 1.0),
             xycoords=edge,
-            xytext=(8 * side, -12 - 15 * row),
+            xytext=(away, -12 - 15 * row),
             textcoords="offset points",
-            ha="left" if side > 0 else "right",
+            ha=side,
             va="center",
             fontsize=9,
             color=RED,
@@ -366,11 +369,13 @@ def write_trials_png(found: WhatIf, path: Path) -> None:
     for outcome in found.outcomes:
         if not outcome.losses:
             continue
-        colour, dashes = (next(colours, GREY), "-") if outcome.works else (RED, "--")
+        colour, look = RED, {"linestyle": "--", "linewidth": 1.2}
+        if outcome.works:
+            colour, look["linestyle"] = next(colours, GREY), "-"
+        if outcome is found.best:
+            look["linewidth"] = 2.0
         steps = range(found.first, found.first + len(outcome.losses))
-        width = 2.0 if outcome is found.best else 1.2
-        look = {"color": colour, "linestyle": dashes, "linewidth": width}
-        axes.plot(steps, outcome.losses, label=outcome.label, **look)
+        axes.plot(steps, outcome.losses, color=colour, label=outcome.label, **look)
         bad = []
         for step, loss in zip(steps, outcome.losses, strict=True):
             if not math.isfinite(loss):

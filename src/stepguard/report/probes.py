@@ -161,10 +161,10 @@ class Kind(NamedTuple):
     alarming: Callable[[Any], bool] = lambda row: False
 
 
-def _percent(name: str, digits: int = 0) -> Callable[[Any], str]:
+def _cell(name: str, form: str = ".0%") -> Callable[[Any], str]:
     def cell(row: Any) -> str:
         value = getattr(row, name)
-        return "-" if value is None else f"{value:.{digits}%}"
+        return "-" if value is None else format(value, form)
 
     return cell
 
@@ -174,7 +174,9 @@ def _figure(name: str) -> Callable[[Any], str]:
 
 
 def _bits_left(row: TensorLook) -> str:
-    return f"{row.headroom:.1f}" + (f" ({row.infinities} inf)" if row.infinities else "")
+    if row.infinities:
+        return f"{row.headroom:.1f} ({row.infinities} inf)"
+    return f"{row.headroom:.1f}"
 
 
 def _suspicion(row: ParameterLook) -> float | None:
@@ -193,8 +195,8 @@ KINDS = (
             "dtype": attrgetter("dtype"),
             "largest": _figure("largest"),
             "bits left": _bits_left,
-            "zeros": _percent("zeros", 1),
-            "subnormal": _percent("subnormal", 1),
+            "zeros": _cell("zeros", ".1%"),
+            "subnormal": _cell("subnormal", ".1%"),
         },
         worst=lambda row: None if row.headroom is None else -row.headroom,
         history="bits so far",
@@ -208,10 +210,10 @@ KINDS = (
         cells={
             "parameter": attrgetter("name"),
             "dtype": attrgetter("dtype"),
-            "update/weight": lambda row: "-" if row.ratio is None else f"{row.ratio:.1e}",
-            "lost": _percent("lost"),
-            "grad 0": _percent("gradient_zeros"),
-            "var 0": _percent("variance_zeros"),
+            "update/weight": _cell("ratio", ".1e"),
+            "lost": _cell("lost"),
+            "grad 0": _cell("gradient_zeros"),
+            "var 0": _cell("variance_zeros"),
         },
         worst=_suspicion,
         history="so far",
@@ -225,8 +227,8 @@ KINDS = (
         cells={
             "module": attrgetter("module"),
             "largest logit": _figure("largest_logit"),
-            "entropy": lambda row: f"{row.entropy:.2f}",
-            "one key": _percent("collapsed"),
+            "entropy": _cell("entropy", ".2f"),
+            "one key": _cell("collapsed"),
         },
         worst=attrgetter("largest_logit"),
         history="logit so far",
@@ -239,7 +241,7 @@ KINDS = (
             "module": attrgetter("module"),
             "dtype": attrgetter("dtype"),
             "scale": _figure("scale"),
-            "output 0": _percent("output_zeros"),
+            "output 0": _cell("output_zeros"),
         },
         worst=attrgetter("scale"),
         history="scale so far",
@@ -252,8 +254,8 @@ KINDS = (
             "module": attrgetter("module"),
             "function": lambda row: row.op.removeprefix("aten."),
             "units": _figure("units"),
-            "dead": _percent("dead"),
-            "saturated": _percent("saturated"),
+            "dead": _cell("dead"),
+            "saturated": _cell("saturated"),
         },
         worst=lambda row: max(row.dead, row.saturated) or None,
     ),

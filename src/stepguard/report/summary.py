@@ -193,13 +193,16 @@ def _notes(run: Run) -> Iterator[Placed]:
         steps = []
         for note in (first, notes[-1]):
             step = note.step
-            if step is None:
-                # Lines on the whole run (its end) carry no step.
-                step = int(run.steps.step[note.at - 1]) if 0 < note.at <= len(run.steps) else 0
-            steps.append(step)
+            # Lines on the whole run (its end) carry no step.
+            if step is None and 0 < note.at <= len(run.steps):
+                step = int(run.steps.step[note.at - 1])
+            steps.append(step or 0)
         event = Event(step=steps[0], last_step=steps[1], text=text, weight=weight)
-        # The end is the last word of an attempt, whatever the threads of it still wrote.
-        yield first.at, LATEST - 2 if first.type == "end" else first.order, event
+        order = first.order
+        if first.type == "end":
+            # The last word of an attempt, whatever the threads of it still wrote.
+            order = LATEST - 2
+        yield first.at, order, event
 
 
 def _worded(note: Note) -> tuple[str, Weight]:
@@ -404,6 +407,10 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
         led_up[name] = tuple(map(float, series.where(before).values))
         if name.startswith("followed/") and led_up[name]:
             followed[name.removeprefix("followed/")] = led_up[name]
+    runs = 1
+    elsewhere: tuple[str, ...] = ()
+    if story is not None:
+        runs, elsewhere = len(story.runs), tuple(map(str, story.elsewhere))
     return RunSummary(
         journal=str(run.path),
         name=run.name,
@@ -412,8 +419,8 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
         header={key: value for key, value in run.header.items() if key not in ("v", "type")},
         changed_settings=changed_settings(run.header),
         run=run.number,
-        runs=len(story.runs) if story else 1,
-        elsewhere=tuple(map(str, story.elsewhere)) if story else (),
+        runs=runs,
+        elsewhere=elsewhere,
         restarts=max(len(run.attempts) - 1, 0),
         rewinds=sum(left.by == "rewind" for left in run.goings_back),
         left=int((table.committed & ~table.kept).sum()),
@@ -422,8 +429,8 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
         skipped=int(table.dropped.sum()),
         calibrations=int(table.calibration.sum()),
         bad_steps=len(bad_rows) + len(without_row),
-        first_bad=bad[0] if bad else None,
-        last_bad=bad[-1] if bad else None,
+        first_bad=next(iter(bad), None),
+        last_bad=next(reversed(bad), None),
         longest_stretch=longest_stretch(bad_rows.tolist()) or min(len(without_row), 1),
         first_loss=_at(losses, 0),
         best_loss=_at(np.sort(losses), 0),
@@ -444,8 +451,10 @@ def _clip_activity(run: Run) -> ClipActivity | None:
     if not len(factors):
         return None
     clipped = factors[factors < 1.0]
-    mean = float(clipped.mean()) if len(clipped) else None
-    return ClipActivity(steps=len(factors), clipped=len(clipped), mean_factor=mean)
+    activity = ClipActivity(steps=len(factors), clipped=len(clipped))
+    if len(clipped):
+        activity = replace(activity, mean_factor=float(clipped.mean()))
+    return activity
 
 
 def _at(values: np.ndarray[Any, Any], place: int) -> float | None:

@@ -89,22 +89,24 @@ class GaugeSink(ScalarSink):
 
 def labels_of(incident: Incident) -> dict[str, str]:
     """What incidents are counted by; empty where it is not known."""
-    return {
-        "kind": incident.verdict.kind,
-        "code": incident.findings[0].code if incident.findings else "",
-        "action": incident.decision.action if incident.decision is not None else "",
-    }
+    labels = {"kind": incident.verdict.kind, "code": "", "action": ""}
+    if incident.findings:
+        labels["code"] = incident.findings[0].code
+    if incident.decision is not None:
+        labels["action"] = incident.decision.action
+    return labels
 
 
 def active_run(sink: Sink, given: Any, active: Any, start: str, argument: str = "run") -> Any:
     """The run that was given, else the active one; ConfigError where there is none."""
-    run = given if given is not None else active
-    if run is None:
+    if given is not None:
+        return given
+    if active is None:
         name = type(sink).__name__
         raise ConfigError(
             f"{name} found no active run: call {start} first, or give {name}({argument})."
         )
-    return run
+    return active
 
 
 def backend(module: str, extra: str, sink: str) -> Any:
