@@ -26,7 +26,6 @@ FRAMEWORKS = frozenset(
         "tensorboard",
         "hydra",
         "omegaconf",
-        "plotly",
         "matplotlib",
         "starlette",
         "uvicorn",

@@ -13,7 +13,7 @@ def test_page_names_every_package_that_is_required_now_and_no_extra() -> None:
     )
     for name in light:
         assert f"| {name} " in written, f"{name}: python scripts/install_size.py --write"
-    assert "plotly" not in written and "matplotlib" not in written
+    assert "matplotlib" not in written
 
 
 def test_torch_and_what_only_it_requires_are_counted_apart() -> None:

@@ -45,10 +45,8 @@ from integrations.lightning_scenes import (
 )
 from stepguard import ConfigError, Incident, Policy, TrainingHalted
 from stepguard.integrations import lightning as integration
-from stepguard.integrations._lightning_saves import AUTOMATIC
-from stepguard.integrations._lightning_step import TrainingStep
 from stepguard.integrations._parts import Framework
-from stepguard.integrations.lightning import GuardCallback
+from stepguard.integrations.lightning import AUTOMATIC, GuardCallback, TrainingStep
 from stepguard.journal import read_run
 
 pytestmark = OWN_WARNINGS

@@ -27,8 +27,7 @@ from integrations.lightning_scenes import (
 )
 from settings_of import changed
 from stepguard import TrainingHalted
-from stepguard.integrations._lightning_saves import Gate, GuardedCheckpointIO
-from stepguard.integrations.lightning import GuardCallback, SaveRefused
+from stepguard.integrations.lightning import GuardCallback, GuardedCheckpointIO, SaveRefused
 
 pytestmark = OWN_WARNINGS
 
@@ -108,7 +107,7 @@ def test_rotation_goes_on_once_a_good_save_follows_a_refused_one() -> None:
 
     folder = Folder()
     state: list[str] = []
-    io = GuardedCheckpointIO(folder, Gate(lambda together: tuple(state), lambda summary: None))
+    io = GuardedCheckpointIO(folder, lambda path: bool(state))
     io.save_checkpoint({}, "/a")
     state.append("param:weight")
     io.save_checkpoint({}, "/b")

@@ -31,8 +31,7 @@ from integrations.trainers import (
 from settings_of import config_of
 from stepguard import ConfigError
 from stepguard.engine.context import guarded
-from stepguard.integrations._trainer_log import TrueLoss, correct
-from stepguard.integrations.transformers import guard
+from stepguard.integrations.transformers import TrueLoss, correct, guard
 
 
 def test_close_gives_back_the_trainer_as_it_was(tmp_path: Path) -> None:

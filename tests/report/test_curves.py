@@ -7,22 +7,27 @@ import math
 import pytest
 
 from report.literals import Written, masked_row, step_line, told, troubled_run
-from stepguard.report.plot import decimate, gather, scale_for, stretches, thin
+from stepguard.report.plot import decimate, describe, scale_for, thin
+from stepguard.report.summary import stretches
 
 
 def test_series_hold_finite_values_only() -> None:
     run = troubled_run()
-    curves = gather(told(run))
-    assert all(math.isfinite(value) for value in (*curves.loss.points[1], *curves.norm.points[1]))
-    assert curves.vetoed == [(48, 51)]
-    assert curves.marks["update dropped"] == [48, 49, 50, 51]
-    assert curves.marks["loss-scale calibration"] == [0, 1]
-    assert [label.text for label in curves.labels] == ["SG204 at step 48 (x4)"]
+    shown = describe(told(run), "")
+    lines = [line for panel in shown.panels for line in panel.lines]
+    assert lines and all(math.isfinite(value) for line in lines for value in line.series[1])
+    assert shown.spans == [(48, 51)]
+    marks = {marks.kind: marks.steps for marks in shown.marks}
+    assert marks["update dropped"] == [48, 49, 50, 51]
+    assert marks["loss-scale calibration"] == [0, 1]
+    assert shown.labels == [(48, "SG204 at step 48 (x4)")]
 
 
 def test_incident_that_was_let_through_is_not_a_veto() -> None:
-    curves = gather(told(Written(steps=[step_line(48, 1.0)], incidents=[masked_row(48, "note")])))
-    assert curves.marks == {"let through": [48]} and curves.vetoed == []
+    run = Written(steps=[step_line(48, 1.0)], incidents=[masked_row(48, "note")])
+    shown = describe(told(run), "")
+    assert [(marks.kind, marks.steps) for marks in shown.marks] == [("let through", [48])]
+    assert shown.spans == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from report import real_runs
 from stepguard.cli.app import app
 from stepguard.report.compare import compare
-from stepguard.report.plot import describe, gather
+from stepguard.report.plot import describe
 from stepguard.report.run_report import render_terminal
 from stepguard.report.story import Story, read_story
 from stepguard.report.summary import summarize
@@ -26,7 +26,7 @@ def rewound(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def test_dropped_updates_are_never_called_let_through(rewound: Story) -> None:
-    marks = gather(rewound.latest).marks
+    marks = {marks.kind: marks.steps for marks in describe(rewound.latest, "").marks}
     assert "let through" not in marks
     assert set(range(30, 34)) < set(marks["update dropped"])
     assert marks["made without a part of the batch"][0] == 20
@@ -86,7 +86,8 @@ def test_restart_is_an_event_and_the_line_goes_on(tmp_path: Path) -> None:
     assert (summary.restarts, summary.left) == (1, 6)
     texts = [event.text for event in summary.timeline]
     assert any(text.startswith("started again at step 24; 6 steps of before") for text in texts)
-    assert gather(story.latest).loss.points[0] == list(range(5)) + list(range(6, 40))
+    (loss, *_) = describe(story.latest, "").panels
+    assert loss.lines[0].series[0] == list(range(5)) + list(range(6, 40))
 
 
 def test_part_that_was_left_out_is_named_and_counted_from_1(tmp_path: Path) -> None:

@@ -1,135 +1,26 @@
-"""Shared by the commands that read checkpoints: a progress bar, and the rendered result."""
+"""What commands share: options, opening a run, progress on stderr, results on stdout, files."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from stepguard.records.checks import Verification
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stepguard._errors import ConfigError, JournalError
-
-if TYPE_CHECKING:
-    from stepguard.report.story import Run, Story
-    from stepguard.report.story.reader import StepsOf
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from stepguard.records.codec import printable
 
 if TYPE_CHECKING:
+    from stepguard.records.checks import Verification
     from stepguard.report.compare import RunComparison
+    from stepguard.report.story import Run, Story
+    from stepguard.report.story.reader import StepsOf
 
-
-# --- Shared by the commands that read checkpoints: a progress bar, and the rendered result.
-
-
-PATIENCE = 2.0
-"""Seconds before a bar appears."""
-
-
-class Bar:
-    """A progress bar on stderr that appears if reading takes long, and is erased at the end."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._began = time.monotonic()
-        self._total = 0
-        self._done = 0
-        self._progress: Progress | None = None
-        self._task: Any = None
-
-    def plan(self, checkpoints: int, size: int) -> None:
-        self._total += size
-        if self._progress is not None:
-            self._progress.update(self._task, total=self._total)
-
-    def advance(self, count: int) -> None:
-        self._done += count
-        if self._progress is None and time.monotonic() - self._began > PATIENCE:
-            self._show()
-        if self._progress is not None:
-            self._progress.update(self._task, completed=min(self._done, self._total))
-
-    def _show(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(
-            *columns, console=console, transient=True, disable=not console.is_terminal
-        )
-        self._task = self._progress.add_task(self._what, total=self._total)
-        self._progress.start()
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
-def verified(paths: Sequence[Path], lr: float | None = None) -> list[Verification]:
-    """Verify each path, with one bar for all; the result of an empty folder has no parts."""
-    from stepguard.verification import verify_or_empty
-
-    with Bar("verifying") as bar:
-        return [verify_or_empty(path, lr=lr, plan=bar.plan, progress=bar.advance) for path in paths]
-
-
-def show(results: Sequence[Verification]) -> None:
-    """Print the results on stdout, in its width and colours."""
-    from stepguard.report import screen
-    from stepguard.report.checks import render_results
-
-    out = sys.stdout
-    text = render_results(results, width=screen.columns(out), colour=screen.wants_colour(out))
-    screen.put(text, out)
-
-
-def as_plain(result: Verification) -> dict[str, Any]:
-    """Return the record as plain data for JSON, with what its properties say."""
-    from stepguard.records.codec import to_plain
-
-    plain = to_plain(result)
-    plain["parts"] = [as_plain(part) for part in result.parts]
-    return {"ok": result.ok, "corrupt": result.corrupt, **plain}
-
-
-# --- Open the RUN argument that the reading commands share.
-
-
-GIVE = "give a run directory that holds a journal.jsonl, or the file itself"
+JsonOption = Annotated[bool, typer.Option("--json", help="Strict JSON instead of text.")]
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run directory, or a journal.jsonl itself.")
 ]
@@ -151,6 +42,124 @@ WhichOption = Annotated[
         help="Which run of a folder that was used for several, from 1; by default the last.",
     ),
 ]
+PAGE = "report.html"
+COMPARISON = "compare.html"
+GIVE = "give a run directory that holds a journal.jsonl, or the file itself"
+PATIENCE = 2.0
+"""Seconds before a bar appears."""
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """`typer.echo` of text in which nothing can control the terminal."""
+    typer.echo(printable(text), err=err, nl=nl)
+
+
+def echo_json(fields: object) -> None:
+    """Print one line of strict JSON: a record, or a dict."""
+    from stepguard.records.codec import dumps, to_plain
+
+    echo(dumps(fields if isinstance(fields, dict) else to_plain(fields)))
+
+
+def show(render: Callable[..., str], value: object, *, unicode: bool = False) -> None:
+    """Print what `render` makes of a value for the width and colours of stdout."""
+    from stepguard.report import screen
+
+    out = sys.stdout
+    look = {"width": screen.columns(out), "colour": screen.wants_colour(out)}
+    if unicode:
+        look["unicode"] = screen.takes_unicode(out)
+    screen.put(render(value, **look), out)
+
+
+def exclude(**given: object) -> None:
+    """ConfigError where more than one of these options is given."""
+    chosen = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} exclude each other; give one of them.")
+
+
+def refuse_no_function(**given: str | None) -> None:
+    """ConfigError for an option that does not name a function of a module."""
+    for name, text in given.items():
+        if text is not None and text.count(":") != 1:
+            raise ConfigError(f"--{name} {text!r} must look like 'package.module:function'.")
+
+
+@contextmanager
+def writing(path: Path, *, err: bool = False) -> Iterator[None]:
+    """Say that a file was written, or raise a ConfigError of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
+    echo(f"wrote {path}", err=err)
+
+
+class Bar:
+    """A progress bar on stderr that appears if reading takes long, and is erased at the end."""
+
+    def __init__(self, what: str) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._total = 0
+        self._task = self._progress.add_task(what, total=0)
+        self._began = time.monotonic()
+
+    def plan(self, checkpoints: int, size: int) -> None:
+        self._total += size
+        self._progress.update(self._task, total=self._total)
+
+    def advance(self, count: int) -> None:
+        if time.monotonic() - self._began > PATIENCE:
+            self._progress.start()
+        self._progress.advance(self._task, count)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress.live.is_started:
+            self._progress.stop()
+
+
+def verified(paths: Sequence[Path], lr: float | None = None) -> list[Verification]:
+    """Verify each path, with one bar for all; the result of an empty folder has no parts."""
+    from stepguard.verification import verify_or_empty
+
+    with Bar("verifying") as bar:
+        return [verify_or_empty(path, lr=lr, plan=bar.plan, progress=bar.advance) for path in paths]
+
+
+def as_plain(result: Verification) -> dict[str, Any]:
+    """Return the record as plain data for JSON, with what its properties say."""
+    from stepguard.records.codec import to_plain
+
+    plain = to_plain(result)
+    plain["parts"] = [as_plain(part) for part in result.parts]
+    return {"ok": result.ok, "corrupt": result.corrupt, **plain}
+
+
+# --- Open the RUN argument that the reading commands share.
 
 
 def open_story(run: Path, rank: int | None = None, *, steps_of: StepsOf = "one") -> Story:
@@ -194,44 +203,7 @@ def folder_of(run: Path) -> Path:
     return run if run.is_dir() else run.parent
 
 
-# --- What commands have in common at the terminal: clean lines, and a question before code is
-# run.
-
-
-YesOption = Annotated[
-    bool,
-    typer.Option(
-        "--yes", help="Run what the capsule names without asking, whoever made the capsule."
-    ),
-]
-
-
-def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """`typer.echo` of text in which nothing can control the terminal."""
-    typer.echo(printable(text), err=err, nl=nl)
-
-
-def confirm_code(yes: bool) -> Callable[[str], bool]:
-    """Print what a capsule of somebody else would run, and ask; no terminal means no."""
-
-    def confirmed(command: str) -> bool:
-        echo(
-            "stepguard: this capsule was not made by you, on this machine, in this folder. "
-            f"Replaying it runs: {command}",
-            err=True,
-        )
-        if yes:
-            return True
-        return sys.stdin.isatty() and typer.confirm("Run it?", err=True)
-
-    return confirmed
-
-
 # --- Write the web page of a run, or of two.
-
-
-PAGE = "report.html"
-COMPARISON = "compare.html"
 
 
 def write_page(text: str, out: Path) -> None:
@@ -241,13 +213,8 @@ def write_page(text: str, out: Path) -> None:
     if str(out) == "-":
         echo(text)
         return
-    try:
+    with writing(out):
         replace_file(out, text.encode("utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{out} cannot be written: {error.strerror or error}; give another file with --out."
-        ) from error
-    echo(f"wrote {out}")
 
 
 def report_page(run: Path, rank: int | None) -> str:
@@ -271,11 +238,7 @@ def comparison_page(runs: tuple[Path, Path], rank: int | None, comparison: RunCo
     rows: list[list[str]] = [["", *names]]
     for row in comparison.rows:
         rows.append([row.aspect, row.first, row.second])
-    for setting, (mine, other) in comparison.settings.items():
-        rows.append([setting, _setting(mine), _setting(other)])
+    for setting, values in comparison.settings.items():
+        rows.append([setting, *("default" if value is None else str(value) for value in values)])
     first, second = (open_story(run, rank, steps_of="all").latest for run in runs)
     return render_page(comparison_document((first, names[0]), (second, names[1]), rows))
-
-
-def _setting(value: object) -> str:
-    return "default" if value is None else str(value)

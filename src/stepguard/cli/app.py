@@ -17,10 +17,9 @@ from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingH
 from stepguard.cli._results import echo
 from stepguard.cli.check import check
 from stepguard.cli.checkpoints import doctor, quarantine, verify
-from stepguard.cli.compare import compare
 from stepguard.cli.incidents import explain, fix, replay, whatif
 from stepguard.cli.run import run
-from stepguard.cli.runs import live, look, plot, report, serve
+from stepguard.cli.runs import compare, live, look, plot, report, serve
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     run,

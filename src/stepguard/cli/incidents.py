@@ -1,48 +1,80 @@
-"""`stepguard replay CAPSULE`: run a bad step again and print its origin."""
+"""Commands on one incident: `replay`, `whatif` and `fix` run it again, `explain` needs no run."""
 
 from __future__ import annotations
 
+import json
 import sys
-from contextlib import redirect_stdout
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepguard._errors import EXIT_OK, EXIT_SCRIPT_FAILED, ConfigError
-from stepguard.cli._results import YesOption, confirm_code, echo
+from stepguard._errors import EXIT_OK, EXIT_SCRIPT_FAILED, EXIT_USAGE
+from stepguard.cli._results import (
+    JsonOption,
+    echo,
+    echo_json,
+    exclude,
+    refuse_no_function,
+    writing,
+)
+from stepguard.diagnose.engine import UnknownCode, all_rules, index, page, rule_of
+from stepguard.diagnose.rule import Rule
 
 if TYPE_CHECKING:
     from stepguard.records import Incident
     from stepguard.state.batch import Step
-import json as json_module
-from dataclasses import asdict
 
-from stepguard._errors import EXIT_USAGE
-from stepguard.diagnose.engine import UnknownCode, all_rules, index, page, rule_of
-from stepguard.diagnose.rule import Rule
+CapsuleArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_OR_CAPSULE",
+        help="Folder `incidents/<id>/capsule` of a run, or the run: its last incident, or the "
+        "first of several in a row.",
+    ),
+]
+ScriptOption = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="Script to take model, optimizer and loss from."),
+]
+BuildOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION", help="Function that returns (model, optimizer, loss_fn)."
+    ),
+]
+YesOption = Annotated[
+    bool,
+    typer.Option(
+        "--yes", help="Run what the capsule names without asking, whoever made the capsule."
+    ),
+]
 
-# --- `stepguard replay CAPSULE`: run a bad step again and print its origin.
+
+def confirm_code(yes: bool) -> Callable[[str], bool]:
+    """Print what a capsule of somebody else would run, and ask; no terminal means no."""
+
+    def confirmed(command: str) -> bool:
+        echo(
+            "stepguard: this capsule was not made by you, on this machine, in this folder. "
+            f"Replaying it runs: {command}",
+            err=True,
+        )
+        return yes or (sys.stdin.isatty() and typer.confirm("Run it?", err=True))
+
+    return confirmed
 
 
 def replay(
     capsule: Annotated[
         str, typer.Argument(metavar="CAPSULE", help="Folder `incidents/<id>/capsule` of a run.")
     ],
-    script: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Script to take model, optimizer and loss from."),
-    ] = None,
-    build: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION", help="Function that returns (model, optimizer, loss_fn)."
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the incident as strict JSON.")
-    ] = False,
+    script: ScriptOption = None,
+    build: BuildOption = None,
+    as_json: JsonOption = False,
     debug: Annotated[
         bool, typer.Option("--pdb", help="Stop in the debugger where the value originates.")
     ] = False,
@@ -53,39 +85,40 @@ def replay(
     This runs your training script, or the function given by --build. For a capsule that was made
     elsewhere, the command it names is printed and confirmed first.
     """
-    from stepguard.records.codec import dumps, to_plain
     from stepguard.run.replay import replay as run_again
 
-    if build is not None and build.count(":") != 1:
-        raise ConfigError(f"--build {build!r} must look like 'package.module:function'.")
-    if as_json and debug:
-        raise ConfigError(
-            "--json and --pdb exclude each other: one prints for a program, the other talks to you."
+    def inspect(step: Step, incident: Incident) -> None:
+        """Print, and enter the debugger, while the script's objects are alive."""
+        from stepguard.report.terminal import Terminal
+
+        Terminal(sys.stdout).incident(incident)
+        if debug:
+            _enter_debugger(step, incident)
+
+    refuse_no_function(build=build)
+    exclude(json=as_json, pdb=debug)
+    # What the script prints must not mix with the JSON on stdout.
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        incident = run_again(
+            capsule,
+            script=script,
+            build=build,
+            inspect=None if as_json else inspect,
+            confirm=confirm_code(yes),
         )
     if as_json:
-        # What the script prints must not mix with the JSON on stdout.
-        with redirect_stdout(sys.stderr):
-            incident = run_again(capsule, script=script, build=build, confirm=confirm_code(yes))
-        echo(dumps(to_plain(incident)))
-    else:
-        show = partial(_show, debug=debug)
-        incident = run_again(
-            capsule, script=script, build=build, inspect=show, confirm=confirm_code(yes)
-        )
+        echo_json(incident)
     if incident.origin is not None and incident.origin.reproduced:
         raise typer.Exit(EXIT_OK)
     if not as_json:
-        _tell_not_reproduced(capsule, incident)
+        from stepguard.state.capsule import read_capsule
+
+        departs = incident.origin.evidence.departs if incident.origin is not None else None
+        why = departs or "the same step is finite here"
+        echo(f"stepguard: not reproduced: {why.removesuffix('.')}.", err=True)
+        for difference in read_capsule(Path(capsule)).differences():
+            echo(f"stepguard: {difference}", err=True)
     raise typer.Exit(EXIT_SCRIPT_FAILED)
-
-
-def _show(step: Step, incident: Incident, *, debug: bool) -> None:
-    """Print, and enter the debugger, while the script's objects are alive."""
-    from stepguard.report.terminal import Terminal
-
-    Terminal(sys.stdout).incident(incident)
-    if debug:
-        _enter_debugger(step, incident)
 
 
 def _enter_debugger(step: Step, incident: Incident) -> None:
@@ -106,28 +139,8 @@ def _enter_debugger(step: Step, incident: Incident) -> None:
     debugger.interaction(None, trace)
 
 
-def _tell_not_reproduced(capsule: str, incident: Incident) -> None:
-    from stepguard.state.capsule import read_capsule
-
-    departs = incident.origin.evidence.departs if incident.origin is not None else None
-    why = departs or "the same step is finite here"
-    echo(f"stepguard: not reproduced: {why.removesuffix('.')}.", err=True)
-    for difference in read_capsule(Path(capsule)).differences():
-        echo(f"stepguard: {difference}", err=True)
-
-
-# --- `stepguard whatif RUN_OR_CAPSULE`: which change would have kept the bad value away.
-
-
 def whatif(
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_OR_CAPSULE",
-            help="Folder `incidents/<id>/capsule` of a run, or the run: its last incident, or the "
-            "first of several in a row.",
-        ),
-    ],
+    path: CapsuleArgument,
     own: Annotated[
         str | None,
         typer.Option(
@@ -136,23 +149,13 @@ def whatif(
             help="A fix of your own: function(model, optimizer), which may return a loss function.",
         ),
     ] = None,
-    script: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Script to take model, optimizer and loss from."),
-    ] = None,
-    build: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION", help="Function that returns (model, optimizer, loss_fn)."
-        ),
-    ] = None,
+    script: ScriptOption = None,
+    build: BuildOption = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE.png", help="Draw the losses of every candidate to this file."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the candidates as strict JSON.")
-    ] = False,
+    as_json: JsonOption = False,
     yes: YesOption = False,
 ) -> None:
     """Train the steps before an incident again, once for each thing that might have helped.
@@ -160,66 +163,35 @@ def whatif(
     Exit code 1 when nothing does. This runs your training script, or the function given by --build.
     For a capsule that was made elsewhere, the command it names is printed and confirmed first.
     """
-    from stepguard.records.codec import dumps, to_plain
     from stepguard.report import probes as table
     from stepguard.run.replay import whatif as try_all
 
-    for name, given in (("--with", own), ("--build", build)):
-        if given is not None and given.count(":") != 1:
-            raise ConfigError(f"{name} {given!r} must look like 'package.module:function'.")
+    refuse_no_function(build=build, **{"with": own})
     # What the script prints must not mix with the table or the JSON on stdout.
     with redirect_stdout(sys.stderr), table.progress_bar(sys.stderr) as progress:
         found = try_all(
-            path,
-            build=build,
-            script=script,
-            own=own,
-            progress=progress,
-            confirm=confirm_code(yes),
+            path, build=build, script=script, own=own, progress=progress, confirm=confirm_code(yes)
         )
     if plot is not None:
         from stepguard.report.plot import write_trials_png
 
-        try:
+        with writing(plot, err=True):
             write_trials_png(found, plot)
-        except OSError as error:
-            raise ConfigError(f"{plot} cannot be written: {error.strerror}.") from error
-        echo(f"wrote {plot}", err=True)
     if as_json:
-        echo(dumps(to_plain(found)))
+        echo_json(found)
     else:
         table.show(found, sys.stdout)
     raise typer.Exit(EXIT_OK if found.best is not None else EXIT_SCRIPT_FAILED)
 
 
-# --- `stepguard fix RUN_OR_CAPSULE`: the change of your code that mends a bad step, as a diff.
-
-
 def fix(
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_OR_CAPSULE",
-            help="Folder `incidents/<id>/capsule` of a run, or the run: its last incident, or the "
-            "first of several in a row.",
-        ),
-    ],
-    script: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Script to take model, optimizer and loss from."),
-    ] = None,
-    build: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION", help="Function that returns (model, optimizer, loss_fn)."
-        ),
-    ] = None,
+    path: CapsuleArgument,
+    script: ScriptOption = None,
+    build: BuildOption = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Write the change to the files it is for.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the change and its proof as strict JSON.")
-    ] = False,
+    as_json: JsonOption = False,
     yes: YesOption = False,
 ) -> None:
     """Print the change of your code that mends a bad step, as a diff that the step was run with.
@@ -229,16 +201,16 @@ def fix(
     the function given by --build. For a capsule that was made elsewhere, the command it names is
     printed and confirmed first.
     """
-    from stepguard.records.codec import dumps
     from stepguard.run.replay import fix as find_fix
 
-    if build is not None and build.count(":") != 1:
-        raise ConfigError(f"--build {build!r} must look like 'package.module:function'.")
+    refuse_no_function(build=build)
     # What the script prints must not mix with the diff or the JSON on stdout.
     with redirect_stdout(sys.stderr):
         found = find_fix(path, build=build, script=script, confirm=confirm_code(yes))
     diff = found.diff
-    written = [str(file) for file in found.apply()] if apply else []
+    written: list[str] = []
+    if apply:
+        written = list(map(str, found.apply()))
     incident = found.incident
     after = found.remedy.loss
     if as_json:
@@ -252,44 +224,52 @@ def fix(
             "diff": diff,
             "applied": written,
         }
-        echo(dumps(facts))
+        echo_json(facts)
         return
     echo(diff, nl=False)
-    told = "" if after is None else f" (loss {after:.4g})"
+    tried = found.remedy.tried
+    if after is not None:
+        tried += f" (loss {after:.4g})"
     echo(f"stepguard: {found.code}: {found.remedy.title}", err=True)
     echo(f"stepguard: before, step {incident.step}: {incident.verdict.summary}", err=True)
-    echo(f"stepguard: after, {found.remedy.tried}{told}", err=True)
+    echo(f"stepguard: after, {tried}", err=True)
     for file in written:
         echo(f"stepguard: wrote {file}", err=True)
     if not written:
         echo("stepguard: nothing is written; --apply writes it", err=True)
 
 
-# --- `stepguard explain SG204`: the page of a finding, without importing torch.
-
-
 def explain(
     code: Annotated[
         str, typer.Argument(help="A code such as SG204; without one, all codes are listed.")
     ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Explain a finding: what it means, why it happens, how stepguard knows, what to do."""
-    try:
-        rules = (rule_of(code),) if code else all_rules()
-    except UnknownCode as unknown:
-        echo(str(unknown), err=True)
-        raise typer.Exit(EXIT_USAGE) from None
-    if json:
-        listed = [as_plain(rule) for rule in rules]
-        printed = listed[0] if code else listed
-        echo(json_module.dumps(printed, indent=2, ensure_ascii=False))
+    if code:
+        try:
+            rule = rule_of(code)
+        except UnknownCode as unknown:
+            echo(str(unknown), err=True)
+            raise typer.Exit(EXIT_USAGE) from None
+        facts: object = _as_plain(rule)
+        markdown = page(rule)
     else:
-        _print(page(rules[0]) if code else index())
+        facts = list(map(_as_plain, all_rules()))
+        markdown = index()
+    if as_json:
+        echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        return
+    if not sys.stdout.isatty():
+        echo(markdown, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(markdown))
 
 
-def as_plain(rule: Rule) -> dict[str, object]:
-    """A rule as JSON values."""
+def _as_plain(rule: Rule) -> dict[str, object]:
     text = rule.text
     return {
         "code": rule.code,
@@ -303,14 +283,3 @@ def as_plain(rule: Rule) -> dict[str, object]:
         "remedies": [asdict(remedy) for remedy in rule.ordered],
         "see": list(text.see),
     }
-
-
-def _print(markdown: str) -> None:
-    """Print rendered Markdown on a terminal, plain text in a pipe."""
-    if not sys.stdout.isatty():
-        echo(markdown, nl=False)
-        return
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    Console().print(Markdown(markdown))

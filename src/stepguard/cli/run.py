@@ -64,7 +64,14 @@ def run(
     Also under torchrun: torchrun -m stepguard run train.py.
     """
     _refuse_no_script(script, context, module=module)
-    given = _folders(run_dir, human_log)
+    given: dict[str, Any] = {}
+    for name, folder in (("run_dir", run_dir), ("human_log", human_log)):
+        if folder and Path(folder).is_file():
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {folder} is a file; give a folder, which may be new.")
+        if folder:
+            # Absolute: the script may change the current directory.
+            given[name] = str(Path(folder).resolve())
     if webhook:
         from stepguard.report.sinks import WebhookSink
 
@@ -72,9 +79,7 @@ def run(
     settings = _settings(context, config, given)
     from stepguard.run.guarded_script import run_script, start_from
 
-    resume = None
-    if restore is not None:
-        resume = start_from(restore, settings)
+    resume = None if restore is None else start_from(restore, settings)
     raise typer.Exit(
         run_script(
             script, list(context.args), settings, module=module, restore=resume, ours=OPTIONS
@@ -96,56 +101,37 @@ def _settings(context: typer.Context, file: Path | None, given: dict[str, Any]) 
         raise ConfigError(f"{VARIABLE if by_variable else '--config'} {error}") from None
 
 
-def _folders(run_dir: str | None, human_log: str | None) -> dict[str, Any]:
-    """The folders that were given, absolute: the script may change the current directory."""
-    folders = {}
-    for name, folder in (("run_dir", run_dir), ("human_log", human_log)):
-        if not folder:
-            continue
-        path = Path(folder).resolve()
-        if path.is_file():
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {folder} is a file; give a folder, which may be new.")
-        folders[name] = str(path)
-    return folders
-
-
 def _refuse_no_script(script: str, context: typer.Context, *, module: bool) -> None:
     """Say what is wrong with the word in the place of the script."""
+    path = Path(script)
+    wrong = ""
     if not script:
-        raise ConfigError(f"no script is given. {_taken_as_value(context)}")
-    if script.startswith("-"):
-        raise ConfigError(
+        wrong = (
+            "no script is given. Write: stepguard run [options] train.py [options of the script]."
+        )
+        for name, value in context.params.items():
+            if str(value).endswith(".py"):
+                option = name.replace("_", "-")
+                wrong = (
+                    f"no script is given. --{option} has taken {value} for its value; give it one, "
+                    "then the script."
+                )
+    elif script.startswith("-"):
+        wrong = (
             f"{script} is not an option of `stepguard run`; its own stand before the script "
             f"({', '.join(OPTIONS)}), those of the script after it. A policy is set in a file: "
             "--config FILE.toml."
         )
-    path = Path(script)
-    if module:
+    elif module:
         if path.is_file() and path.suffix == ".py":
-            raise ConfigError(f"{script} is a file; leave -m out, or give the name of a module.")
-        return
-    if path.is_dir():
-        raise ConfigError(
-            f"{script} is a folder; give the Python script in it, or a package by -m."
-        )
-    if path.suffix.lower() in SETTINGS:
-        raise ConfigError(f"{script} is not a script; settings go before it: --config {script}.")
-    if not path.is_file():
-        raise ConfigError(f"{script} does not exist; {_way_out(script, context)}")
-
-
-def _way_out(script: str, context: typer.Context) -> str:
-    following = context.args[:1]
-    if following and following[0].endswith(".py"):
-        return f"leave it out: stepguard run {following[0]}."
-    return "give the path of a Python script."
-
-
-def _taken_as_value(context: typer.Context) -> str:
-    """Has an option taken the script for its value?"""
-    for name, value in context.params.items():
-        if str(value).endswith(".py"):
-            option = name.replace("_", "-")
-            return f"--{option} has taken {value} for its value; give it one, then the script."
-    return "Write: stepguard run [options] train.py [options of the script]."
+            wrong = f"{script} is a file; leave -m out, or give the name of a module."
+    elif path.is_dir():
+        wrong = f"{script} is a folder; give the Python script in it, or a package by -m."
+    elif path.suffix.lower() in SETTINGS:
+        wrong = f"{script} is not a script; settings go before it: --config {script}."
+    elif not path.is_file():
+        wrong = f"{script} does not exist; give the path of a Python script."
+        if context.args and context.args[0].endswith(".py"):
+            wrong = f"{script} does not exist; leave it out: stepguard run {context.args[0]}."
+    if wrong:
+        raise ConfigError(wrong)

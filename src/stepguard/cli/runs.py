@@ -1,36 +1,45 @@
-"""`stepguard live RUN`: follow a run by its journal, and judge whether it is healthy."""
+"""Commands that read what a run has written: report, compare, live, look, plot, serve."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from stepguard._errors import ConfigError
+from stepguard._errors import (
+    EXIT_HALTED,
+    EXIT_OK,
+    EXIT_SCRIPT_FAILED,
+    ConfigError,
+    JournalError,
+)
 from stepguard.cli._results import (
+    COMPARISON,
+    GIVE,
     PAGE,
+    JsonOption,
     RankOption,
     RunArgument,
     WhichOption,
     chosen,
+    comparison_page,
     echo,
+    echo_json,
+    exclude,
     folder_of,
+    open_run,
     open_story,
+    refuse_other_file,
     report_page,
+    show,
     write_page,
+    writing,
 )
-
-if TYPE_CHECKING:
-    from stepguard.report.summary import RunSummary
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
-
-from stepguard._errors import EXIT_HALTED, EXIT_OK, EXIT_SCRIPT_FAILED, JournalError
-from stepguard.cli._results import GIVE, refuse_other_file
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,52 +47,38 @@ if TYPE_CHECKING:
     from stepguard.report.health import Concern
     from stepguard.report.live import Stage, StageOutcome, Verdict
     from stepguard.report.story import StoryReader
-from enum import StrEnum
 
-from stepguard.cli._results import open_run
-
-if TYPE_CHECKING:
-    from stepguard.report.plot import RunFigure
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from stepguard.report.checks import Suspect
-
-
-# --- `stepguard report RUN`: what happened in a run, from its journal.
+HtmlOption = Annotated[bool, typer.Option("--html", help="Write a web page that opens from disk.")]
+PageOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="PATH",
+        help="With --html: where to; - is stdout. By default a file in the (second) run directory.",
+    ),
+]
 
 
 def report(
     run: RunArgument,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of text.")
-    ] = False,
+    as_json: JsonOption = False,
     markdown: Annotated[
         Path | None,
         typer.Option(
             "--markdown", metavar="PATH", help="Write Markdown to this file; - is stdout."
         ),
     ] = None,
-    html: Annotated[
-        bool, typer.Option("--html", help="Write one web page that opens from disk.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="PATH",
-            help="With --html: where to; - is stdout. Default: report.html in the run directory.",
-        ),
-    ] = None,
+    html: HtmlOption = False,
+    out: PageOption = None,
     rank: RankOption = None,
     which: WhichOption = None,
 ) -> None:
     """Show what happened in a run: counts, incidents by kind, what led to what."""
-    from stepguard.report.run_report import render_markdown
+    from stepguard.report.run_report import render_markdown, render_terminal
     from stepguard.report.summary import render_json, summarize
 
-    _refuse_contradictions(as_json, markdown, html, out)
+    exclude(json=as_json, markdown=markdown, html=html)
+    _refuse_out_without_html(html, out)
     if html:
         write_page(report_page(run, rank), out or folder_of(run) / PAGE)
         return
@@ -92,44 +87,44 @@ def report(
     if as_json:
         echo(render_json(summary))
     elif markdown is None:
-        _show(summary)
+        show(render_terminal, summary, unicode=True)
     elif str(markdown) == "-":
         echo(render_markdown(summary), nl=False)
     else:
-        _write(markdown, render_markdown(summary))
+        with writing(markdown):
+            markdown.write_text(render_markdown(summary), encoding="utf-8")
 
 
-def _refuse_contradictions(
-    as_json: bool, markdown: Path | None, html: bool, out: Path | None
+def compare(
+    first: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_A", help="A run directory or journal, such as the original."),
+    ],
+    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="The one to compare it with.")],
+    as_json: JsonOption = False,
+    html: HtmlOption = False,
+    out: PageOption = None,
+    rank: RankOption = None,
 ) -> None:
-    if as_json and markdown is not None:
-        raise ConfigError("--json and --markdown exclude each other; give one of them.")
-    if html and (as_json or markdown is not None):
-        raise ConfigError("--html excludes --json and --markdown; give one of them.")
+    """Put two runs side by side: bad steps, what was done, causes, losses, settings that differ."""
+    from stepguard.report.compare import compare as put_side_by_side
+    from stepguard.report.compare import render_json, render_terminal
+
+    exclude(html=html, json=as_json)
+    _refuse_out_without_html(html, out)
+    comparison = put_side_by_side(open_run(first, rank), open_run(second, rank))
+    if html:
+        page = comparison_page((first, second), rank, comparison)
+        write_page(page, out or folder_of(second) / COMPARISON)
+    elif as_json:
+        echo(render_json(comparison))
+    else:
+        show(render_terminal, comparison)
+
+
+def _refuse_out_without_html(html: bool, out: Path | None) -> None:
     if out is not None and not html:
         raise ConfigError("--out says where the page of --html goes; give both.")
-
-
-def _show(summary: RunSummary) -> None:
-    from stepguard.report import screen
-    from stepguard.report.run_report import render_terminal
-
-    out = sys.stdout
-    text = render_terminal(
-        summary,
-        width=screen.columns(out),
-        colour=screen.wants_colour(out),
-        unicode=screen.takes_unicode(out),
-    )
-    screen.put(text, out)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--markdown: {path} cannot be written: {error.strerror}.") from error
-    echo(f"wrote {path}")
 
 
 # --- `stepguard live RUN`: follow a run by its journal, and judge whether it is healthy.
@@ -172,27 +167,33 @@ def live(
 
     Exit code 0 healthy, 1 not, 3 stopped by its policy.
     """
+    from stepguard.records.codec import to_jsonable
     from stepguard.report.live import parse_stage
     from stepguard.report.story import StoryReader
 
     stages = [parse_stage(text) for text in stage or ()]
     follower = StoryReader(run, rank)
-    _refuse_no_journal(follower.main_path, once)
+    path = follower.main_path
+    if path.exists() and not path.is_file():
+        raise JournalError(f"{path} is not a file; {GIVE}.")
+    # Who follows may come before the run starts.
+    if once and not path.exists():
+        raise JournalError(f"{path} does not exist; {GIVE}.")
     follower.read()
     if once:
         refuse_other_file(follower.story())
     seen = follow(follower, stages, steps, once=once, quiet=as_json)
     if as_json:
-        _print_json(follower, seen)
+        latest = follower.story().latest
+        fields = {
+            "verdict": seen.verdict,
+            "steps": len(latest.steps),
+            "incidents": sum(len(lane.incidents) for lane in latest.lanes),
+            "concerns": [to_jsonable(concern) for concern in seen.concerns],
+            "stages": [to_jsonable(outcome) for outcome in seen.outcomes],
+        }
+        echo_json(fields)
     raise typer.Exit(EXITS[seen.verdict])
-
-
-def _refuse_no_journal(path: Path, once: bool) -> None:
-    """Refuse a missing journal with `--once`: only who follows may come before the run starts."""
-    if path.exists() and not path.is_file():
-        raise JournalError(f"{path} is not a file; {GIVE}.")
-    if once and not path.exists():
-        raise JournalError(f"{path} does not exist; {GIVE}.")
 
 
 class Seen(NamedTuple):
@@ -224,8 +225,7 @@ def follow(
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live_screen:
         while True:
             follower.read()
-            idle = min(_idle(lane.path, clock) for lane in follower.story().latest.lanes)
-            seen = _look(follower, stages, wanted, once=once, idle=idle)
+            seen = _judge(follower, stages, wanted, once=once, now=clock())
             if shows:
                 live_screen.update(_screenful(follower, seen), refresh=True)
             if once or seen.verdict != "waiting":
@@ -237,30 +237,26 @@ def follow(
     return seen
 
 
-def _look(
-    follower: StoryReader, stages: list[Stage], wanted: int | None, *, once: bool, idle: float
+def _judge(
+    follower: StoryReader, stages: list[Stage], wanted: int | None, *, once: bool, now: float
 ) -> Seen:
     from stepguard.report.health import concerns, silence
     from stepguard.report.live import judge_run, judge_stages
 
     latest = follower.story().latest
     outcomes = judge_stages(latest, stages)
-    told = concerns(latest)
-    verdict = judge_run(latest, outcomes, wanted, told)
-    quiet_since = silence(latest, idle) if verdict == "waiting" else None
-    if quiet_since is not None:
-        told = (*told, quiet_since)
+    found = concerns(latest)
+    verdict = judge_run(latest, outcomes, wanted, found)
+    written = 0.0
+    for lane in latest.lanes:
+        with suppress(OSError):
+            written = max(written, lane.path.stat().st_mtime)
+    quiet_since = silence(latest, now - written) if written else None
+    if verdict == "waiting" and quiet_since is not None:
+        found = (*found, quiet_since)
     if once:
-        verdict = judge_run(latest, outcomes, wanted, told, now=True)
-    return Seen(verdict, outcomes, told)
-
-
-def _idle(path: Path, clock: Callable[[], float]) -> float:
-    """Seconds since the journal was written to; 0 while there is none."""
-    try:
-        return max(0.0, clock() - path.stat().st_mtime)
-    except OSError:
-        return 0.0
+        verdict = judge_run(latest, outcomes, wanted, found, now=True)
+    return Seen(verdict, outcomes, found)
 
 
 def _screenful(follower: StoryReader, seen: Seen) -> RenderableType:
@@ -271,21 +267,7 @@ def _screenful(follower: StoryReader, seen: Seen) -> RenderableType:
     return screenful(latest, summarize(latest), seen.outcomes, seen.verdict, seen.concerns)
 
 
-def _print_json(follower: StoryReader, seen: Seen) -> None:
-    from stepguard.records.codec import dumps, to_jsonable
-
-    latest = follower.story().latest
-    fields = {
-        "verdict": seen.verdict,
-        "steps": len(latest.steps),
-        "incidents": sum(len(lane.incidents) for lane in latest.lanes),
-        "concerns": [to_jsonable(concern) for concern in seen.concerns],
-        "stages": [to_jsonable(outcome) for outcome in seen.outcomes],
-    }
-    echo(dumps(fields))
-
-
-# --- `stepguard look RUN`: the deep looks of a run, worst first.
+# --- Pictures and pages.
 
 
 def look(
@@ -300,7 +282,6 @@ def look(
     rank: RankOption = None,
 ) -> None:
     """Show how far the numbers of a run are from their limits, from its deep looks."""
-    from stepguard.records.codec import dumps, to_plain
     from stepguard.report import probes, screen
 
     opened = open_run(run, rank, which)
@@ -309,24 +290,11 @@ def look(
         raise ConfigError(f"{run} holds no deep looks: {probes.why_none(opened)}.")
     if as_json:
         for one in found:
-            echo(dumps(to_plain(one)))
+            echo_json(one)
         return
     most = None if everything else probes.MOST_LISTED
     out = sys.stdout
     screen.put(screen.draw(out, lambda console: probes.paint_looks(found, console, most=most)), out)
-
-
-# --- `stepguard plot RUN`: the loss curve of a run as a picture or a web page.
-
-
-class PlotFormat(StrEnum):
-    """What `stepguard plot` can write."""
-
-    PNG = "png"
-    HTML = "html"
-
-
-ENDINGS = {".png": PlotFormat.PNG, ".html": PlotFormat.HTML}
 
 
 def plot(
@@ -340,120 +308,22 @@ def plot(
             help="Where to write; by default loss_curve.png inside RUN.",
         ),
     ] = None,
-    kind: Annotated[
-        PlotFormat | None,
-        typer.Option(
-            "--format", metavar="png|html", help="By default what --out ends with, else png."
-        ),
-    ] = None,
     rank: RankOption = None,
     which: WhichOption = None,
 ) -> None:
     """Draw loss, gradient norm and learning rate over the steps, with every incident marked."""
-    from stepguard.report.plot import describe
+    from stepguard.report.plot import describe, write_png
 
-    chosen, path = choose_output(folder_of(run), out, kind)
-    told = open_run(run, rank, which)
-    if not len(told.steps):
-        raise ConfigError(f"{told.path} holds no step yet, so there is nothing to draw.")
-    title = f"training loss: {folder_of(run).resolve().name}"
-    shown = describe(told, title)
-    try:
-        _plot_write(shown, chosen, path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
-    echo(f"wrote {path}")
-
-
-def _plot_write(shown: RunFigure, kind: PlotFormat, path: Path) -> None:
-    if kind is PlotFormat.PNG:
-        from stepguard.report.plot import write_png
-
-        write_png(shown, path)
-    else:
-        from stepguard.report.plot import write_html
-
-        write_html(shown, path)
-
-
-def choose_output(
-    folder: Path, out: Path | None, kind: PlotFormat | None
-) -> tuple[PlotFormat, Path]:
-    """Choose format and file; `--format` and the ending of `--out` must not contradict."""
-    if out is None:
-        chosen = kind or PlotFormat.PNG
-        return chosen, folder / f"loss_curve.{chosen}"
-    by_ending = ENDINGS.get(out.suffix.lower())
-    if kind is None and by_ending is None:
+    path = out or folder_of(run) / "loss_curve.png"
+    if path.suffix.lower() != ".png":
         raise ConfigError(
-            f"--out {out} does not end with .png or .html; change the ending or give --format."
+            f"--out {path} does not end with .png; for a web page: stepguard report --html {run}."
         )
-    if kind is not None and by_ending is not None and kind is not by_ending:
-        raise ConfigError(
-            f"--format {kind} does not fit --out {out}; leave --format out or change the ending."
-        )
-    return kind or by_ending or PlotFormat.PNG, out
-
-
-# --- `stepguard quarantine --data RUN`: the samples a run left out, and a list for a sampler.
-
-
-def show_bad_samples(run: Path, *, as_json: bool, out: Path | None, unproven: bool) -> None:
-    """Print the ledger of a run, or write the samples to leave out to a file, one a line."""
-    from stepguard.ledger import read_ledger
-    from stepguard.records.codec import dumps
-    from stepguard.report import checks, screen
-
-    if not any(run.glob("journal*.jsonl")) and not any(run.glob("bad_samples*.jsonl")):
-        raise ConfigError(
-            f"{run} is not a run folder: it holds neither a journal.jsonl nor a bad_samples.jsonl."
-        )
-    try:
-        entries, unread = read_ledger(run)
-    except OSError as error:
-        raise JournalError(f"{error.filename or run} cannot be read: {error.strerror}.") from error
-    steps = _steps_seen(run)
-    if as_json:
-        echo(dumps(checks.as_json(str(run), entries, unread, steps)))
-    else:
-        stream = sys.stdout
-        text = checks.render_ledger(str(run), entries, unread, steps, screen.columns(stream))
-        screen.put(text, stream)
-    if out is not None:
-        _bad_samples_write(out, checks.suspects(entries), unproven=unproven)
-
-
-def _bad_samples_write(path: Path, found: Sequence[Suspect], *, unproven: bool) -> None:
-    lines = []
-    for suspect in found:
-        if suspect.proven or unproven:
-            lines.append(f"{suspect.id if suspect.index is None else suspect.index}\n")
-    try:
-        path.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}.") from error
-    text = f"wrote {len(lines)} to {path}"
-    left = len(found) - len(lines)
-    if left:
-        text += f"; {left} more are in bad batches, none of them proven (--unproven lists them too)"
-    echo(text, err=True)
-
-
-def _steps_seen(run: Path) -> int:
-    """Step lines of the journals, of all ranks and attempts."""
-    count = 0
-    for path in run.glob("journal*.jsonl"):
-        if not path.is_file():
-            continue
-        try:
-            with path.open("rb") as lines:
-                count += sum(b'"type":"step"' in line for line in lines)
-        except OSError:
-            continue
-    return count
-
-
-# --- `stepguard serve RUNS`: the page of a run, or of a folder of runs, while they train.
+    opened = open_run(run, rank, which)
+    if not len(opened.steps):
+        raise ConfigError(f"{opened.path} holds no step yet, so there is nothing to draw.")
+    with writing(path):
+        write_png(describe(opened, f"training loss: {folder_of(run).resolve().name}"), path)
 
 
 def serve(

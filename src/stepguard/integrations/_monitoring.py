@@ -23,9 +23,9 @@ from stepguard._errors import ConfigError
 from stepguard.engine.context import guarded
 from stepguard.guard import Guard
 from stepguard.integrations._parts import hold_schedule
-from stepguard.integrations._trainer_log import INCIDENTS, NONFINITE
 from stepguard.records import GuardConfig, Incident, Reading, Sink
 from stepguard.report.phrases import count
+from stepguard.report.sinks import INCIDENTS, NONFINITE
 from stepguard.tensors.names import optimizer_parameters
 from stepguard.watching import watch_for
 
@@ -120,45 +120,37 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         """
         if not isinstance(logs, dict) or "loss" not in logs:
             return
+        logged = logs["loss"]
         bad_norm = not math.isfinite(float(logs.get("grad_norm", 0.0)))
-        hidden = self._new_nan_losses()
+        incidents = self.incidents
+        hidden = []
+        for incident in incidents[self._known :]:
+            loss = incident.reading.loss
+            if loss is not None and math.isnan(loss):
+                hidden.append(incident)
+        self._known = len(incidents)
         self.reported["grad_norm"] += bad_norm
         self.reported["loss"] += bool(hidden)
-        if hidden and math.isfinite(logs["loss"]):
-            self._tell_filtered(logs["loss"], hidden[0])
-        self._tell_zeros(logs["loss"])
-        logs[INCIDENTS] = len(self.incidents)
-        if bad_norm or hidden:
-            logs[NONFINITE] = max(len(hidden), 1)
-
-    def _new_nan_losses(self) -> list[Incident]:
-        """Incidents with a loss of NaN since the last log line."""
-        incidents = self.incidents
-        fresh = incidents[self._known :]
-        self._known = len(incidents)
-        return [i for i in fresh if i.reading.loss is not None and math.isnan(i.reading.loss)]
-
-    def _tell_filtered(self, logged: float, hidden: Incident) -> None:
-        if self._guard is None:
-            return
-        real = f"the loss was {hidden.reading.loss} at step {hidden.step}"
-        text = f"logged loss {logged:.4g} is filtered (logging_nan_inf_filter): {real}"
-        self._guard.port.say("filtered", text)
-
-    def _tell_zeros(self, logged: float) -> None:
-        """Count steps with a loss of exactly 0 since the last line, from the losses themselves."""
-        if self._guard is None:
-            # the Trainer's own guard has corrected the line
-            self.reported["zero_loss"] += logged == 0.0
-            return
-        zeros, self._zeros.steps = self._zeros.steps, 0
+        # Where the Trainer has a guard of its own, that one has corrected the line.
+        zeros = int(logged == 0.0)
+        if self._guard is not None:
+            zeros, self._zeros.steps = self._zeros.steps, 0
         self.reported["zero_loss"] += zeros
-        if zeros:
+        if self._guard is not None and hidden and math.isfinite(logged):
+            self._guard.port.say(
+                "filtered",
+                f"logged loss {logged:.4g} is filtered (logging_nan_inf_filter): the loss was "
+                f"{hidden[0].reading.loss} at step {hidden[0].step}",
+            )
+        if self._guard is not None and zeros:
             self._guard.port.say(
                 "zero_loss",
                 f"the loss of {count(zeros, 'step')} since the last log line is exactly 0, not a "
                 "filtered NaN: nothing is learned from it (SG803: stepguard explain SG803)",
             )
+        logs[INCIDENTS] = len(incidents)
+        if bad_norm or hidden:
+            logs[NONFINITE] = max(len(hidden), 1)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
@@ -168,7 +160,8 @@ class MicroBatchDropped(UserWarning):
     """A micro-batch had no label, or a loss that is not finite, and was left out of its step."""
 
 
-_dropped: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+_dropped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Micro-batches of each Trainer so far."""
 
 
 def safe_compute_loss(
@@ -195,6 +188,7 @@ def safe_compute_loss(
     Where a whole step was dropped on all ranks its update does not happen, momentum and weight
     decay included.
     """
+    found: Any = (None,)
     try:
         found = type(trainer).compute_loss(
             trainer, model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
@@ -202,39 +196,32 @@ def safe_compute_loss(
     except ValueError as error:
         if "did not return a loss" not in str(error):
             raise
-        raise _no_loss(inputs) from error
-    loss = found[0] if return_outputs else found
+    loss = found[0] if isinstance(found, tuple) else found
     if loss is None:
-        raise _no_loss(inputs)
-    why = _why_drop(loss, inputs)
-    if why and torch.is_grad_enabled() and model.training and _inner(trainer) not in guarded:
-        loss = _drop(trainer, model, why)
+        keys = ", ".join(map(repr, inputs))
+        if "labels" not in inputs:
+            keys += ": no 'labels' in it"
+        raise ConfigError(
+            f"the model gave no loss for a batch with {keys}; "
+            "add the targets as 'labels', or give the Trainer a compute_loss_func."
+        )
+    # the torch optimizer inside accelerate's wrapper
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    labels = inputs.get("labels") if hasattr(inputs, "get") else None
+    value = float(loss.detach())
+    why = ""
+    if isinstance(labels, Tensor) and not bool((labels != IGNORED).any()):
+        why = f"none of its {labels.numel()} labels counts (all are {IGNORED})"
+    elif not math.isfinite(value):
+        why = f"its loss is {value}"
+    if why and torch.is_grad_enabled() and model.training and optimizer not in guarded:
+        loss = _drop(trainer, model, optimizer, why)
     return (loss, *found[1:]) if return_outputs else loss
 
 
-def _no_loss(inputs: Any) -> ConfigError:
-    keys = ", ".join(map(repr, inputs))
-    if "labels" not in inputs:
-        keys += ": no 'labels' in it"
-    return ConfigError(
-        f"the model gave no loss for a batch with {keys}; "
-        "add the targets as 'labels', or give the Trainer a compute_loss_func."
-    )
-
-
-def _why_drop(loss: Tensor, inputs: Any) -> str:
-    labels = inputs.get("labels") if hasattr(inputs, "get") else None
-    if isinstance(labels, Tensor) and not bool((labels != IGNORED).any()):
-        return f"none of its {labels.numel()} labels counts (all are {IGNORED})"
-    value = float(loss.detach())
-    return "" if math.isfinite(value) else f"its loss is {value}"
-
-
-def _drop(trainer: Any, model: Any, why: str) -> Tensor:
+def _drop(trainer: Any, model: Any, optimizer: Any, why: str) -> Tensor:
     """A loss of 0 that every parameter is part of; NaN where a parameter is NaN."""
-    counted = _dropped.setdefault(trainer, Counter())
-    counted["dropped"] += 1
-    times = counted["dropped"]
+    _dropped[trainer] = times = _dropped.get(trainer, 0) + 1
     power_of_two = times & (times - 1) == 0
     if power_of_two:
         message = (
@@ -242,16 +229,9 @@ def _drop(trainer: Any, model: Any, why: str) -> Tensor:
             f"far): {why}"
         )
         warnings.warn(message, MicroBatchDropped, stacklevel=3)
-    _skip_if_empty(_inner(trainer))
-    zeros = [(p * 0.0).sum() for p in model.parameters() if p.requires_grad]
-    total: Tensor = sum(zeros[1:], start=zeros[0])
-    return total.float()
-
-
-def _skip_if_empty(optimizer: Any) -> None:
-    """Skip the next update if all gradients are exactly 0, on every rank after the reduction."""
 
     def skip(*_: Any) -> None:
+        """Skip the next update if all gradients are exactly 0, on every rank after reduction."""
         hook.remove()
         parameters: list[Any] = [p for p in optimizer_parameters(optimizer) if p.grad is not None]
         if not any(bool(p.grad.count_nonzero()) for p in parameters):
@@ -259,8 +239,6 @@ def _skip_if_empty(optimizer: Any) -> None:
                 parameter.grad = None
 
     hook = optimizer.register_step_pre_hook(skip)
-
-
-def _inner(trainer: Any) -> Any:
-    """The torch optimizer inside accelerate's wrapper."""
-    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    zeros = [(p * 0.0).sum() for p in model.parameters() if p.requires_grad]
+    total: Tensor = sum(zeros[1:], start=zeros[0])
+    return total.float()

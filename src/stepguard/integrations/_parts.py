@@ -1,26 +1,74 @@
-"""Refuse a framework that is missing, too old, too new, or lacks a method that a guard wraps."""
+"""What the guards inside frameworks share: versions, wrapped methods, refused saves, loggers."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from stepguard._errors import ConfigError
+from stepguard._errors import ConfigError, SaveRefused
 from stepguard.guard import Guard
 from stepguard.integrations.sinks.base import ScalarSink
+from stepguard.records import GuardConfig
 from stepguard.report.sinks import finite_only
 from stepguard.tensors.names import wrap
 
-# --- Tell accelerate's optimizer wrapper that an update did not happen, so schedules wait.
+# --- Wrapping a framework, and undoing it.
+
+
+class HostGuard:
+    """A context manager whose end is `close()`."""
+
+    def close(self) -> None:
+        """Undo every hook and wrapper. Safe to call twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def around(undo: ExitStack, owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Make `owner.name(...)` be `call(original, ...)` until `undo` is closed."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
+
+        return method
+
+    wrap(undo, owner, name, make)
+
+
+def refuse_settings_of_step(config: GuardConfig, instead: str) -> None:
+    """ConfigError for settings that only `guard.step` follows."""
+    if config.clip_norm is not None or config.loss_scale is not None:
+        raise ConfigError(f"GuardConfig.clip_norm and loss_scale are for guard.step; {instead}.")
+
+
+def refusal(guards: Sequence[Guard], what: str, *, together: bool) -> SaveRefused | None:
+    """Why this state must not be saved, also reported by the first guard; None where it may.
+
+    `together` asks all ranks, which then all take part.
+    """
+    names: dict[str, None] = {}
+    for guard in guards:
+        names.update(dict.fromkeys(guard.port.trouble(together=together)))
+    if not names:
+        return None
+    refused = SaveRefused(what, tuple(names))
+    guards[0].port.say("save-refused", str(refused))
+    return refused
 
 
 def hold_schedule(wrapper: Any, guard: Guard, undo: ExitStack) -> None:
@@ -165,3 +213,9 @@ def _order(text: str) -> tuple[int, ...]:
     release = re.split(r"[a-z+]", text)[0]
     numbers = [int(found) for found in re.findall(r"\d+", release)]
     return tuple(numbers + [0] * (3 - len(numbers)))
+
+
+LIGHTNING = Framework(
+    "lightning", first="2.6", before="2.7", tested="2.6.6", without=("2.6.2", "2.6.3")
+)
+"""Also of Fabric."""

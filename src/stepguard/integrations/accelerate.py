@@ -13,7 +13,6 @@ import functools
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +22,13 @@ from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError, SaveRefused
 from stepguard.guard import Guard
-from stepguard.integrations._parts import Framework
+from stepguard.integrations._parts import (
+    Framework,
+    HostGuard,
+    around,
+    refusal,
+    refuse_settings_of_step,
+)
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.batch import LossFn, total_loss
 from stepguard.watching import watch_for
@@ -35,7 +40,7 @@ from accelerate import Accelerator  # noqa: E402 (first the version, then what t
 from accelerate.utils import DistributedType  # noqa: E402
 
 from stepguard.integrations._parts import hold_schedule  # noqa: E402
-from stepguard.tensors.names import optimizer_parameter_ids, wrap  # noqa: E402
+from stepguard.tensors.names import optimizer_parameter_ids  # noqa: E402
 
 __all__ = ["AcceleratorGuard", "SaveRefused", "guard"]
 
@@ -60,22 +65,23 @@ def guard(accelerator: Accelerator, config: GuardConfig | None = None) -> Accele
     return AcceleratorGuard(accelerator, config or GuardConfig())
 
 
-class AcceleratorGuard:
+class AcceleratorGuard(HostGuard):
     """Guards the optimizers of one accelerator. A context manager; built by `guard`."""
 
     def __init__(self, accelerator: Any, config: GuardConfig) -> None:
+        refuse_settings_of_step(config, "call accelerator.clip_grad_norm_ in your loop")
         self._accelerator = accelerator
         self._undo = ExitStack()
         self.guards: tuple[Guard, ...] = ()
         """One an optimizer, in the order in which they were prepared."""
         try:
             for optimizer in accelerator._optimizers:
-                self.guards += (self._watch(optimizer, _checked(config)),)
+                self.guards += (self._watch(optimizer, config),)
         except BaseException:
             self.close()
             raise
-        wrap(self._undo, accelerator, "save_state", self._refusing)
-        wrap(self._undo, accelerator, "save_model", self._refusing)
+        for name in ("save_state", "save_model"):
+            around(self._undo, accelerator, name, functools.partial(self._save, name))
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -119,44 +125,15 @@ class AcceleratorGuard:
         hold_schedule(wrapper, inner, self._undo)
         return inner
 
-    def _refusing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _save(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Raise before anything is written or, by accelerate's own rotation, deleted."""
+        for one in self.guards:
+            one.port.settle()
         # Every rank calls save_state, but only some of them save_model.
-        all_ranks = original.__name__ == "save_state"
-
-        @functools.wraps(original)
-        def save(*args: Any, **kwargs: Any) -> Any:
-            bad: tuple[str, ...] = ()
-            for one in self.guards:
-                one.port.settle()
-                bad += one.port.trouble(together=all_ranks)
-            if bad:
-                refusal = SaveRefused(f"({original.__name__})", tuple(dict.fromkeys(bad)))
-                self.guards[0].port.say("save-refused", str(refusal))
-                raise refusal
-            return original(*args, **kwargs)
-
-        return save
-
-    def __enter__(self) -> AcceleratorGuard:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def _checked(config: GuardConfig) -> GuardConfig:
-    if config.clip_norm is not None or config.loss_scale is not None:
-        raise ConfigError(
-            "GuardConfig.clip_norm and loss_scale are for guard.step; call "
-            "accelerator.clip_grad_norm_ in your loop."
-        )
-    return config
+        refused = refusal(self.guards, f"({name})", together=name == "save_state")
+        if refused is not None:
+            raise refused
+        return original(*args, **kwargs)
 
 
 def _trained(accelerator: Any, wrapper: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
@@ -172,15 +149,12 @@ def _trained(accelerator: Any, wrapper: Any) -> tuple[nn.Module, dict[str, nn.Mo
             f"the model as well."
         )
     others = {f"model{i}": model for i, model in enumerate(models[1:], start=1)}
-    return _parallel(models[0]), others
-
-
-def _parallel(model: nn.Module) -> nn.Module:
-    """The DDP around a model: accelerate hands it to the user and keeps only the inner one."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return model
-    wrappers = [o for o in gc.get_objects() if type(o) is DistributedDataParallel]
-    return next((wrapper for wrapper in wrappers if wrapper.module is model), model)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # The DDP around a model: accelerate hands it to the user and keeps only the inner one.
+        for found in gc.get_objects():
+            if type(found) is DistributedDataParallel and found.module is models[0]:
+                return found, others
+    return models[0], others
 
 
 def _scheduler(accelerator: Any, wrapper: Any) -> Any:

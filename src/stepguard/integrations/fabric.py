@@ -9,10 +9,9 @@ replayable as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,23 +20,27 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError, SaveRefused
 from stepguard.guard import Guard
-from stepguard.integrations._parts import Framework, HostLogger
+from stepguard.integrations._parts import (
+    LIGHTNING,
+    HostGuard,
+    HostLogger,
+    around,
+    refusal,
+    refuse_settings_of_step,
+)
 from stepguard.records import GuardConfig, Incident
 from stepguard.state.batch import LossFn, total_loss
-from stepguard.tensors.names import swapped, wrap
+from stepguard.tensors.names import swapped
 from stepguard.watching import watch_for
 
 __all__ = ["FabricGuard", "SaveRefused", "guard"]
 
-LIGHTNING = Framework(
-    "lightning", first="2.6", before="2.7", tested="2.6.6", without=("2.6.2", "2.6.3")
-)
 BEFORE_ERROR = 5
 """Arguments of `clip_gradients` that come before `error_if_nonfinite`."""
 PARTS = ("save", "clip_gradients", "backward", "strategy", "loggers")
 
 
-class FabricGuard:
+class FabricGuard(HostGuard):
     """Guards one model and optimizer of a Fabric. A context manager; `close` undoes everything."""
 
     def __init__(
@@ -52,18 +55,17 @@ class FabricGuard:
         self._undo = ExitStack()
         if fabric.loggers:
             config = replace(config, sinks=(*config.sinks, HostLogger(fabric.loggers)))
-        precision = fabric.strategy.precision
         self._guard = watch_for(
             "fabric",
             model._forward_module,
             optimizer.optimizer,
             scheduler=scheduler,
-            scaler=getattr(precision, "scaler", None),
+            scaler=getattr(fabric.strategy.precision, "scaler", None),
             config=config,
         )
         self._undo.callback(self._guard.close)
-        wrap(self._undo, fabric, "save", self._unless_bad)
-        wrap(self._undo, fabric, "clip_gradients", _never_raising)
+        around(self._undo, fabric, "save", self._save)
+        around(self._undo, fabric, "clip_gradients", _clip)
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -86,46 +88,26 @@ class FabricGuard:
         Call it where the loss is computed, and give the result to `fabric.backward` as it is: where
         losses of several micro-batches are averaged, `loss_fn` divides.
         """
-        self._guard.port.micro(self._again(loss_fn), batch)
+
+        def again(batch: Any) -> Any:
+            # Outputs of a Fabric module insist on `fabric.backward`, which a replay does not call.
+            with swapped(self._model, "_register_backward_hook", lambda tensor: tensor):
+                return loss_fn(batch)
+
+        self._guard.port.micro(again, batch)
         return total_loss(loss_fn(batch))
 
     def close(self) -> None:
         """Undo every hook and wrapper. Safe to call twice."""
         self._undo.close()
 
-    def __enter__(self) -> FabricGuard:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _again(self, loss_fn: LossFn) -> LossFn:
-        """The same loss in a replay, whose backward is not Fabric's."""
-
-        def again(batch: Any) -> Any:
-            with _free_backward(self._model):
-                return loss_fn(batch)
-
-        return again
-
-    def _unless_bad(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _save(self, original: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
         """Raise before anything is written; every rank calls `fabric.save`, so all are asked."""
-
-        def save(path: Any, *args: Any, **kwargs: Any) -> None:
-            self._guard.port.settle()
-            bad = self._guard.port.trouble(together=True)
-            if bad:
-                refusal = SaveRefused(str(path), bad)
-                self._guard.port.say("save-refused", str(refusal))
-                raise refusal
-            original(path, *args, **kwargs)
-
-        return save
+        self._guard.port.settle()
+        refused = refusal([self._guard], str(path), together=True)
+        if refused is not None:
+            raise refused
+        original(path, *args, **kwargs)
 
 
 def guard(
@@ -139,30 +121,17 @@ def guard(
     """Guard a model and an optimizer that came from `fabric.setup(model, optimizer)`."""
     LIGHTNING.require()
     LIGHTNING.need(fabric, *PARTS)
-    if config is not None and (config.clip_norm is not None or config.loss_scale is not None):
-        raise ConfigError(
-            "GuardConfig.clip_norm and loss_scale are for guard.step; use fabric.clip_gradients."
-        )
+    config = config or GuardConfig()
+    refuse_settings_of_step(config, "use fabric.clip_gradients")
     inner = getattr(optimizer, "optimizer", None)
     if not hasattr(model, "_forward_module") or not isinstance(inner, Optimizer):
         raise ConfigError(
             f"model is a {type(model).__name__} and optimizer a {type(optimizer).__name__}; give "
             "what `model, optimizer = fabric.setup(model, optimizer)` returned."
         )
-    return FabricGuard(fabric, model, optimizer, scheduler, config or GuardConfig())
+    return FabricGuard(fabric, model, optimizer, scheduler, config)
 
 
-def _never_raising(original: Callable[..., Any]) -> Callable[..., Any]:
+def _clip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Fabric's clipping raises where the norm is not finite; the guard vetoes that step instead."""
-
-    def clip(*args: Any, **kwargs: Any) -> Any:
-        return original(*args[:BEFORE_ERROR], **{**kwargs, "error_if_nonfinite": False})
-
-    return clip
-
-
-@contextmanager
-def _free_backward(model: nn.Module) -> Iterator[None]:
-    """Let a replay call backward: outputs of a Fabric module insist on `fabric.backward`."""
-    with swapped(model, "_register_backward_hook", lambda tensor: tensor):
-        yield
+    return original(*args[:BEFORE_ERROR], **{**kwargs, "error_if_nonfinite": False})

@@ -7,38 +7,46 @@ part is replayed.
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stepguard._errors import ConfigError, SaveRefused
+from stepguard._errors import SaveRefused
 from stepguard.guard import Guard
-from stepguard.integrations._parts import Framework
+from stepguard.integrations._parts import (
+    LIGHTNING,
+    HostLogger,
+    around,
+    refusal,
+    refuse_settings_of_step,
+)
 from stepguard.records import GuardConfig, Incident
+from stepguard.tensors.names import swapped
 from stepguard.watching import watch_for
 
-LIGHTNING = Framework(
-    "lightning", first="2.6", before="2.7", tested="2.6.6", without=("2.6.2", "2.6.3")
-)
 LIGHTNING.require()
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402 (first the version, then its parts)
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.plugins.io import CheckpointIO  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy  # noqa: E402
-
-from stepguard.integrations._lightning_saves import Gate, protect_checkpoints  # noqa: E402
-from stepguard.integrations._lightning_step import TrainingStep  # noqa: E402
-from stepguard.integrations._parts import HostLogger  # noqa: E402
-from stepguard.tensors.names import wrap  # noqa: E402
 
 __all__ = ["GuardCallback", "SaveRefused"]
 
 OF_STRATEGY = ("training_step", "model", "checkpoint_io", "precision_plugin")
+AUTOMATIC = ("_save_topk_checkpoint", "_save_last_checkpoint")
+"""Where ModelCheckpoint saves, books the file and drops older ones."""
+# Of a torchmetrics.Metric, which is known by its attributes: importing it takes a second.
+METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache")
 MANUAL = (
     "stepguard: with manual optimization every optimizer has a guard that vetoes its bad updates "
     "and places them within the model, but the training_step as a whole cannot be replayed."
@@ -50,17 +58,15 @@ class GuardCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, config: GuardConfig | None = None) -> None:
         self.config = config or GuardConfig()
-        if self.config.clip_norm is not None or self.config.loss_scale is not None:
-            raise ConfigError(
-                "GuardConfig.clip_norm and loss_scale are for guard.step; "
-                "use Trainer(gradient_clip_val=..., precision=...)."
-            )
+        refuse_settings_of_step(self.config, "use Trainer(gradient_clip_val=..., precision=...)")
         self.guards: tuple[Guard, ...] = ()
         """One an optimizer, of the present or last fit."""
         self._earlier: tuple[Incident, ...] = ()
         """Of fits before that one."""
         self._fit = ExitStack()
         self._saves = ExitStack()
+        self._checked = False
+        """Inside a save whose state was checked: saving functions are nested."""
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -78,10 +84,28 @@ class GuardCallback(Callback):  # type: ignore[misc]
     # --- Lightning's hooks, in the order in which they are called ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            LIGHTNING.need(trainer.strategy, *OF_STRATEGY)
-            self._saves.close()
-            protect_checkpoints(self._saves, trainer, Gate(self._look, self._say))
+        """Install the guarded IO; `trainer.save_checkpoint` raises, ModelCheckpoint skips."""
+        if stage != "fit":
+            return
+        strategy: Any = trainer.strategy
+        LIGHTNING.need(strategy, *OF_STRATEGY)
+        self._saves.close()
+        before = strategy.checkpoint_io
+        # Only one rank writes, so the others cannot be asked there.
+        ours = GuardedCheckpointIO(before, partial(self._refusal, together=False))
+        strategy.checkpoint_io = ours
+
+        def put_back() -> None:
+            if strategy.checkpoint_io is ours:
+                strategy.checkpoint_io = before
+
+        self._saves.callback(put_back)
+        explicit = partial(self._save_by_name, trainer)
+        around(self._saves, trainer, "save_checkpoint", explicit)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                for name in AUTOMATIC:
+                    around(self._saves, callback, name, self._save_automatically)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fit.close()
@@ -89,14 +113,23 @@ class GuardCallback(Callback):  # type: ignore[misc]
         self.guards = ()
         _warn_of_limits(trainer, pl_module)
         for number, optimizer in enumerate(trainer.optimizers):
-            self.guards += (self._watch(trainer, optimizer, number),)
-            self._fit.callback(self.guards[-1].close)
+            guard = watch_for(
+                "lightning",
+                trainer.strategy.model,
+                optimizer,
+                scheduler=_scheduler(trainer, optimizer),
+                scaler=getattr(trainer.precision_plugin, "scaler", None),
+                config=_settings(self.config, trainer, number),
+            )
+            guard.port.start_at(trainer.global_step)
+            self.guards += (guard,)
+            self._fit.callback(guard.close)
         if pl_module.automatic_optimization:
-            step = TrainingStep(trainer, pl_module)
-            LIGHTNING.need(trainer.fit_loop.epoch_loop, "update_lr_schedulers")
-            telling = functools.partial(self._telling, step)
-            wrap(self._fit, trainer.strategy, "training_step", telling)
-            wrap(self._fit, trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._holding)
+            loop = trainer.fit_loop.epoch_loop
+            LIGHTNING.need(loop, "update_lr_schedulers")
+            announce = partial(self._announce, TrainingStep(trainer, pl_module))
+            around(self._fit, trainer.strategy, "training_step", announce)
+            around(self._fit, loop, "update_lr_schedulers", self._hold_schedulers)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fit.close()
@@ -109,55 +142,53 @@ class GuardCallback(Callback):  # type: ignore[misc]
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._fit.close()
 
-    # --- the parts ---
+    # --- what is wrapped: each gets the original first ---
 
-    def _watch(self, trainer: Trainer, optimizer: Optimizer, number: int) -> Guard:
-        guard = watch_for(
-            "lightning",
-            trainer.strategy.model,
-            optimizer,
-            scheduler=_scheduler(trainer, optimizer),
-            scaler=getattr(trainer.precision_plugin, "scaler", None),
-            config=_settings(self.config, trainer, number),
-        )
-        guard.port.start_at(trainer.global_step)
-        return guard
-
-    def _telling(self, step: TrainingStep, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Tell the guard of every micro-batch before it runs."""
+    def _announce(
+        self, step: TrainingStep, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Hand every micro-batch to the guard before it runs."""
         (guard,) = self.guards  # automatic optimization has one optimizer
+        # A training_step may take the iterator of a loader, which cannot be run again.
+        if args and not isinstance(args[0], Iterator):
+            step.about_to_run(args[0], args[1:], guard.steps)
+            guard.port.micro(step, args[0])
+        return original(*args, **kwargs)
 
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            # A training_step may take the iterator of a loader, which cannot be run again.
-            if args and not isinstance(args[0], Iterator):
-                step.about_to_run(args[0], args[1:], guard.steps)
-                guard.port.micro(step, args[0])
-            return original(*args, **kwargs)
-
-        return training_step
-
-    def _holding(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _hold_schedulers(
+        self, original: Callable[..., None], interval: str, update_plateau_schedulers: bool
+    ) -> None:
         """Keep a schedule that counts steps from counting one that was vetoed."""
+        if interval != "step" or not self.guards[0].port.dropped:
+            original(interval, update_plateau_schedulers=update_plateau_schedulers)
 
-        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
-            if interval != "step" or not self.guards[0].port.dropped:
-                original(interval, update_plateau_schedulers=update_plateau_schedulers)
+    def _save_automatically(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Skip the save as a whole: ModelCheckpoint would count a missing file and drop a good
+        one.
+        """
+        if self._refusal("a checkpoint") is None:
+            with swapped(self, "_checked", other=True):
+                original(*args, **kwargs)
 
-        return update_lr_schedulers
+    def _save_by_name(
+        self, trainer: Trainer, original: Callable[..., None], path: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Raise where a file was asked for by name, unless another exception is on its way."""
+        refused = self._refusal(str(path))
+        if refused is not None and not trainer.interrupted:
+            raise refused
+        if refused is None:
+            with swapped(self, "_checked", other=True):
+                original(path, *args, **kwargs)
 
-    def _look(self, together: bool) -> tuple[str, ...]:
-        """Names of non-finite stored tensors, each once."""
+    def _refusal(self, what: str, *, together: bool = True) -> SaveRefused | None:
+        if self._checked:
+            return None
         if together:
             # The vetoed schedule of a fused step must be put back before it is saved.
             for guard in self.guards:
                 guard.port.settle()
-        names: dict[str, None] = {}
-        for guard in self.guards:
-            names.update(dict.fromkeys(guard.port.trouble(together=together)))
-        return tuple(names)
-
-    def _say(self, summary: str) -> None:
-        self.guards[0].port.say("save-refused", summary)
+        return refusal(self.guards, what, together=together)
 
 
 def _settings(config: GuardConfig, trainer: Trainer, number: int) -> GuardConfig:
@@ -190,3 +221,86 @@ def _warn_of_limits(trainer: Trainer, module: LightningModule) -> None:
         warnings.warn(untested, RuntimeWarning, stacklevel=3)
     if not module.automatic_optimization:
         warnings.warn(MANUAL, RuntimeWarning, stacklevel=3)
+
+
+class TrainingStep:
+    """Lightning's `training_step`, from the batch to the loss that backward starts from."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._rest: dict[int, tuple[Any, ...]] = {}
+        self._last: tuple[Any, ...] = ()
+        self._step = -1
+
+    def about_to_run(self, batch: Any, rest: tuple[Any, ...], step: int) -> None:
+        """Remember what `training_step` gets besides the batch: mostly its index."""
+        if step != self._step:
+            self._rest = {}
+            self._step = step
+        self._rest[id(batch)] = rest
+        self._last = rest
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The loss Lightning calls backward on; part of a batch gets the index of the last one.
+
+        Nothing is logged, and metrics forget what they see.
+        """
+        rest = self._rest.get(id(batch), self._last)
+        with ExitStack() as undo:
+            for part in self._module.modules():
+                if hasattr(part, "_defaults") and hasattr(part, "_update_count"):
+                    for name in (*part._defaults, *METRIC_COUNTERS):
+                        value = getattr(part, name)
+                        kept = value.clone() if isinstance(value, Tensor) else copy(value)
+                        undo.callback(setattr, part, name, kept)
+            undo.enter_context(swapped(self._module, "log", lambda *args, **kwargs: None))
+            undo.enter_context(self._trainer.precision_plugin.train_step_context())
+            output = self._module.training_step(batch, *rest)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        assert isinstance(loss, Tensor), "training_step returned no loss"
+        return loss.div(self._trainer.accumulate_grad_batches)
+
+
+class GuardedCheckpointIO(CheckpointIO):  # type: ignore[misc]
+    """The Trainer's IO that neither writes a non-finite state nor deletes the last good one."""
+
+    def __init__(self, inner: CheckpointIO, refused: Callable[[str], object]) -> None:
+        self.inner = inner
+        self._refused = refused
+        self._good: list[str] = []
+        """Checkpoints written here that are still there, oldest first."""
+        self._waiting: list[str] = []
+        """Rotation asked for their removal, but nothing good would have been left."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        if self._refused(str(path)):
+            return
+        self.inner.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        saved = str(Path(path).absolute())
+        if saved in self._good:
+            self._good.remove(saved)
+        self._good.append(saved)
+        waiting = self._waiting
+        self._waiting = []
+        for name in waiting:
+            if name != saved:
+                self.remove_checkpoint(name)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        loaded: dict[str, Any] = self.inner.load_checkpoint(path, *args, **kwargs)
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        name = str(Path(path).absolute())
+        if self._good == [name]:
+            self._waiting.append(name)
+            return
+        if name in self._good:
+            self._good.remove(name)
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self.inner.teardown()

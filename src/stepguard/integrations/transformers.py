@@ -9,21 +9,34 @@ Instances are wrapped, no class is changed or subclassed. The weaker callback-on
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import shutil
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from stepguard._errors import ConfigError, SaveRefused, TrainingHalted
+import torch
+from torch import Tensor
+
+from stepguard._errors import ConfigError, SaveRefused, StepguardError, TrainingHalted
 from stepguard.engine.incident.closer_look import bad_tensors
 from stepguard.guard import Guard
-from stepguard.integrations._parts import Framework
+from stepguard.integrations._parts import (
+    Framework,
+    HostGuard,
+    around,
+    half_precision,
+    hold_schedule,
+    to_delete,
+)
 from stepguard.records import GuardConfig, Incident
+from stepguard.report.sinks import INCIDENTS, NONFINITE
+from stepguard.tensors.names import swapped
 from stepguard.watching import watch_for
 
 TRANSFORMERS = Framework("transformers", first="5.2", before="6.0", tested="5.22.2")
@@ -31,16 +44,11 @@ TRANSFORMERS.require()
 
 import transformers.trainer  # noqa: E402 (first the version, then what that version must have)
 from transformers import Trainer, TrainerCallback  # noqa: E402
-from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
+from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints  # noqa: E402
 
 TRANSFORMERS.need(transformers.trainer, "rotate_checkpoints")
 
 from stepguard.integrations._monitoring import GradientMonitoringCallback, safe_compute_loss  # noqa: E402
-from stepguard.integrations._parts import half_precision, hold_schedule  # noqa: E402
-from stepguard.integrations._trainer_log import INCIDENTS, TrueLoss, correct  # noqa: E402
-from stepguard.integrations._trainer_saves import TrainerSaves  # noqa: E402
-from stepguard.integrations._trainer_step import TrainingStep  # noqa: E402
-from stepguard.tensors.names import wrap  # noqa: E402
 
 __all__ = [
     "GradientMonitoringCallback",
@@ -52,6 +60,12 @@ __all__ = [
 ]
 
 WRAPPED = ("train", "training_step", "log", "save_model", "_save_checkpoint")
+ITEMS = "num_items_in_batch"
+LARGE = 10_000
+"""Containers with more elements hold data, not metrics."""
+FOLD = 512
+"""Losses kept one by one before they are put into one tensor."""
+LOSS_FINITE = "stepguard/loss_finite"
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -73,7 +87,7 @@ def guard(trainer: Trainer, config: GuardConfig | None = None) -> TrainerGuard:
     return TrainerGuard(trainer, _settings(trainer, config or GuardConfig()))
 
 
-class TrainerGuard:
+class TrainerGuard(HostGuard):
     """Guards one Trainer. A context manager; built by `guard`."""
 
     def __init__(self, trainer: Any, config: GuardConfig) -> None:
@@ -92,15 +106,28 @@ class TrainerGuard:
         self._judged = 0
         """Incidents that checkpoints have been judged by."""
         self._step = TrainingStep(trainer, trainer.training_step)
-        self._saves = TrainerSaves(trainer, self._look, self._hurt, self._say)
-        wrap(self._undo, trainer, "train", self._train)
-        wrap(self._undo, trainer, "training_step", self._training_step)
-        wrap(self._undo, trainer, "log", self._log)
-        self._saves.wrap(self._undo)
+        self._saving = False
+        self.refused_saves = 0
+        """Checkpoints and models that were not written because the state was bad."""
+        self._fresh: Path | None = None
+        """The newest checkpoint, if the run was healthy when it was written; not proven yet."""
+        self._proven: Path | None = None
+        """The newest one that healthy steps have followed, or that was resumed from."""
+        around(self._undo, trainer, "train", self._train)
+        around(self._undo, trainer, "training_step", self._training_step)
+        around(self._undo, trainer, "log", self._log)
+        around(self._undo, trainer, "_save_checkpoint", self._save_checkpoint)
+        around(self._undo, trainer, "save_model", self._save_model)
+        callbacks = trainer.callback_handler.callbacks
         follow = _Follow(self._begin, self._end)
         # After DefaultFlowCallback, which decides the flow, and before the loggers.
-        trainer.callback_handler.callbacks.insert(1, follow)
-        self._undo.callback(_remove, trainer.callback_handler.callbacks, follow)
+        callbacks.insert(1, follow)
+
+        def unfollow() -> None:
+            if follow in callbacks:
+                callbacks.remove(follow)
+
+        self._undo.callback(unfollow)
         _guarded.add(trainer)
         self._undo.callback(_guarded.discard, trainer)
 
@@ -112,14 +139,11 @@ class TrainerGuard:
         return self._past + self._guard.incidents
 
     @property
-    def refused_saves(self) -> int:
-        """Checkpoints and models that were not written because the state was bad."""
-        return self._saves.refused
-
-    @property
     def last_good(self) -> Path | None:
         """The newest checkpoint, written or resumed from, that no later step speaks against."""
-        return self._saves.last_good()
+        if self._hurt():
+            self._fresh = None
+        return self._fresh or self._proven
 
     def close(self) -> None:
         """Read what is pending and undo every wrap. Safe to call twice."""
@@ -128,35 +152,29 @@ class TrainerGuard:
         finally:
             self._undo.close()
 
-    def __enter__(self) -> TrainerGuard:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     # --- one call of train() ---
 
-    def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def train(*args: Any, **kwargs: Any) -> Any:
-            resumed = args[0] if args else kwargs.get("resume_from_checkpoint")
-            if resumed is True:
-                resumed = get_last_checkpoint(self._trainer.args.output_dir)
-            self._saves.resumed_from(Path(resumed) if resumed else None)
-            try:
-                return original(*args, **kwargs)
-            except TrainingHalted:
-                _wind_up(self._trainer)
-                raise
-            finally:
-                self._detach()
-
-        return train
+    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        resumed = args[0] if args else kwargs.get("resume_from_checkpoint")
+        if resumed is True:
+            resumed = get_last_checkpoint(self._trainer.args.output_dir)
+        self._fresh = self._proven = None
+        if resumed:
+            self._proven = Path(resumed)
+        try:
+            return original(*args, **kwargs)
+        except TrainingHalted:
+            # End as other runs end: gradients dropped, loggers flushed, bars closed.
+            trainer = self._trainer
+            trainer.control.should_training_stop = True
+            trainer.model_wrapped.zero_grad()
+            # Whatever a logger of the user's raises, the halt is what must be seen.
+            with suppress(Exception):
+                trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+            trainer.is_in_train = False
+            raise
+        finally:
+            self._detach()
 
     def _begin(self) -> None:
         """Model, optimizer and schedule are prepared and loaded; nothing has been trained yet."""
@@ -195,34 +213,30 @@ class TrainerGuard:
 
     # --- what the Trainer does ---
 
-    def _training_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            if self._guard is not None:
-                loss_fn = functools.partial(self._step.loss, self._trainer.state.global_step, model)
-                self._guard.port.micro(loss_fn, self._step.batch(inputs, num_items_in_batch))
-            loss = original(model, inputs, num_items_in_batch)
-            self._losses.add(loss)
-            return loss
+    def _training_step(
+        self, original: Callable[..., Any], model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> Any:
+        if self._guard is not None:
+            loss_fn = functools.partial(self._step.loss, self._trainer.state.global_step, model)
+            self._guard.port.micro(loss_fn, self._step.batch(inputs, num_items_in_batch))
+        loss = original(model, inputs, num_items_in_batch)
+        self._losses.add(loss)
+        return loss
 
-        return training_step
+    def _log(
+        self, original: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._guard is not None:
+            if "loss" in logs:
+                self._correct(self._guard, logs)
+            logs[INCIDENTS] = len(self.incidents)
+        return original(logs, *args, **kwargs)
 
-    def _log(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            if self._guard is not None:
-                if "loss" in logs:
-                    self._correct(logs)
-                logs[INCIDENTS] = len(self.incidents)
-            return original(logs, *args, **kwargs)
-
-        return log
-
-    def _correct(self, logs: dict[str, Any]) -> None:
+    def _correct(self, guard: Guard, logs: dict[str, Any]) -> None:
         step, known = self._logged
-        if "learning_rate" in logs and self._guard is not None:
+        if "learning_rate" in logs:
             # the Trainer's own line, which every rank writes: they read a fused step together
-            self._guard.port.settle()
+            guard.port.settle()
         incidents = self.incidents
         now = self._trainer.state.global_step
         losses = [i.reading.loss for i in incidents[known:] if i.reading.loss is not None]
@@ -234,9 +248,9 @@ class TrainerGuard:
             # transformers empties the sum by subtracting it from itself, which a NaN survives.
             total.nan_to_num_(nan=0.0)
 
-    # --- what is stored ---
+    # --- what is stored: no bad state is written, no last good one deleted ---
 
-    def _look(self, together: bool) -> tuple[str, ...]:
+    def _bad_tensors(self, *, together: bool) -> tuple[str, ...]:
         """Non-finite stored tensors, once the last step has been read."""
         if self._guard is not None:
             self._guard.port.settle()
@@ -249,13 +263,57 @@ class TrainerGuard:
         incidents = self.incidents
         fresh = incidents[self._judged :]
         self._judged = len(incidents)
-        if any(map(_hurts, fresh)):
+        # Finite weights that have lost what they learned: their checkpoint does not show it.
+        if any(incident.verdict.kind in ("spike", "drift") for incident in fresh):
             return True
         return self._last is not None and not self._last.port.good
 
-    def _say(self, summary: str) -> None:
-        if self._last is not None:
-            self._last.port.say("save-refused", summary)
+    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bad = self._bad_tensors(together=True)
+        if bad:
+            self.refused_saves += 1
+            where = f"checkpoint-{self._trainer.state.global_step}"
+            if self._last is not None:
+                self._last.port.say("save-refused", str(SaveRefused(where, bad)))
+            return None
+        self._saving = True
+        try:
+            with swapped(transformers.trainer, "rotate_checkpoints", self._rotate):
+                return original(*args, **kwargs)
+        finally:
+            self._saving = False
+
+    def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._saving:
+            bad = self._bad_tensors(together=False)
+            if bad:
+                self.refused_saves += 1
+                raise SaveRefused("the model", bad)
+        return original(*args, **kwargs)
+
+    def _rotate(
+        self,
+        output_dir: str,
+        save_total_limit: int | None = None,
+        best_model_checkpoint: str | None = None,
+        use_mtime: bool = False,
+    ) -> None:
+        """Replaces transformers' own, which keeps the best checkpoint but not the last good one."""
+        checkpoints = sort_checkpoints(output_dir, use_mtime=use_mtime)
+        # Healthy steps since the last checkpoint prove that one; the newest waits for its own.
+        if self._hurt():
+            self._fresh = None
+        else:
+            self._proven = self._fresh or self._proven
+            self._fresh = Path(output_dir, f"checkpoint-{self._trainer.state.global_step}")
+        if save_total_limit is None or save_total_limit <= 0:
+            return
+        protected = set()
+        for kept in (self._proven, best_model_checkpoint):
+            if kept is not None:
+                protected.add(Path(kept))
+        for checkpoint in to_delete(checkpoints, save_total_limit, protected):
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 class _Follow(TrainerCallback):  # type: ignore[misc]
@@ -290,21 +348,125 @@ def _settings(trainer: Any, config: GuardConfig) -> GuardConfig:
     return replace(config, clip_norm=clip, labels_key=config.labels_key or labels)
 
 
-def _hurts(incident: Incident) -> bool:
-    """Have finite weights lost what they learned? Their checkpoint does not show it."""
-    return incident.verdict.kind in ("spike", "drift")
+class NoBackwardError(StepguardError):
+    """The Trainer's training_step never called backward, so that its loss is not known."""
 
 
-def _wind_up(trainer: Any) -> None:
-    """End a halted run as others end: gradients dropped, loggers flushed, bars closed."""
-    trainer.control.should_training_stop = True
-    trainer.model_wrapped.zero_grad()
-    # Whatever a logger of the user's raises, the halt is what must be seen.
-    with suppress(Exception):
-        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-    trainer.is_in_train = False
+class TrainingStep:
+    """The loss that one Trainer is about to call backward on, also of a subclass of Trainer."""
+
+    def __init__(self, trainer: Any, training_step: Callable[..., Any]) -> None:
+        self._trainer = trainer
+        self._training_step = training_step
+
+    def batch(self, inputs: Any, items: Any) -> Any:
+        """What `loss` takes: the inputs together with the number of items."""
+        batch = copy.copy(inputs)
+        if items is not None and isinstance(batch, MutableMapping):
+            batch[ITEMS] = items
+        return batch
+
+    def loss(self, step: int, model: Any, batch: Any) -> Tensor:
+        """Run training_step as at global step `step`; backward only keeps what it is called on."""
+        accelerator = self._trainer.accelerator
+        state = self._trainer.state
+        roots: list[Tensor] = []
+
+        def keep(loss: Tensor, **_: Any) -> None:
+            roots.append(loss / accelerator.gradient_accumulation_steps)
+
+        def keep_direct(tensors: Any, *_: Any, **__: Any) -> None:
+            roots.extend([tensors] if isinstance(tensors, Tensor) else tensors)
+
+        with (
+            kept(self._trainer),
+            swapped(state, "global_step", step),
+            swapped(accelerator, "backward", keep),
+            # A training_step of the user's may call loss.backward() itself.
+            swapped(torch.autograd, "backward", keep_direct),
+        ):
+            inputs = copy.copy(batch)
+            items = inputs.pop(ITEMS, None) if isinstance(inputs, MutableMapping) else None
+            self._training_step(model, inputs, items)
+        if not roots:
+            raise NoBackwardError(
+                f"{type(self._trainer).__name__}.training_step called no backward."
+            )
+        return sum(roots[1:], start=roots[0])
 
 
-def _remove(callbacks: list[Any], callback: Any) -> None:
-    if callback in callbacks:
-        callbacks.remove(callback)
+@contextmanager
+def kept(trainer: Any) -> Iterator[None]:
+    """Put attributes back, and the content of lists and dicts: trainers keep metrics there."""
+    own = vars(trainer)
+    inside: list[tuple[Any, Any]] = [(own, dict(own))]
+    for name, value in own.items():
+        if name not in ("train_dataset", "eval_dataset"):
+            inside.extend(_contents(value))
+    try:
+        yield
+    finally:
+        for container, content in inside:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)
+
+
+def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every list and dict that is reached through lists and dicts, each with a shallow copy."""
+    if not isinstance(value, dict | list) or len(value) > LARGE:
+        return
+    yield value, copy.copy(value)
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _contents(item)
+
+
+class TrueLoss:
+    """The losses since the last log line, left on the device until the next one."""
+
+    def __init__(self) -> None:
+        self._recent: list[Tensor] = []
+        self._folded: list[Tensor] = []
+
+    def add(self, loss: Any) -> None:
+        """What a training step returned."""
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._recent.append(loss.detach().reshape(()))
+        if len(self._recent) >= FOLD:
+            self._folded.append(torch.stack(self._recent))
+            self._recent = []
+
+    def take(self) -> list[float]:
+        """Read all of them from the device, and forget them."""
+        if self._recent:
+            self._folded.append(torch.stack(self._recent))
+        values: list[float] = []
+        for part in self._folded:
+            values += part.float().tolist()
+        self._recent = []
+        self._folded = []
+        return values
+
+
+def correct(logs: dict[str, Any], losses: Sequence[float], steps: int, bad_elsewhere: int) -> None:
+    """Put the true loss of the last `steps` steps into a log line, beside one that is finite.
+
+    `losses` are those of this rank's micro-batches, `bad_elsewhere` the steps that another rank
+    made non-finite. A healthy line stays as it is, to the last digit.
+    """
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    bad = max(len(losses) - len(finite), bad_elsewhere)
+    shown = logs["loss"]
+    if bad:
+        logs["loss"] = sum(losses) / steps if len(finite) < len(losses) else math.nan
+        logs[NONFINITE] = bad
+        if finite:
+            logs[LOSS_FINITE] = sum(finite) / steps * len(losses) / len(finite)
+    elif losses and not math.isfinite(shown):
+        # With logging_nan_inf_filter=False one NaN stays in the Trainer's sum for ever.
+        logs["loss"] = sum(losses) / steps
+    norm = logs.get("grad_norm")
+    if isinstance(norm, float) and not math.isfinite(norm):
+        logs.setdefault(NONFINITE, 1)

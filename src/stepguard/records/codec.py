@@ -21,6 +21,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,16 +103,8 @@ Record = TypeVar("Record")
 KIND_SUFFIX = "_kind"
 IN_PLACE = "~float"
 KINDS = ("nan", "inf", "-inf")
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
-
-
-def _adapter(cls: type) -> TypeAdapter[Any]:
-    # Building one takes a millisecond, so each record type keeps its own.
-    if cls not in _ADAPTERS:
-        _ADAPTERS[cls] = TypeAdapter(cls)
-    return _ADAPTERS[cls]
-
-
+# Building one takes a millisecond, so each record type keeps its own.
+_adapter: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)
 PRIVATE: dict[str, Any] = {"Incident": {"origin": {"excerpt"}}, "Origin": {"excerpt"}}
 """What never leaves the process."""
 
@@ -163,25 +156,21 @@ def float_kind(value: float) -> str | None:
 
 def strict_json(value: Any) -> Any:
     """Replace every non-finite float in plain containers by null, named beside it."""
-    if isinstance(value, dict):
-        return _strict_dict({str(key): item for key, item in value.items()})
     if isinstance(value, list | tuple):
         return [strict_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value
-
-
-def _strict_dict(value: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return value
+    names = [str(key) for key in value]
     out: dict[str, Any] = {}
-    for key, item in value.items():
+    for key, item in zip(names, value.values(), strict=True):
         kind = _kind_of(item)
-        if kind is None:
-            out[key] = strict_json(item)
-        elif any(other.startswith(key + KIND_SUFFIX) for other in value):
+        if kind is not None and any(other.startswith(key + KIND_SUFFIX) for other in names):
             out[key] = _in_place(item)
-        else:
-            out[key] = strict_json(item)
+            continue
+        out[key] = strict_json(item)
+        if kind is not None:
             out[key + KIND_SUFFIX] = kind
     return out
 
@@ -216,15 +205,10 @@ def restore_floats(value: Any) -> Any:
         return float(value[IN_PLACE])
     out: dict[str, Any] = {}
     for key, item in value.items():
-        if not _is_companion(key, value):
+        owner = key.removesuffix(KIND_SUFFIX)
+        if owner == key or owner not in value or not _is_kind(item, value[owner]):
             out[key] = _restore(item, value.get(key + KIND_SUFFIX))
     return out
-
-
-def _is_companion(key: str, fields: dict[str, Any]) -> bool:
-    """Is this the `<field>_kind` of another field?"""
-    owner = key.removesuffix(KIND_SUFFIX)
-    return owner != key and owner in fields and _is_kind(fields[key], fields[owner])
 
 
 def _is_kind(kind: Any, owner: Any) -> bool:
@@ -256,7 +240,6 @@ class LineFile:
         self.path = path
         # A checkpoint that is written in the background reports from its own thread.
         self._turn = threading.Lock()
-        self._fd = -1
         self._torn = False
         self._open()
 
@@ -266,54 +249,43 @@ class LineFile:
         Raises OSError where the line cannot be written.
         """
         with self._turn:
-            deleted = os.fstat(self._fd).st_nlink == 0
-            if deleted:
-                self._make_again()
-            self._append(line)
+            before = os.fstat(self._fd)
+            if before.st_nlink == 0:
+                # Its path was deleted: make it again, the open one is invisible by now.
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                gone = self._fd
+                self._open()
+                os.close(gone)
+                before = os.fstat(self._fd)
+            left = b"\n" + line if self._torn else line
+            try:
+                while left:
+                    left = left[os.write(self._fd, left) :]
+            except BaseException:
+                # Remove the part of the line that a full disk took, or let the next line end it.
+                if os.fstat(self._fd).st_size != before.st_size:
+                    self._torn = True
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(self._fd, before.st_size)
+                        self._torn = self._ends_torn()
+                raise
+            self._torn = False
             if durable:
                 os.fsync(self._fd)
 
-    def _append(self, line: bytes) -> None:
-        size = os.fstat(self._fd).st_size
-        left = b"\n" + line if self._torn else line
-        try:
-            while left:
-                left = left[os.write(self._fd, left) :]
-        except BaseException:
-            self._cut(size)
-            raise
-        self._torn = False
-
-    def _cut(self, size: int) -> None:
-        """Remove the part of the line that a full disk took, or let the next line end it."""
-        if os.fstat(self._fd).st_size == size:
-            return
-        self._torn = True
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, size)
-            self._torn = _ends_torn(self._fd)
-
-    def _make_again(self) -> None:
-        """Make the file again after its path was deleted: the open one is invisible by now."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        gone = self._fd
-        self._open()
-        os.close(gone)
-
     def _open(self) -> None:
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        self._torn = _ends_torn(self._fd)
+        self._torn = self._ends_torn()
+
+    def _ends_torn(self) -> bool:
+        """Has a crash left half a line at the end?"""
+        size = os.fstat(self._fd).st_size
+        return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def _ends_torn(fd: int) -> bool:
-    """Has a crash left half a line at the end?"""
-    size = os.fstat(fd).st_size
-    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
 # --- Read the settings of a guard from a file: TOML, YAML or JSON, by its name.
@@ -368,17 +340,11 @@ def number_as_text(path: Path, table: Mapping[str, Any]) -> str:
     if READERS.get(path.suffix.lower()) is not _yaml:
         return ""
     for name, value in table.items():
-        if isinstance(value, str) and _is_number(value):
-            return f" YAML reads {name}: {value} as text; write it with a point, as in 1.0e-4."
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                float(value)
+                return f" YAML reads {name}: {value} as text; write it with a point, as in 1.0e-4."
     return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -388,33 +354,27 @@ def _table(path: Path) -> dict[str, Any]:
             f"{path} is not a configuration by its name; give a file that ends in "
             f"{', '.join(READERS)}."
         )
-    text = _text(path)
-    kind = path.suffix[1:].upper()
-    try:
-        found = reader(text)
-    except (ValueError, RecursionError) as error:
-        said = " ".join(str(error).split()).rstrip(".")[:200]
-        raise ConfigError(f"{path} is not {kind}: {said}.") from None
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"{path} holds a {type(found).__name__}; write names and values, such as "
-            "anomalies and terminal."
-        )
-    return found
-
-
-def _text(path: Path) -> str:
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; give one with fields of GuardConfig.")
     try:
         size = path.stat().st_size
         if size > LARGEST:
             raise ConfigError(f"{path} has {size:,} bytes; a configuration is smaller.")
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        found = reader(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        said = " ".join(str(error).split()).rstrip(".")[:200]
+        raise ConfigError(f"{path} is not {path.suffix[1:].upper()}: {said}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path} holds a {type(found).__name__}; write names and values, such as "
+            "anomalies and terminal."
+        )
+    return found
 
 
 def _yaml(text: str) -> Any:
@@ -450,7 +410,6 @@ def _nearest(name: str, known: Sequence[str], homes: Mapping[str, str], prefix: 
 
 
 T = TypeVar("T")
-WIDTH = 88
 
 
 class DocWithFields:
@@ -461,12 +420,14 @@ class DocWithFields:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._whole: str | None = None
 
     def __get__(self, instance: object, owner: type[object]) -> str:
-        if self._whole is None:
-            self._whole = _whole(self._text, owner)
-        return self._whole
+        lines = [inspect.cleandoc(self._text), "", "Fields:"]
+        indent = " " * 8
+        for declaration, said in fields_with_text(owner).values():
+            lines.append(f"    {declaration}")
+            lines += textwrap.wrap(said, 88, initial_indent=indent, subsequent_indent=indent)
+        return "\n".join(lines)
 
 
 def documented(cls: type[T]) -> type[T]:
@@ -484,23 +445,14 @@ def fields_with_text(cls: type[object]) -> dict[str, tuple[str, str]]:
     definition = ast.parse(source).body[0]
     assert isinstance(definition, ast.ClassDef)
     found: dict[str, tuple[str, str]] = {}
-    following = [*definition.body[1:], None]
-    for statement, after in zip(definition.body, following, strict=True):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            found[statement.target.id] = (ast.unparse(statement), _field_docs_text(after))
+    field = ""
+    for statement in definition.body:
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=field)):
+                found[field] = (ast.unparse(statement), "")
+            case ast.Expr(value=ast.Constant(value=str(text))) if field:
+                found[field] = (found[field][0], " ".join(text.split()))
+                field = ""
+            case _:
+                field = ""
     return found
-
-
-def _field_docs_text(statement: ast.stmt | None) -> str:
-    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
-        return ""
-    value = statement.value.value
-    return " ".join(value.split()) if isinstance(value, str) else ""
-
-
-def _whole(text: str, owner: type[object]) -> str:
-    lines = [inspect.cleandoc(text), "", "Fields:"]
-    for declaration, said in fields_with_text(owner).values():
-        lines.append(f"    {declaration}")
-        lines += textwrap.wrap(said, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    return "\n".join(lines)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from textwrap import dedent
 
 from rich.console import Console, Group, OverflowMethod, RenderableType
@@ -17,7 +17,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from stepguard.records import Incident, Operand, Origin, Policy, Reading, Remedy
+from stepguard.records import Decision, Incident, Origin, Policy, Remedy
 from stepguard.records.incident import place_and_phase
 from stepguard.report import phrases
 from stepguard.report.phrases import budget, done, effect
@@ -42,8 +42,6 @@ loss = guard.loss(loss_fn, batch)  # in place of loss = loss_fn(batch)
 """Where a watched loop computed the bad value outside the model."""
 _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
 
-Section = tuple[str, RenderableType]
-
 
 def paint_incident(
     console: Console,
@@ -59,22 +57,29 @@ def paint_incident(
     if whose:
         title += f" ({whose})"
     console.print(Rule(Text(title, style="bold red"), characters=line, style="red", align="left"))
-    console.print(_rows(_sections(incident, policy, unicode)))
+    sections = {"WHAT": _what(incident)}
+    if incident.origin is not None:
+        sections["WHERE"] = _where(incident.origin, phrases.culprits_of(incident), unicode)
+    if incident.findings:
+        sections["WHY"] = _why(incident)
+    if incident.decision is not None:
+        sections["DONE"] = _done(incident, incident.decision, policy)
+    for label, content in sections.items():
+        console.print(_labelled(label, *content))
     for position, remedy in enumerate(_first_remedies(incident)):
         _paint_remedy(console, position, remedy)
     for row, command in enumerate(next_commands(incident)):
-        label = " NEXT" if row == 0 else ""
+        label = "" if row else " NEXT"
         padded = f"{label:<{LABEL_WIDTH + 2}}"
         _print_unwrapped(console, Text.assemble((padded, "bold cyan"), (command, "bold")))
     console.print(Rule(characters=line, style="red"))
 
 
-def _rows(sections: Iterable[Section]) -> RenderableType:
+def _labelled(label: str, *content: RenderableType) -> RenderableType:
     body = Table.grid(padding=(0, 2, 0, 0), expand=True)
     body.add_column(width=LABEL_WIDTH, no_wrap=True)
     body.add_column(ratio=1)
-    for label, content in sections:
-        body.add_row(Text(f" {label}", style="bold cyan"), content)
+    body.add_row(Text(f" {label}", style="bold cyan"), Group(*content))
     return body
 
 
@@ -87,10 +92,16 @@ def next_commands(incident: Incident) -> list[str]:
     """What to type next, most telling first; only what this incident has files for."""
     commands = []
     if incident.run and incident.capsule and incident.replayable:
-        capsule = f"{incident.run}/{_capsule_of_origin(incident)}"
+        path = incident.capsule
+        origin = incident.origin
+        if origin is not None and origin.rank not in (None, incident.rank):
+            # The capsule of this rank holds a step that was healthy here.
+            suffix = f"-rank{origin.rank}" if origin.rank else ""
+            path = f"incidents/{incident.id}{suffix}/capsule"
+        capsule = shlex.quote(f"{incident.run}/{path}")
         if any(remedy.proven for remedy in _first_remedies(incident)):
-            commands.append(f"stepguard fix {shlex.quote(capsule)}")
-        commands.append(f"stepguard replay {shlex.quote(capsule)}")
+            commands.append(f"stepguard fix {capsule}")
+        commands.append(f"stepguard replay {capsule}")
     if incident.findings:
         commands.append(f"stepguard explain {incident.findings[0].code}")
     if incident.run:
@@ -98,39 +109,8 @@ def next_commands(incident: Incident) -> list[str]:
     return commands
 
 
-def _capsule_of_origin(incident: Incident) -> str:
-    """The capsule of the rank to blame: this rank's own holds a step that was healthy here."""
-    origin = incident.origin
-    if origin is None or origin.rank in (None, incident.rank):
-        return incident.capsule or ""
-    suffix = f"-rank{origin.rank}" if origin.rank else ""
-    return f"incidents/{incident.id}{suffix}/capsule"
-
-
-def _sections(incident: Incident, policy: Policy | None, unicode: bool) -> Iterator[Section]:
-    yield "WHAT", _what(incident)
-    if incident.origin is not None:
-        yield "WHERE", _where(incident.origin, phrases.culprits_of(incident), unicode)
-    if incident.findings:
-        yield "WHY", _why(incident)
-    if incident.decision is not None:
-        yield "DONE", _done(incident, policy)
-
-
-def _what(incident: Incident) -> RenderableType:
-    lines: list[RenderableType] = [
-        Unbroken(incident.verdict.summary or phrases.verdict_title(incident.verdict.kind))
-    ]
-    numbers = _numbers(incident.reading)
-    if numbers:
-        lines.append(Unbroken(numbers, "dim"))
-    if len(incident.reading.bad_grads) > 1:
-        named = phrases.first_few(incident.reading.bad_grads, 4)
-        lines.append(Unbroken(f"bad gradients: {named}", "dim"))
-    return Group(*lines)
-
-
-def _numbers(reading: Reading) -> str:
+def _what(incident: Incident) -> list[RenderableType]:
+    reading = incident.reading
     named = {
         "loss": reading.loss,
         **reading.components,
@@ -145,114 +125,108 @@ def _numbers(reading: Reading) -> str:
         shown.append(f"lr {phrases.rates(reading.lr, reading.schedule)}")
     if reading.bad_ranks:
         shown.append(f"bad on rank {phrases.first_few(reading.bad_ranks)}")
-    return ", ".join(shown)
+    lines: list[RenderableType] = [
+        Unbroken(incident.verdict.summary or phrases.verdict_title(incident.verdict.kind))
+    ]
+    if shown:
+        lines.append(Unbroken(", ".join(shown), "dim"))
+    if len(reading.bad_grads) > 1:
+        lines.append(Unbroken(f"bad gradients: {phrases.first_few(reading.bad_grads, 4)}", "dim"))
+    return lines
 
 
-def _where(origin: Origin, culprits: str, unicode: bool) -> RenderableType:
+def _where(origin: Origin, culprits: str, unicode: bool) -> list[RenderableType]:
     lines: list[RenderableType] = [Unbroken(place_and_phase(origin))]
     if origin.context:
-        lines.append(Padding(_source(origin, unicode), (0, 0, 0, 2)))
-    values = list(origin.inputs[:MOST_OPERANDS])
+        lines.append(Padding(Group(*_source(origin, unicode)), (0, 0, 0, 2)))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column()
+    values = []
+    for position, value in enumerate(origin.inputs[:MOST_OPERANDS]):
+        values.append((value.called or f"input {position}", value))
     if origin.output is not None:
-        values.append(origin.output)
+        values.append(("output", origin.output))
+    for name, value in values:
+        table.add_row(name, Unbroken(phrases.operand(value), "" if value.finite else "yellow"))
     if values:
-        lines.append(Padding(_values(origin, values), (0, 0, 0, 2)))
+        lines.append(Padding(table, (0, 0, 0, 2)))
     if culprits:
         lines.append(Unbroken(culprits))
         if origin.content:
             lines.append(Unbroken(f"sample {origin.samples[0]}: {origin.content}"))
         if origin.excerpt:
             lines.append(Unbroken(f'its text: "{origin.excerpt}"'))
-    for sentence in _certainty(origin):
+    for sentence in filter(None, (_replayed(origin), *origin.remarks)):
         lines.append(Unbroken(sentence, "dim"))
-    return Group(*lines)
+    return lines
 
 
-def _values(origin: Origin, values: list[Operand]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="dim")
-    table.add_column()
-    for position, value in enumerate(values):
-        name = value.called or f"input {position}"
-        if value is origin.output:
-            name = "output"
-        style = "" if value.finite else "yellow"
-        table.add_row(name, Unbroken(phrases.operand(value), style))
-    return table
-
-
-def _certainty(origin: Origin) -> Iterator[str]:
-    if origin.reproduced is True:
-        yield "the replay shows it again"
-    elif origin.reproduced is False:
-        yield _not_again(origin)
-    yield from origin.remarks
-
-
-def _not_again(origin: Origin) -> str:
+def _replayed(origin: Origin) -> str:
     evidence = origin.evidence
+    if origin.reproduced is None:
+        return ""
+    if origin.reproduced:
+        return "the replay shows it again"
     if evidence.departs is not None:
         return "the replay is bad as well, but in another way"
-    impure = evidence.moves or evidence.different_losses is not None
-    return "the replay does not show it again" + ("" if impure else ": transient")
+    if evidence.moves or evidence.different_losses is not None:
+        return "the replay does not show it again"
+    return "the replay does not show it again: transient"
 
 
-def _source(origin: Origin, unicode: bool) -> RenderableType:
+def _source(origin: Origin, unicode: bool) -> Iterator[Text]:
     """The source lines, highlighted, with a mark at the one that made the bad value."""
     numbers = []
     code = []
-    for line in origin.context:
-        match = _NUMBERED.match(line)
-        numbers.append(match[1] if match else "")
-        code.append(match[2] if match else line)
+    for source in origin.context:
+        number, plain = "", source
+        match = _NUMBERED.match(source)
+        if match:
+            number, plain = match.groups()
+        numbers.append(number)
+        code.append(plain)
     # `file.py:88`, or `cell [3], line 5` in a notebook
     culprit = re.split(r"\D", origin.source or "")[-1]
     digits = max(map(len, numbers), default=0)
-    lines = []
-    for number, text in zip(numbers, highlighted(dedent("\n".join(code))), strict=False):
-        here = bool(number) and number == culprit
-        lines.append(_source_line(f"{number:>{digits}}", text, here=here, unicode=unicode))
-    return Group(*lines)
-
-
-def _source_line(number: str, text: Text, *, here: bool, unicode: bool) -> Text:
-    bar = "│" if unicode else "|"
+    bar = "│ " if unicode else "| "
     # Where the encoding has no ellipsis character, a long line is cut off without one.
     overflow: OverflowMethod = "ellipsis" if unicode else "crop"
-    mark = Text(f"> {number} ", style="bold red") if here else Text(f"  {number} ", style="dim")
-    line = Text.assemble(mark, (f"{bar} ", "dim"), text, no_wrap=True, overflow=overflow)
-    if here:
-        line.stylize("bold")
-    return line
+    for number, text in zip(numbers, highlighted(dedent("\n".join(code))), strict=False):
+        here = bool(number) and number == culprit
+        mark = (f"  {number:>{digits}} ", "dim")
+        if here:
+            mark = (f"> {number:>{digits}} ", "bold red")
+        line = Text.assemble(mark, (bar, "dim"), text, no_wrap=True, overflow=overflow)
+        if here:
+            line.stylize("bold")
+        yield line
 
 
-def _why(incident: Incident) -> RenderableType:
+def _why(incident: Incident) -> list[RenderableType]:
     finding = incident.findings[0]
     title = Text.assemble((f"{finding.code} ", "bold yellow"), f"{finding.title} ")
     title.append(f"({finding.certainty})", style="dim")
-    lines = [Unbroken(title)]
+    lines: list[RenderableType] = [Unbroken(title)]
     for sentence in finding.evidence[:MOST_EVIDENCE]:
         lines.append(Unbroken(f"- {sentence}"))
-    others = [f"{other.code} {other.title}" for other in incident.findings[1:3]]
+    others = "; ".join(f"{other.code} {other.title}" for other in incident.findings[1:3])
     if others:
-        lines.append(Unbroken(f"less likely: {'; '.join(others)}", "dim"))
-    return Group(*lines)
+        lines.append(Unbroken(f"less likely: {others}", "dim"))
+    return lines
 
 
-def _done(incident: Incident, policy: Policy | None) -> RenderableType:
-    decision = incident.decision
-    assert decision is not None
+def _done(incident: Incident, decision: Decision, policy: Policy | None) -> list[RenderableType]:
     means = effect(incident)
-    after = f": {means}" if means else ""
-    lines = [Unbroken(Text.assemble((done(decision), "bold"), after))]
+    lines = [Text.assemble((done(decision), "bold"), f": {means}" if means else "")]
     if decision.reason:
-        lines.append(Unbroken(decision.reason))
+        lines.append(Text(decision.reason))
     if decision.lr_factor is not None:
-        lines.append(Unbroken(f"every learning rate times {decision.lr_factor:g}"))
+        lines.append(Text(f"every learning rate times {decision.lr_factor:g}"))
     if decision.new_scale is not None:
-        lines.append(Unbroken(f"loss scale is now {decision.new_scale:g}"))
-    lines.append(Unbroken(budget(decision, policy), "dim"))
-    return Group(*lines)
+        lines.append(Text(f"loss scale is now {decision.new_scale:g}"))
+    lines.append(Text(budget(decision, policy), style="dim"))
+    return [Unbroken(line) for line in lines]
 
 
 def _first_remedies(incident: Incident) -> tuple[Remedy, ...]:
@@ -263,18 +237,16 @@ def _first_remedies(incident: Incident) -> tuple[Remedy, ...]:
 
 
 def _paint_remedy(console: Console, position: int, remedy: Remedy) -> None:
-    note = SAFETY_NOTES.get(remedy.safety, "")
     title = Text(f"{position + 1}. {remedy.title}")
+    note = SAFETY_NOTES.get(remedy.safety, "")
     if note:
         title.append(f" ({note})", style="dim")
-    label = "TO DO" if position == 0 else ""
-    console.print(_rows([(label, Unbroken(title))]))
+    console.print(_labelled("" if position else "TO DO", Unbroken(title)))
     snippet = dedent(remedy.snippet).strip("\n")
     for line in highlighted(snippet) if snippet else ():
         _print_unwrapped(console, Text.assemble(" " * (LABEL_WIDTH + 6), line))
     if remedy.tried:
-        style = "green" if remedy.proven else "dim"
-        console.print(_rows([("", Unbroken(remedy.tried, style))]))
+        console.print(_labelled("", Unbroken(remedy.tried, "green" if remedy.proven else "dim")))
 
 
 def highlighted(code: str) -> list[Text]:

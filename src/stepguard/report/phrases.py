@@ -12,9 +12,6 @@ from stepguard.records import Decision, Incident, Operand, Origin, Policy
 from stepguard.records.incident import Action, place
 from stepguard.report.screen import middle
 
-# --- How numbers, tensors and samples are put into words: the same words in every output.
-
-
 LONGEST_IDENTITY = 40
 """Characters of a sample's row and id; longer ones lose their middle."""
 
@@ -64,7 +61,9 @@ def rates(lr: Sequence[float], schedule: str = "") -> str:
     shown = [f"{rate:.2e}" for rate in lr]
     if len(set(shown)) == 1:
         del shown[1:]
-    return " / ".join(shown) + (f" ({schedule})" if schedule else "")
+    if schedule:
+        return f"{' / '.join(shown)} ({schedule})"
+    return " / ".join(shown)
 
 
 def count(amount: int, noun: str) -> str:
@@ -106,43 +105,24 @@ def moment(value: object) -> str:
 
 def operand(value: Operand) -> str:
     """dtype, shape, what is wrong in it, and the range of what is not."""
-    parts = [f"{value.dtype} {_brackets(value.shape)}".strip()]
-    if value.value is not None and value.index:
-        parts.append(f"{number(value.value)} at {_brackets(value.index)}")
-    elif value.value is not None:
-        parts.append(number(value.value))
-    parts.append(_bad_elements(value))
+    shape = f" [{','.join(map(str, value.shape))}]" if value.shape else ""
+    parts = [f"{value.dtype}{shape}".strip()]
+    if value.value is not None:
+        at = f" at [{','.join(map(str, value.index))}]" if value.index else ""
+        parts.append(number(value.value) + at)
+    counted = {"NaN": value.nan, "+Inf": value.posinf, "-Inf": value.neginf}
+    bad = ", ".join(f"{n:,} {kind}" for kind, n in counted.items() if n)
+    # Of a single number "1 NaN of 1" says nothing more.
+    total = math.prod(value.shape)
+    if bad and value.shape and total:
+        bad += f" of {total:,}"
+    parts.append(bad)
     if value.zeros:
         parts.append(count(value.zeros, "zero"))
-    if value.shape or value.value is None:
-        parts.append(_range(value))
+    known = value.min is not None and value.max is not None
+    if known and (value.shape or value.value is None):
+        parts.append(f"finite {number(value.min)} to {number(value.max)}")
     return joined(parts, "; ")
-
-
-def _brackets(indices: tuple[int, ...]) -> str:
-    if not indices:
-        return ""
-    return f"[{','.join(map(str, indices))}]"
-
-
-def _bad_elements(value: Operand) -> str:
-    """`3 NaN, 1 +Inf of 8,192`; empty where all elements are finite."""
-    counted = {"NaN": value.nan, "+Inf": value.posinf, "-Inf": value.neginf}
-    bad = [f"{n:,} {kind}" for kind, n in counted.items() if n]
-    if not bad:
-        return ""
-    named = ", ".join(bad)
-    total = math.prod(value.shape)
-    # A single number has the shape (), whose product is 1: "1 NaN of 1" says nothing more.
-    if value.shape and total:
-        named += f" of {total:,}"
-    return named
-
-
-def _range(value: Operand) -> str:
-    if value.min is None or value.max is None:
-        return ""
-    return f"finite {number(value.min)} to {number(value.max)}"
 
 
 def culprits_of(incident: Incident) -> str:
@@ -153,11 +133,16 @@ def culprits_of(incident: Incident) -> str:
 
 
 def culprits(origin: Origin, micro_batches: int = 0) -> str:
-    """The same, of a step with so many micro-batches; 0: not known."""
+    """Sample, micro-batch and rank; `micro_batches` of the step, 0 where it is not known."""
     parts = []
     if origin.samples:
         noun = "sample" if len(origin.samples) == 1 else "samples"
-        parts.append(f"{noun} {first_few(origin.samples)}{_identities(origin)}")
+        named = f"{noun} {first_few(origin.samples)}"
+        if origin.rows:
+            named += f" = {first_few((middle(row, LONGEST_IDENTITY) for row in origin.rows), 4)}"
+            if origin.rows[0].startswith("row "):
+                named += " of the data set"
+        parts.append(named)
     if origin.micro_batch is not None and micro_batches != 1:
         # People count from 1.
         of = f" of {micro_batches}" if micro_batches else ""
@@ -165,17 +150,6 @@ def culprits(origin: Origin, micro_batches: int = 0) -> str:
     if origin.rank is not None:
         parts.append(f"rank {origin.rank}")
     return ", ".join(parts)
-
-
-def _identities(origin: Origin) -> str:
-    """` = row 48211 of the data set`, where the loader or the batch tells."""
-    if not origin.rows:
-        return ""
-    shortened = (middle(row, LONGEST_IDENTITY) for row in origin.rows)
-    named = f" = {first_few(shortened, 4)}"
-    if origin.rows[0].startswith("row "):
-        named += " of the data set"
-    return named
 
 
 def joined(parts: Iterable[str], separator: str = ", ") -> str:
@@ -206,23 +180,16 @@ def sparkline(values: Sequence[float], *, plain: bool = False) -> str:
     """One character a value, `!` where it is not finite; a log scale where they span a decade."""
     marks = ASCII_SPARKS if plain else SPARKS
     usable = list(filter(math.isfinite, values))
-    scaled = _scale(usable)
-    drawn = []
+    low, high = min(usable, default=0.0), max(usable, default=0.0)
+    scaled: Callable[[float], float] = math.log if high > 10 * low > 0 else float
+    drawn = ""
     for value in values:
         if not math.isfinite(value):
-            drawn.append("!")
+            drawn += "!"
             continue
-        low = scaled(min(usable))
-        span = scaled(max(usable)) - low
-        share = (scaled(value) - low) / span if span else 0.0
-        drawn.append(marks[round(share * (len(marks) - 1))])
-    return "".join(drawn)
-
-
-def _scale(values: Sequence[float]) -> Callable[[float], float]:
-    if values and min(values) > 0 and max(values) / min(values) > 10:
-        return math.log
-    return float
+        share = (scaled(value) - scaled(low)) / ((scaled(high) - scaled(low)) or 1.0)
+        drawn += marks[round(share * (len(marks) - 1))]
+    return drawn
 
 
 # --- What was done about an incident, in words: one table for every output.
@@ -309,23 +276,18 @@ def effect(incident: Incident) -> str:
     decision = incident.decision
     if decision is None:
         return ""
+    steps = count(decision.rewound_to or 0, "step")
     if decision.action == "stop" and decision.rewound_to is not None:
-        steps = count(decision.rewound_to, "step")
         return f"the weights are those after {steps}, the newest without the damage"
     if incident.reading.bad_state and decision.action in ("stop", "note"):
         damaged = first_few(incident.reading.bad_state, 2)
         return f"the state in memory is damaged ({damaged}): restore a good checkpoint"
     if decision.rewound_to is not None:
-        return _rewound(decision, decision.rewound_to)
+        since = REWIND_DATA.get(decision.data or "", "")
+        return f"everything is as it was after {steps}{since}"
     if decision.not_restored:
         return f"the update was vetoed, but {decision.not_restored}"
     return ACTION_WORDS[decision.action].effect
-
-
-def _rewound(decision: Decision, to: int) -> str:
-    """Where a rewind went, and what became of the steps since."""
-    since = REWIND_DATA.get(decision.data or "", "")
-    return f"everything is as it was after {count(to, 'step')}{since}"
 
 
 def budget(decision: Decision, policy: Policy | None = None) -> str:
@@ -348,19 +310,13 @@ STOPPING = "Stopping training to prevent corruption"
 def incident_line(incident: Incident, counted: str = "", *, again: bool = False) -> str:
     """One line about an incident; `counted`: which of its kind it is, `again`: done as before."""
     decision = incident.decision
-    what = "is bad" if decision is None else done(decision)
-    line = f"step {incident.step} {what}"
+    line = f"step {incident.step} is bad"
+    if decision is not None:
+        line = f"step {incident.step} {done(decision)}"
     if again:
         line += " again"
     if counted:
         line += f" ({counted})"
-    line += f": {_gist(incident)}"
-    if decision is not None and decision.reason:
-        line += f"; {decision.reason}"
-    return line
-
-
-def _gist(incident: Incident) -> str:
     parts = [incident.verdict.summary or verdict_title(incident.verdict.kind)]
     origin = incident.origin
     if origin is not None and not incident.verdict.finite_anomaly:
@@ -372,7 +328,9 @@ def _gist(incident: Incident) -> str:
         parts.append(culprits(origin, len(incident.reading.micro_losses)))
     if incident.findings:
         parts.append(incident.findings[0].code)
-    return joined(parts, "; ")
+    if decision is not None:
+        parts.append(decision.reason)
+    return f"{line}: {joined(parts, '; ')}"
 
 
 def note_line(fields: Mapping[str, Any]) -> str:

@@ -1,26 +1,19 @@
-"""The deep looks of a run as tables of plain words: worst first, with the history of one figure."""
+"""The deep looks of a run as tables of plain words, and what would have helped (`whatif`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TextIO, TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from stepguard.records.probes import (
-    Look,
-    ParameterLook,
-    StepFacts,
-    TensorLook,
-    TrialOutcome,
-    WhatIf,
-)
+from stepguard.records.probes import Look, ParameterLook, TensorLook, WhatIf
 from stepguard.report import phrases
 from stepguard.report._random import same_random_numbers
 from stepguard.report.screen import CleanConsole, draw, is_tty, middle, put, takes_unicode
@@ -29,10 +22,8 @@ from stepguard.report.story import Run
 # --- Show what would have helped: a table of the candidates, the best first, and what to change.
 
 
-MOST_POINTS = 16
-"""Losses of a trial that are drawn, the last ones."""
-MUCH = 10.0
-Told = Callable[[int, int, str], None]
+Report = Callable[[int, int, str], None]
+"""Gets the trials that are done, all of them, and the name of the present one."""
 
 
 def show(found: WhatIf, stream: TextIO) -> None:
@@ -43,7 +34,14 @@ def show(found: WhatIf, stream: TextIO) -> None:
 
 def paint_trials(found: WhatIf, console: Console, *, plain: bool = False) -> None:
     """Draw the table, the best candidate in words, and what to know about the trials."""
-    console.print(Text(_heading(found)))
+    window = "the bad step alone"
+    if found.window:
+        window = f"{phrases.count(found.window, 'step')} from step {found.first}, then the bad one"
+    if found.after:
+        window += f" and {found.after} after it"
+    console.print(
+        Text(f"what if, before {found.incident}: {window}, once for each ({found.steps} steps)")
+    )
     console.print()
     table = Table(box=None, padding=(0, 1), header_style="bold")
     table.add_column("what if", overflow="fold")
@@ -52,70 +50,47 @@ def paint_trials(found: WhatIf, console: Console, *, plain: bool = False) -> Non
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("losses", no_wrap=True)
     for outcome in found.outcomes:
-        table.add_row(*_row(outcome, plain=plain))
+        label = Text(outcome.label, style="bold" if outcome.works else "")
+        if outcome.answers:
+            label.append(f" [{', '.join(outcome.answers)}]", style="cyan")
+        fate = Text(f"step {outcome.bad_step}: {outcome.bad_value}", style="red")
+        if outcome.works:
+            fate = Text("does not come back", style="green")
+        elif outcome.why_not:
+            fate = Text(f"not tried: {outcome.why_not}", style="dim")
+        table.add_row(
+            label,
+            fate,
+            phrases.number(outcome.loss),
+            phrases.number(outcome.held_out),
+            _moved(outcome.distance),
+            phrases.sparkline(outcome.losses[-MOST_DRAWN:], plain=plain),
+        )
     console.print(table)
     console.print()
     for sentence in sentences(found):
         console.print(Text(sentence))
 
 
-def _heading(found: WhatIf) -> str:
-    way = "the bad step alone"
-    if found.window:
-        way = f"{phrases.count(found.window, 'step')} from step {found.first}, then the bad one"
-    after = f" and {found.after} after it" if found.after else ""
-    return f"what if, before {found.incident}: {way}{after}, once for each ({found.steps} steps)"
-
-
-def _row(outcome: TrialOutcome, *, plain: bool) -> list[Text | str]:
-    label = Text(outcome.label, style="bold" if outcome.works else "")
-    if outcome.answers:
-        label.append(f" [{', '.join(outcome.answers)}]", style="cyan")
-    return [
-        label,
-        _fate(outcome),
-        _number(outcome.loss),
-        _number(outcome.held_out),
-        _share(outcome.distance),
-        phrases.sparkline(outcome.losses[-MOST_POINTS:], plain=plain),
-    ]
-
-
-def _fate(outcome: TrialOutcome) -> Text:
-    if outcome.works:
-        return Text("does not come back", style="green")
-    if outcome.why_not:
-        return Text(f"not tried: {outcome.why_not}", style="dim")
-    return Text(f"step {outcome.bad_step}: {outcome.bad_value}", style="red")
-
-
-def _share(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
+def _moved(share: float | None) -> str:
+    if share is None or not math.isfinite(share):
         return "-"
-    if value < MUCH:
-        return f"{value:.1%}"
-    return f"{value:.0f} times" if value < 10_000 else f"{value:.0e} times"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return phrases.number(value) if math.isfinite(value) else str(value)
+    if share < 10:
+        return f"{share:.1%}"
+    return f"{share:.0f} times" if share < 10_000 else f"{share:.0e} times"
 
 
 def sentences(found: WhatIf) -> list[str]:
     """What to do, and what to know about the trials."""
-    best = found.best
-    if best is None:
-        told = ["Nothing that was tried helps: the cause is in the code or in all of the data."]
-    else:
-        told = [f"Best: {best.label}.", f"To change: {best.change}."]
-    return told + [f"- {remark}" for remark in found.remarks]
+    advice = ["Nothing that was tried helps: the cause is in the code or in all of the data."]
+    if found.best is not None:
+        advice = [f"Best: {found.best.label}.", f"To change: {found.best.change}."]
+    return advice + [f"- {remark}" for remark in found.remarks]
 
 
 @contextmanager
-def progress_bar(stream: TextIO | None) -> Iterator[Told]:
-    """Yield what is to be told of the trials; it draws a bar where the stream is a terminal."""
+def progress_bar(stream: TextIO | None) -> Iterator[Report]:
+    """Yield what the trials report to; it draws a bar where the stream is a terminal."""
     if stream is None or not is_tty(stream):
         yield lambda done, total, name: None
         return
@@ -124,20 +99,19 @@ def progress_bar(stream: TextIO | None) -> Iterator[Told]:
     progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
     task = progress.add_task("", total=None)
 
-    def tell(done: int, total: int, name: str) -> None:
-        # Not before there is something to tell: the user may be asked a question first.
+    def report(done: int, total: int, name: str) -> None:
+        # Not before there is something to report: the user may be asked a question first.
         progress.start()
         progress.update(task, completed=done, total=total, description=name)
 
     with same_random_numbers():
         try:
-            yield tell
+            yield report
         finally:
             progress.stop()
 
 
-# --- The deep looks of a run as tables of plain words: worst first, with the history of one
-# figure.
+# --- The deep looks of a run as tables: worst first, with the history of one figure.
 
 
 FEW_BITS = 3.0
@@ -145,13 +119,11 @@ FEW_BITS = 3.0
 STABLE_RATIO = 0.1
 """Updates above this share of the weight are larger than stable training makes."""
 
-Row = TypeVar("Row")
 History = tuple[tuple[int, float], ...]
 """Step of a look and what it measured there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LookRow:
+class LookRow(NamedTuple):
     """One thing that was looked at."""
 
     cells: tuple[str, ...]
@@ -161,8 +133,7 @@ class LookRow:
     history: History = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LookTable:
+class LookTable(NamedTuple):
     """One kind of thing, worst first."""
 
     title: str
@@ -172,156 +143,151 @@ class LookTable:
     """Heading of the history; empty where there is none."""
 
 
-def look_tables(looks: Sequence[Look], most: int | None) -> list[LookTable]:
-    """Every table that has a row, of the newest look."""
-    made = [
-        _ranges(looks, most),
-        _updates(looks, most),
-        _attention(looks, most),
-        _norms(looks, most),
-        _units(looks, most),
-    ]
-    return [table for table in made if table.rows]
+class Kind(NamedTuple):
+    """How one kind of row is shown; each function takes the row."""
+
+    part: str
+    """Field of `Look`."""
+    title: str
+    cells: dict[str, Callable[[Any], str]]
+    """By heading; the first one names the row."""
+    worst: Callable[[Any], float | None]
+    """The largest comes first; None is not shown."""
+    history: str = ""
+    figure: Callable[[Any], float | None] = lambda row: None
+    """What the history shows."""
+    alarm: int = 0
+    """Number of the cell that is coloured where `alarming` says so."""
+    alarming: Callable[[Any], bool] = lambda row: False
 
 
-def _ranges(looks: Sequence[Look], most: int | None) -> LookTable:
-    history = _history(looks, lambda look: look.tensors, _range_key, lambda row: row.headroom)
-    present = [row for row in looks[-1].tensors if row.headroom is not None]
-    rows = []
-    for row in present[:most]:
-        bits = f"{row.headroom:.1f}"
-        if row.infinities:
-            bits += f" ({row.infinities} inf)"
-        few = row.headroom is not None and row.headroom < FEW_BITS
-        cells = (
-            row.module or "(outside modules)",
-            row.stage,
-            row.dtype,
-            phrases.number(row.largest),
-            bits,
-            f"{row.zeros:.1%}",
-            f"{row.subnormal:.1%}",
-        )
-        warns = (4,) if few or row.infinities else ()
-        rows.append(LookRow(cells=cells, warns=warns, history=history.get(_range_key(row), ())))
-    return LookTable(
-        title="Room left in the dtype, least first",
-        headings=("module", "direction", "dtype", "largest", "bits left", "zeros", "subnormal"),
-        rows=tuple(rows),
-        history="bits so far",
-    )
+def _cell(name: str, form: str = ".0%") -> Callable[[Any], str]:
+    def cell(row: Any) -> str:
+        value = getattr(row, name)
+        return "-" if value is None else format(value, form)
+
+    return cell
 
 
-def _range_key(row: TensorLook) -> tuple[str, ...]:
-    return (row.module, row.stage, row.dtype)
+def _figure(name: str) -> Callable[[Any], str]:
+    return lambda row: phrases.number(getattr(row, name))
 
 
-def _updates(looks: Sequence[Look], most: int | None) -> LookTable:
-    history = _history(
-        looks, lambda look: look.parameters, lambda row: (row.name,), lambda row: row.ratio
-    )
-    present = [row for row in looks[-1].parameters if row.gradient is not None]
-    rows = []
-    for row in sorted(present, key=_suspicion, reverse=True)[:most]:
-        cells = (
-            row.name,
-            row.dtype,
-            "-" if row.ratio is None else f"{row.ratio:.1e}",
-            _look_tables_share(row.lost),
-            _look_tables_share(row.gradient_zeros),
-            _look_tables_share(row.variance_zeros),
-        )
-        large = row.ratio is not None and row.ratio > STABLE_RATIO
-        warns = (2,) if large else ()
-        rows.append(LookRow(cells=cells, warns=warns, history=history.get((row.name,), ())))
-    return LookTable(
-        title="Updates, the most suspicious first",
-        headings=("parameter", "dtype", "update/weight", "lost", "grad 0", "var 0"),
-        rows=tuple(rows),
-        history="so far",
-    )
+def _bits_left(row: TensorLook) -> str:
+    if row.infinities:
+        return f"{row.headroom:.1f} ({row.infinities} inf)"
+    return f"{row.headroom:.1f}"
 
 
-def _suspicion(row: ParameterLook) -> float:
+def _suspicion(row: ParameterLook) -> float | None:
+    if row.gradient is None:
+        return None
     return (row.lost or 0.0) + row.gradient_zeros + min(row.ratio or 0.0, 1.0)
 
 
-def _attention(looks: Sequence[Look], most: int | None) -> LookTable:
-    history = _history(
-        looks, lambda look: look.attention, lambda row: (row.module,), lambda row: row.largest_logit
-    )
-    rows = []
-    for row in sorted(looks[-1].attention, key=lambda row: -row.largest_logit)[:most]:
-        cells = (
-            row.module,
-            phrases.number(row.largest_logit),
-            f"{row.entropy:.2f}",
-            f"{row.collapsed:.0%}",
-        )
-        rows.append(LookRow(cells=cells, history=history.get((row.module,), ())))
-    return LookTable(
+KINDS = (
+    Kind(
+        part="tensors",
+        title="Room left in the dtype, least first",
+        cells={
+            "module": lambda row: row.module or "(outside modules)",
+            "direction": attrgetter("stage"),
+            "dtype": attrgetter("dtype"),
+            "largest": _figure("largest"),
+            "bits left": _bits_left,
+            "zeros": _cell("zeros", ".1%"),
+            "subnormal": _cell("subnormal", ".1%"),
+        },
+        worst=lambda row: None if row.headroom is None else -row.headroom,
+        history="bits so far",
+        figure=attrgetter("headroom"),
+        alarm=4,
+        alarming=lambda row: row.headroom < FEW_BITS or row.infinities,
+    ),
+    Kind(
+        part="parameters",
+        title="Updates, the most suspicious first",
+        cells={
+            "parameter": attrgetter("name"),
+            "dtype": attrgetter("dtype"),
+            "update/weight": _cell("ratio", ".1e"),
+            "lost": _cell("lost"),
+            "grad 0": _cell("gradient_zeros"),
+            "var 0": _cell("variance_zeros"),
+        },
+        worst=_suspicion,
+        history="so far",
+        figure=attrgetter("ratio"),
+        alarm=2,
+        alarming=lambda row: (row.ratio or 0.0) > STABLE_RATIO,
+    ),
+    Kind(
+        part="attention",
         title="Attention, largest logit first",
-        headings=("module", "largest logit", "entropy", "one key"),
-        rows=tuple(rows),
+        cells={
+            "module": attrgetter("module"),
+            "largest logit": _figure("largest_logit"),
+            "entropy": _cell("entropy", ".2f"),
+            "one key": _cell("collapsed"),
+        },
+        worst=attrgetter("largest_logit"),
         history="logit so far",
-    )
-
-
-def _norms(looks: Sequence[Look], most: int | None) -> LookTable:
-    history = _history(
-        looks, lambda look: look.norms, lambda row: (row.module,), lambda row: row.scale
-    )
-    rows = []
-    for row in sorted(looks[-1].norms, key=lambda row: -row.scale)[:most]:
-        cells = (row.module, row.dtype, phrases.number(row.scale), f"{row.output_zeros:.0%}")
-        rows.append(LookRow(cells=cells, history=history.get((row.module,), ())))
-    return LookTable(
+        figure=attrgetter("largest_logit"),
+    ),
+    Kind(
+        part="norms",
         title="Input of normalisation layers, largest first",
-        headings=("module", "dtype", "scale", "output 0"),
-        rows=tuple(rows),
+        cells={
+            "module": attrgetter("module"),
+            "dtype": attrgetter("dtype"),
+            "scale": _figure("scale"),
+            "output 0": _cell("output_zeros"),
+        },
+        worst=attrgetter("scale"),
         history="scale so far",
-    )
-
-
-def _units(looks: Sequence[Look], most: int | None) -> LookTable:
-    present = [row for row in looks[-1].units if row.dead or row.saturated]
-    rows = []
-    for row in sorted(present, key=lambda row: -max(row.dead, row.saturated))[:most]:
-        cells = (
-            row.module,
-            row.op.removeprefix("aten."),
-            str(row.units),
-            f"{row.dead:.0%}",
-            f"{row.saturated:.0%}",
-        )
-        rows.append(LookRow(cells=cells))
-    return LookTable(
+        figure=attrgetter("scale"),
+    ),
+    Kind(
+        part="units",
         title="Activations with dead or saturated units",
-        headings=("module", "function", "units", "dead", "saturated"),
-        rows=tuple(rows),
-    )
+        cells={
+            "module": attrgetter("module"),
+            "function": lambda row: row.op.removeprefix("aten."),
+            "units": _figure("units"),
+            "dead": _cell("dead"),
+            "saturated": _cell("saturated"),
+        },
+        worst=lambda row: max(row.dead, row.saturated) or None,
+    ),
+)
 
 
-def _history(
-    looks: Sequence[Look],
-    rows: Callable[[Look], Sequence[Row]],
-    key: Callable[[Row], tuple[str, ...]],
-    value: Callable[[Row], float | None],
-) -> dict[tuple[str, ...], History]:
-    """Figure of each thing, look by look."""
-    found: dict[tuple[str, ...], list[tuple[int, float]]] = {}
-    for look in looks:
-        for row in rows(look):
-            number = value(row)
-            if number is not None and math.isfinite(number):
-                found.setdefault(key(row), []).append((look.step, number))
-    return {name: tuple(points) for name, points in found.items()}
+def look_tables(looks: Sequence[Look], most: int | None) -> list[LookTable]:
+    """Every table that has a row, of the newest look."""
+    tables = []
+    for kind in KINDS:
+        histories: dict[tuple[str, ...], list[tuple[int, float]]] = {}
+        for look in looks:
+            for row in getattr(look, kind.part):
+                value = kind.figure(row)
+                if value is not None and math.isfinite(value):
+                    histories.setdefault(_identity(row), []).append((look.step, value))
+        present = [row for row in getattr(looks[-1], kind.part) if kind.worst(row) is not None]
+        present.sort(key=lambda row: kind.worst(row) or 0.0, reverse=True)
+        rows = []
+        for row in present[:most]:
+            cells = tuple(cell(row) for cell in kind.cells.values())
+            warns = (kind.alarm,) if kind.alarming(row) else ()
+            history = tuple(histories.get(_identity(row), ()))
+            rows.append(LookRow(cells, warns, history))
+        if rows:
+            headings = tuple(kind.cells)
+            tables.append(LookTable(kind.title, headings, tuple(rows), kind.history))
+    return tables
 
 
-def _look_tables_share(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0%}"
+def _identity(row: Any) -> tuple[str, ...]:
+    return tuple(getattr(row, name, "") for name in ("name", "module", "stage", "dtype"))
 
 
 # --- Show the deep looks of a run: worst first, and how each figure moved over the run.
@@ -330,17 +296,29 @@ def _look_tables_share(value: float | None) -> str:
 MOST_LISTED = 12
 """Rows of each table; `--all` shows every one, `--json` has everything."""
 LONGEST_NAME = 38
-FEWEST_STEPS = 3
 MOST_DRAWN = 16
-"""Looks that a line of blocks shows, the newest."""
+"""Values that a line of blocks shows, the newest."""
 
 
 def paint_looks(looks: Sequence[Look], console: Console, *, most: int | None = MOST_LISTED) -> None:
     """Print the newest look, and the history of what it shows."""
     console.print(Text(headline(looks)))
     for table in look_tables(looks, most):
+        drawn = Table(
+            title=table.title, title_justify="left", box=None, padding=(0, 1), title_style="bold"
+        )
+        # names are cut in the middle already; numbers line up on the right
+        drawn.add_column(table.headings[0], no_wrap=True)
+        for heading in (*table.headings[1:], table.history):
+            drawn.add_column(heading, justify="right", no_wrap=True)
+        for row in table.rows:
+            cells = [Text(middle(row.cells[0], LONGEST_NAME))]
+            for number, words in enumerate(row.cells[1:], start=1):
+                cells.append(Text(words, style="bold red" if number in row.warns else ""))
+            values = [value for _, value in row.history[-MOST_DRAWN:]]
+            drawn.add_row(*cells, phrases.sparkline(values) if len(values) > 1 else "")
         console.print()
-        console.print(_painted(table))
+        console.print(drawn)
     for sentence in remarks(looks[-1]):
         console.print(Text(f"- {sentence}"))
 
@@ -354,7 +332,7 @@ def why_none(run: Run) -> str:
     for note in reversed(run.notes):
         if note.type == "no_look" or note.kind == "look":
             return f"{note.fields.get('reason')} (step {note.step})"
-    if len(run.steps) < FEWEST_STEPS:
+    if len(run.steps) < 3:
         return f"it has {phrases.count(len(run.steps), 'step')}, and the first look is at the third"
     return "none of the steps at which one was due was committed"
 
@@ -368,66 +346,25 @@ def headline(looks: Sequence[Look]) -> str:
 
 def remarks(look: Look) -> list[str]:
     """What else the look has seen, in sentences."""
-    told = [*_remarks_on_loss(look.facts), *_remarks_on_loop(look.facts)]
-    missing = [one.name for one in look.parameters if one.trainable and not one.owned]
-    if missing:
-        told.append(f"no optimizer updates {phrases.first_few(missing, 4)}")
-    if look.left_out:
-        told.append(f"{phrases.count(look.left_out, 'row')} left out of the record")
-    return told
-
-
-def _remarks_on_loss(facts: StepFacts) -> list[str]:
-    told = []
+    facts = look.facts
+    said = []
     if facts.labels and facts.ignored:
         share = facts.ignored / facts.labels
-        told.append(f"{share:.0%} of {facts.labels:,} targets are ignored by the loss")
+        said.append(f"{share:.0%} of {facts.labels:,} targets are ignored by the loss")
     if facts.softmax_twice:
-        told.append("the logits of the cross entropy are probabilities already")
-    return told
-
-
-def _remarks_on_loop(facts: StepFacts) -> list[str]:
-    told = []
+        said.append("the logits of the cross entropy are probabilities already")
     if not facts.training:
-        told.append("the model is in evaluation mode")
+        said.append("the model is in evaluation mode")
     elif facts.dropout:
         names = phrases.first_few(facts.dropout, 4)
-        told.append(f"dropout in evaluation mode while the model trains: {names}")
+        said.append(f"dropout in evaluation mode while the model trains: {names}")
     if facts.kept_gradients:
-        told.append("the step began with the gradients of the one before")
+        said.append("the step began with the gradients of the one before")
     if facts.repeats:
-        told.append(f"the batch is the same as in {phrases.count(facts.repeats, 'earlier look')}")
-    return told
-
-
-def _painted(table: LookTable) -> Table:
-    drawn = Table(
-        title=table.title, title_justify="left", box=None, padding=(0, 1), title_style="bold"
-    )
-    headings = table.headings
-    if table.history:
-        headings = (*headings, table.history)
-    for position, heading in enumerate(headings):
-        # names are cut in the middle already; numbers line up on the right
-        drawn.add_column(heading, justify="left" if position == 0 else "right", no_wrap=True)
-    for row in table.rows:
-        cells = _cells(row)
-        if table.history:
-            cells.append(Text(_trend(row)))
-        drawn.add_row(*cells)
-    return drawn
-
-
-def _cells(row: LookRow) -> list[Text]:
-    cells = [Text(middle(row.cells[0], LONGEST_NAME))]
-    for number, words in enumerate(row.cells[1:], start=1):
-        cells.append(Text(words, style="bold red" if number in row.warns else ""))
-    return cells
-
-
-def _trend(row: LookRow) -> str:
-    values = [value for _, value in row.history[-MOST_DRAWN:]]
-    if len(values) < 2:
-        return ""
-    return phrases.sparkline(values)
+        said.append(f"the batch is the same as in {phrases.count(facts.repeats, 'earlier look')}")
+    missing = [one.name for one in look.parameters if one.trainable and not one.owned]
+    if missing:
+        said.append(f"no optimizer updates {phrases.first_few(missing, 4)}")
+    if look.left_out:
+        said.append(f"{phrases.count(look.left_out, 'row')} left out of the record")
+    return said

@@ -6,8 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from io import StringIO
 from typing import Any, Literal, TextIO
 
@@ -20,14 +19,13 @@ from rich.text import Text
 from stepguard.records.codec import UNPRINTABLE, printable
 from stepguard.report._random import same_random_numbers
 
-# --- Write to a terminal that other programs write to as well: progress bars stay whole.
-
-
 Paint = Callable[[Console], None]
 WIDEST = 110
 """Longer lines are hard to read, however wide the window is."""
 NARROWEST = 40
 PIPE_WIDTH = 100
+CUT = "…"
+"""Stands for the middle of a long word; `put` replaces it where the encoding lacks it."""
 
 
 def is_tty(stream: TextIO) -> bool:
@@ -53,18 +51,14 @@ def columns(stream: TextIO) -> int:
     try:
         window = int(os.environ["COLUMNS"])
     except (KeyError, ValueError):
-        window = _window_width(stream)
+        window = PIPE_WIDTH
+        if is_tty(stream):
+            window = 0
+            with contextlib.suppress(AttributeError, ValueError, OSError):
+                window = os.get_terminal_size(stream.fileno()).columns
+            # A terminal that does not know its size answers 0.
+            window = window or 80
     return max(NARROWEST, min(window, WIDEST))
-
-
-def _window_width(stream: TextIO) -> int:
-    if not is_tty(stream):
-        return PIPE_WIDTH
-    try:
-        # A terminal that does not know its size answers 0.
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except (AttributeError, ValueError, OSError):
-        return 80
 
 
 class CleanConsole(Console):
@@ -125,48 +119,28 @@ def put(text: str, stream: TextIO) -> None:
     """Write above a progress bar on the screen. A terminal that is gone never ends a run."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     if not takes_unicode(stream):
-        text = text.replace("…", "~")
+        text = text.replace(CUT, "~")
     safe = text.encode(encoding, "replace").decode(encoding)
+    # The user's global console, where a progress bar of rich may be redrawn right now.
+    console: Any = getattr(sys.modules.get("rich"), "_console", None)
+    live = getattr(console, "_live_stack", None) or getattr(console, "_live", None)
+    # tqdm's own way to write between its bars.
+    tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    between_bars = getattr(tqdm, "external_write_mode", None)
     with contextlib.suppress(OSError, ValueError):
-        live = _rich_console_with_live_bar(stream)
-        if live is not None:
+        if live and console.is_terminal and is_tty(stream):
             with same_random_numbers():
-                live.print(Text.from_ansi(safe.rstrip("\n")), soft_wrap=True)
+                console.print(Text.from_ansi(safe.rstrip("\n")), soft_wrap=True)
             return
-        with _tqdm_bars_cleared(stream):
+        with between_bars(file=stream) if between_bars else contextlib.nullcontext():
             stream.write(safe)
             stream.flush()
-
-
-def _rich_console_with_live_bar(stream: TextIO) -> Console | None:
-    """The user's global console, if a progress bar of rich is being redrawn on it right now."""
-    console: Any = getattr(sys.modules.get("rich"), "_console", None)
-    if console is None or not console.is_terminal or not is_tty(stream):
-        return None
-    running = getattr(console, "_live_stack", None) or getattr(console, "_live", None)
-    return console if running else None
-
-
-@contextlib.contextmanager
-def _tqdm_bars_cleared(stream: TextIO) -> Iterator[None]:
-    """tqdm's own way to write between its bars; nothing where tqdm is not in use."""
-    bar: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    mode: Callable[..., AbstractContextManager[None]] | None = getattr(
-        bar, "external_write_mode", None
-    )
-    if mode is None:
-        yield
-        return
-    with mode(file=stream):
-        yield
 
 
 # --- Keep names and paths in one piece: lines break between words, longer words lose their
 # middle.
 
 
-CUT = "…"
-"""Stands for the middle; `screen.put` replaces it where the stream's encoding lacks it."""
 NARROWEST_PATH = 20
 """Columns that a table gives to such a cell before it takes them from others."""
 MARGIN = 8
@@ -225,17 +199,11 @@ def fitted(text: Text, width: int) -> Text:
     result = Text(style=text.style, no_wrap=text.no_wrap, overflow=text.overflow)
     end = 0
     for found in long:
-        kept = text[end : found.start()]
-        word = text[found.start() : found.end()]
-        cut = middle(found[0], width)
-        at = cut.index(CUT) if CUT in cut else len(cut)
-        result.append_text(kept)
-        result.append_text(word[:at])
-        result.append_text(Text(CUT))
-        result.append_text(word[len(word) - (len(cut) - at - 1) :])
-        end = found.end()
-    result.append_text(text[end:])
-    return result
+        head, _, tail = middle(found[0], width).partition(CUT)
+        result.append_text(text[end : found.start() + len(head)])
+        result.append(CUT)
+        end = found.end() - len(tail)
+    return result.append_text(text[end:])
 
 
 def titled(title: str, *, width: int, unicode: bool) -> Rule:

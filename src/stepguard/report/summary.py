@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from stepguard.records import Finding, GuardConfig
+from stepguard.records import GuardConfig
 from stepguard.records.codec import dumps, to_jsonable
 from stepguard.records.incident import Action, place, place_and_phase
 from stepguard.report import phrases
 from stepguard.report.panel import next_commands
-from stepguard.report.phrases import done, done_times
-from stepguard.report.story import Branch, Note, Run, Story, StoryIncident
+from stepguard.report.phrases import count, done, number
+from stepguard.report.story import Note, Run, Story, StoryIncident
 from stepguard.report.story.model import Ending
 
 # --- The run as a chain of events: what led to what, from the first warning to how it ended.
@@ -54,12 +54,11 @@ def timeline(run: Run) -> tuple[Event, ...]:
     """Every event in the order of time."""
     placed = [
         *_beginning(run),
-        *_rise(run),
-        *_stretches(run),
-        *_goings_back(run),
-        *_noted(run),
+        *_rising_norm(run),
+        *_incidents(run),
+        *_restarts(run),
+        *_notes(run),
         *_ending(run),
-        *_killed(run),
     ]
     placed.sort(key=lambda event: event[:2])
     return tuple(event for _, _, event in placed)
@@ -75,11 +74,11 @@ def _beginning(run: Run) -> Iterator[Placed]:
         text += f" at {when}"
     loss = table.column("loss")
     if len(loss) and loss.rows[0] == 0:
-        text += f", loss {phrases.number(float(loss.values[0]))}"
+        text += f", loss {number(float(loss.values[0]))}"
     yield -1, 0, Event(step=int(table.step[0]), text=text)
 
 
-def _rise(run: Run) -> Iterator[Placed]:
+def _rising_norm(run: Run) -> Iterator[Placed]:
     """The gradient norm leaving its usual level just before the first incident."""
     if not run.incidents:
         return
@@ -99,35 +98,51 @@ def _rise(run: Run) -> Iterator[Placed]:
         onset -= 1
     if onset == len(norms):
         return
-    peak = phrases.number(float(norms[onset:].max()))
-    text = f"the gradient norm rose from its usual {phrases.number(usual)} to {peak}"
+    peak = number(float(norms[onset:].max()))
     steps = run.steps.step[rows[onset:]]
+    text = f"the gradient norm rose from its usual {number(usual)} to {peak}"
     event = Event(step=int(steps[0]), last_step=int(steps[-1]), text=text, weight="note")
     yield int(rows[onset]), 0, event
 
 
-def _stretches(run: Run) -> Iterator[Placed]:
+def _incidents(run: Run) -> Iterator[Placed]:
     """Incidents in a row that are of one kind and were answered alike are one event."""
-    seen: set[tuple[str, ...]] = set()
-    members: list[StoryIncident] = []
+    stretches: list[list[StoryIncident]] = []
     for one in run.incidents:
-        if members and not _same_stretch(members[-1], one):
-            yield _stretch(members, seen)
-            members = []
-        members.append(one)
-    if members:
-        yield _stretch(members, seen)
+        if stretches and _goes_on(stretches[-1][-1], one):
+            stretches[-1].append(one)
+        else:
+            stretches.append([one])
+    seen: set[tuple[str, ...]] = set()
+    for members in stretches:
+        first, last = members[0].incident, members[-1].incident
+        parts = [first.verdict.summary or phrases.verdict_title(first.verdict.kind)]
+        kind = phrases.kind_of(first)
+        if kind not in seen and first.origin is not None:
+            where = phrases.joined([place(first.origin), phrases.culprits_of(first)])
+            parts.append(f"born in {first.origin.phase}: {where}".removesuffix(": "))
+        if kind not in seen and first.findings:
+            parts.append(f"{first.findings[0].code} {first.findings[0].title}")
+        seen.add(kind)
+        answer = _answer(members[0])
+        if answer and len(members) > 1:
+            answer += f" {len(members)} times"
+        if last.decision is not None and last.decision.reason:
+            answer += f" ({last.decision.reason})"
+        text = phrases.joined([*parts, answer], "; ")
+        event = Event(step=first.step, last_step=last.step, text=text, weight="incident")
+        yield members[0].at, members[0].order, event
 
 
-def _same_stretch(before: StoryIncident, now: StoryIncident) -> bool:
+def _goes_on(before: StoryIncident, now: StoryIncident) -> bool:
     if phrases.kind_of(before.incident) != phrases.kind_of(now.incident):
         return False
     if before.row is not None and now.row is not None:
-        together = now.row - before.row == 1
+        adjacent = now.row - before.row == 1
     else:
-        together = 0 <= now.incident.step - before.incident.step <= 1
+        adjacent = 0 <= now.incident.step - before.incident.step <= 1
     same = _answer(before) == _answer(now) and before.attempt == now.attempt
-    return together and same and before.done != "rewound"
+    return adjacent and same and before.done != "rewound"
 
 
 def _answer(one: StoryIncident) -> str:
@@ -135,178 +150,107 @@ def _answer(one: StoryIncident) -> str:
     decision = one.incident.decision
     if decision is None:
         return ""
-    words = done(decision)
     if decision.action == "rewind" and decision.rewound_to is not None:
-        words = f"rewound to step {decision.rewound_to}"
-    return words
+        return f"rewound to step {decision.rewound_to}"
+    return done(decision)
 
 
-def _stretch(members: list[StoryIncident], seen: set[tuple[str, ...]]) -> Placed:
-    first = members[0]
-    last = members[-1].incident
-    kind = phrases.kind_of(first.incident)
-    verdict = first.incident.verdict
-    parts = [verdict.summary or phrases.verdict_title(verdict.kind)]
-    if kind not in seen:
-        parts += _place_and_cause(first)
-    seen.add(kind)
-    answer = _answer(first)
-    if answer:
-        if len(members) > 1:
-            answer += f" {len(members)} times"
-        if last.decision is not None and last.decision.reason:
-            answer += f" ({last.decision.reason})"
-        parts.append(answer)
-    step = first.incident.step
-    event = Event(step=step, last_step=last.step, text="; ".join(parts), weight="incident")
-    return first.at, first.order, event
-
-
-def _place_and_cause(one: StoryIncident) -> list[str]:
-    parts = []
-    origin = one.incident.origin
-    if origin is not None:
-        where = phrases.joined([place(origin), phrases.culprits_of(one.incident)])
-        text = f"born in {origin.phase}"
-        if where:
-            text += f": {where}"
-        parts.append(text)
-    if one.incident.findings:
-        finding = one.incident.findings[0]
-        parts.append(f"{finding.code} {finding.title}")
-    return parts
-
-
-def _goings_back(run: Run) -> Iterator[Placed]:
-    """Restarts, and rewinds that no incident tells of."""
+def _restarts(run: Run) -> Iterator[Placed]:
+    """Restarts, and rewinds that no incident asked for."""
+    table = run.steps
     for branch in run.branches:
         left = branch.left
         if left is None or left.incident is not None:
             continue
-        order = LATEST if left.by == "restart" else LATEST - 1
-        event = Event(step=left.to, text=_back_text(run, branch), weight="note")
-        yield branch.end_row, order, event
-
-
-def _back_text(run: Run, branch: Branch) -> str:
-    left = branch.left
-    assert left is not None
-    table = run.steps
-    lost = int((table.committed[branch.rows] & (table.step[branch.rows] >= left.to)).sum())
-    if left.by == "restart":
-        text = f"started again at step {left.to}"
-        ending = run.attempts[branch.attempt].ending
-        if ending == "killed":
-            text += ", after a process that left no word"
-    elif left.by == "repeat":
         text = f"went back to step {left.to}"
-    else:
-        text = left.text or f"went back to step {left.to}"
-    if lost:
-        text += f"; {phrases.count(lost, 'step')} of before no longer count"
-    return text
+        if left.by == "restart":
+            text = f"started again at step {left.to}"
+            if run.attempts[branch.attempt].ending == "killed":
+                text += ", after a process that left no word"
+        elif left.by != "repeat" and left.text:
+            text = left.text
+        lost = int((table.committed[branch.rows] & (table.step[branch.rows] >= left.to)).sum())
+        if lost:
+            text += f"; {count(lost, 'step')} of before no longer count"
+        order = LATEST if left.by == "restart" else LATEST - 1
+        yield branch.end_row, order, Event(step=left.to, text=text, weight="note")
 
 
-def _noted(run: Run) -> Iterator[Placed]:
+def _notes(run: Run) -> Iterator[Placed]:
     """Notes of one kind are one event; everything else in the journal is an event of its own."""
     kinds: dict[str, list[Note]] = {}
     for position, note in enumerate(run.notes):
-        # Rewinds and restarts are told as such; sealed checkpoints are what should happen.
+        # Rewinds and restarts are events as such; sealed checkpoints are what should happen.
         if note.type in ("rewind", "checkpoint") or note.kind == "restored":
             continue
-        name = f"line {position}"
-        if note.type == "note":
-            name = f"{note.attempt} {note.kind}"
+        name = f"{note.attempt} {note.kind}" if note.type == "note" else f"line {position}"
         kinds.setdefault(name, []).append(note)
     for notes in kinds.values():
         first = notes[0]
-        text = _text_of(first)
+        text, weight = _worded(first)
         if len(notes) > 1:
             text += f" ({len(notes)} times)"
-        event = Event(
-            step=_step_of(run, first),
-            last_step=_step_of(run, notes[-1]),
-            text=text,
-            weight=_weight(first),
-        )
-        # The end is the last word of an attempt, whatever the threads of it still wrote.
-        yield first.at, LATEST - 2 if first.type == "end" else first.order, event
+        steps = []
+        for note in (first, notes[-1]):
+            step = note.step
+            # Lines on the whole run (its end) carry no step.
+            if step is None and 0 < note.at <= len(run.steps):
+                step = int(run.steps.step[note.at - 1])
+            steps.append(step or 0)
+        event = Event(step=steps[0], last_step=steps[1], text=text, weight=weight)
+        order = first.order
+        if first.type == "end":
+            # The last word of an attempt, whatever the threads of it still wrote.
+            order = LATEST - 2
+        yield first.at, order, event
 
 
-def _step_of(run: Run, note: Note) -> int:
-    """Lines on the whole run (its end) carry no step of their own."""
-    if note.step is not None:
-        return note.step
-    return int(run.steps.step[note.at - 1]) if 0 < note.at <= len(run.steps) else 0
-
-
-def _text_of(note: Note) -> str:
-    if note.type == "note":
-        return note.text or phrases.verdict_title(note.kind or "note")
-    if note.type == "fault":
-        return f"the guard failed and was disarmed: {note.text}".rstrip(": ")
-    if note.type == "end":
-        return _end_text(note)
-    return f"{note.type}: {note.text}".rstrip(": ")
-
-
-def _end_text(note: Note) -> str:
-    if note.fields.get("error"):
-        return f"the run was ended by an exception: {note.fields['error']}"
-    if note.fields.get("signal"):
-        return f"the run was ended by {note.fields['signal']}"
-    if note.fields.get("armed", True):
-        return "the guard was closed"
-    return "the disarmed guard was closed"
-
-
-def _weight(note: Note) -> Weight:
+def _worded(note: Note) -> tuple[str, Weight]:
     """Only what the guard noticed is coloured; a saved checkpoint is neither good nor bad."""
-    if note.type == "end" and note.fields.get("error"):
-        return "incident"
-    by_type: dict[str, Weight] = {"fault": "incident", "note": "note"}
-    return by_type.get(note.type, "info")
+    if note.type == "note":
+        return note.text or phrases.verdict_title(note.kind or "note"), "note"
+    if note.type == "fault":
+        return f"the guard failed and was disarmed: {note.text}".rstrip(": "), "incident"
+    if note.type != "end":
+        return f"{note.type}: {note.text}".rstrip(": "), "info"
+    if note.fields.get("error"):
+        return f"the run was ended by an exception: {note.fields['error']}", "incident"
+    if note.fields.get("signal"):
+        return f"the run was ended by {note.fields['signal']}", "info"
+    if note.fields.get("armed", True):
+        return "the guard was closed", "info"
+    return "the disarmed guard was closed", "info"
 
 
 def _ending(run: Run) -> Iterator[Placed]:
     """What came after the last incident, or that nothing went wrong."""
     table = run.steps
-    if not len(table):
-        return
-    end = int(table.step[-1])
-    if not run.incidents:
-        yield len(table), LATEST - 3, _ending_without(run, end)
-        return
-    last = run.incidents[-1]
-    since = last.at if last.row is None else last.row + 1
-    after = np.flatnonzero(table.committed[since:]) + since
-    if not len(after):
-        text = "no step was committed after the last incident"
-        yield len(table), LATEST - 3, Event(step=end, text=text, weight="incident")
-        return
-    text = f"{phrases.count(len(after), 'step')} committed since the last incident"
-    loss = table.last("loss")
-    if loss is not None:
-        text += f", the last with loss {phrases.number(loss)}"
-    event = Event(step=int(table.step[after[0]]), last_step=end, text=text, weight="good")
-    yield int(after[0]), LATEST - 4, event
-
-
-def _killed(run: Run) -> Iterator[Placed]:
-    if run.attempts and run.attempts[-1].ending == "killed" and run.last_step is not None:
+    last_attempt = run.attempts[-1] if run.attempts else None
+    if len(table) and run.incidents:
+        last = run.incidents[-1]
+        since = last.at if last.row is None else last.row + 1
+        after = np.flatnonzero(table.committed[since:]) + since
+        end = int(table.step[-1])
+        if len(after):
+            text = f"{count(len(after), 'step')} committed since the last incident"
+            loss = table.last("loss")
+            if loss is not None:
+                text += f", the last with loss {number(loss)}"
+            event = Event(step=int(table.step[after[0]]), last_step=end, text=text, weight="good")
+            yield int(after[0]), LATEST - 4, event
+        else:
+            text = "no step was committed after the last incident"
+            yield len(table), LATEST - 3, Event(step=end, text=text, weight="incident")
+    elif len(table):
+        text = f"{count(int(table.committed.sum()), 'step')} committed, "
+        event = Event(step=int(table.step[-1]), text=f"{text}no incident", weight="good")
+        if last_attempt is not None and last_attempt.error:
+            text += "then an exception outside of a step ended the run"
+            event = replace(event, text=text, weight="incident")
+        yield len(table), LATEST - 3, event
+    if last_attempt is not None and last_attempt.ending == "killed" and run.last_step is not None:
         text = "the process is gone, and left no end record"
-        yield len(run.steps), LATEST, Event(step=run.last_step, text=text, weight="incident")
-
-
-def _ending_without(run: Run, end: int) -> Event:
-    how = "no incident"
-    weight: Weight = "good"
-    if run.attempts and run.attempts[-1].error:
-        how = "then an exception outside of a step ended the run"
-        weight = "incident"
-    made = int(run.steps.committed.sum())
-    text = f"{phrases.count(made, 'step')} committed, {how}"
-    return Event(step=end, text=text, weight=weight)
+        yield len(table), LATEST, Event(step=run.last_step, text=text, weight="incident")
 
 
 # --- Summarize a run in one plain record: counts, kinds of incidents, what led to them, events.
@@ -418,9 +362,9 @@ SUMMED = (
 
 def summarize(run: Run, story: Story | None = None) -> RunSummary:
     """Summarize a run, and name what else is in its folder. Pure."""
-    if not run.further:
-        return _summarize_lane(run, story)
     lanes = tuple(_summarize_lane(lane, story) for lane in run.lanes)
+    if not run.further:
+        return lanes[0]
     groups = []
     for lane in lanes:
         groups += [replace(group, optimizer=lane.name) for group in lane.groups]
@@ -449,16 +393,34 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
     table = run.steps
     losses = table.values("loss", table.counts)
     seconds = table.values("seconds")
+    # First and last in the order of time.
     bad_rows = np.flatnonzero(table.dropped | (table.incident >= 0))
-    header = {key: value for key, value in run.header.items() if key not in ("v", "type")}
+    without_row = [one.incident.step for one in run.incidents if one.row is None]
+    bad = table.step[bad_rows].tolist() or without_row
+    # The committed steps just before the first bad one.
+    before = np.zeros(len(table), np.bool_)
+    if len(bad_rows):
+        before[np.flatnonzero(table.committed[: bad_rows[0]])[-LEAD_UP:]] = True
+    led_up: dict[str, tuple[float, ...]] = {}
+    followed = {}
+    for name, series in table.series.items():
+        led_up[name] = tuple(map(float, series.where(before).values))
+        if name.startswith("followed/") and led_up[name]:
+            followed[name.removeprefix("followed/")] = led_up[name]
+    runs = 1
+    elsewhere: tuple[str, ...] = ()
+    if story is not None:
+        runs, elsewhere = len(story.runs), tuple(map(str, story.elsewhere))
     return RunSummary(
         journal=str(run.path),
         name=run.name,
         state=worst_ending(run),
         incidents=len(run.incidents),
-        header=header,
+        header={key: value for key, value in run.header.items() if key not in ("v", "type")},
         changed_settings=changed_settings(run.header),
-        **_place_in_folder(run, story),
+        run=run.number,
+        runs=runs,
+        elsewhere=elsewhere,
         restarts=max(len(run.attempts) - 1, 0),
         rewinds=sum(left.by == "rewind" for left in run.goings_back),
         left=int((table.committed & ~table.kept).sum()),
@@ -466,59 +428,37 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
         committed=int(table.committed.sum()),
         skipped=int(table.dropped.sum()),
         calibrations=int(table.calibration.sum()),
-        **_bad_steps(run, bad_rows),
+        bad_steps=len(bad_rows) + len(without_row),
+        first_bad=next(iter(bad), None),
+        last_bad=next(reversed(bad), None),
+        longest_stretch=longest_stretch(bad_rows.tolist()) or min(len(without_row), 1),
         first_loss=_at(losses, 0),
         best_loss=_at(np.sort(losses), 0),
         last_loss=_at(losses, -1),
         seconds_per_step=_at(np.sort(seconds), len(seconds) // 2),
         groups=group_incidents(run),
+        norms_before=led_up.get("grad_norm", ()),
+        losses_before=led_up.get("loss", ()),
+        followed_before=followed,
         clip=_clip_activity(run),
         timeline=timeline(run),
         torn=run.torn,
-        **_before(run, bad_rows),
     )
 
 
-def _place_in_folder(run: Run, story: Story | None) -> dict[str, Any]:
-    if story is None:
-        return {"run": run.number, "runs": 1, "elsewhere": ()}
-    elsewhere = tuple(map(str, story.elsewhere))
-    return {"run": run.number, "runs": len(story.runs), "elsewhere": elsewhere}
+def _clip_activity(run: Run) -> ClipActivity | None:
+    factors = run.steps.values("clip_factor")
+    if not len(factors):
+        return None
+    clipped = factors[factors < 1.0]
+    activity = ClipActivity(steps=len(factors), clipped=len(clipped))
+    if len(clipped):
+        activity = replace(activity, mean_factor=float(clipped.mean()))
+    return activity
 
 
-def _bad_steps(run: Run, bad_rows: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """First and last in the order of time, and how many came in a row."""
-    without_row = [one.incident.step for one in run.incidents if one.row is None]
-    steps = run.steps.step[bad_rows].tolist() or without_row
-    return {
-        "bad_steps": len(bad_rows) + len(without_row),
-        "first_bad": steps[0] if steps else None,
-        "last_bad": steps[-1] if steps else None,
-        "longest_stretch": longest_stretch(bad_rows.tolist()) or min(len(without_row), 1),
-    }
-
-
-def _at(values: Sequence[float] | np.ndarray[Any, Any], place: int) -> float | None:
+def _at(values: np.ndarray[Any, Any], place: int) -> float | None:
     return float(values[place]) if len(values) else None
-
-
-def _before(run: Run, bad_rows: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """What the committed steps just before the first bad one looked like."""
-    table = run.steps
-    chosen = np.zeros(len(table), np.bool_)
-    if len(bad_rows):
-        good = np.flatnonzero(table.committed[: bad_rows[0]])[-LEAD_UP:]
-        chosen[good] = True
-    followed = {}
-    for name, series in table.series.items():
-        values = series.where(chosen).values
-        if name.startswith("followed/") and len(values):
-            followed[name.removeprefix("followed/")] = tuple(map(float, values))
-    return {
-        "norms_before": tuple(map(float, table.column("grad_norm").where(chosen).values)),
-        "losses_before": tuple(map(float, table.column("loss").where(chosen).values)),
-        "followed_before": followed,
-    }
 
 
 def render_json(summary: RunSummary) -> str:
@@ -526,19 +466,20 @@ def render_json(summary: RunSummary) -> str:
     return dumps(to_jsonable(summary))
 
 
-def longest_stretch(rows: Sequence[int]) -> int:
-    """The most in a row; `rows` is sorted and without repeats."""
-    longest = 0
-    current = 0
-    previous = None
-    for row in rows:
-        if previous is not None and row == previous + 1:
-            current += 1
+def stretches(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """Steps in their order as runs without a gap: first and last of each."""
+    runs: list[tuple[int, int]] = []
+    for step in steps:
+        if runs and 0 <= step - runs[-1][1] <= 1:
+            runs[-1] = (runs[-1][0], step)
         else:
-            current = 1
-        longest = max(longest, current)
-        previous = row
-    return longest
+            runs.append((step, step))
+    return runs
+
+
+def longest_stretch(rows: Sequence[int]) -> int:
+    """The most in a row; `rows` is sorted."""
+    return max((last - first + 1 for first, last in stretches(rows)), default=0)
 
 
 def group_incidents(run: Run) -> tuple[IncidentGroup, ...]:
@@ -546,14 +487,18 @@ def group_incidents(run: Run) -> tuple[IncidentGroup, ...]:
     kinds: dict[tuple[str, ...], list[StoryIncident]] = {}
     for one in run.incidents:
         kinds.setdefault(phrases.kind_of(one.incident), []).append(one)
-    folder = run.path.parent
-    return tuple(_group(members, str(folder)) for members in kinds.values())
+    return tuple(_group(members, str(run.path.parent)) for members in kinds.values())
 
 
 def _group(members: list[StoryIncident], folder: str) -> IncidentGroup:
     first = members[0].incident
     decisions = [one.incident.decision for one in members if one.incident.decision]
     actions = Counter(decision.action for decision in decisions)
+    answers = Counter(map(done, decisions))
+    words = ", ".join(f"{answer} ({times})" for answer, times in answers.items())
+    if len(answers) > MOST_ANSWERS:
+        words = phrases.done_times(actions)
+    rows = [one.row for one in members if one.row is not None]
     # The folder may have been moved, or is called by another path than in training.
     here = replace(first, run=folder) if first.run else first
     group = IncidentGroup(
@@ -562,47 +507,26 @@ def _group(members: list[StoryIncident], folder: str) -> IncidentGroup:
         first_step=first.step,
         last_step=members[-1].incident.step,
         count=len(members),
-        consecutive=_in_a_row(members),
+        consecutive=longest_stretch(sorted(rows or (one.incident.step for one in members))),
+        culprits=phrases.culprits_of(first),
         actions=dict(actions),
-        done=_answers(members, actions),
+        done=words,
         lr=first.reading.lr,
         schedule=first.reading.schedule,
         commands=tuple(next_commands(here)),
     )
     if first.origin is not None:
-        where = place_and_phase(first.origin)
-        group = replace(group, where=where, culprits=phrases.culprits_of(first))
+        group = replace(group, where=place_and_phase(first.origin))
     if first.findings:
-        group = _with_cause(group, first.findings[0])
+        cause = first.findings[0]
+        group = replace(
+            group,
+            code=cause.code,
+            title=cause.title,
+            certainty=cause.certainty,
+            evidence=cause.evidence,
+        )
     return group
-
-
-def _in_a_row(members: Sequence[StoryIncident]) -> int:
-    rows = sorted(one.row for one in members if one.row is not None)
-    if rows:
-        return longest_stretch(rows)
-    return longest_stretch(sorted({one.incident.step for one in members}))
-
-
-def _answers(members: Sequence[StoryIncident], actions: Mapping[Action, int]) -> str:
-    """What was done, with the part that was left out where there are few of them."""
-    named: Counter[str] = Counter()
-    for one in members:
-        if one.incident.decision is not None:
-            named[done(one.incident.decision)] += 1
-    if len(named) > MOST_ANSWERS:
-        return done_times(actions)
-    return ", ".join(f"{words} ({times})" for words, times in named.items())
-
-
-def _with_cause(group: IncidentGroup, finding: Finding) -> IncidentGroup:
-    return replace(
-        group,
-        code=finding.code,
-        title=finding.title,
-        certainty=finding.certainty,
-        evidence=finding.evidence,
-    )
 
 
 def changed_settings(header: Mapping[str, Any]) -> dict[str, Any]:
@@ -618,21 +542,10 @@ def changed_settings(header: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, tuple):
-            # JSON has no tuples: the defaults must compare equal to what was read back.
-            yield f"{prefix}{name}", list(value)
         else:
-            yield f"{prefix}{name}", value
-
-
-def _clip_activity(run: Run) -> ClipActivity | None:
-    factors = run.steps.values("clip_factor")
-    if not len(factors):
-        return None
-    clipped = factors[factors < 1.0]
-    mean = float(clipped.mean()) if len(clipped) else None
-    return ClipActivity(steps=len(factors), clipped=len(clipped), mean_factor=mean)
+            # JSON has no tuples: the defaults must compare equal to what was read back.
+            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.text import Text
 
 from stepguard.records import Incident, Policy, Sink
@@ -64,7 +63,15 @@ class Terminal(Sink):
         exact = phrases.kind_of(incident)
         if times == 1 or (exact == kind and exact not in self._panels):
             self._panels.add(exact)
-            self._panel(incident)
+            self._paint(
+                lambda console: paint_incident(
+                    console,
+                    incident,
+                    policy=self._policy,
+                    whose=self._whose(),
+                    unicode=screen.takes_unicode(self._target),
+                )
+            )
             return
         if decision is not None and decision.action == "stop":
             return  # `halted` follows with the same reason
@@ -98,18 +105,28 @@ class Terminal(Sink):
         """Print one line; other lines of the journal than notes and faults are for programs."""
         if kind == "fault":
             self._line(phrases.disarmed(fields), "bold red")
-        elif kind == "note" and self._is_news(fields):
-            self._note(str(fields.get("kind")), phrases.note_line(fields))
+        if kind != "note" or not self._is_news(fields):
+            return
+        what = str(fields.get("kind"))
+        text = phrases.note_line(fields)
+        self._notes[what] += 1
+        times = self._notes[what]
+        if what in THINNED_OUT and times > 1:
+            if not _power_of_two(times):
+                return
+            following = phrases.ordinal(2 * times)
+            text += f" ({phrases.ordinal(times)} of this kind, next shown is the {following})"
+        self._line(text, "yellow")
 
     def _is_news(self, fields: Mapping[str, Any]) -> bool:
-        """A rise that goes on is one rise. A spike that is not the largest by far is a tail of the
-        losses that is known by now, unless a row of the batch explains it.
+        """A rise that continues is one rise. A spike that is not the largest by far is a tail of
+        the losses that is known by now, unless a row of the batch explains it.
         """
         if fields.get("kind") == "drift":
             step = int(fields.get("step") or 0)
-            goes_on = step - self._rising == 1
+            continues = step - self._rising == 1
             self._rising = step
-            return not goes_on
+            return not continues
         evidence = fields.get("evidence") or {}
         size = evidence.get("deviations")
         if fields.get("kind") == "spike" and size is not None and "outlier" not in evidence:
@@ -117,17 +134,6 @@ class Terminal(Sink):
                 return False
             self._largest = size
         return True
-
-    def _note(self, kind: str, text: str) -> None:
-        self._notes[kind] += 1
-        times = self._notes[kind]
-        if kind in THINNED_OUT and times > 1:
-            if not _power_of_two(times):
-                return
-            this = phrases.ordinal(times)
-            following = phrases.ordinal(2 * times)
-            text += f" ({this} of this kind, next shown is the {following})"
-        self._line(text, "yellow")
 
     def halted(self, incident: Incident, exit_line: str) -> None:
         """Say why the run stops and where the weights are; the exit line is printed anyway."""
@@ -137,18 +143,6 @@ class Terminal(Sink):
         report = [command for command in next_commands(incident) if " report " in command]
         said += [f"next: {command}" for command in report[:1]]
         self._line("; ".join(said), "bold red")
-
-    def _panel(self, incident: Incident) -> None:
-        def paint(console: Console) -> None:
-            paint_incident(
-                console,
-                incident,
-                policy=self._policy,
-                whose=self._whose(),
-                unicode=screen.takes_unicode(self._target),
-            )
-
-        self._paint(paint)
 
     @property
     def _target(self) -> TextIO:

@@ -9,7 +9,7 @@ from typing import Any
 from stepguard._errors import ConfigError
 from stepguard.records import Incident, Reading
 from stepguard.records.incident import Sink
-from stepguard.report.sinks import INCIDENTS, NONFINITE, SKIPPED, finite_only, scalars
+from stepguard.report.sinks import INCIDENTS, NONFINITE, PREFIX, SKIPPED, finite_only, scalars
 
 
 class ScalarSink(Sink):
@@ -64,6 +64,49 @@ class ScalarSink(Sink):
 
     def tell(self, incident: Incident) -> None:
         """Show an incident, in a backend that can show more than numbers."""
+
+
+class GaugeSink(ScalarSink):
+    """Sends to gauges that are made on first use, and counts incidents by kind and cause."""
+
+    def __init__(self, *, every: int = 1) -> None:
+        super().__init__(every=every)
+        self._gauges: dict[str, Any] = {}
+
+    def send(self, values: dict[str, float], step: int) -> None:
+        for name, value in {**values, f"{PREFIX}step": float(step)}.items():
+            # The counter has the incidents.
+            if name == INCIDENTS:
+                continue
+            if name not in self._gauges:
+                self._gauges[name] = self.gauge(name)
+            self._gauges[name].set(value)
+
+    @abstractmethod
+    def gauge(self, name: str) -> Any:
+        """Make the gauge of this name."""
+
+
+def labels_of(incident: Incident) -> dict[str, str]:
+    """What incidents are counted by; empty where it is not known."""
+    labels = {"kind": incident.verdict.kind, "code": "", "action": ""}
+    if incident.findings:
+        labels["code"] = incident.findings[0].code
+    if incident.decision is not None:
+        labels["action"] = incident.decision.action
+    return labels
+
+
+def active_run(sink: Sink, given: Any, active: Any, start: str, argument: str = "run") -> Any:
+    """The run that was given, else the active one; ConfigError where there is none."""
+    if given is not None:
+        return given
+    if active is None:
+        name = type(sink).__name__
+        raise ConfigError(
+            f"{name} found no active run: call {start} first, or give {name}({argument})."
+        )
+    return active
 
 
 def backend(module: str, extra: str, sink: str) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from stepguard._errors import ConfigError
-from stepguard.integrations.sinks.base import ScalarSink, backend
+from stepguard.integrations.sinks.base import ScalarSink, active_run, backend
 from stepguard.records import Incident
 from stepguard.records.codec import to_plain
 from stepguard.report.sinks import PREFIX
@@ -24,15 +23,9 @@ class MlflowSink(ScalarSink):
 
     @property
     def _run_id(self) -> str:
-        if self._given is not None:
-            return self._given
         active = self._module.active_run()
-        if active is None:
-            raise ConfigError(
-                "MlflowSink found no active run: call mlflow.start_run() first, or give "
-                "MlflowSink(id)."
-            )
-        return str(active.info.run_id)
+        now = None if active is None else str(active.info.run_id)
+        return str(active_run(self, self._given, now, "mlflow.start_run()", "id"))
 
     def send(self, values: dict[str, float], step: int) -> None:
         metric = self._module.entities.Metric

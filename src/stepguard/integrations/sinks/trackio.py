@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepguard._errors import ConfigError
-from stepguard.integrations.sinks.base import ScalarSink, backend
+from stepguard.integrations.sinks.base import ScalarSink, active_run, backend
 from stepguard.records import Incident
 from stepguard.report.sinks import PREFIX
 
@@ -24,13 +23,7 @@ class TrackioSink(ScalarSink):
 
     @property
     def _run(self) -> Any:
-        run = self._given if self._given is not None else self._active.get()
-        if run is None:
-            raise ConfigError(
-                "TrackioSink found no active run: call trackio.init(project=...) first, or give "
-                "TrackioSink(run)."
-            )
-        return run
+        return active_run(self, self._given, self._active.get(), "trackio.init(project=...)")
 
     def send(self, values: dict[str, float], step: int) -> None:
         # A value and not `step=`: that would move the step trackio counts for the user's own logs.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepguard._errors import ConfigError
-from stepguard.integrations.sinks.base import ScalarSink, backend
+from stepguard.integrations.sinks.base import ScalarSink, active_run, backend
 from stepguard.records import Incident
 from stepguard.report.sinks import PREFIX
 
@@ -25,11 +24,7 @@ class WandbSink(ScalarSink):
 
     @property
     def _run(self) -> Any:
-        run = self._given if self._given is not None else self._module.run
-        if run is None:
-            raise ConfigError(
-                "WandbSink found no active run: call wandb.init() first, or give WandbSink(run)."
-            )
+        run = active_run(self, self._given, self._module.run, "wandb.init()")
         if run is not self._prepared:
             # A step axis of its own: `step=` would clash with the steps that wandb counts for the
             # user's own run.log calls.
