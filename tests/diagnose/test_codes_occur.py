@@ -1,6 +1,6 @@
 """Causes that no case of the zoo yields come out of real runs here; one is a note and not counted.
 
-With the zoo (zoo) this shows that every cause the README counts can occur.
+With the zoo this shows that every cause the README counts can occur.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def test_every_counted_cause_has_a_real_run(code: str) -> None:
         assert code in (ROOT / ELSEWHERE[code]).read_text(encoding="utf-8")
         return
     here = f"def test_{code.lower()}_" in Path(__file__).read_text(encoding="utf-8")
-    zoo = [path.read_text(encoding="utf-8") for path in (ROOT / "zoo").glob("*.py")]
+    zoo = [path.read_text(encoding="utf-8") for path in (ROOT / "zoo/scenes").glob("*.py")]
     # The first code of a case is the one it is named for.
     assert here or any(re.search(rf'accepted=\("{code}"', text) for text in zoo)
 
