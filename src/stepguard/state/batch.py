@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
 from stepguard.state.buffers import BufferKeeper
-from stepguard.state.files import is_array
+from stepguard.state.python_state import is_array
 from stepguard.state.rng import RngState
 from stepguard.tensors.names import dotted, optimizer_parameters
 from stepguard.tensors.values import is_finite
