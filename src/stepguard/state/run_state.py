@@ -21,11 +21,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import StateError
-from stepguard.state.batch import KnownTensors, NotPlainError, tree_from_json, tree_to_json
+from stepguard.state.batch import (
+    KnownTensors,
+    NotPlainError,
+    Refill,
+    in_containers_of,
+    tree_from_json,
+    tree_to_json,
+)
 from stepguard.state.buffers import fill_module, module_misfit, module_tensors, why_not_kept
 from stepguard.state.python_state import ModuleCounters
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_from_facts, rng_to_facts
-from stepguard.state.sharded import Refill, in_containers_of, show_shards
+from stepguard.state.sharded import show_shards
 from stepguard.tensors.names import (
     TensorPart,
     is_distributed,
