@@ -60,25 +60,15 @@ def plain(tensor: Tensor) -> Tensor:
 def flaws(tensor: Tensor) -> Flaws:
     """Say whether there is a NaN or an Inf. Beside a NaN an Inf is not reported."""
     values = plain(tensor)
-    # A finite sum proves it. Finite elements may overflow their sum: then the extremes decide.
-    if values.numel() == 0 or _finite_sum(values):
+    if not values.numel():
         return CLEAN
-    return _flaws_by_extremes(values)
-
-
-def _finite_sum(values: Tensor) -> bool:
     try:
-        return math.isfinite(values.sum().item())
-    except (RuntimeError, NotImplementedError):
-        # torch has no reductions of 8-bit floats.
-        return False
-
-
-def _flaws_by_extremes(values: Tensor) -> Flaws:
-    try:
+        # A finite sum proves it. Finite elements may overflow their sum: then the extremes decide.
+        if math.isfinite(values.sum().item()):
+            return CLEAN
         low, high = torch.aminmax(values)
     except (RuntimeError, NotImplementedError):
-        # as above; float32 holds every value of theirs
+        # torch has no reductions of 8-bit floats; float32 holds every value of theirs.
         low, high = torch.aminmax(values.float())
     # Both extremes of a tensor with a NaN are NaN.
     extremes = (low.item(), high.item())
@@ -121,9 +111,7 @@ def storage_key(tensor: Tensor) -> int:
     except (RuntimeError, NotImplementedError):
         # A wrapper around tensors, a sparse one for instance, has no memory of its own.
         values = plain(tensor)
-        if values is tensor:
-            return 0
-        return values.untyped_storage().data_ptr()
+        return 0 if values is tensor else values.untyped_storage().data_ptr()
 
 
 # --- Measure a tensor for an Operand record: extremes, counts and the one element that matters.
@@ -136,31 +124,33 @@ MOST_COUNTED = 1 << 20
 
 def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
     """Count and bound the elements; `index` is shown, by default the first non-finite one."""
-    if not numeric(tensor):
-        return _summarise_integers(name, tensor, index)
-    # An operation on a DTensor would wait for ranks that do not look.
-    tensor = local_part(tensor)
-    values = plain(tensor)
-    clean = is_finite(tensor)
-    finite = values
-    if not clean:
-        finite = values[torch.isfinite(values)]
-        if index is None:
-            index = first_broken(tensor)
-    low, high = _extremes(finite)
-    return Operand(
+    floats = numeric(tensor)
+    if floats:
+        # An operation on a DTensor would wait for ranks that do not take part.
+        tensor = local_part(tensor)
+    clean = not floats or is_finite(tensor)
+    if not clean and index is None:
+        index = first_broken(tensor)
+    operand = Operand(
         name=name,
         dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
-        min=low,
-        max=high,
+        index=index,
+        value=element(tensor, index),
+    )
+    if not floats and tensor.layout is not torch.strided:
+        return operand
+    values = plain(tensor) if floats else tensor
+    finite = values if clean else values[torch.isfinite(values)]
+    return replace(
+        operand,
+        min=float(finite.min()) if finite.numel() else None,
+        max=float(finite.max()) if finite.numel() else None,
         nan=0 if clean else int(torch.isnan(values).sum()),
         posinf=0 if clean else int(torch.isposinf(values).sum()),
         neginf=0 if clean else int(torch.isneginf(values).sum()),
         zeros=values.numel() - int(torch.count_nonzero(values)),
-        index=index,
-        value=element(tensor, index),
-        exponents=_exponents(finite),
+        exponents=_exponents(finite) if floats else (),
     )
 
 
@@ -171,32 +161,10 @@ def _exponents(finite: Tensor) -> tuple[tuple[int, int], ...]:
     if part.dtype is not torch.float64:
         # frexp knows no half precision; single precision holds all of its numbers
         part = part.float()
-    part = part[part != 0]
-    _, exponents = torch.frexp(part)
+    _, exponents = torch.frexp(part[part != 0])
     found, counts = torch.unique(exponents, return_counts=True)
     # frexp's mantissas lie from 0.5 to 1
     return tuple((n - 1, count) for n, count in zip(found.tolist(), counts.tolist(), strict=True))
-
-
-def _summarise_integers(name: str, tensor: Tensor, index: Index | None) -> Operand:
-    operand = Operand(
-        name=name,
-        dtype=dtype_name(tensor.dtype),
-        shape=tuple(tensor.shape),
-        index=index,
-        value=element(tensor, index),
-    )
-    if tensor.layout is not torch.strided:
-        return operand
-    low, high = _extremes(tensor)
-    zeros = tensor.numel() - int(torch.count_nonzero(tensor))
-    return replace(operand, min=low, max=high, zeros=zeros)
-
-
-def _extremes(values: Tensor) -> tuple[float | None, float | None]:
-    if not values.numel():
-        return None, None
-    return float(values.min()), float(values.max())
 
 
 def of_number(name: str, value: float) -> Operand:
@@ -248,15 +216,9 @@ def broadcast_index(index: Index, shape: Index) -> Index | None:
         return None
     # Broadcasting aligns the last axes.
     tail = index[len(index) - len(shape) :]
-    position = []
-    for at, size in zip(tail, shape, strict=True):
-        if size == 1:
-            position.append(0)
-        elif at < size:
-            position.append(at)
-        else:
-            return None
-    return tuple(position)
+    if any(size != 1 and at >= size for at, size in zip(tail, shape, strict=True)):
+        return None
+    return tuple(min(at, size - 1) for at, size in zip(tail, shape, strict=True))
 
 
 def broadcasts(shape: Index, to: Index) -> bool:
@@ -412,33 +374,20 @@ def attribute(
     """`exact`: the operator works element by element and comparing positions is affordable."""
     bad = [read for read in reads if read.flaws]
     bad_constant = not all(map(math.isfinite, numbers))
-    explained = bool(bad) or bad_constant
-    if exact and explained and all(_same_layout(read, out) for read in bad):
-        return _by_position(bad, bad_constant, out)
-    return _by_whole_tensor(bad, bad_constant, flaws)
-
-
-def _by_whole_tensor(bad: list[Read], bad_constant: bool, flaws: Flaws) -> Attribution:
-    harmful = tuple(read for read in bad if read.harmful)
-    if harmful:
-        return Attribution(harmful, first_bad=False, intended_inf=False)
-    intended_input = bad_constant or bool(bad)
-    first_bad = flaws.nan or not intended_input
-    return Attribution((), first_bad=first_bad, intended_inf=not first_bad)
-
-
-def _same_layout(read: Read, out: Tensor) -> bool:
-    if read.tensor.layout is not torch.strided or out.layout is not torch.strided:
-        return False
-    return broadcasts(tuple(read.tensor.shape), tuple(out.shape))
-
-
-def _by_position(bad: list[Read], bad_constant: bool, out: Tensor) -> Attribution:
+    for tensor in [out, *(read.tensor for read in bad)]:
+        strided = tensor.layout is torch.strided
+        exact = exact and strided and broadcasts(tuple(tensor.shape), tuple(out.shape))
+    if not exact or not (bad or bad_constant):
+        harmful_reads = tuple(read for read in bad if read.harmful)
+        if harmful_reads:
+            return Attribution(harmful_reads, first_bad=False, intended_inf=False)
+        first_bad = flaws.nan or not (bad or bad_constant)
+        return Attribution((), first_bad=first_bad, intended_inf=not first_bad)
     out_bad = broken(out)
     harmful = torch.zeros_like(out_bad)
     # A constant operand is broadcast: it meets every element.
     intended = torch.full_like(out_bad, bad_constant)
-    causes = []
+    causes: tuple[Read, ...] = ()
     for read in bad:
         read_bad = broken(read.tensor)
         if read.intended_inf:
@@ -446,12 +395,12 @@ def _by_position(bad: list[Read], bad_constant: bool, out: Tensor) -> Attributio
             continue
         harmful |= read_bad
         if bool((read_bad & out_bad).any()):
-            causes.append(read)
+            causes = (*causes, read)
     # -inf + -inf is -inf, but a mask can also meet 0 or +inf: a NaN is always the operation's own.
     new = out_bad & ~harmful & (~intended | torch.isnan(out))
     if not bool(new.any()):
-        return Attribution(tuple(causes), first_bad=False, intended_inf=not causes)
-    return Attribution(tuple(causes), first_bad=True, intended_inf=False, where=new)
+        return Attribution(causes, first_bad=False, intended_inf=not causes)
+    return Attribution(causes, first_bad=True, intended_inf=False, where=new)
 
 
 # --- Facts on one operator: argument names, what it writes, whether it works element by element.
@@ -537,9 +486,7 @@ class Operator:
     def bad_number(self, numbers: list[tuple[str, float]]) -> tuple[str, float] | None:
         """Find a NaN among the numbers, or an infinity where the operator computes with it."""
         for name, value in numbers:
-            if math.isnan(value):
-                return name, value
-            if math.isinf(value) and self.name not in TAKES_INFINITY:
+            if math.isnan(value) or (math.isinf(value) and self.name not in TAKES_INFINITY):
                 return name, value
         return None
 
@@ -575,17 +522,16 @@ def describe(func: Any) -> Operator:
     """Describe the overload that a dispatch mode is handed."""
     schema = func._schema
     name = str(func._overloadpacket)
-    arguments = []
-    written = set()
-    for argument in schema.arguments:
-        arguments.append(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.add(argument.name)
+    written = [
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     aliased = any(returned.alias_info is not None for returned in schema.returns)
     return Operator(
         name=name,
         namespace=func.namespace,
-        arguments=tuple(arguments),
+        arguments=tuple(argument.name for argument in schema.arguments),
         written=frozenset(written),
         views=aliased and not written,
         pointwise=torch.Tag.pointwise in func.tags or name in POINTWISE,

@@ -73,49 +73,37 @@ def repeats(replayer: Replayer) -> bool:
     A clean step that repeats exactly was hit by something from outside. One that does not is itself
     unsteady: a race, an unordered reduction, random numbers that are not restored.
     """
-    runs = [_results(replayer), _results(replayer)]
-    while len(runs) < REPETITIONS and replayer.budget.affords(1.0):
-        runs.append(_results(replayer))
-    return all(_same(run, runs[0]) for run in runs[1:])
-
-
-def _results(replayer: Replayer) -> list[Tensor]:
-    """Run the step once; return its losses and gradients."""
-    replayer.clear_gradients()
-    results: list[Tensor | None] = []
-    for micro in range(len(replayer.step.micro_batches)):
-        results.append(replayer.run(micro).loss)
-    for parameter in replayer.parameters.values():
-        results.append(parameter.grad)
-    return [tensor.detach().clone() for tensor in results if tensor is not None]
-
-
-def _same(one: list[Tensor], other: list[Tensor]) -> bool:
-    if len(one) != len(other):
-        return False
-    # NaN differs from itself: a repetition that turns bad is not the same either.
-    return all(torch.equal(plain(a), plain(b)) for a, b in zip(one, other, strict=True))
+    runs: list[list[Tensor]] = []
+    while len(runs) < 2 or (len(runs) < REPETITIONS and replayer.budget.affords(1.0)):
+        replayer.clear_gradients()
+        micros = range(len(replayer.step.micro_batches))
+        results = [replayer.run(micro).loss for micro in micros]
+        results += [parameter.grad for parameter in replayer.parameters.values()]
+        runs.append([tensor.detach().clone() for tensor in results if tensor is not None])
+    for run in runs[1:]:
+        # NaN differs from itself: a repetition that turns bad is not the same either.
+        pairs = zip(run, runs[0], strict=False)
+        same = all(torch.equal(plain(one), plain(other)) for one, other in pairs)
+        if len(run) != len(runs[0]) or not same:
+            return False
+    return True
 
 
 def _compiled(step: Step) -> bool:
     """True if torch.compile made anything of the step."""
-    for function in (step.loss_fn, step.model):
-        # torch.compile keeps what it was given: a function in the one, a module in the other.
-        if hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod"):
-            return True
-    for root in (step.model, *step.modules.values()):
-        if any(_compiled_module(module) for module in root.modules()):
-            return True
-    return False
-
-
-def _compiled_module(module: nn.Module) -> bool:
-    """True for the result of `torch.compile(module)` and after `module.compile()`."""
-    if hasattr(module, "_orig_mod"):
+    if hasattr(step.loss_fn, "_torchdynamo_orig_callable"):
         return True
-    # A guard that records the model's calls stands in the same place, around what was there.
-    present = compiled_call(module)
-    return getattr(present, "below", present) is not None
+    roots = (step.model, *step.modules.values())
+    for part in (step.loss_fn, *(module for root in roots for module in root.modules())):
+        # The result of `torch.compile(module)`.
+        if hasattr(part, "_orig_mod"):
+            return True
+        # After `module.compile()`. A guard that records the model's calls stands in the same place,
+        # around what was there.
+        present = compiled_call(part) if isinstance(part, nn.Module) else None
+        if getattr(present, "below", present) is not None:
+            return True
+    return hasattr(step.model, "_torchdynamo_orig_callable")
 
 
 # --- Find the guilty samples of a micro-batch.
@@ -155,7 +143,15 @@ def with_samples(origin: Origin, found: FirstBad, traced: Traced, replayer: Repl
         return origin
     batch = replayer.step.micro_batches[traced.micro_batch]
     trial = Trial(replayer, traced.micro_batch, batch, backward=traced.ran.loss_finite)
-    suspects = _suspects(found, origin, batch, trial.count)
+    # The positions of the bad elements point to samples.
+    suspects: list[int] = []
+    call = found.call
+    if origin.phase == "input" and origin.tensor is not None:
+        bad = ~plain(dict(batches.named_tensors(batch))[origin.tensor]).isfinite()
+        if bad.dim() and bad.shape[0] == trial.count:
+            suspects = bad_rows(bad)
+    elif call.shape:
+        suspects = suspects_from_rows(call.rows, call.shape[0], trial.count)
     guilty = _search(trial, suspects, origin, batch, replayer.budget)
     if guilty:
         origin = with_evidence(origin, _contrast(batch, guilty, trial.count))
@@ -191,20 +187,6 @@ def _search(
     return guilty
 
 
-def _suspects(found: FirstBad, origin: Origin, batch: Any, count: int) -> list[int]:
-    """List the samples that the positions of the bad elements point to."""
-    if origin.phase == "input" and origin.tensor is not None:
-        tensor = dict(batches.named_tensors(batch))[origin.tensor]
-        bad = ~plain(tensor).isfinite()
-        if not bad.dim() or bad.shape[0] != count:
-            return []
-        return bad_rows(bad)
-    call = found.call
-    if not call.shape:
-        return []
-    return suspects_from_rows(call.rows, call.shape[0], count)
-
-
 def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> Evidence:
     """Compare the largest magnitude in the guilty samples with that in all others."""
     inside = [0.0]
@@ -216,10 +198,7 @@ def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> Evidence:
         if not values.numel():
             continue
         for sample, largest in enumerate(values.amax(1).tolist()):
-            if sample in guilty:
-                inside.append(largest)
-            else:
-                outside.append(largest)
+            (inside if sample in guilty else outside).append(largest)
     return Evidence(sample_max=max(inside), others_max=max(outside))
 
 
@@ -233,7 +212,12 @@ def outlying_rows(step: int, micro_batches: Sequence[Any]) -> Origin | None:
     for micro, batch in enumerate(micro_batches):
         count = samples_in(batch)
         for name, tensor in batches.named_tensors(batch):
-            if _comparable(tensor) and count in (None, tensor.shape[0]):
+            # Numbers in rows; flags and images as bytes have no outliers.
+            if not tensor.dim() or tensor.layout is not torch.strided or tensor.is_nested:
+                continue
+            numbers = numeric(tensor) or tensor.dtype in (torch.int64, torch.int32)
+            readable = numbers and not tensor.is_meta and tensor.numel()
+            if readable and count in (None, tensor.shape[0]):
                 kind = (name, not numeric(tensor), tensor.numel() == tensor.shape[0])
                 rows.setdefault(kind, []).append((micro, _magnitudes(tensor)))
     best: Origin | None = None
@@ -260,15 +244,6 @@ def outlying_rows(step: int, micro_batches: Sequence[Any]) -> Origin | None:
             evidence=Evidence(sample_max=largest, others_max=others),
         )
     return best
-
-
-def _comparable(tensor: Tensor) -> bool:
-    """Numbers in rows; flags and images as bytes have no outliers."""
-    if not tensor.dim() or tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    if tensor.is_meta or not tensor.numel():
-        return False
-    return numeric(tensor) or tensor.dtype in (torch.int64, torch.int32)
 
 
 def _magnitudes(tensor: Tensor) -> Tensor:
@@ -419,22 +394,17 @@ def _confirmed(trial: Trial, guilty: Sequence[int]) -> bool:
     innocent = trial.without(guilty)
     if trial.bad(innocent) is not False:
         return False
-    return all(_suffices(trial, sample, innocent) for sample in guilty)
-
-
-def _suffices(trial: Trial, sample: int, innocent: Sequence[int]) -> bool:
-    """True if a smaller batch with this sample is bad too.
-
-    Where a sum overflows by its length, leaving out any sample helps: none is guilty.
-    """
-    pair = [sample]
-    if trial.count > 2:
-        # With a second sample batch statistics can be computed.
-        pair = sorted([sample, innocent[0]])
-    if trial.bad(pair) is True:
-        return True
-    nearly_all = sorted([sample, *innocent[1:]])
-    return len(nearly_all) > len(pair) and trial.bad(nearly_all) is True
+    for sample in guilty:
+        # A smaller batch with this sample must be bad too. Where a sum overflows by its length,
+        # leaving out any sample helps: none is guilty. With a second sample batch statistics can
+        # be computed.
+        pair = sorted([sample, innocent[0]]) if trial.count > 2 else [sample]
+        if trial.bad(pair) is True:
+            continue
+        nearly_all = sorted([sample, *innocent[1:]])
+        if len(nearly_all) <= len(pair) or trial.bad(nearly_all) is not True:
+            return False
+    return True
 
 
 def _bisect(trial: Trial) -> list[int]:
@@ -448,22 +418,18 @@ def _bisect(trial: Trial) -> list[int]:
         if verdict is None:
             other = trial.bad(right)
             if other is None:
-                return _one_by_one(trial, group)
+                break
             verdict = not other
         group = left if verdict else right
-    return group
-
-
-def _one_by_one(trial: Trial, group: Sequence[int]) -> list[int]:
-    """Leave out single samples, where neither half of the batch runs.
-
-    A batch that does not run without one sample either, as a graph, cannot be cut at all.
-    """
+    if len(group) == 1:
+        return group
+    # Neither half of the batch runs: leave out single samples.
     for sample in group[:MOST_GUILTY]:
         verdict = trial.bad(trial.without([sample]))
         if verdict is None:
+            # It does not run without one sample either, as a graph: it cannot be cut at all.
             trial.whole_only = True
-            return []
+            break
         if verdict is False:
             return [sample]
     return []

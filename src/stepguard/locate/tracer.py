@@ -165,24 +165,36 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         # Exotic tensors must not stop the user's code: an operator whose tensors cannot be tested
         # is named and passed through.
+        exotic = (RuntimeError, NotImplementedError, TypeError)
+        return self._run_recorded(func, args, kwargs, exotic)
+
+    def _run_recorded(
+        self, func: Any, args: Any, kwargs: dict[str, Any], faults: tuple[type[Exception], ...]
+    ) -> Any:
+        invocation = None
         try:
             invocation = self._inspect(func, args, kwargs)
-        except (RuntimeError, NotImplementedError, TypeError):
-            self.unseen.add(str(func._overloadpacket))
-            invocation = None
+        except faults as fault:
+            self._failed(func, fault)
         result = func(*args, **kwargs)
         try:
             if invocation is not None:
                 self._record(invocation, result)
-        except (RuntimeError, NotImplementedError, TypeError):
-            self.unseen.add(str(func._overloadpacket))
+        except faults as fault:
+            self._failed(func, fault)
         return result
+
+    def _failed(self, func: Any, fault: Exception) -> None:
+        self.unseen.add(str(func._overloadpacket))
 
     def _inspect(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Invocation | None:
         """Note what goes in, before the operation runs; None if the operation is not recorded."""
         operator = describe(func)
         if operator.name == READS_A_NUMBER:
-            self._note_number_read(args[0])
+            # `.item()`: a bad number that is used afterwards comes from this tensor.
+            maker = self.maker_of(args[0])
+            if maker is not None and maker.out and numeric(args[0]) and flaws(args[0]):
+                self._bad_number = maker
         if operator.views or operator.name in TESTS:
             return None
         entries = operator.entries(args, kwargs)
@@ -196,12 +208,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
         selects = operator.selects(entries)
         return Invocation(operator, func, kept_args, kept_kwargs, reads, numbers, selects)
-
-    def _note_number_read(self, tensor: Tensor) -> None:
-        """`.item()`: a bad number that is used afterwards comes from this tensor."""
-        maker = self.maker_of(tensor)
-        if maker is not None and maker.out and numeric(tensor) and flaws(tensor):
-            self._bad_number = maker
 
     def _read(self, entry: OperatorEntry, operator: Operator) -> Read:
         tensor = entry.value
@@ -280,23 +286,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # The function that torch made for the backward of an operator.
                 self._functions[-1].name = operator.name
         call.numeric = any(map(numeric, results))
-        call.rounded_to_zero = _rounded_to_zero(invocation, results)
+        if results and results[0].dtype is torch.float16:
+            # A constant that is 0 in the results' dtype, as 1e-8 is.
+            tiny = [number for _, number in invocation.numbers if 0 < abs(number) < LEAST_HALF]
+            call.rounded_to_zero = tiny[0] if tiny else None
         for position, tensor in enumerate(results):
-            self._record_result(call, invocation, tensor, position)
-
-    def _record_result(
-        self, call: Call, invocation: Invocation, tensor: Tensor, position: int
-    ) -> None:
-        found = CLEAN
-        # Uninitialised memory holds whatever was there: only reading it can be a mistake.
-        if numeric(tensor) and not call.uninitialised:
-            found = flaws(tensor)
-            self._note_reach(call, tensor)
-        if found and invocation.operator.foreach and not call.first_bad:
-            self._attribute(call, invocation.only(position), tensor, found)
-        elif found and not call.out:
-            self._attribute(call, invocation, tensor, found)
-        self._remember_maker(tensor, call, found)
+            found = CLEAN
+            # Uninitialised memory holds whatever was there: only reading it can be a mistake.
+            if numeric(tensor) and not call.uninitialised:
+                found = flaws(tensor)
+                self._note_reach(call, tensor)
+            if found and operator.foreach and not call.first_bad:
+                self._attribute(call, invocation.only(position), tensor, found)
+            elif found and not call.out:
+                self._attribute(call, invocation, tensor, found)
+            self._remember_maker(tensor, call, found)
 
     def _note_reach(self, call: Call, tensor: Tensor) -> None:
         if self.measures_reach:
@@ -310,28 +314,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node: Any = current_autograd_node()
         if node is None:
             call.line = user_line()
-            self._link_to_node(call)
-            return call
-        caller = backward_caller()
-        call.line = caller.line
-        if caller.recomputed:
-            # A checkpointed block computes its forward again inside a backward node.
-            call.stage = "forward"
-            call.evidence = Evidence(recomputed=True)
-        elif call.module is not None:
-            # A module called autograd.grad in its forward (gradient penalty, forces).
-            call.stage = "forward"
-            call.node = node.name()
         else:
-            call.stage = "backward"
-            call.node = node.name()
-            call.sequence = node._sequence_nr()
-            return call
-        self._link_to_node(call)
-        return call
-
-    def _link_to_node(self, call: Call) -> None:
-        """Find out which autograd node the operation created, so that the backward leads to it."""
+            call.line, recomputed = backward_caller()
+            if recomputed:
+                # A checkpointed block computes its forward again inside a backward node.
+                call.stage = "forward"
+                call.evidence = Evidence(recomputed=True)
+            else:
+                call.node = node.name()
+                if call.module is None:
+                    call.stage = "backward"
+                    call.sequence = node._sequence_nr()
+                    return call
+                # A module called autograd.grad in its forward (gradient penalty, forces).
+                call.stage = "forward"
+        # Which autograd node did the operation create? The backward leads to it by its number.
         # Autograd creates the node before it hands the operation to the dispatch mode, and each
         # node takes the next number: the number has moved if this operation is differentiable.
         sequence = next_sequence_number()
@@ -342,6 +339,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.owners[call.sequence] = call
             if call.line is not None:
                 self.lines[call.sequence] = call.line
+        return call
 
     def _attribute(self, call: Call, invocation: Invocation, out: Tensor, found: Flaws) -> None:
         """Fill in where the bad elements of `out` come from."""
@@ -349,31 +347,36 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for read in used:
             if not read.flaws and read.name not in STATISTICS:
                 self._retest(read)
-        exact = invocation.operator.pointwise and self._can_compare(out, used)
+        # A comparison by position is charged to the budget of elements.
+        cost = out.numel() * (1 + sum(bool(read.flaws) for read in used))
+        exact = invocation.operator.pointwise and cost <= self._exact_left
+        if exact:
+            self._exact_left -= cost
         numbers = [number for _, number in invocation.numbers]
         why = attribute(used, numbers, out, found, exact)
         call.causes = (*call.causes, *(read.maker for read in why.causes))
         call.out = found
         call.intended_inf = why.intended_inf and not call.causes
         call.first_bad = why.first_bad
-        self._follow_bad_number(call)
+        if call.number is not None and self._bad_number is not None:
+            # Lead from a bad number to the tensor that .item() read it from.
+            call.causes = (*call.causes, self._bad_number)
+            call.number = None
+            call.intended_inf = False
+            call.first_bad = False
         call.shape = tuple(out.shape)
         shrinks = any(out.numel() < read.tensor.numel() for read in used)
         call.reduces = shrinks and call.op not in MOVES
         self._note_poisoned_node(call)
-        if self._measured < MOST_MEASURED and self._is_telling(call):
+        # Its operands may be part of the explanation. One autograd node runs several operations;
+        # any of them may show why it went bad.
+        in_bad_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
+        telling = call.intended_inf and (call.reduces or call.number is not None)
+        telling = telling or call.first_bad or in_bad_node
+        if telling and self._measured < MOST_MEASURED:
             self._measured += 1
             call.rows, call.bad_positions = _positions(out, why.where)
             measure(BadOp(call, invocation, out, why.where))
-
-    def _follow_bad_number(self, call: Call) -> None:
-        """Lead from a bad number to the tensor that .item() read it from."""
-        if call.number is None or self._bad_number is None:
-            return
-        call.causes = (*call.causes, self._bad_number)
-        call.number = None
-        call.intended_inf = False
-        call.first_bad = False
 
     def _note_poisoned_node(self, call: Call) -> None:
         if call.stage != "backward":
@@ -382,24 +385,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         enters_here = any(cause.stage != "backward" for cause in call.causes)
         if call.first_bad or enters_here:
             self._poisoned_nodes.add(call.sequence)
-
-    def _is_telling(self, call: Call) -> bool:
-        """True if the operands of this call may be part of the explanation."""
-        if call.first_bad:
-            return True
-        # One autograd node runs several operations; any of them may show why it went bad.
-        if call.stage == "backward" and call.sequence in self._poisoned_nodes:
-            return True
-        return call.intended_inf and (call.reduces or call.number is not None)
-
-    def _can_compare(self, out: Tensor, used: list[Read]) -> bool:
-        """Charge a comparison by position to the budget of elements; False if it is used up."""
-        flawed = [read for read in used if read.flaws]
-        cost = out.numel() * (1 + len(flawed))
-        if cost > self._exact_left:
-            return False
-        self._exact_left -= cost
-        return True
 
     def _remember_maker(self, tensor: Tensor, call: Call, found: Flaws) -> None:
         key = storage_key(tensor)
@@ -438,7 +423,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._active:
             return apply(*args, **kwargs)
         function = CustomFunction(cls.__name__.removesuffix("Generated"), self.modules.depth)
-        self._carefully(function.name, self._enter_function, function, args)
+        self._carefully(function.name, self._settle, args, function)
         self._functions.append(function)
         try:
             outputs = apply(*args, **kwargs)
@@ -446,10 +431,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._functions.pop()
         self._carefully(function.name, self._leave_function, function, args, outputs)
         return outputs
-
-    def _enter_function(self, function: CustomFunction, args: Any) -> None:
-        self._settle(args)
-        function.reads = self._read_all(args)
 
     def _leave_function(self, function: CustomFunction, args: Any, outputs: Any) -> None:
         for tensor in (*_tensors(outputs), *_tensors(args)):
@@ -471,20 +452,18 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if sequence not in self._nodes:
                 self._nodes[sequence] = function
 
+                def leave_node(grad_inputs: Any, grad_outputs: Any) -> None:
+                    """Test what the backward of the function returned."""
+                    reads = [*self._read_all(grad_outputs), *function.reads]
+                    for tensor in _tensors(grad_inputs):
+                        self._test(tensor, "function", function.name, reads)
+
                 def left(grad_inputs: Any, grad_outputs: Any) -> None:
                     if self._active:
-                        self._carefully(
-                            function.name, self._leave_node, function, grad_inputs, grad_outputs
-                        )
+                        self._carefully(function.name, leave_node, grad_inputs, grad_outputs)
 
                 node.register_hook(left)
         self._last_sequence = next_sequence_number()
-
-    def _leave_node(self, function: CustomFunction, grad_inputs: Any, grad_outputs: Any) -> None:
-        """Test what the backward of a custom function returned."""
-        reads = [*self._read_all(grad_outputs), *function.reads]
-        for tensor in _tensors(grad_inputs):
-            self._test(tensor, "function", function.name, reads)
 
     def enter_module(self, args: Any) -> None:
         if self._active:
@@ -503,12 +482,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.maker_of(tensor) is not None or storage_key(tensor) not in given:
                 self._test(tensor, "module", name, reads)
 
-    def _settle(self, values: Any) -> None:
+    def _settle(self, values: Any, function: CustomFunction | None = None) -> None:
         """Blame the code that runs now for bad values that appeared in memory known as good."""
         for tensor in _tensors(values):
             maker = self.maker_of(tensor)
             if maker is not None and not maker.uninitialised:
                 self._test(tensor, "code", user_function() or maker.op, [])
+        if function is not None:
+            function.reads = self._read_all(values)
 
     def settle_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Blame whoever allocated a gradient that is bad and that no operation read again."""
@@ -530,29 +511,28 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read.flaws = found
         function = self._innermost_function()
         if function is not None:
-            call = self._opaque(read.tensor, found, "function", function.name, function.reads)
+            read.maker = self._opaque(read.tensor, found, "function", function.name, function.reads)
         else:
             name = user_function() or read.maker.op
-            call = self._opaque(read.tensor, found, "code", name, [])
-        read.maker = call
+            read.maker = self._opaque(read.tensor, found, "code", name, [])
 
-    def _test(self, tensor: Tensor, kind: Boundary, name: str, reads: list[Read]) -> Call | None:
-        """Return a call for bad values of this tensor that no operation is known to have made."""
+    def _test(self, tensor: Tensor, kind: Boundary, name: str, reads: list[Read]) -> None:
+        """Record a call for bad values of this tensor that no operation is known to have made."""
         maker = self.maker_of(tensor)
         known = maker is not None and bool(maker.out)
         if known or not numeric(tensor) or storage_key(tensor) in self._exchanged:
-            return None
+            return
         found = flaws(tensor)
         if not found:
-            return None
+            return
         made_by = _cpp_function(_node_name(tensor)) if kind == "module" else None
         if made_by is not None:
-            return self._opaque(tensor, found, "function", made_by, reads)
+            self._opaque(tensor, found, "function", made_by, reads)
+            return
         call = self._opaque(tensor, found, kind, name, reads)
         if kind == "module" and maker is not None and maker.module == call.module:
             # Better than the line that called the module: where the memory was allocated.
             call.line = maker.line if maker.uninitialised else call.line
-        return call
 
     def _opaque(
         self, tensor: Tensor, found: Flaws, kind: Boundary, name: str, reads: list[Read]
@@ -694,16 +674,6 @@ def _keep_overwritten(
         return copies.get(id(value), value)
 
     return tree_map(kept, args), tree_map(kept, kwargs)
-
-
-def _rounded_to_zero(invocation: Invocation, results: list[Tensor]) -> float | None:
-    """Find a constant that is 0 in the results' dtype, as 1e-8 is in float16."""
-    if not results or results[0].dtype is not torch.float16:
-        return None
-    for _, number in invocation.numbers:
-        if 0 < abs(number) < LEAST_HALF:
-            return number
-    return None
 
 
 def _positions(out: Tensor, where: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
