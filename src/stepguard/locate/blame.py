@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from stepguard.locate.operands import COPIES, Call, ancestors, earliest, real_maker
+from stepguard.locate.operands import COPIES, Call, ancestors, earliest, real_maker, walk
 from stepguard.locate.tracer import MOST_POSITIONS, Tracer
 from stepguard.records.incident import NO_EVIDENCE, Evidence
 
@@ -106,19 +106,12 @@ class DiscardedValues:
 
 def _conditioned_on(selection: Call) -> set[int]:
     """Return the computed values that the condition depends on, behind comparisons and logic."""
-    stack = [parent for parent in selection.parents if not parent.numeric]
-    seen: set[int] = set()
-    values: set[int] = set()
-    while stack:
-        one = stack.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if one.numeric:
-            values.add(id(one))
-        else:
-            stack.extend(real_maker(parent) for parent in one.parents)
-    return values
+
+    def behind(call: Call) -> list[Call]:
+        return [] if call.numeric else [real_maker(parent) for parent in call.parents]
+
+    conditions = [parent for parent in selection.parents if not parent.numeric]
+    return {id(one) for one in walk(conditions, behind) if one.numeric}
 
 
 # --- From the bad loss or gradient back to the operation that made the first harmful value.
@@ -207,9 +200,7 @@ class _Walk:
         self._tracer = tracer
         self._targets = targets
         self._discarded = DiscardedValues(tracer)
-        reached: dict[int, Call] = {}
-        for target in targets:
-            reached.update((id(call), call) for call in ancestors(target))
+        reached = {id(call): call for target in targets for call in ancestors(target)}
         self._chain = sorted(reached.values(), key=lambda call: call.index)
         """Every call whose bad values reach a target, in the order in which they ran."""
         self._from_parameters: set[int] | None = None
@@ -318,15 +309,7 @@ class _Walk:
     def from_intended_inf(self) -> FirstBad | None:
         """The loss is infinite only by a constant: blame what computed with it or reduced it."""
         # The targets and every call whose bad output they read, directly or not.
-        seen: set[int] = set()
-        calls: list[Call] = []
-        stack = list(self._targets)
-        while stack:
-            call = stack.pop()
-            if id(call) not in seen:
-                seen.add(id(call))
-                calls.append(call)
-                stack.extend(call.flawed)
+        calls = list(walk(self._targets, lambda call: call.flawed))
         by_number = [call for call in calls if call.number is not None]
         found = earliest(by_number or [call for call in calls if call.reduces] or calls)
         if found is None:

@@ -30,6 +30,7 @@ from stepguard.locate.operands import (
     plain,
     real_maker,
     summarise,
+    walk,
 )
 from stepguard.records.incident import NO_EVIDENCE, Evidence, Operand, Origin, Reading
 from stepguard.state.batch import Step
@@ -487,17 +488,8 @@ def _division(bad_op: BadOp) -> Evidence:
 
 def _learned(maker: Call) -> bool:
     """Was it computed from parameters without a comparison in between (as counting has)?"""
-    seen: set[int] = set()
-    stack = [maker]
-    while stack:
-        one = stack.pop()
-        if id(one) in seen or not one.numeric:
-            continue
-        if one.op.startswith("param:"):
-            return True
-        seen.add(id(one))
-        stack.extend(one.parents)
-    return False
+    behind = walk([maker], lambda one: one.parents if one.numeric else ())
+    return any(one.numeric and one.op.startswith("param:") for one in behind)
 
 
 def _domain(bad_op: BadOp) -> Evidence:
@@ -614,18 +606,10 @@ def _computed_by(maker: Call | None) -> str | None:
 
 def _only_batch_tensor(maker: Call | None) -> str | None:
     """The batch tensor an operand was computed from, if from nothing else that is stored."""
-    seen: set[int] = set()
-    roots: set[str] = set()
-    stack = [] if maker is None else [maker]
-    while stack:
-        one = stack.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if one.stage == "stored" and not one.op.startswith("constant"):
-            roots.add(one.op)
-        stack.extend(one.parents)
-    root = roots.pop() if len(roots) == 1 else ""
+    stored = walk([] if maker is None else [maker], lambda one: one.parents)
+    names = {one.op for one in stored if one.stage == "stored"}
+    roots = [name for name in names if not name.startswith("constant")]
+    root = roots[0] if len(roots) == 1 else ""
     return root if root.startswith("batch:") else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -312,16 +312,21 @@ def real_maker(call: Call) -> Call:
     return call
 
 
-def ancestors(call: Call) -> Iterator[Call]:
-    """Yield the call and every call whose bad values reach it."""
+def walk(calls: Iterable[Call], onward: Callable[[Call], Iterable[Call]]) -> Iterator[Call]:
+    """Yield the calls and all that `onward` leads to from them, each once."""
     seen: set[int] = set()
-    stack = [call]
+    stack = list(calls)
     while stack:
         one = stack.pop()
         if id(one) not in seen:
             seen.add(id(one))
             yield one
-            stack.extend(one.causes)
+            stack.extend(onward(one))
+
+
+def ancestors(call: Call) -> Iterator[Call]:
+    """Yield the call and every call whose bad values reach it."""
+    return walk([call], lambda one: one.causes)
 
 
 def earliest(calls: list[Call]) -> Call | None:

@@ -292,17 +292,40 @@ def place_exception(
     `budget`: how long that may take, in runs of this micro-batch.
     """
     origin = replace(origin, method="replay", micro_batch=micro)
+    batch = step.micro_batches[micro]
+    parameters = optimizer_parameters(step.optimizer)
+    clock = clock_for(on_host=all(p.device.type == "cpu" for p in parameters))
+    count = batches.sample_count(batch)
+
+    def raises(part: Any) -> bool | None:
+        """True if it raises the same type; None if another, so that nothing can be said."""
+        keeper.restore()
+        step.buffers.restore()
+        restore_rng(step.rng[micro])
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                attempt(batches.duplicate(part))
+        except Exception as again:
+            return True if type(again) is type(error) else None
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+        return False
+
+    def bad_with(keep: Sequence[int]) -> bool | None:
+        if not keep or clock() > deadline:
+            return None
+        return raises(batches.subset(batch, list(keep), count))
+
     with untouched(step) as keeper:
-        trial = _Trial(step, micro, keeper.restore, attempt, type(error))
-        began = trial.clock()
+        began = clock()
         operations = _FailedOperation()
         with operations:
-            again = trial.raises(step.micro_batches[micro])
+            again = raises(batch)
         if again is not True:
             return replace(origin, reproduced=False)
-        one_run = trial.clock() - began
-        trial.deadline = trial.clock() + (budget - 1.0) * one_run + GRACE
-        guilty = samples.guilty_samples(trial, ())
+        deadline = clock() + (budget - 1.0) * (clock() - began) + GRACE
+        guilty = samples.guilty_samples(count, bad_with) or ()
     return replace(origin, reproduced=True, op=operations.failed, samples=guilty)
 
 
@@ -335,50 +358,6 @@ def whole_attempt(step: Step, origin: Origin) -> Attempt:
             torch.autograd.backward(loss)
 
     return attempt
-
-
-class _Trial(samples.Trial):
-    """Runs a micro-batch with some of its samples; bad means that it raises the same type."""
-
-    def __init__(
-        self,
-        step: Step,
-        micro: int,
-        prepare: Callable[[], None],
-        attempt: Attempt,
-        kind: type[Exception],
-    ) -> None:
-        self._batch = step.micro_batches[micro]
-        self._rng = step.rng[micro]
-        self._prepare = prepare
-        self._attempt = attempt
-        self._kind = kind
-        self._parameters = optimizer_parameters(step.optimizer)
-        self._buffers = step.buffers
-        self.count = batches.sample_count(self._batch)
-        self.whole_only = False
-        self.clock = clock_for(on_host=all(p.device.type == "cpu" for p in self._parameters))
-        self.deadline = math.inf
-
-    def bad(self, keep: Sequence[int]) -> bool | None:
-        if not keep or self.clock() > self.deadline:
-            return None
-        return self.raises(batches.subset(self._batch, list(keep), self.count))
-
-    def raises(self, batch: Any) -> bool | None:
-        """True if it raises the same type; None if another, so that nothing can be said."""
-        self._prepare()
-        self._buffers.restore()
-        restore_rng(self._rng)
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                self._attempt(batches.duplicate(batch))
-        except Exception as error:
-            return True if type(error) is self._kind else None
-        finally:
-            for parameter in self._parameters:
-                parameter.grad = None
-        return False
 
 
 class _FailedOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]

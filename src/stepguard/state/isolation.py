@@ -155,11 +155,14 @@ def model_finite(step: Step, *, scale: float = 1.0) -> bool:
             outputs, gradients = step.model_fn(batch)
             if not all(map(is_finite, outputs)):
                 return False
-            arrived = [
-                (o, g / scale) for o, g in zip(outputs, gradients, strict=True) if g is not None
-            ]
-            if arrived:
-                torch.autograd.backward(*map(list, zip(*arrived, strict=True)))
+            reached: list[Tensor] = []
+            received: list[Tensor] = []
+            for output, gradient in zip(outputs, gradients, strict=True):
+                if gradient is not None:
+                    reached.append(output)
+                    received.append(gradient / scale)
+            if reached:
+                torch.autograd.backward(reached, received)
         gradients = [p.grad for p in step.given_gradients()]
         return all(gradient is None or is_finite(gradient) for gradient in gradients)
 
