@@ -252,7 +252,7 @@ def read_tensors(
         held: dict[str, Tensor] = {}
         for plan in plans:
             for name, tensor in _read_file(path, plan, plan.starts, seal, forms):
-                held[name] = tensor if device is None else tensor.to(device)
+                held[name] = tensor.to(device=device)
         for name, sealed in seal.tensors.items():
             tensors[name] = held[sealed.same_as or name]
     for name, parts in stored.items():
@@ -261,8 +261,7 @@ def read_tensors(
             raise StoreError(f"{path} has seals that contradict each other about {name}.")
         wanted = whole_part(whole) if select is None else select(name, whole)
         if wanted is not None:
-            read = _read_part(path, name, wanted, parts)
-            tensors[name] = read if device is None else read.to(device)
+            tensors[name] = _read_part(path, name, wanted, parts).to(device=device)
     return tensors
 
 
@@ -297,22 +296,25 @@ def _planned(
                 f"described."
             )
     for plan in plans:
-        if plan.size != seal.files[plan.name].size:
-            raise StoreError(
-                f"{path} has a seal that contradicts itself: {plan.name} cannot have the size it "
-                f"gives."
-            )
-        descriptor, size = open_plain(path / plan.name)
-        os.close(descriptor)
-        if size != plan.size:
-            raise StoreError(
-                f"{path} is not whole: {plan.name} has {size} bytes, {plan.size} were sealed."
-            )
+        _check_size(path, plan, seal.files[plan.name].size)
     needed = sum(plan.size for plan in plans)
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if check_memory and needed > installed:
         raise StoreError(f"{path} needs {needed} bytes of memory; this machine has {installed}.")
     return plans, forms
+
+
+def _check_size(path: Path, plan: FilePlan, sealed: int) -> None:
+    if plan.size != sealed:
+        raise StoreError(
+            f"{path} has a seal that contradicts itself: {plan.name} cannot have the size it gives."
+        )
+    descriptor, size = open_plain(path / plan.name)
+    os.close(descriptor)
+    if size != plan.size:
+        raise StoreError(
+            f"{path} is not whole: {plan.name} has {size} bytes, {plan.size} were sealed."
+        )
 
 
 def _read_file(

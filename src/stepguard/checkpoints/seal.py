@@ -390,15 +390,18 @@ def removable(
         # The newest good checkpoint of every `keep_every`th step.
         newest = {one.step: one.path for one in reversed(good) if one.step % keep_every == 0}
         kept.update(newest.values())
-    # The good checkpoint of the newest run with the lowest level of the loss.
+    kept.update(_best(good))
+    return [entry for entry in entries if entry.path not in kept and entry.path != last_good]
+
+
+def _best(good: Sequence[Entry]) -> list[Path]:
+    """Return the good checkpoint of the newest run with the lowest level of the loss."""
     levels = [
         (entry.health.level, number)
         for number, entry in enumerate(good)
         if entry.health.level is not None and entry.health.run == good[0].health.run
     ]
-    if levels:
-        kept.add(good[min(levels)[1]].path)
-    return [entry for entry in entries if entry.path not in kept and entry.path != last_good]
+    return [good[min(levels)[1]].path] if levels else []
 
 
 def remove(folder: Path, paths: Sequence[Path], disk: Disk, say: Callable[[str], None]) -> None:

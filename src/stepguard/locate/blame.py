@@ -282,15 +282,20 @@ class _Walk:
         """Return the operation that gave the bad gradient of one of these autograd nodes."""
         backward = [call for call in self._chain if call.stage == "backward"]
         # The first of these nodes that was evaluated, else the first that met a bad value.
-        evaluated = {call.sequence for call in backward}
-        sequence = next((one for one in sequences if one >= 0 and one in evaluated), None)
-        if sequence is None:
-            met = (c for c in backward if any(cause.stage == "forward" for cause in c.causes))
-            first = next(met, None)
-            if first is None:
-                return None
-            sequence = first.sequence
-        # Calls whose result left their autograd node.
+        evaluated = {call.sequence for call in backward} - {-1}
+        known = [one for one in sequences if one in evaluated]
+        for call in backward:
+            if any(cause.stage == "forward" for cause in call.causes):
+                known.append(call.sequence)
+                break
+        if not known:
+            return None
+        passed_on = self._passed_on(backward)
+        of_node = (call for call in backward if call.sequence == known[0])
+        return next((call for call in of_node if id(call) in passed_on), None)
+
+    def _passed_on(self, backward: list[Call]) -> set[int]:
+        """Return the calls whose result left their autograd node."""
         passed_on = {id(target) for target in self._targets}
         for call in backward:
             # The engine adds the gradients of several uses of a tensor under the name of the node
@@ -301,10 +306,7 @@ class _Walk:
             for cause in call.causes:
                 if adds or cause.sequence != call.sequence:
                     passed_on.add(id(cause))
-        for call in backward:
-            if call.sequence == sequence and id(call) in passed_on:
-                return call
-        return None
+        return passed_on
 
     def from_intended_inf(self) -> FirstBad | None:
         """The loss is infinite only by a constant: blame what computed with it or reduced it."""
@@ -354,14 +356,18 @@ class _Walk:
             if chooser is not None and chooser.op == "aten.where":
                 evidence |= Evidence(chosen_by=_condition_of(chooser))
                 return FirstBad(chooser, None, evidence)
-        if first.out.inf and not first.out.nan:
-            # Which operation made a NaN of the infinity?
-            for call in self._chain:
-                fresh = call.out.nan and not any(cause.out.nan for cause in call.causes)
-                if call is not first and fresh:
-                    evidence |= Evidence(turned_nan_by=call.op)
-                    break
+        evidence |= Evidence(turned_nan_by=self._turned_nan(first))
         return FirstBad(first, None, evidence)
+
+    def _turned_nan(self, first: Call) -> str | None:
+        """Name the operation that made a NaN of the infinity."""
+        if first.out.nan or not first.out.inf:
+            return None
+        for call in self._chain:
+            fresh = call.out.nan and not any(cause.out.nan for cause in call.causes)
+            if call is not first and fresh:
+                return call.op
+        return None
 
     def _consumer(self, stored: Call) -> Call | None:
         """Return the first operation on the way that used the tensor for more than a copy."""

@@ -500,19 +500,18 @@ def _domain(bad_op: BadOp) -> Evidence:
     if name is None or value is None:
         return NO_EVIDENCE
     found = NO_EVIDENCE
-    if base == "pow" and value == 0.0:
-        power = bad_op.at("exponent")
-        if power is None or power >= 0:
-            return NO_EVIDENCE
-        found = Evidence(negative_power=True)
-    elif base not in DOMAIN:
+    if base not in DOMAIN:
         edge = -1.0 if base == "log1p" else 0.0
-        # a large negative base overflows like a positive one: no root is missing where it gives inf
-        if value > edge or (base == "pow" and not bad_op.call.out.nan):
-            return NO_EVIDENCE
-        if math.isnan(value):
+        if not value <= edge:
             return NO_EVIDENCE
         found = Evidence(argument="zero" if value == edge else "negative")
+        if base == "pow" and value == edge:
+            found = Evidence(negative_power=True)
+            if not (bad_op.at("exponent") or 0.0) < 0:
+                return NO_EVIDENCE
+        elif base == "pow" and not bad_op.call.out.nan:
+            # a large negative base overflows like a positive one: no root is missing
+            return NO_EVIDENCE
     maker = _maker_behind(bad_op, name)
     return found | Evidence(
         argument_from=_computed_by(maker),

@@ -495,13 +495,7 @@ class LiveTrace:
         tracer: Any = copy.copy(self.tracer)
         tracer.calls = [call for call in tracer.calls if call.index >= self.first]
         tracer.modules = OwnSpans(self._roots, self._recorder.spans)
-        losses = [call for call in self._losses if call.out]
-        gradients = [call for call in self._gradients if call.out]
-        found = None
-        if losses:
-            found = blame_loss(tracer, losses)
-        elif gradients:
-            found = blame_gradients(tracer, gradients)
+        found = self._walk(tracer)
         if found is None:
             return None
         stored = found.call.stage == "stored"
@@ -509,12 +503,13 @@ class LiveTrace:
         if stored:
             found = replace(found, call=replace(found.call, op=self._own_name(found.call)))
         step = replace(step, micro_batches=step.micro_batches or ({},), scale=1.0)
-        traced = Traced(Ran(loss_finite=not losses), tracer, 0)
+        bad_loss = any(call.out for call in self._losses)
+        traced = Traced(Ran(loss_finite=not bad_loss), tracer, 0)
         origin = origin_of(found, traced, Replayer(step, step.buffers))
         read = found.consumer
         if stored and origin.phase == "loss" and read is not None and read.stage == "forward":
-            first = self._first_model_call
-            if read.module is None and first is not None and read.index < first:
+            first = self._first_model_call or 0
+            if read.module is None and read.index < first:
                 # Data that was bad when it came in; what the loop computes of it is no input.
                 origin = replace(origin, phase="input")
         origin = replace(
@@ -526,6 +521,13 @@ class LiveTrace:
             remarks=(*origin.remarks, SEEN_LIVE),
         )
         return name_operands(origin)
+
+    def _walk(self, tracer: Any) -> FirstBad | None:
+        losses = [call for call in self._losses if call.out]
+        if losses:
+            return blame_loss(tracer, losses)
+        gradients = [call for call in self._gradients if call.out]
+        return blame_gradients(tracer, gradients) if gradients else None
 
     def _own_name(self, stored: Call) -> str:
         """Return this guard's name of a tensor; one that only another guard knows is a constant."""

@@ -382,12 +382,16 @@ def attribute(
     for tensor in [out, *(read.tensor for read in bad)]:
         strided = tensor.layout is torch.strided
         exact = exact and strided and broadcasts(tuple(tensor.shape), tuple(out.shape))
-    if not exact or not (bad or bad_constant):
-        harmful_reads = tuple(read for read in bad if read.harmful)
-        if harmful_reads:
-            return Attribution(harmful_reads, first_bad=False, intended_inf=False)
-        first_bad = flaws.nan or not (bad or bad_constant)
-        return Attribution((), first_bad=first_bad, intended_inf=not first_bad)
+    if exact and (bad or bad_constant):
+        return _by_position(bad, bad_constant, out)
+    harmful = tuple(read for read in bad if read.harmful)
+    if harmful:
+        return Attribution(harmful, first_bad=False, intended_inf=False)
+    first_bad = flaws.nan or not (bad or bad_constant)
+    return Attribution((), first_bad=first_bad, intended_inf=not first_bad)
+
+
+def _by_position(bad: list[Read], bad_constant: bool, out: Tensor) -> Attribution:
     out_bad = broken(out)
     harmful = torch.zeros_like(out_bad)
     # A constant operand is broadcast: it meets every element.

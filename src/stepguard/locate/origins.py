@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from stepguard.locate import evidence, samples
 from stepguard.locate import replay_state as batches
@@ -33,6 +34,7 @@ from stepguard.locate.replay_state import clock_for
 from stepguard.locate.source import Line, ModuleSpans, in_library, is_users, with_source
 from stepguard.locate.tracer import Tracer
 from stepguard.records.incident import (
+    NO_EVIDENCE,
     Evidence,
     Origin,
     Phase,
@@ -83,7 +85,10 @@ def update_origin(step: Step, reading: Reading) -> Origin:
         failure = f"{type(error).__name__}: {error}"[:200]
         origin = with_evidence(origin, Evidence(replay_error=failure))
         return replace(origin, remarks=(f"the replay failed: {failure}",))
-    origin = replace(origin, method="replay")
+    return _of_traced_update(replace(origin, method="replay"), tracer, twin)
+
+
+def _of_traced_update(origin: Origin, tracer: Tracer, twin: _Twin) -> Origin:
     # The first operation that made a bad value, and the tensor that it ended in.
     found: list[tuple[Call, _Updated]] = []
     bad = [updated for updated in twin.tensors() if not is_finite(updated.tensor)]
@@ -101,14 +106,6 @@ def update_origin(step: Step, reading: Reading) -> Origin:
     call, updated = min(found, key=lambda pair: pair[0].index)
     if call.stage == "stored":
         return replace(origin, phase="state", tensor=call.op, reproduced=True)
-    evidence = call.evidence | origin.evidence
-    for group in twin.optimizer.param_groups:
-        # Is the group's epsilon 0 in the parameter's dtype?
-        eps = group.get("eps")
-        if isinstance(eps, float) and any(p is updated.parameter for p in group["params"]):
-            rounded = float(torch.tensor(eps, dtype=updated.parameter.dtype))
-            evidence |= Evidence(eps=eps, eps_underflow=eps > 0 and rounded == 0.0)
-            break
     return replace(
         with_source(origin, line_of(call, tracer)),
         op=call.op,
@@ -116,8 +113,18 @@ def update_origin(step: Step, reading: Reading) -> Origin:
         inputs=call.inputs,
         output=call.output,
         reproduced=True,
-        evidence=evidence,
+        evidence=call.evidence | origin.evidence | _epsilon(twin.optimizer, updated.parameter),
     )
+
+
+def _epsilon(optimizer: Optimizer, parameter: Tensor) -> Evidence:
+    """Say whether the group's epsilon is 0 in the parameter's dtype."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if isinstance(eps, float) and any(p is parameter for p in group["params"]):
+            rounded = float(torch.tensor(eps, dtype=parameter.dtype))
+            return Evidence(eps=eps, eps_underflow=eps > 0 and rounded == 0.0)
+    return NO_EVIDENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,22 +465,25 @@ class _Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         given = list(_floats((args, kwargs)))
         rest = [tensor for tensor in given if not self.made(tensor)]
-        # terms of a loss are scalars; `+=` writes into its first operand, so it is read before
-        terms = name in ("add", "add_") and len(given) > 1 and all(t.numel() == 1 for t in given)
-        adds = terms or name in SUMS or name in LOSSES
+        adds = name in SUMS or name in LOSSES
+        if name in ("add", "add_") and len(given) > 1:
+            # terms of a loss are scalars; `+=` writes into its first operand, so it is read before
+            adds = max(t.numel() for t in given) == 1
         follows = (adds or len(rest) < len(given)) and all(map(is_finite, rest))
         out = func(*args, **kwargs)
         for tensor in _floats(out) if follows else ():
-            if is_finite(tensor) or bool(tensor.isnan().any()):
-                continue
-            rest_finite = True
-            if name in LOSSES:
-                # Are the elements that it makes finite before they are added?
-                unreduced = {key: value for key, value in kwargs.items() if key != "reduction"}
-                rest_finite = is_finite(func(*args[:2], 0, *args[3:], **unreduced))
-            if rest_finite:
+            infinite = not is_finite(tensor) and not bool(tensor.isnan().any())
+            if infinite and _elements_finite(func, args, kwargs):
                 self._made.append(tensor)
         return out
+
+
+def _elements_finite(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Of a loss that makes elements by itself: are they finite before they are added?"""
+    if func.overloadpacket.__name__ not in LOSSES:
+        return True
+    unreduced = {key: value for key, value in kwargs.items() if key != "reduction"}
+    return is_finite(func(*args[:2], 0, *args[3:], **unreduced))
 
 
 def _floats(tree: Any) -> Iterator[Tensor]:

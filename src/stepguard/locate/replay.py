@@ -310,21 +310,27 @@ class ModelReplayer(Replayer):
             bad = [output for output in outputs if not is_finite(output)]
             first = next(iter(bad or outputs), None)
             ran = Ran(loss_finite=not bad, loss=None if first is None else first.detach())
-            # Start the backward at the outputs that the loss sent a gradient to.
-            reached: list[Tensor] = []
-            received: list[Tensor] = []
-            for output, gradient in zip(outputs, gradients, strict=True):
-                if gradient is not None and backward and not bad:
-                    reached.append(output)
-                    received.append(gradient if is_finite(gradient) else torch.ones_like(gradient))
-            if reached:
-                with tracing(tracer, "backward"):
-                    torch.autograd.backward(reached, received)
+            if backward and not bad:
+                self._backward_from(outputs, gradients, tracer)
         except Exception as error:
             raise ReplayError(f"{type(error).__name__}: {error}") from error
         if backward and ran.loss_finite:
             ran.grads_finite = not self.bad_gradients()
         return ran
+
+    def _backward_from(
+        self, outputs: list[Tensor], gradients: list[Tensor | None], tracer: Tracer | None
+    ) -> None:
+        """Start the backward at the outputs that the loss sent a gradient to."""
+        reached: list[Tensor] = []
+        received: list[Tensor] = []
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if gradient is not None:
+                reached.append(output)
+                received.append(gradient if is_finite(gradient) else torch.ones_like(gradient))
+        if reached:
+            with tracing(tracer, "backward"):
+                torch.autograd.backward(reached, received)
 
 
 def outside_model(replayer: ModelReplayer, reading: Reading) -> Origin:

@@ -125,7 +125,11 @@ class LossFunctionState:
         if generator is not None:
             kind = "counter" if isinstance(value, itertools.count) else "generator"
             self._kept.append((f"the {kind} `{name}`", generator))
-        elif isinstance(value, dict):
+        else:
+            self._collect_inside(name, value, depth)
+
+    def _collect_inside(self, name: str, value: Any, depth: int) -> None:
+        if isinstance(value, dict):
             for inner, item in list(value.items()):
                 self._collect(f"{name}[{inner!r}]", item, value, inner, depth + 1)
         elif isinstance(value, list | deque):

@@ -219,12 +219,7 @@ def outlying_rows(step: int, micro_batches: Sequence[Any]) -> Origin | None:
     for micro, batch in enumerate(micro_batches):
         count = samples_in(batch)
         for name, tensor in batches.named_tensors(batch):
-            # Numbers in rows; flags and images as bytes have no outliers.
-            if not tensor.dim() or tensor.layout is not torch.strided or tensor.is_nested:
-                continue
-            numbers = numeric(tensor) or tensor.dtype in (torch.int64, torch.int32)
-            readable = numbers and not tensor.is_meta and tensor.numel()
-            if readable and count in (None, tensor.shape[0]):
+            if _comparable(tensor) and count in (None, tensor.shape[0]):
                 kind = (name, not numeric(tensor), tensor.numel() == tensor.shape[0])
                 rows.setdefault(kind, []).append((micro, _magnitudes(tensor)))
     best: Origin | None = None
@@ -251,6 +246,15 @@ def outlying_rows(step: int, micro_batches: Sequence[Any]) -> Origin | None:
             evidence=Evidence(sample_max=largest, others_max=others),
         )
     return best
+
+
+def _comparable(tensor: Tensor) -> bool:
+    """Numbers in rows; flags and images as bytes have no outliers."""
+    if not tensor.dim() or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    if tensor.is_meta or not tensor.numel():
+        return False
+    return numeric(tensor) or tensor.dtype in (torch.int64, torch.int32)
 
 
 def _magnitudes(tensor: Tensor) -> Tensor:
@@ -370,7 +374,14 @@ def guilty_samples(
     few = 0 < len(likely) <= MOST_GUILTY and len(likely) < count
     if few and _confirmed(count, bad_with, likely):
         return tuple(likely)
-    # Find one guilty sample by halving. A half that cannot run is judged by the other one.
+    found = _bisect(count, bad_with)
+    if found and not _confirmed(count, bad_with, found):
+        return ()
+    return found
+
+
+def _bisect(count: int, bad_with: BadWith) -> tuple[int, ...] | None:
+    """Find one guilty sample by halving. A half that cannot run is judged by the other one."""
     group = list(range(count))
     while len(group) > 1:
         middle = len(group) // 2
@@ -382,7 +393,7 @@ def guilty_samples(
             verdict = not other
         group = group[:middle] if verdict else group[middle:]
     else:
-        return tuple(group) if _confirmed(count, bad_with, group) else ()
+        return tuple(group)
     # Neither half of the batch runs: leave out single samples.
     for sample in group[:MOST_GUILTY]:
         verdict = bad_with(_without(count, [sample]))
@@ -390,7 +401,7 @@ def guilty_samples(
             # It does not run without one sample either, as a graph: it cannot be cut at all.
             return None
         if verdict is False:
-            return (sample,) if _confirmed(count, bad_with, [sample]) else ()
+            return (sample,)
     return ()
 
 

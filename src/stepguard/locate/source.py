@@ -119,14 +119,7 @@ def patched(file: str, lines: Sequence[str], names: Mapping[str, Any]) -> Iterat
     originals = [(one, one.__code__) for one in functions if one.__code__ in swaps]
     if not originals:
         raise PatchError("its source has changed since it was loaded")
-    added: list[tuple[dict[str, Any], str]] = []
-    """What has to be added to which globals."""
-    for space in {id(one.__globals__): one.__globals__ for one, _ in originals}.values():
-        for name, value in names.items():
-            if name not in space:
-                added.append((space, name))
-            elif space[name] is not value:
-                raise PatchError(f"{name} is a name of the program already")
+    added = _missing_names([one.__globals__ for one, _ in originals], names)
     entry = linecache.cache.get(file)
     try:
         for space, name in added:
@@ -144,6 +137,20 @@ def patched(file: str, lines: Sequence[str], names: Mapping[str, Any]) -> Iterat
         linecache.cache.pop(file, None)
         if entry is not None:
             linecache.cache[file] = entry
+
+
+def _missing_names(
+    spaces: Iterable[dict[str, Any]], names: Mapping[str, Any]
+) -> list[tuple[dict[str, Any], str]]:
+    """What has to be added to which globals; PatchError where a name means something else there."""
+    missing = []
+    for space in {id(one): one for one in spaces}.values():
+        for name, value in names.items():
+            if name not in space:
+                missing.append((space, name))
+            elif space[name] is not value:
+                raise PatchError(f"{name} is a name of the program already")
+    return missing
 
 
 @contextmanager

@@ -277,9 +277,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = _results(invocation, result)
         if call.uninitialised and results:
             call.fresh = _checksum(results[0])
-            function = self._innermost_function() or self._nodes.get(call.sequence)
-            name = function.name if function is not None else _cpp_function(call.node)
-            call.function = name or user_function()
+            call.function = self._allocating_function(call)
         if operator.custom:
             call.evidence |= Evidence(opaque="operator")
             if self._functions:
@@ -291,16 +289,26 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tiny = [number for _, number in invocation.numbers if 0 < abs(number) < LEAST_HALF]
             call.rounded_to_zero = tiny[0] if tiny else None
         for position, tensor in enumerate(results):
-            found = CLEAN
-            # Uninitialised memory holds whatever was there: only reading it can be a mistake.
-            if numeric(tensor) and not call.uninitialised:
-                found = flaws(tensor)
-                self._note_reach(call, tensor)
-            if found and operator.foreach and not call.first_bad:
-                self._attribute(call, invocation.only(position), tensor, found)
-            elif found and not call.out:
-                self._attribute(call, invocation, tensor, found)
-            self._remember_maker(tensor, call, found)
+            self._record_result(call, invocation, tensor, position)
+
+    def _allocating_function(self, call: Call) -> str | None:
+        function = self._innermost_function() or self._nodes.get(call.sequence)
+        name = function.name if function is not None else _cpp_function(call.node)
+        return name or user_function()
+
+    def _record_result(
+        self, call: Call, invocation: Invocation, tensor: Tensor, position: int
+    ) -> None:
+        found = CLEAN
+        # Uninitialised memory holds whatever was there: only reading it can be a mistake.
+        if numeric(tensor) and not call.uninitialised:
+            found = flaws(tensor)
+            self._note_reach(call, tensor)
+        if found and invocation.operator.foreach and not call.first_bad:
+            self._attribute(call, invocation.only(position), tensor, found)
+        elif found and not call.out:
+            self._attribute(call, invocation, tensor, found)
+        self._remember_maker(tensor, call, found)
 
     def _note_reach(self, call: Call, tensor: Tensor) -> None:
         if self.measures_reach:
@@ -358,25 +366,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.out = found
         call.intended_inf = why.intended_inf and not call.causes
         call.first_bad = why.first_bad
+        self._follow_bad_number(call)
+        call.shape = tuple(out.shape)
+        largest = max((read.tensor.numel() for read in used), default=0)
+        call.reduces = out.numel() < largest and call.op not in MOVES
+        self._note_poisoned_node(call)
+        if self._measured < MOST_MEASURED and self._is_telling(call):
+            self._measured += 1
+            call.rows, call.bad_positions = _positions(out, why.where)
+            measure(BadOp(call, invocation, out, why.where))
+
+    def _follow_bad_number(self, call: Call) -> None:
+        """Lead from a bad number to the tensor that .item() read it from."""
         if call.number is not None and self._bad_number is not None:
-            # Lead from a bad number to the tensor that .item() read it from.
             call.causes = (*call.causes, self._bad_number)
             call.number = None
             call.intended_inf = False
             call.first_bad = False
-        call.shape = tuple(out.shape)
-        shrinks = any(out.numel() < read.tensor.numel() for read in used)
-        call.reduces = shrinks and call.op not in MOVES
-        self._note_poisoned_node(call)
-        # Its operands may be part of the explanation. One autograd node runs several operations;
-        # any of them may show why it went bad.
-        in_bad_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
-        telling = call.intended_inf and (call.reduces or call.number is not None)
-        telling = telling or call.first_bad or in_bad_node
-        if telling and self._measured < MOST_MEASURED:
-            self._measured += 1
-            call.rows, call.bad_positions = _positions(out, why.where)
-            measure(BadOp(call, invocation, out, why.where))
 
     def _note_poisoned_node(self, call: Call) -> None:
         if call.stage != "backward":
@@ -385,6 +391,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         enters_here = any(cause.stage != "backward" for cause in call.causes)
         if call.first_bad or enters_here:
             self._poisoned_nodes.add(call.sequence)
+
+    def _is_telling(self, call: Call) -> bool:
+        """True if the operands of this call may be part of the explanation."""
+        # One autograd node runs several operations; any of them may show why it went bad.
+        in_bad_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
+        on_purpose = call.intended_inf and (call.reduces or call.number is not None)
+        return call.first_bad or in_bad_node or on_purpose
 
     def _remember_maker(self, tensor: Tensor, call: Call, found: Flaws) -> None:
         key = storage_key(tensor)

@@ -425,7 +425,8 @@ def total_loss(output: Tensor | Mapping[str, Tensor]) -> Tensor:
             shape = tuple(part.shape)
             raise ConfigError(f"loss_fn returned{of} a tensor of shape {shape}; {WANTED}.")
     first, *more = parts.values()
-    return sum(more, start=first)
+    total: Tensor = sum(more, start=first)
+    return total
 
 
 # --- Turn any tree of values into tensors plus JSON, and back: nothing read can execute code.
@@ -490,26 +491,10 @@ def tree_to_json(
         return tree_to_json(item, tensors, f"{name}/{shown}", depth + 1, known=known)
 
     if isinstance(value, Mapping):
-        items: list[Any] = []
-        for key, item in value.items():
-            if isinstance(key, Tensor) and id(key) in parameters:
-                items.append([{"parameter": parameters[id(key)]}, below(key, item)])
-            elif type(key) in SCALARS or isinstance(key, str):
-                kept = key if isinstance(key, str) else _scalar_to_json(key)
-                items.append([kept, below(key, item)])
-            else:
-                kind = type(key).__name__
-                raise NotPlainError(f"{name} has a {kind} as a key; only plain values can be kept.")
+        items = [[_key(key, name, parameters), below(key, item)] for key, item in value.items()]
         return {"mapping": items, "attributes": type(value) is not dict}
-    if is_record(value) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        fields = [[key, below(key, item)] for key, item in children(value)]
-        kind = "fields" if is_record(value) else "named"
-        return {kind: fields, "type": type(value).__name__}
-    if isinstance(value, list | tuple | deque):
-        entries = [below(index, item) for index, item in enumerate(value)]
-        if isinstance(value, deque):
-            return {"deque": entries, "most": value.maxlen}
-        return {"list" if isinstance(value, list) else "tuple": entries}
+    if isinstance(value, list | tuple | deque) or is_record(value):
+        return _sequence_to_json(value, below)
     if hasattr(value, "__array__"):
         array = tree_to_json(torch.as_tensor(value), tensors, name, depth + 1)
         # A number of numpy is an array without a length.
@@ -521,10 +506,40 @@ def tree_to_json(
     )
 
 
+def _sequence_to_json(value: Any, below: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    if is_record(value) or hasattr(value, "_fields"):
+        fields = [[key, below(key, item)] for key, item in children(value)]
+        kind = "fields" if is_record(value) else "named"
+        return {kind: fields, "type": type(value).__name__}
+    entries = [below(index, item) for index, item in enumerate(value)]
+    if isinstance(value, deque):
+        return {"deque": entries, "most": value.maxlen}
+    return {"list" if isinstance(value, list) else "tuple": entries}
+
+
+def _key(key: Any, name: str, parameters: Mapping[int, str]) -> Any:
+    if isinstance(key, str):
+        return key
+    if isinstance(key, Tensor) and id(key) in parameters:
+        return {"parameter": parameters[id(key)]}
+    if type(key) in SCALARS:
+        return _scalar_to_json(key)
+    kind = type(key).__name__
+    raise NotPlainError(f"{name} has a {kind} as a key; only plain values can be kept.")
+
+
 def _scalar_to_json(value: Any) -> dict[str, Any]:
     # JSON has neither NaN nor Inf, and repr keeps every bit of a float.
     spelled = repr(value) if isinstance(value, float) else value
     return {"value": spelled, "kind": type(value).__name__}
+
+
+def _scalar_from_json(structure: dict[str, Any]) -> Any:
+    value = structure["value"]
+    if structure.get("kind") != "float":
+        return value
+    # The one NaN object of the module: containers compare it by identity.
+    return math.nan if math.isnan(float(value)) else float(value)
 
 
 def tree_from_json(
@@ -555,11 +570,7 @@ class Refill:
         if "parameter" in structure:
             return self._parameters[structure["parameter"]]
         if "value" in structure:
-            value = structure["value"]
-            if structure.get("kind") != "float":
-                return value
-            # The one NaN object of the module: containers compare it by identity.
-            return math.nan if math.isnan(float(value)) else float(value)
+            return _scalar_from_json(structure)
         if "array" in structure:
             array = self.value(None, structure["array"]).numpy()
             return array[()] if structure.get("number") else array

@@ -88,6 +88,9 @@ class BufferKeeper:
             for copy in stale:
                 copy.version = copy.live._version
             return
+        self._start_over(modules)
+
+    def _start_over(self, modules: list[nn.Module]) -> None:
         self._places = [(m, key, buffer) for m in modules for key, buffer in m._buffers.items()]
         self._count = len(self._places)
         self._statistics = [place for place in self._places if keeps_statistics(place[0])]

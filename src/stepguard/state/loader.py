@@ -500,7 +500,7 @@ class ResumableLoader:
                     "the loader continues at its own position; random numbers inside its workers "
                     "start over"
                 )
-            iterator = iter(self._loader)
+            iterator: Iterator[Any] = iter(self._loader)
         else:
             # Make the iterator from the same random numbers and drop what was delivered.
             restore_rng(rng_from_facts(begun["rng"]["facts"], begun["rng"]["tensors"]))

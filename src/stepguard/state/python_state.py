@@ -15,7 +15,7 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from itertools import compress
 from operator import is_, is_not
 from typing import Any, Literal
@@ -183,28 +183,14 @@ def keep(value: Any, scope: Scope, depth: int = 0, earlier: Any = None) -> Kept 
     if depth > DEEPEST or scope.knows(value):
         return None
     if isinstance(value, Tensor):
-        if is_distributed(value):
-            # What this rank holds of it, in the same memory: the rest is kept where it is.
-            value = local_part(value.detach())
-        if not scope.copies(value):
-            return None
-        # A tensor in the place of one that was never written to: it will not be, either.
-        held = scope.of == "hooks" and isinstance(earlier, KeptTensor)
-        held = held and earlier.live is not value and not earlier.moved(set())
-        return KeptTensor(value, exact=scope.of == "update", held=held)
+        return _keep_tensor(value, scope, earlier)
     if isinstance(value, ATOMS):
         return None
-    limited = scope.of == "modules"
     if isinstance(value, CONTAINERS):
-        if limited and len(value) > MANY:
-            # Too large to be copied in every step: entries added at its end are removed.
-            ends = isinstance(value, dict | list | deque)
-            return KeptLeaf(value, len, _shorten) if ends else None
-        if isinstance(value, set):
-            return KeptLeaf(value, set, _refill_set)
-        return KeptContainer(value, scope, depth)
+        return _keep_container(value, scope, depth)
     if is_array(value):
-        if value.dtype.kind not in "biufc" or (limited and value.size > SMALL):
+        too_large = scope.of == "modules" and value.size > SMALL
+        if value.dtype.kind not in "biufc" or too_large:
             return None
         # Bytes, not ==: NaN differs from itself. There is no version counter.
         return KeptLeaf(value, lambda array: array.tobytes(), _refill_array)
@@ -213,6 +199,28 @@ def keep(value: Any, scope: Scope, depth: int = 0, earlier: Any = None) -> Kept 
     if scope.follows(value):
         return KeptContainer(vars(value), scope, depth, attributes=True)
     return None
+
+
+def _keep_tensor(value: Tensor, scope: Scope, earlier: Any) -> Kept | None:
+    if is_distributed(value):
+        # What this rank holds of it, in the same memory: the rest is kept where it is.
+        value = local_part(value.detach())
+    if not scope.copies(value):
+        return None
+    # A tensor in the place of one that was never written to: it will not be, either.
+    held = scope.of == "hooks" and isinstance(earlier, KeptTensor)
+    held = held and earlier.live is not value and not earlier.moved(set())
+    return KeptTensor(value, exact=scope.of == "update", held=held)
+
+
+def _keep_container(value: Any, scope: Scope, depth: int) -> Kept | None:
+    if scope.of == "modules" and len(value) > MANY:
+        # Too large to be copied in every step: entries added at its end are removed.
+        ends = isinstance(value, dict | list | deque)
+        return KeptLeaf(value, len, _shorten) if ends else None
+    if isinstance(value, set):
+        return KeptLeaf(value, set, _refill_set)
+    return KeptContainer(value, scope, depth)
 
 
 class KeptLeaf:
@@ -423,8 +431,8 @@ class KeptContainer:
                 lost.append(name or f"{type(owner).__name__} {key}")
         if self._same():
             return lost
-        live = self.live
-        if not isinstance(live, Mapping):
+        live: Any = self.live
+        if not isinstance(live, MutableMapping):
             before = [original(value, None) for value in self._values]
             live.clear()
             live.extend(before)

@@ -168,32 +168,29 @@ class OptimizerState:
         where = "group" if self._prefix == "optimizer" else f"{self._prefix}/group"
         groups: list[dict[str, Any]] = []
         for index, group in enumerate(optimizer.param_groups):
-            settings: dict[str, Any] = {}
-            for key, value in group.items():
-                of_the_program = callable(value) or isinstance(value, torch.dtype | torch.device)
-                if key != "params" and not of_the_program:
-                    settings[key] = value
             names = [known.parameters[id(p)] for p in group["params"]]
-            groups.append({"params": names, "settings": plain(settings, f"{where}/{index}")})
-        attributes: dict[str, Any] = {}
-        for key, facts, found in self._attributes(known):
-            if found or facts != self._first.get(key):
-                attributes[key] = facts
-                tensors.update(found)
-        more: dict[str, Any] = {}
-        if self._writes_itself:
-            more = dict(optimizer.state_dict())
-            more.pop("state", None)
-            more.pop("param_groups", None)
+            settings = plain(_settings(group), f"{where}/{index}")
+            groups.append({"params": names, "settings": settings})
+        more = dict(optimizer.state_dict()) if self._writes_itself else {}
+        more.pop("state", None)
+        more.pop("param_groups", None)
         return {
             "slots": slots,
             "groups": groups,
             "shared": plain(shared, f"{self._prefix}_shared"),
-            "attributes": attributes,
+            "attributes": self._kept_attributes(tensors, known),
             "present": sorted(key for key in vars(optimizer) if isinstance(key, str)),
             "inner": {path: inner.gather(tensors, known) for path, inner in self._inner.items()},
             "own": plain(more, f"{self._prefix}_own") if more else None,
         }
+
+    def _kept_attributes(self, tensors: dict[str, Tensor], known: KnownTensors) -> dict[str, Any]:
+        kept = {}
+        for key, facts, found in self._attributes(known):
+            if found or facts != self._first.get(key):
+                kept[key] = facts
+                tensors.update(found)
+        return kept
 
     def _attributes(self, known: KnownTensors) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
         """Yield name, plain facts and tensors of every attribute that is a plain value."""
@@ -270,6 +267,13 @@ class OptimizerState:
         for key in shared:
             del state[key]
         state.update(refill.value(shared, facts["shared"]))
+        self._refill_attributes(facts, refill)
+        for path, inner in self._inner.items():
+            if path in facts["inner"]:
+                inner._refill(facts["inner"][path], refill)
+        self.put_back_groups(facts["groups"], refill)
+
+    def _refill_attributes(self, facts: Mapping[str, Any], refill: Refill) -> None:
         own = vars(self._optimizer)
         saved = facts["attributes"]
         for key, now, found in list(self._attributes(KnownTensors(self._known()))):
@@ -285,10 +289,6 @@ class OptimizerState:
                 own[key].set_state(refill.value(None, {"tensor": structure["generator"]}))
             else:
                 own[key] = refill.value(own.get(key), structure)
-        for path, inner in self._inner.items():
-            if path in facts["inner"]:
-                inner._refill(facts["inner"][path], refill)
-        self.put_back_groups(facts["groups"], refill)
 
     def put_back_groups(self, groups: list[dict[str, Any]], refill: Refill) -> None:
         """Put back the hyperparameters of every group that shares a parameter with a saved one."""
@@ -341,6 +341,16 @@ def every_group(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
             if id(inner) not in seen:
                 seen.add(id(inner))
                 waiting.append(inner)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group without its parameters and without functions, dtypes and devices."""
+    kept: dict[str, Any] = {}
+    for key, value in group.items():
+        of_the_program = callable(value) or isinstance(value, torch.dtype | torch.device)
+        if key != "params" and not of_the_program:
+            kept[key] = value
+    return kept
 
 
 def _holds_tensors(value: Any, parameters: Mapping[int, str], depth: int = 0) -> bool:
@@ -612,10 +622,11 @@ class RunState:
             odd = before - set(trained)
             if self.before_adoption(saved):
                 odd = set()
-                prefixes = self._modules
-                before = {name for one in prefixes for name in self._of_module(saved, one, True)}
-            for name, parameter in trained.items():
-                if name not in before and not is_finite(parameter):
+                before = set()
+                for prefix in self._modules:
+                    before.update(self._of_module(saved, prefix, own_only))
+            for name in sorted(trained.keys() - before):
+                if not is_finite(trained[name]):
                     return f"{name} was added since and is not finite"
         if not odd:
             return ""
