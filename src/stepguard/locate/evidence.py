@@ -174,6 +174,12 @@ class Invocation:
     numbers: list[tuple[str, float]]
     selects: bool = False
     """Chooses elements by a condition."""
+    call: Any = None
+    """The recorded call, once it has given a bad value."""
+    out: Any = None
+    """The tensor with the bad value."""
+    where: Tensor | None = None
+    """True at the elements of it that no input explains, where that is known."""
 
     @property
     def used(self) -> list[Read]:
@@ -204,29 +210,6 @@ class Invocation:
             numbers=[(n.removesuffix(mark), value) for n, value in self.numbers if belongs(n)],
         )
 
-
-@dataclass(slots=True)
-class BadOp:
-    """One operation that has just made a bad value, with the arguments it had."""
-
-    call: Call
-    invocation: Invocation
-    out: Tensor
-    where: Tensor | None
-    """True at the elements that no input explains, where that is known."""
-
-    @property
-    def operator(self) -> Operator:
-        return self.invocation.operator
-
-    @property
-    def reads(self) -> list[Read]:
-        return self.invocation.reads
-
-    @property
-    def numbers(self) -> list[tuple[str, float]]:
-        return self.invocation.numbers
-
     @property
     def index(self) -> Index | None:
         """The first bad element that no input explains."""
@@ -238,9 +221,8 @@ class BadOp:
 
     def argument(self, name: str) -> Any:
         """Return an argument by its name in the schema, given by position or by keyword."""
-        made = self.invocation
-        by_position = dict(zip(self.operator.arguments, made.args, strict=False))
-        return made.kwargs.get(name, by_position.get(name))
+        by_position = dict(zip(self.operator.arguments, self.args, strict=False))
+        return self.kwargs.get(name, by_position.get(name))
 
     def at(self, name: str) -> float | None:
         """Return the element of this argument that met the bad position, or the number itself."""
@@ -282,7 +264,7 @@ REDUCES = (
 PROBABILITY = ("binary_cross_entropy", "kl_div")
 
 
-def rows(bad_op: BadOp) -> Evidence:
+def rows(bad_op: Invocation) -> Evidence:
     """Everything that can be said about rows, reduced elements and targets."""
     base = bad_op.operator.base
     found = NO_EVIDENCE
@@ -292,7 +274,7 @@ def rows(bad_op: BadOp) -> Evidence:
     return found
 
 
-def _masked_rows(bad_op: BadOp) -> Evidence:
+def _masked_rows(bad_op: Invocation) -> Evidence:
     """How many rows of a softmax, or of the mask of an attention, are masked throughout."""
     attention = ("attn_mask", "attn_bias")
     for name in ("self",) if bad_op.operator.base in SOFTMAX else attention:
@@ -311,7 +293,7 @@ def _masked_rows(bad_op: BadOp) -> Evidence:
     return NO_EVIDENCE
 
 
-def _reduced(bad_op: BadOp) -> Evidence:
+def _reduced(bad_op: Invocation) -> Evidence:
     read = bad_op.read("self")
     if read is None:
         return NO_EVIDENCE
@@ -321,7 +303,7 @@ def _reduced(bad_op: BadOp) -> Evidence:
     return NO_EVIDENCE
 
 
-def _targets(bad_op: BadOp) -> Evidence:
+def _targets(bad_op: Invocation) -> Evidence:
     target = bad_op.argument("target")
     if not isinstance(target, Tensor):
         return NO_EVIDENCE
@@ -338,7 +320,7 @@ def _targets(bad_op: BadOp) -> Evidence:
     )
 
 
-def _probabilities(bad_op: BadOp) -> Evidence:
+def _probabilities(bad_op: Invocation) -> Evidence:
     target = bad_op.argument("target")
     if isinstance(target, Tensor) and target.numel():
         for extreme in (float(target.min()), float(target.max())):
@@ -347,7 +329,7 @@ def _probabilities(bad_op: BadOp) -> Evidence:
     return NO_EVIDENCE
 
 
-def _negative_target(bad_op: BadOp) -> Evidence:
+def _negative_target(bad_op: Invocation) -> Evidence:
     """A negative target of kl_div, which torch computes as xlogy(target, target)."""
     value = bad_op.at("other")
     if value is None or value >= 0 or not math.isfinite(value):
@@ -355,7 +337,7 @@ def _negative_target(bad_op: BadOp) -> Evidence:
     return Evidence(target_out_of_domain=value)
 
 
-def _zero_norm(bad_op: BadOp) -> Evidence:
+def _zero_norm(bad_op: Invocation) -> Evidence:
     """Weight normalisation divides every row of `v` by its norm."""
     direction = bad_op.argument("v")
     if not isinstance(direction, Tensor):
@@ -365,7 +347,7 @@ def _zero_norm(bad_op: BadOp) -> Evidence:
     return Evidence(zero_denominator=True, denominator_from="norm")
 
 
-def _negative_variance(bad_op: BadOp) -> Evidence:
+def _negative_variance(bad_op: Invocation) -> Evidence:
     variance = bad_op.argument("running_var")
     if not isinstance(variance, Tensor) or bad_op.argument("training"):
         return NO_EVIDENCE
@@ -373,7 +355,7 @@ def _negative_variance(bad_op: BadOp) -> Evidence:
     return Evidence(argument="negative") if float(variance.min()) + eps < 0 else NO_EVIDENCE
 
 
-def _ctc(bad_op: BadOp) -> Evidence:
+def _ctc(bad_op: Invocation) -> Evidence:
     lengths = bad_op.argument("input_lengths")
     wanted = bad_op.argument("target_lengths")
     if lengths is None or wanted is None:
@@ -383,7 +365,7 @@ def _ctc(bad_op: BadOp) -> Evidence:
     return Evidence(ctc_infeasible=short or int(torch.isinf(bad_op.out).sum()))
 
 
-_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[BadOp], Evidence]], ...] = (
+_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[Invocation], Evidence]], ...] = (
     (SOFTMAX.__contains__, _masked_rows),
     (lambda base: "scaled_dot_product" in base or "efficient_attention" in base, _masked_rows),
     (REDUCES.__contains__, _reduced),
@@ -433,7 +415,7 @@ ARGUMENT = {
 DOMAIN = ("acos", "asin", "acosh", "atanh", "erfinv")
 
 
-def measure(bad_op: BadOp) -> None:
+def measure(bad_op: Invocation) -> None:
     """Fill the operands, the output and the evidence of the call."""
     call = bad_op.call
     index = bad_op.index
@@ -457,7 +439,7 @@ def measure(bad_op: BadOp) -> None:
     call.evidence = evidence
 
 
-def _division(bad_op: BadOp) -> Evidence:
+def _division(bad_op: Invocation) -> Evidence:
     name = DIVIDES.get(bad_op.operator.base)
     if name is None or bad_op.at(name) != 0.0:
         return NO_EVIDENCE
@@ -492,7 +474,7 @@ def _learned(maker: Call) -> bool:
     return any(one.numeric and one.op.startswith("param:") for one in behind)
 
 
-def _domain(bad_op: BadOp) -> Evidence:
+def _domain(bad_op: Invocation) -> Evidence:
     """The argument of a logarithm, root or power that is outside its domain."""
     base = bad_op.operator.base
     name = "self" if base in DOMAIN else ARGUMENT.get(base)
@@ -520,7 +502,7 @@ def _domain(bad_op: BadOp) -> Evidence:
     )
 
 
-def _infinities(bad_op: BadOp) -> Evidence:
+def _infinities(bad_op: Invocation) -> Evidence:
     """Infinities that went in: written on purpose (a mask), times 0, or minus one another."""
     constants = [value for _, value in bad_op.numbers]
     masked = any(read.intended_inf and read.flaws for read in bad_op.reads)
@@ -534,7 +516,7 @@ def _infinities(bad_op: BadOp) -> Evidence:
     )
 
 
-def _gradient(bad_op: BadOp) -> Evidence:
+def _gradient(bad_op: Invocation) -> Evidence:
     """In the backward: the gradient that came in, and the point at which the derivative breaks."""
     call = bad_op.call
     if call.stage != "backward" or call.node is None or not bad_op.operator.pointwise:
@@ -553,7 +535,7 @@ def _gradient(bad_op: BadOp) -> Evidence:
     return found
 
 
-def _precision(bad_op: BadOp) -> Evidence:
+def _precision(bad_op: Invocation) -> Evidence:
     """Is the same operation finite in a wider dtype? Then the number format is what broke it."""
     kinds = {read.tensor.dtype for read in bad_op.reads if numeric(read.tensor)}
     kinds.add(bad_op.out.dtype)
@@ -573,9 +555,8 @@ def _precision(bad_op: BadOp) -> Evidence:
             return value.to(wider, copy=True)
         return value
 
-    made = bad_op.invocation
     try:
-        result = made.func(*tree_map(widen, made.args), **tree_map(widen, made.kwargs))
+        result = bad_op.func(*tree_map(widen, bad_op.args), **tree_map(widen, bad_op.kwargs))
     except (RuntimeError, NotImplementedError, TypeError):
         # an operator without a kernel of that dtype: then nothing is known of a wider one
         return found
@@ -588,7 +569,7 @@ def _precision(bad_op: BadOp) -> Evidence:
     return found
 
 
-def _stored_huge(bad_op: BadOp) -> Evidence:
+def _stored_huge(bad_op: Invocation) -> Evidence:
     """Which stored tensor went in with values that one more product overflows?"""
     for read, operand in zip(bad_op.reads, bad_op.call.inputs, strict=False):
         maker = real_maker(read.maker).op
@@ -612,7 +593,7 @@ def _only_batch_tensor(maker: Call | None) -> str | None:
     return root if root.startswith("batch:") else None
 
 
-def _vanished_epsilon(bad_op: BadOp, name: str) -> float | None:
+def _vanished_epsilon(bad_op: Invocation, name: str) -> float | None:
     """An epsilon on the way to this operand that its dtype could not hold."""
     read = bad_op.read(name)
     level = [read.maker] if read is not None else []
@@ -624,7 +605,7 @@ def _vanished_epsilon(bad_op: BadOp, name: str) -> float | None:
     return None
 
 
-def _maker_behind(bad_op: BadOp, name: str) -> Call | None:
+def _maker_behind(bad_op: Invocation, name: str) -> Call | None:
     """The call that computed this operand, behind added constants and behind `1 - p`.
 
     A constant that its dtype could not hold is reported by itself.

@@ -147,35 +147,41 @@ class Replayer:
                 bad.append(name)
         return bad
 
-    def _prepare(self, micro: int) -> None:
-        """Put back what a run may have changed, except for gradients."""
+    def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
+        # Put back what a run may have changed, except for gradients.
         self._keeper.restore()
         if self.loss_fn_state is not None:
             self.loss_fn_state.restore()
         restore_rng(self.step.rng[min(micro, len(self.step.rng) - 1)])
-
-    def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
-        self._prepare(micro)
-        assert self.step.loss_fn is not None
+        backward = backward and self._goes_back(micro)
         try:
-            with tracing(tracer, "forward"):
-                given = self.step.loss_fn(batch)
-                loss = total_loss(given)
-            parts: dict[str, float] = {}
-            if isinstance(given, Mapping):
-                parts = {str(name): float(part.detach()) for name, part in given.items()}
-            ran = Ran(loss_finite=is_finite(loss), loss=loss.detach(), parts=parts)
-            if backward and ran.loss_finite and loss.requires_grad:
-                with tracing(tracer, "backward"):
-                    if self.step.scale != 1.0:
-                        loss = loss * self.step.scale
-                    # Not loss.backward(), which a watching guard would take for the loop's.
-                    torch.autograd.backward(loss)
+            ran = self._passes(batch, backward, tracer)
         except Exception as error:
             raise ReplayError(f"{type(error).__name__}: {error}") from error
         if backward and ran.loss_finite:
             ran.bad_gradients = tuple(self.bad_gradients())
             ran.grads_finite = not ran.bad_gradients
+        return ran
+
+    def _goes_back(self, micro: int) -> bool:
+        return True
+
+    def _passes(self, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
+        """Run the forward pass and, where the loss is finite, the backward pass."""
+        assert self.step.loss_fn is not None
+        with tracing(tracer, "forward"):
+            given = self.step.loss_fn(batch)
+            loss = total_loss(given)
+        parts: dict[str, float] = {}
+        if isinstance(given, Mapping):
+            parts = {str(name): float(part.detach()) for name, part in given.items()}
+        ran = Ran(loss_finite=is_finite(loss), loss=loss.detach(), parts=parts)
+        if backward and ran.loss_finite and loss.requires_grad:
+            with tracing(tracer, "backward"):
+                if self.step.scale != 1.0:
+                    loss = loss * self.step.scale
+                # Not loss.backward(), which a watching guard would take for the loop's.
+                torch.autograd.backward(loss)
         return ran
 
 
@@ -300,37 +306,26 @@ class ModelReplayer(Replayer):
             return origin
         return with_source(origin, Line(*recorded))
 
-    def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
-        self._prepare(micro)
-        assert self.step.model_fn is not None
-        backward = backward and (self.any_gradient or self.came_back_finite(micro))
-        try:
-            with tracing(tracer, "forward"):
-                outputs, gradients = self.step.model_fn(batch)
-            bad = [output for output in outputs if not is_finite(output)]
-            first = next(iter(bad or outputs), None)
-            ran = Ran(loss_finite=not bad, loss=None if first is None else first.detach())
-            if backward and not bad:
-                self._backward_from(outputs, gradients, tracer)
-        except Exception as error:
-            raise ReplayError(f"{type(error).__name__}: {error}") from error
-        if backward and ran.loss_finite:
-            ran.grads_finite = not self.bad_gradients()
-        return ran
+    def _goes_back(self, micro: int) -> bool:
+        return self.any_gradient or self.came_back_finite(micro)
 
-    def _backward_from(
-        self, outputs: list[Tensor], gradients: list[Tensor | None], tracer: Tracer | None
-    ) -> None:
-        """Start the backward at the outputs that the loss sent a gradient to."""
+    def _passes(self, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
+        assert self.step.model_fn is not None
+        with tracing(tracer, "forward"):
+            outputs, gradients = self.step.model_fn(batch)
+        bad = [output for output in outputs if not is_finite(output)]
+        # Start the backward at the outputs that the loss sent a gradient to.
         reached: list[Tensor] = []
         received: list[Tensor] = []
         for output, gradient in zip(outputs, gradients, strict=True):
-            if gradient is not None:
+            if gradient is not None and backward and not bad:
                 reached.append(output)
                 received.append(gradient if is_finite(gradient) else torch.ones_like(gradient))
         if reached:
             with tracing(tracer, "backward"):
                 torch.autograd.backward(reached, received)
+        first = next(iter(bad or outputs), None)
+        return Ran(loss_finite=not bad, loss=None if first is None else first.detach())
 
 
 def outside_model(replayer: ModelReplayer, reading: Reading) -> Origin:

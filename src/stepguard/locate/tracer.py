@@ -15,14 +15,14 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CellType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.evidence import MOST_OPERANDS, BadOp, Invocation, measure
+from stepguard.locate.evidence import MOST_OPERANDS, Invocation, measure
 from stepguard.locate.operands import (
     CLEAN,
     MOVES,
@@ -374,7 +374,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._measured < MOST_MEASURED and self._is_telling(call):
             self._measured += 1
             call.rows, call.bad_positions = _positions(out, why.where)
-            measure(BadOp(call, invocation, out, why.where))
+            measure(replace(invocation, call=call, out=out, where=why.where))
 
     def _follow_bad_number(self, call: Call) -> None:
         """Lead from a bad number to the tensor that .item() read it from."""
