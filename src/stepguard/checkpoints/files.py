@@ -135,7 +135,10 @@ def plan_files(forms: Mapping[str, TensorForm], stem: str = "tensors") -> list[F
             size = 0
         group.append(name)
         size += forms[name].nbytes
-    return [plan_file(f"{stem}-{i:05d}.safetensors", g, forms) for i, g in enumerate(groups)]
+    plans = []
+    for index, names in enumerate(groups):
+        plans.append(plan_file(f"{stem}-{index:05d}.safetensors", names, forms))
+    return plans
 
 
 def stored_order(names: Iterable[str], forms: Mapping[str, TensorForm]) -> list[str]:
@@ -283,10 +286,9 @@ def _planned(
                 )
             forms[name] = TensorForm(_BY_NAME[sealed.dtype], sealed.shape)
             names_of.setdefault(sealed.file, []).append(name)
-    plans = [
-        plan_file(file, stored_order(names_of.get(file, ()), forms), forms)
-        for file in sorted(seal.files.keys() - {FACTS})
-    ]
+    plans = []
+    for file in sorted(seal.files.keys() - {FACTS}):
+        plans.append(plan_file(file, stored_order(names_of.get(file, ()), forms), forms))
     planned = {name for plan in plans for name in plan.starts}
     for name, sealed in seal.tensors.items():
         first = sealed.same_as or name

@@ -6,6 +6,7 @@ Digests are XXH3-128: they find accidents (torn writes, flipped bits, swapped pa
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -290,7 +291,9 @@ class PassedOver:
 
 def checkpoint_name(step: int, turn: int = 1) -> str:
     """Return `step-100`; after a rewind the same step is saved again, as `step-100-2`."""
-    return f"step-{step}" if turn == 1 else f"step-{step}-{turn}"
+    if turn == 1:
+        return f"step-{step}"
+    return f"step-{step}-{turn}"
 
 
 Known = dict[tuple[Path, int, int, int], Entry]
@@ -321,7 +324,9 @@ def entry_of(path: Path, known: Known | None = None) -> Entry:
     with suppress(OSError):
         found = (path / SEAL).lstat()
         key = (path, found.st_ino, found.st_mtime_ns, found.st_size)
-    entry = None if known is None or key is None else known.get(key)
+    entry = None
+    if known is not None and key is not None:
+        entry = known.get(key)
     if entry is None:
         content = read_small(path / SEAL)
         seal = parse_seal(content, path)
@@ -396,12 +401,14 @@ def removable(
 
 def _best(good: Sequence[Entry]) -> list[Path]:
     """Return the good checkpoint of the newest run with the lowest level of the loss."""
-    levels = [
-        (entry.health.level, number)
-        for number, entry in enumerate(good)
-        if entry.health.level is not None and entry.health.run == good[0].health.run
-    ]
-    return [good[min(levels)[1]].path] if levels else []
+    best: list[Path] = []
+    lowest = math.inf
+    for entry in good:
+        level = entry.health.level
+        if level is not None and entry.health.run == good[0].health.run and level < lowest:
+            best = [entry.path]
+            lowest = level
+    return best
 
 
 def remove(folder: Path, paths: Sequence[Path], disk: Disk, say: Callable[[str], None]) -> None:

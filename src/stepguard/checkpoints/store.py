@@ -138,11 +138,13 @@ def _next_candidate(folder: Path, passed: dict[Path, PassedOver]) -> Path | None
         passed.setdefault(folder / LAST_GOOD, PassedOver(folder / LAST_GOOD, str(fault)))
     entries, damaged = list_entries(folder)
     candidates += [entry.path for entry in entries if entry.good]
-    found = next((path for path in candidates if path not in passed), None)
-    if found is not None and passed:
-        for each in damaged:
-            passed.setdefault(each.path, each)
-    return found
+    for path in candidates:
+        if path not in passed:
+            if passed:
+                for each in damaged:
+                    passed.setdefault(each.path, each)
+            return path
+    return None
 
 
 def read_facts(path: Path, sealed: SealedFile) -> dict[str, Any]:

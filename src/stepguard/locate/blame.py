@@ -75,20 +75,25 @@ class DiscardedValues:
 
     def dropping(self, first: Call) -> Evidence:
         """Name the operation that left the value out of the loss."""
-        ops = [reader.op for reader in self.last_readers(first)]
-        return Evidence(discarded_by=ops[0] if ops else None)
+        for reader in self.last_readers(first):
+            return Evidence(discarded_by=reader.op)
+        return NO_EVIDENCE
 
     def absorption(self, call: Call) -> Evidence:
         """Name the operation that read the bad value and gave a finite one, as erf and clamp do."""
-        ops = [reader.op for reader in self.last_readers(call) if not reader.selects]
-        return Evidence(absorbed=True, absorbed_by=ops[0] if ops else None)
+        for reader in self.last_readers(call):
+            if not reader.selects:
+                return Evidence(absorbed=True, absorbed_by=reader.op)
+        return Evidence(absorbed=True)
 
     def upstream_deselected(self, root: Call) -> bool:
         """True if the 0 that met an infinite derivative comes from a condition that left it out."""
         if not root.evidence.zero_upstream_gradient:
             return False
-        queue = [parent for parent in root.parents if parent.sequence != root.sequence]
-        queue = [parent for parent in queue if parent.stage == "backward"]
+        queue = []
+        for parent in root.parents:
+            if parent.stage == "backward" and parent.sequence != root.sequence:
+                queue.append(parent)
         for _ in range(MOST_UPSTREAM):
             if not queue:
                 return False
@@ -108,7 +113,9 @@ def _conditioned_on(selection: Call) -> set[int]:
     """Return the computed values that the condition depends on, behind comparisons and logic."""
 
     def behind(call: Call) -> list[Call]:
-        return [] if call.numeric else [real_maker(parent) for parent in call.parents]
+        if call.numeric:
+            return []
+        return [real_maker(parent) for parent in call.parents]
 
     conditions = [parent for parent in selection.parents if not parent.numeric]
     return {id(one) for one in walk(conditions, behind) if one.numeric}
@@ -163,7 +170,10 @@ def blame_gradients(tracer: Tracer, gradients: list[Call]) -> FirstBad | None:
 
 def first_reader(tracer: Tracer, stored: Call) -> Call | None:
     """Return the first operation that read a stored tensor's bad value, whatever became of it."""
-    return next((call for call in tracer.calls if stored in call.flawed), None)
+    for call in tracer.calls:
+        if stored in call.flawed:
+            return call
+    return None
 
 
 def huge_operand(call: Call) -> FirstBad | None:
@@ -207,8 +217,10 @@ class _Walk:
 
     def first_bad(self, stage: str | None = None) -> Call | None:
         """Return the first call on the way whose bad values no input explains."""
-        bad = (call for call in self._chain if call.first_bad and stage in (None, call.stage))
-        return next(bad, None)
+        for call in self._chain:
+            if call.first_bad and stage in (None, call.stage):
+                return call
+        return None
 
     def from_backward(self, root: Call) -> FirstBad:
         """The gradient went bad in a backward node."""
@@ -262,8 +274,11 @@ class _Walk:
 
     def _first_bad_of_forward(self, root: Call) -> list[Call]:
         """List the first bad values of the forward that the bad gradient goes back to."""
-        bad = [call for call in self._chain if call.first_bad and call.stage == "forward"]
-        return [root, *[call for call in bad if call is not root][:MOST_BLOCKS]]
+        found = [root]
+        for call in self._chain:
+            if call.first_bad and call.stage == "forward" and call is not root:
+                found.append(call)
+        return found[: 1 + MOST_BLOCKS]
 
     def _original(self, call: Call) -> Call:
         """Return the same operation of the first forward, where a checkpointed block ran twice."""
@@ -291,8 +306,10 @@ class _Walk:
         if not known:
             return None
         passed_on = self._passed_on(backward)
-        of_node = (call for call in backward if call.sequence == known[0])
-        return next((call for call in of_node if id(call) in passed_on), None)
+        for call in backward:
+            if call.sequence == known[0] and id(call) in passed_on:
+                return call
+        return None
 
     def _passed_on(self, backward: list[Call]) -> set[int]:
         """Return the calls whose result left their autograd node."""
@@ -318,6 +335,12 @@ class _Walk:
             return None
         return self.as_data(found) or self.finish(found, Evidence(intended_inf=True))
 
+    def _first_use(self, stored: Call) -> Call | None:
+        for call in self._tracer.calls:
+            if stored in call.flawed and call.op not in COPIES:
+                return call
+        return None
+
     def as_data(self, first: Call) -> FirstBad | None:
         """Return the batch tensor or table whose -inf came in as data, not as a mask on scores."""
         seen: set[int] = set()
@@ -327,8 +350,7 @@ class _Walk:
             if call.stage == "stored" and call.op.startswith(("batch", "buffer:")):
                 consumer: Call | None = first
                 if not call.op.startswith("batch"):
-                    uses = (c for c in self._tracer.calls if call in c.flawed)
-                    consumer = next((use for use in uses if use.op not in COPIES), None)
+                    consumer = self._first_use(call)
                 return FirstBad(call, consumer, Evidence(as_data=True))
             if id(call) not in seen and (call.op in SCALES or not self._learned(call)):
                 seen.add(id(call))

@@ -50,10 +50,9 @@ class AutocastObserver(TorchFunctionMode):
         self._device_types = sorted(set(device_types))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for device in self._device_types if self.dtype is None else ():
-            if torch.is_autocast_enabled(device):
+        for device in self._device_types:
+            if self.dtype is None and torch.is_autocast_enabled(device):
                 self.dtype = dtype_name(torch.get_autocast_dtype(device))
-                break
         return func(*args, **(kwargs or {}))
 
 
@@ -101,19 +100,25 @@ def state_origin(step: Step, reading: Reading) -> Origin:
     if tensor is None:
         return origin
     operand = summarise(name, tensor)
-    owners = [owner for _, owner, value in optimizer_slots(step) if value is tensor and owner]
+    owner = None
+    for _, parameter, value in optimizer_slots(step):
+        if value is tensor and parameter:
+            owner = parameter
+            break
     return replace(
         origin,
         inputs=(operand,),
         reproduced=None if is_finite(tensor) else True,
-        evidence=bad_elements(tensor, operand) | Evidence(parameter=next(iter(owners), None)),
+        evidence=bad_elements(tensor, operand) | Evidence(parameter=owner),
     )
 
 
 def owner_of(name: str) -> str | None:
     """Name the module that holds a parameter or buffer."""
     kind, _, path = name.partition(":")
-    return None if kind == "opt" else path.rpartition(".")[0]
+    if kind == "opt":
+        return None
+    return path.rpartition(".")[0]
 
 
 def evidence_origin(
@@ -196,7 +201,9 @@ class Invocation:
         def one(value: Any) -> Any:
             # The operator still takes lists: one of one entry gives the same result for that entry.
             listed = isinstance(value, list | tuple) and position < len(value)
-            return [value[position]] if listed else value
+            if listed:
+                return [value[position]]
+            return value
 
         return replace(
             self,
@@ -213,11 +220,16 @@ class Invocation:
     @property
     def index(self) -> Index | None:
         """The first bad element that no input explains."""
-        return first_broken(self.out) if self.where is None else first_true(self.where)
+        if self.where is None:
+            return first_broken(self.out)
+        return first_true(self.where)
 
     def read(self, name: str) -> Read | None:
         """Return the tensor that was given for this argument."""
-        return next((read for read in self.reads if read.name == name), None)
+        for read in self.reads:
+            if read.name == name:
+                return read
+        return None
 
     def argument(self, name: str) -> Any:
         """Return an argument by its name in the schema, given by position or by keyword."""
@@ -352,7 +364,9 @@ def _negative_variance(bad_op: Invocation) -> Evidence:
     if not isinstance(variance, Tensor) or bad_op.argument("training"):
         return NO_EVIDENCE
     eps = float(bad_op.argument("eps") or 0.0)
-    return Evidence(argument="negative") if float(variance.min()) + eps < 0 else NO_EVIDENCE
+    if float(variance.min()) + eps < 0:
+        return Evidence(argument="negative")
+    return NO_EVIDENCE
 
 
 def _ctc(bad_op: Invocation) -> Evidence:
@@ -478,7 +492,9 @@ def _domain(bad_op: Invocation) -> Evidence:
     """The argument of a logarithm, root or power that is outside its domain."""
     base = bad_op.operator.base
     name = "self" if base in DOMAIN else ARGUMENT.get(base)
-    value = None if name is None else bad_op.at(name)
+    value = None
+    if name is not None:
+        value = bad_op.at(name)
     if name is None or value is None:
         return NO_EVIDENCE
     found = NO_EVIDENCE
@@ -581,16 +597,25 @@ def _stored_huge(bad_op: Invocation) -> Evidence:
 
 def _computed_by(maker: Call | None) -> str | None:
     """The operation that computed an operand; None for a stored tensor."""
-    return None if maker is None or maker.stage == "stored" else maker.op
+    if maker is None or maker.stage == "stored":
+        return None
+    return maker.op
 
 
 def _only_batch_tensor(maker: Call | None) -> str | None:
     """The batch tensor an operand was computed from, if from nothing else that is stored."""
-    stored = walk([] if maker is None else [maker], lambda one: one.parents)
-    names = {one.op for one in stored if one.stage == "stored"}
-    roots = [name for name in names if not name.startswith("constant")]
-    root = roots[0] if len(roots) == 1 else ""
-    return root if root.startswith("batch:") else None
+    if maker is None:
+        return None
+    roots: set[str] = set()
+    for one in walk([maker], lambda one: one.parents):
+        if one.stage == "stored" and not one.op.startswith("constant"):
+            roots.add(one.op)
+    root = ""
+    if len(roots) == 1:
+        root = roots.pop()
+    if root.startswith("batch:"):
+        return root
+    return None
 
 
 def _vanished_epsilon(bad_op: Invocation, name: str) -> float | None:

@@ -13,7 +13,7 @@ from stepguard.locate import replay_state as batches
 from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss, first_reader, huge_operand
 from stepguard.locate.evidence import HUGE, Invocation
 from stepguard.locate.live_trace import huge_origin, origin_of
-from stepguard.locate.operands import plain
+from stepguard.locate.operands import Call, plain
 from stepguard.locate.origins import buffer_origin
 from stepguard.locate.replay import ModelReplayer, Replayer, ReplayError, Traced, difference
 from stepguard.locate.replay_state import LocateBudget
@@ -124,11 +124,16 @@ def _of_infinite_norm(step: Step, origin: Origin) -> Origin:
                 traced = replayer.trace(micro, reach=True)
             except ReplayError:
                 return origin
-            gradients = [p.grad for p in replayer.parameters.values() if p.grad is not None]
-            makers = [traced.tracer.maker_of(plain(gradient)) for gradient in gradients]
-            known = [maker for maker in makers if maker is not None]
-            largest = max(known, key=lambda maker: maker.reach, default=None)
-            found = None if largest is None else huge_operand(largest)
+            makers: list[Call] = []
+            for parameter in replayer.parameters.values():
+                if parameter.grad is not None:
+                    maker = traced.tracer.maker_of(plain(parameter.grad))
+                    if maker is not None:
+                        makers.append(maker)
+            largest = max(makers, key=lambda maker: maker.reach, default=None)
+            found = None
+            if largest is not None:
+                found = huge_operand(largest)
             if found is not None:
                 return huge_origin(origin, found, traced, replayer)
     return origin
@@ -149,7 +154,9 @@ def _bad_state(step: Step, reading: Reading) -> Origin:
         except ReplayError:
             return origin
     maker = traced.tracer.maker_of(tensor)
-    reader = None if maker is None else first_reader(traced.tracer, maker)
+    reader = None
+    if maker is not None:
+        reader = first_reader(traced.tracer, maker)
     if maker is None or reader is None:
         return origin
     read = origin_of(FirstBad(maker, reader), traced, replayer)
@@ -243,7 +250,9 @@ def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, FirstBad
         harmful = {(call.op, call.line) for call in first.tracer.calls if call.harmful}
         if (found.call.op, found.call.line) not in harmful:
             found = None
-    return (first, first_found) if found is None else (traced, found)
+    if found is None:
+        return (first, first_found)
+    return (traced, found)
 
 
 def _blame(replayer: Replayer, traced: Traced) -> FirstBad | None:
@@ -252,11 +261,17 @@ def _blame(replayer: Replayer, traced: Traced) -> FirstBad | None:
         assert traced.ran.loss is not None
         target = tracer.maker_of(traced.ran.loss)
         return blame_loss(tracer, [target]) if target is not None else None
-    gradients = [replayer.parameters[name].grad for name in replayer.bad_gradients()]
-    bad = [plain(gradient) for gradient in gradients if gradient is not None]
+    bad = []
+    for name in replayer.bad_gradients():
+        gradient = replayer.parameters[name].grad
+        assert gradient is not None
+        bad.append(plain(gradient))
     tracer.settle_gradients(bad)
-    makers = [tracer.maker_of(gradient) for gradient in bad]
-    targets = [maker for maker in makers if maker is not None]
+    targets: list[Call] = []
+    for gradient in bad:
+        maker = tracer.maker_of(gradient)
+        if maker is not None:
+            targets.append(maker)
     return blame_gradients(tracer, targets) if targets else None
 
 
@@ -318,7 +333,9 @@ def frames_at_origin(step: Step, reading: Reading) -> TracebackType | None:
             if micro is None:
                 return None
             traced, found = search(replayer, micro, step.micro_batches[micro])
-            call = None if found is None else found.call
+            call = None
+            if found is not None:
+                call = found.call
             if found is not None and (found.call.stage == "stored" or found.call.uninitialised):
                 call = found.consumer
             if call is not None and call.stage == "backward":

@@ -61,9 +61,10 @@ def origin_of(found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
         inner_gradient=call.node is not None and call.stage == "forward",
     )
     if call.number is not None:
-        # An attribute of a module that is a bad number: the operation was probably given it.
-        name = next((name for name, _ in bad_numbers(replayer.step.named_roots())), None)
-        evidence |= Evidence(attribute=name)
+        for name, _ in bad_numbers(replayer.step.named_roots()):
+            # An attribute of a module: the operation was probably given it.
+            evidence |= Evidence(attribute=name)
+            break
     origin = Origin(
         step=replayer.step.index,
         phase=_phase(at, traced.tracer),
@@ -169,8 +170,12 @@ def _surroundings(step: Step, traced: Traced) -> Evidence:
 
 def _phase(call: Call, tracer: Tracer) -> Phase:
     if call.stage in ("backward", "optimizer"):
-        return "backward" if call.stage == "backward" else "optimizer"
-    return "forward" if tracer.modules.belongs_to_model(call.module) else "loss"
+        if call.stage == "backward":
+            return "backward"
+        return "optimizer"
+    if tracer.modules.belongs_to_model(call.module):
+        return "forward"
+    return "loss"
 
 
 def _module(call: Call, tracer: Tracer) -> str | None:
@@ -410,7 +415,9 @@ class OwnSpans(ModuleSpans):
 
     def spelled(self, name: str | None) -> str | None:
         """Return the guard's own name of a module; None if it belongs to another guard's model."""
-        return None if name is None else self.names.get(int(name.removeprefix("#")))
+        if name is None:
+            return None
+        return self.names.get(int(name.removeprefix("#")))
 
 
 class LiveTrace:
@@ -527,7 +534,9 @@ class LiveTrace:
         if losses:
             return blame_loss(tracer, losses)
         gradients = [call for call in self._gradients if call.out]
-        return blame_gradients(tracer, gradients) if gradients else None
+        if gradients:
+            return blame_gradients(tracer, gradients)
+        return None
 
     def _own_name(self, stored: Call) -> str:
         """Return this guard's name of a tensor; one that only another guard knows is a constant."""

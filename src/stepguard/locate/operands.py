@@ -111,7 +111,9 @@ def storage_key(tensor: Tensor) -> int:
     except (RuntimeError, NotImplementedError):
         # A wrapper around tensors, a sparse one for instance, has no memory of its own.
         values = plain(tensor)
-        return 0 if values is tensor else values.untyped_storage().data_ptr()
+        if values is tensor:
+            return 0
+        return values.untyped_storage().data_ptr()
 
 
 # --- Measure a tensor for an Operand record: extremes, counts and the one element that matters.
@@ -140,8 +142,12 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
     )
     if not floats and tensor.layout is not torch.strided:
         return operand
-    values = plain(tensor) if floats else tensor
-    finite = values if clean else values[torch.isfinite(values)]
+    values = tensor
+    if floats:
+        values = plain(tensor)
+    finite = values
+    if not clean:
+        finite = values[torch.isfinite(values)]
     return replace(
         operand,
         min=float(finite.min()) if finite.numel() else None,
@@ -216,9 +222,12 @@ def broadcast_index(index: Index, shape: Index) -> Index | None:
         return None
     # Broadcasting aligns the last axes.
     tail = index[len(index) - len(shape) :]
-    if any(size != 1 and at >= size for at, size in zip(tail, shape, strict=True)):
-        return None
-    return tuple(min(at, size - 1) for at, size in zip(tail, shape, strict=True))
+    position = []
+    for at, size in zip(tail, shape, strict=True):
+        if size != 1 and at >= size:
+            return None
+        position.append(min(at, size - 1))
+    return tuple(position)
 
 
 def broadcasts(shape: Index, to: Index) -> bool:
@@ -531,16 +540,17 @@ def describe(func: Any) -> Operator:
     """Describe the overload that a dispatch mode is handed."""
     schema = func._schema
     name = str(func._overloadpacket)
-    written = [
-        argument.name
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    arguments = []
+    written = set()
+    for argument in schema.arguments:
+        arguments.append(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.add(argument.name)
     aliased = any(returned.alias_info is not None for returned in schema.returns)
     return Operator(
         name=name,
         namespace=func.namespace,
-        arguments=tuple(argument.name for argument in schema.arguments),
+        arguments=tuple(arguments),
         written=frozenset(written),
         views=aliased and not written,
         pointwise=torch.Tag.pointwise in func.tags or name in POINTWISE,

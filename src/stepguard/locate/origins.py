@@ -199,9 +199,10 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
     tracer = Tracer(ModuleSpans({}), stage="optimizer")
     with torch.no_grad(), tracer:
         norm = get_total_norm(gradients)
-    bad = [call for call in tracer.calls if call.first_bad]
-    if bad:
-        origin = replace(origin, op=bad[0].op, output=bad[0].output)
+    for call in tracer.calls:
+        if call.first_bad:
+            origin = replace(origin, op=call.op, output=call.output)
+            break
     exact = math.sqrt(sum(float(g.detach().double().norm()) ** 2 for g in gradients))
     if math.isfinite(exact):
         origin = with_evidence(origin, Evidence(finite_norm=exact))
@@ -243,8 +244,11 @@ def _gradients(step: Step) -> Gradients:
 
 def _present_gradients(step: Step) -> Gradients:
     """The gradients themselves; of sharded ones this rank's parts, with which it can work alone."""
-    gradients = ((id(p), p.grad) for p in optimizer_parameters(step.optimizer))
-    return {key: local_part(gradient) for key, gradient in gradients if gradient is not None}
+    present = {}
+    for parameter in optimizer_parameters(step.optimizer):
+        if parameter.grad is not None:
+            present[id(parameter)] = local_part(parameter.grad)
+    return present
 
 
 # --- Locate an exception of the user's code: read its traceback, then replay to find the samples.
@@ -313,7 +317,9 @@ def place_exception(
             with torch.compiler.set_stance("force_eager"):
                 attempt(batches.duplicate(part))
         except Exception as again:
-            return True if type(again) is type(error) else None
+            if type(again) is type(error):
+                return True
+            return None
         finally:
             for parameter in parameters:
                 parameter.grad = None
@@ -428,7 +434,9 @@ def buffer_origin(step: Step, reading: Reading, no_replay: str | None = None) ->
                     for call in traced.tracer.calls:
                         if any(p.stage == "stored" and p.op == name for p in call.parents):
                             found = FirstBad(call)
-                origin = unlocated if found is None else origin_of(found, traced, replayer)
+                origin = unlocated
+                if found is not None:
+                    origin = origin_of(found, traced, replayer)
                 return replace(origin, tensor=name, output=summarise(name, buffer))
     return replace(unlocated, reproduced=False)
 

@@ -135,8 +135,11 @@ class Replayer:
 
     def copied_gradients(self) -> dict[str, Tensor]:
         """Copy the present gradients, by the name of the parameter."""
-        gradients = ((name, parameter.grad) for name, parameter in self.parameters.items())
-        return {name: gradient.clone() for name, gradient in gradients if gradient is not None}
+        copies = {}
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                copies[name] = parameter.grad.clone()
+        return copies
 
     def bad_gradients(self) -> list[str]:
         """Name the parameters whose gradient holds a NaN or Inf."""
@@ -231,7 +234,8 @@ def different_losses(replayer: Replayer) -> tuple[float, float] | None:
         for losses in runs:
             for micro in range(len(replayer.step.micro_batches)):
                 loss = replayer.run(micro, backward=False).loss
-                losses.append(math.nan if loss is None else float(loss))
+                assert loss is not None
+                losses.append(float(loss))
     finally:
         replayer.loss_fn_state = own
     for one, other in zip(*runs, strict=True):

@@ -62,7 +62,9 @@ class KeptVariable:
         if isinstance(self._owner, CellType):
             now = self._owner.cell_contents
         elif isinstance(self._owner, list | deque):
-            now = self._owner[self._key] if self._key < len(self._owner) else None
+            now = None
+            if self._key < len(self._owner):
+                now = self._owner[self._key]
         else:
             now = self._owner.get(self._key)
         if self._content is not None:
@@ -123,7 +125,9 @@ class LossFunctionState:
             return
         generator = keep_generator(value)
         if generator is not None:
-            kind = "counter" if isinstance(value, itertools.count) else "generator"
+            kind = "generator"
+            if isinstance(value, itertools.count):
+                kind = "counter"
             self._kept.append((f"the {kind} `{name}`", generator))
         else:
             self._collect_inside(name, value, depth)
@@ -288,7 +292,9 @@ class LocateBudget:
     @property
     def bare_seconds(self) -> float:
         """Seconds of a step of the bare run; 0 if unknown."""
-        known = [median(self._recent)] if self._recent else []
+        known = []
+        if self._recent:
+            known = [median(self._recent)]
         # The traced step does the same and more, so it is an upper bound.
         if self._traced is not None:
             known.append(self._traced)
@@ -334,14 +340,18 @@ class LocateBudget:
 
     def searched(self, place: Hashable, *, found: bool) -> None:
         """Note whether a search for samples at this place found any."""
-        self._fruitless[place] = 0 if found else self._fruitless[place] + 1
+        self._fruitless[place] += 1
+        if found:
+            self._fruitless[place] = 0
 
 
 def clock_for(*, on_host: bool) -> Callable[[], float]:
     """Choose the clock that a budget is measured with."""
     # On the CPU the time of this thread counts, so that a busy machine changes no answer. On a
     # device the thread only waits.
-    return time.thread_time if on_host else time.perf_counter
+    if on_host:
+        return time.thread_time
+    return time.perf_counter
 
 
 # --- Tensors and numbers that a module keeps outside its parameters and buffers: `self.center`.

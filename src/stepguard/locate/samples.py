@@ -77,9 +77,11 @@ def repeats(replayer: Replayer) -> bool:
     runs: list[list[Tensor]] = []
     while len(runs) < 2 or (len(runs) < REPETITIONS and replayer.budget.affords(1.0)):
         replayer.clear_gradients()
-        micros = range(len(replayer.step.micro_batches))
-        results = [replayer.run(micro).loss for micro in micros]
-        results += [parameter.grad for parameter in replayer.parameters.values()]
+        results: list[Tensor | None] = []
+        for micro in range(len(replayer.step.micro_batches)):
+            results.append(replayer.run(micro).loss)
+        for parameter in replayer.parameters.values():
+            results.append(parameter.grad)
         runs.append([tensor.detach().clone() for tensor in results if tensor is not None])
     for run in runs[1:]:
         # NaN differs from itself: a repetition that turns bad is not the same either.
@@ -101,7 +103,9 @@ def _compiled(step: Step) -> bool:
             return True
         # After `module.compile()`. A guard that records the model's calls stands in the same place,
         # around what was there.
-        present = compiled_call(part) if isinstance(part, nn.Module) else None
+        present = None
+        if isinstance(part, nn.Module):
+            present = compiled_call(part)
         if getattr(present, "below", present) is not None:
             return True
     return hasattr(step.model, "_torchdynamo_orig_callable")
@@ -205,7 +209,10 @@ def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> Evidence:
         if not values.numel():
             continue
         for sample, largest in enumerate(values.amax(1).tolist()):
-            (inside if sample in guilty else outside).append(largest)
+            if sample in guilty:
+                inside.append(largest)
+            else:
+                outside.append(largest)
     return Evidence(sample_max=max(inside), others_max=max(outside))
 
 
@@ -330,7 +337,9 @@ def costly_samples(replayer: Replayer, reading: Reading) -> Origin | None:
 
     def bad_with(keep: Sequence[int]) -> bool | None:
         loss = loss_of(keep)
-        return None if loss is None else loss >= COSTLY * whole
+        if loss is None:
+            return None
+        return loss >= COSTLY * whole
 
     guilty: tuple[int, ...] = ()
     without = None
@@ -428,7 +437,9 @@ def _confirmed(count: int, bad_with: BadWith, guilty: Sequence[int]) -> bool:
         # A smaller batch with this sample must be bad too. Where a sum overflows by its length,
         # leaving out any sample helps: none is guilty. With a second sample batch statistics can
         # be computed.
-        pair = sorted([sample, innocent[0]]) if count > 2 else [sample]
+        pair = [sample]
+        if count > 2:
+            pair = sorted([sample, innocent[0]])
         if bad_with(pair) is True:
             continue
         nearly_all = sorted([sample, *innocent[1:]])

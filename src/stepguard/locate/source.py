@@ -60,7 +60,9 @@ class ModuleSpans:
     @property
     def current(self) -> str | None:
         """Innermost module whose forward is running; None outside every module."""
-        return self._stack[-1][0] if self._stack else None
+        if self._stack:
+            return self._stack[-1][0]
+        return None
 
     @property
     def depth(self) -> int:
@@ -69,10 +71,16 @@ class ModuleSpans:
 
     def created(self, sequence: int) -> str | None:
         """Return the innermost module in which the autograd node of this number was created."""
-        within = [
-            (end - first, name) for first, end, name in self._spans if first <= sequence < end
-        ]
-        return min(within)[1] if within else None
+        found: tuple[int, int, str] | None = None
+        for span in self._spans:
+            if not span[0] <= sequence < span[1]:
+                continue
+            # Of modules that span the same nodes the inner one has ended first.
+            if found is None or span[1] - span[0] < found[1] - found[0]:
+                found = span
+        if found is None:
+            return None
+        return found[2]
 
     def forget_before(self, sequence: int) -> None:
         """Drop the spans that end before the autograd node of this number."""

@@ -285,9 +285,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._functions[-1].name = operator.name
         call.numeric = any(map(numeric, results))
         if results and results[0].dtype is torch.float16:
-            # A constant that is 0 in the results' dtype, as 1e-8 is.
-            tiny = [number for _, number in invocation.numbers if 0 < abs(number) < LEAST_HALF]
-            call.rounded_to_zero = tiny[0] if tiny else None
+            for _, number in invocation.numbers:
+                # A constant that is 0 in the results' dtype, as 1e-8 is.
+                if 0 < abs(number) < LEAST_HALF:
+                    call.rounded_to_zero = number
+                    break
         for position, tensor in enumerate(results):
             self._record_result(call, invocation, tensor, position)
 
@@ -368,8 +370,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.first_bad = why.first_bad
         self._follow_bad_number(call)
         call.shape = tuple(out.shape)
-        largest = max((read.tensor.numel() for read in used), default=0)
-        call.reduces = out.numel() < largest and call.op not in MOVES
+        shrinks = any(out.numel() < read.tensor.numel() for read in used)
+        call.reduces = shrinks and call.op not in MOVES
         self._note_poisoned_node(call)
         if self._measured < MOST_MEASURED and self._is_telling(call):
             self._measured += 1

@@ -90,7 +90,9 @@ def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def tensor_label(name: str) -> str:
     """Return `batch:x`, or `batch` for a batch that is one tensor."""
-    return f"batch:{name}" if name else "batch"
+    if name:
+        return f"batch:{name}"
+    return "batch"
 
 
 def rebuild(batch: Any, change: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
@@ -153,7 +155,10 @@ def row_count(batch: Any) -> int | None:
     for part in _parts(batch):
         if isinstance(part, list | tuple) and _holds_tensors(part):
             candidates.append(len(part))
-    return next((count for count in candidates if _fits(batch, count, root=True)), None)
+    for count in candidates:
+        if _fits(batch, count, root=True):
+            return count
+    return None
 
 
 def sample_count(batch: Any) -> int:
@@ -161,8 +166,10 @@ def sample_count(batch: Any) -> int:
     agreed = row_count(batch)
     if agreed is not None:
         return agreed
-    sizes = [int(tensor.shape[0]) for _, tensor in named_tensors(batch) if tensor.dim()]
-    return sizes[0] if sizes else 0
+    for _, tensor in named_tensors(batch):
+        if tensor.dim():
+            return int(tensor.shape[0])
+    return 0
 
 
 def samples_in(batch: Any) -> int | None:
@@ -192,7 +199,9 @@ def subset(batch: Any, keep: Sequence[int], count: int) -> Any:
 
     def pick(value: Any, in_dict: bool) -> Any:
         if isinstance(value, Tensor):
-            return _cut_tensor(value, list(keep)) if has_rows(value) else value
+            if has_rows(value):
+                return _cut_tensor(value, list(keep))
+            return value
         in_dict = in_dict and isinstance(value, dict | list)
         # One entry a sample, such as file names or images of different sizes. Where each entry
         # holds all samples, as many tensors as samples is a coincidence.
@@ -414,11 +423,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def total_loss(output: Tensor | Mapping[str, Tensor]) -> Tensor:
     """Return the scalar, or the sum of named scalars, that a loss function gave; else raise."""
-    parts: Mapping[str, Any] = output if isinstance(output, Mapping) else {"": output}
+    parts: Mapping[str, Any] = {"": output}
+    if isinstance(output, Mapping):
+        parts = output
     if not parts:
         raise ConfigError(f"loss_fn returned an empty dict; {WANTED}.")
     for name, part in parts.items():
-        of = f" for {name!r}" if isinstance(output, Mapping) else ""
+        of = ""
+        if isinstance(output, Mapping):
+            of = f" for {name!r}"
         if not isinstance(part, Tensor):
             raise ConfigError(f"loss_fn returned{of} a {type(part).__name__}; {WANTED}.")
         if part.numel() != 1:
@@ -475,7 +488,9 @@ def tree_to_json(
     """
     if depth > DEEPEST_TREE:
         raise NotPlainError(f"{name} is nested deeper than {DEEPEST_TREE} levels.")
-    parameters = known.parameters if known is not None else {}
+    parameters: Mapping[int, str] = {}
+    if known is not None:
+        parameters = known.parameters
     if isinstance(value, Tensor):
         if id(value) in parameters:
             return {"parameter": parameters[id(value)]}
@@ -487,7 +502,9 @@ def tree_to_json(
         return _scalar_to_json(value)
 
     def below(key: Any, item: Any) -> Any:
-        shown = parameters.get(id(key), "tensor") if isinstance(key, Tensor) else key
+        shown = key
+        if isinstance(key, Tensor):
+            shown = parameters.get(id(key), "tensor")
         return tree_to_json(item, tensors, f"{name}/{shown}", depth + 1, known=known)
 
     if isinstance(value, Mapping):
@@ -509,7 +526,9 @@ def tree_to_json(
 def _sequence_to_json(value: Any, below: Callable[[Any, Any], Any]) -> dict[str, Any]:
     if is_record(value) or hasattr(value, "_fields"):
         fields = [[key, below(key, item)] for key, item in children(value)]
-        kind = "fields" if is_record(value) else "named"
+        kind = "named"
+        if is_record(value):
+            kind = "fields"
         return {kind: fields, "type": type(value).__name__}
     entries = [below(index, item) for index, item in enumerate(value)]
     if isinstance(value, deque):
@@ -530,7 +549,9 @@ def _key(key: Any, name: str, parameters: Mapping[int, str]) -> Any:
 
 def _scalar_to_json(value: Any) -> dict[str, Any]:
     # JSON has neither NaN nor Inf, and repr keeps every bit of a float.
-    spelled = repr(value) if isinstance(value, float) else value
+    spelled = value
+    if isinstance(value, float):
+        spelled = repr(value)
     return {"value": spelled, "kind": type(value).__name__}
 
 
@@ -539,7 +560,9 @@ def _scalar_from_json(structure: dict[str, Any]) -> Any:
     if structure.get("kind") != "float":
         return value
     # The one NaN object of the module: containers compare it by identity.
-    return math.nan if math.isnan(float(value)) else float(value)
+    if math.isnan(float(value)):
+        return math.nan
+    return float(value)
 
 
 def tree_from_json(
@@ -620,7 +643,9 @@ class Refill:
         for key, item in structure["mapping"]:
             saved[key if isinstance(key, str) else self.value(None, key)] = item
         if not isinstance(live, MutableMapping):
-            live = Attributed() if structure.get("attributes") else {}
+            live = {}
+            if structure.get("attributes"):
+                live = Attributed()
         for key in [key for key in live if key not in saved]:
             del live[key]
         for key, item in saved.items():
@@ -644,7 +669,9 @@ class Refill:
         return dataclasses.make_dataclass("Batch", list(fields))(*fields.values())
 
     def _items(self, live: Any, saved: list[Any], like: Tensor | None) -> list[Any]:
-        before = list(live)[: len(saved)] if type(live) in (list, tuple, deque) else []
+        before = []
+        if type(live) in (list, tuple, deque):
+            before = list(live)[: len(saved)]
         before += [None] * (len(saved) - len(before))
         return [self.value(one, item, like) for one, item in zip(before, saved, strict=True)]
 

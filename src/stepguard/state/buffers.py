@@ -176,7 +176,9 @@ class BufferKeeper:
     def remembered(self, buffer: Tensor) -> Tensor:
         """Return what `remember` took of this buffer; itself if nothing was taken."""
         copy = self._copies.get(id(buffer))
-        return buffer if copy is None else copy.saved
+        if copy is None:
+            return buffer
+        return copy.saved
 
     def _modules(self) -> list[nn.Module]:
         """List every module once. `nn.Module.modules` takes several times as long."""
@@ -237,7 +239,10 @@ class AttachedState:
     def restore(self) -> list[str]:
         """Go back to what `remember` took; return the names of what had to be set to 0 instead."""
         seen: set[int] = set()
-        return [name for kept in self._kept.values() for name in kept.restore(seen)]
+        reset: list[str] = []
+        for kept in self._kept.values():
+            reset += kept.restore(seen)
+        return reset
 
     # --- in snapshots and checkpoints
 
@@ -279,7 +284,9 @@ class _Attributes(MutableMapping[str, Any]):
 
 
 def _entries(item: Any) -> Any:
-    return item if isinstance(item, dict | list) else _Attributes(item)
+    if isinstance(item, dict | list):
+        return item
+    return _Attributes(item)
 
 
 def _is_kept(value: object) -> bool:
@@ -309,7 +316,9 @@ def _as_tree(item: Any) -> Any:
 @torch.no_grad()
 def _fill(live: Any, tree: Any) -> None:
     """Write a tree into a list, a dict or attributes, into the same tensors where they fit."""
-    present = dict(enumerate(live)) if isinstance(live, list) else dict(live)
+    present = dict(enumerate(live))
+    if not isinstance(live, list):
+        present = dict(live)
     if isinstance(live, dict):
         for key in present.keys() - tree.keys():
             if _is_kept(present[key]):
@@ -335,7 +344,9 @@ def communication_hooks(model: nn.Module) -> dict[str, object]:
         if isinstance(state, (*ATOMS, dist.ProcessGroup)):
             continue
         # An object of values and process groups; torchft's manager holds threads, say.
-        values = state if isinstance(state, list) else _entries(state).values()
+        values: Any = state
+        if not isinstance(state, list):
+            values = _entries(state).values()
         if all(_is_kept(value) or isinstance(value, dist.ProcessGroup) for value in values):
             found[f"{number}:{type(state).__name__}"] = state
     return found
@@ -433,7 +444,9 @@ def _buffer_owner(root: nn.Module, name: str) -> nn.Module | None:
         owner = root.get_submodule(path)
     except AttributeError:
         return None
-    return owner if key in owner._buffers else None
+    if key in owner._buffers:
+        return owner
+    return None
 
 
 # --- Copy all that an update may touch: parameters, the whole optimizer, the optimizers inside

@@ -176,7 +176,9 @@ class Capsule:
 
     def _text(self, key: str) -> str | None:
         value = self.facts.get(key)
-        return value if isinstance(value, str) else None
+        if isinstance(value, str):
+            return value
+        return None
 
 
 def _damaged(folder: Path, fault: BaseException) -> CapsuleError:
@@ -445,7 +447,6 @@ def running_script() -> dict[str, Any]:
 
 STEPS_SCHEMA = 1
 FOLDER = "window"
-STEP_FACTS = ("index", "loss", "scale", "clip_norm")
 STATE_FACTS = ("numbers", "optimizer", "groups", "optimizer_more")
 NOT_OF_THE_MODEL = ("rng/", "loader/", "scaler/", "scheduler", "extra:")
 """Parts of a run's state that no trial touches."""
@@ -482,7 +483,9 @@ class Window:
     @property
     def first(self) -> int | None:
         """Index of the first step; None where the bad step is all there is."""
-        return self.steps[0].index if self.steps else None
+        if self.steps:
+            return self.steps[0].index
+        return None
 
 
 def window_step(step: Step, loss: float | None, lr: tuple[float, ...]) -> WindowStep:
@@ -552,8 +555,13 @@ def _steps_to_json(
         where = f"{name}/{step.index}"
         batches = enumerate(step.micro_batches)
         rng = enumerate(step.rng)
-        facts = {key: getattr(step, key) for key in STEP_FACTS}
-        facts["lr"] = list(step.lr)
+        facts: dict[str, Any] = {
+            "index": step.index,
+            "loss": step.loss,
+            "lr": list(step.lr),
+            "scale": step.scale,
+            "clip_norm": step.clip_norm,
+        }
         facts["micro_batches"] = [
             tree_to_json(b, tensors, f"{where}/batch/{i}") for i, b in batches
         ]

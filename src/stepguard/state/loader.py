@@ -86,8 +86,9 @@ def _fetch_index(iterator: Any) -> Any:
         _yielded[iterator] = {}
     waiting = _yielded.get(iterator)
     if waiting is not None:
-        for delivered in [one for one in waiting if one < _last_number(iterator)]:
-            del waiting[delivered]
+        for other in list(waiting):
+            if other < _last_number(iterator):
+                del waiting[other]
         # a copy of a list: a sampler may fill the same one again
         waiting[number] = tuple(index) if isinstance(index, list) else index
     return index
@@ -227,11 +228,19 @@ class RecentBatches:
         """Find the delivered batch this is, or is a part of; None if there is none or several."""
         tensors = first_tensors(batch)
         asked = {id(tensor) for tensor in tensors}
-        scores = [sum(id(tensor) in asked for tensor in each.tensors) for each in self._batches]
-        best = max(scores, default=0)
+        best = 0
+        matching: list[Delivered] = []
+        for each in self._batches:
+            score = sum(id(tensor) in asked for tensor in each.tensors)
+            if score > best:
+                best = score
+                matching = [each]
+            elif score and score == best:
+                matching.append(each)
         if best:
-            matching = [e for e, score in zip(self._batches, scores, strict=True) if score == best]
-            return FoundBatch(matching[0]) if len(matching) == 1 else None
+            if len(matching) == 1:
+                return FoundBatch(matching[0])
+            return None
         # A slice of a delivered tensor, as loops cut their batches into micro-batches.
         for tensor in tensors:
             for each in reversed(self._batches):
@@ -296,7 +305,9 @@ def _parts(item: Any, kind: type) -> list[Any]:
         if issubclass(kind, sequence):
             few = list(islice(sequence.__iter__(item), MOST_PARTS))
             # A list of names is long and holds no tensor.
-            return [] if few and type(few[0]) in ATOMS else few
+            if few and type(few[0]) in ATOMS:
+                return []
+            return few
     if issubclass(kind, type) or kind.__module__ == "builtins":
         return []
     if is_dataclass(kind):
@@ -427,7 +438,9 @@ class ResumableLoader:
     def where(self, batch: Any) -> Place | None:
         """Return the pass over the data and the number in it, both from 0, of a recent batch."""
         found = self.recent.find(batch)
-        return None if found is None else found.delivered.place
+        if found is None:
+            return None
+        return found.delivered.place
 
     def pass_over(
         self,
@@ -532,5 +545,9 @@ class ResumableLoader:
             batch_sampler,
             getattr(batch_sampler, "sampler", None),
         ]
-        found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
-        return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
+        found: dict[int, torch.Generator] = {}
+        for owner in owners:
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+        return list(found.values())

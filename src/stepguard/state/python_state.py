@@ -105,7 +105,9 @@ class WithoutGraph:
         alive = self._ref()
         if alive is not None:
             return alive
-        return otherwise if self._values is None else self._values
+        if self._values is None:
+            return otherwise
+        return self._values
 
 
 def has_graph(value: object) -> bool:
@@ -217,7 +219,9 @@ def _keep_container(value: Any, scope: Scope, depth: int) -> Kept | None:
     if scope.of == "modules" and len(value) > MANY:
         # Too large to be copied in every step: entries added at its end are removed.
         ends = isinstance(value, dict | list | deque)
-        return KeptLeaf(value, len, _shorten) if ends else None
+        if ends:
+            return KeptLeaf(value, len, _shorten)
+        return None
     if isinstance(value, set):
         return KeptLeaf(value, set, _refill_set)
     return KeptContainer(value, scope, depth)
@@ -377,11 +381,13 @@ class KeptContainer:
     def _take(self, seen: Seen) -> None:
         live = self.live
         pairs = list(live.items() if isinstance(live, Mapping) else enumerate(live))
-        self._keys = [key for key, _ in pairs]
-        self._values = [WithoutGraph(v) if has_graph(v) else v for _, v in pairs]
+        self._keys = []
+        self._values = []
         before = self._children
         self._children = {}
         for key, value in pairs:
+            self._keys.append(key)
+            self._values.append(WithoutGraph(value) if has_graph(value) else value)
             if key in self._skip or type(value) in UNCHANGING:
                 continue
             child = before.get(key)
@@ -437,10 +443,9 @@ class KeptContainer:
             live.clear()
             live.extend(before)
             return lost
-        entries = {
-            key: original(value, live.get(key))
-            for key, value in zip(self._keys, self._values, strict=True)
-        }
+        entries: dict[Any, Any] = {}
+        for key, value in zip(self._keys, self._values, strict=True):
+            entries[key] = original(value, live.get(key))
         if self._attributes:
             put_back_attributes(live, entries, self._skip)
         else:
@@ -553,11 +558,15 @@ class AttributeKeeper:
         """`replaced`: the attribute gets a new object in every step. A large tensor is then held,
         not copied.
         """
-        size = value.numel() if replaced and isinstance(value, Tensor) else 0
+        size = 0
+        if replaced and isinstance(value, Tensor):
+            size = value.numel()
         self._values[index] = value
         if has_graph(value) or size > LARGEST_HELD:
             self._values[index] = WithoutGraph(value)
-        kept = None if size > SMALL else keep(value, self._scope)
+        kept = None
+        if not (size > SMALL):
+            kept = keep(value, self._scope)
         self._inside.pop(index, None)
         if kept is not None:
             self._inside[index] = kept
@@ -583,12 +592,12 @@ class ModuleCounters:
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self._roots = roots
-        self._first = {place: own[key] for place, own, key in self._places({})}
         self._moving: set[str] = set()
+        self._first = self._present()
 
     def moved(self) -> dict[str, Number]:
         """Return the present value of every number that has moved since the guard was built."""
-        present = {place: own[key] for place, own, key in self._places({})}
+        present = self._present()
         for place, value in present.items():
             if self._first.get(place, value) != value:
                 self._moving.add(place)
@@ -605,6 +614,9 @@ class ModuleCounters:
             value = numbers.get(place, self._first.get(place, own[key]))
             if own[key] != value:
                 own[key] = value
+
+    def _present(self) -> dict[str, Number]:
+        return {place: own[key] for place, own, key in self._places({})}
 
     def _places(
         self, left: Mapping[str, Container[str]]

@@ -171,7 +171,9 @@ class OptimizerState:
             names = [known.parameters[id(p)] for p in group["params"]]
             settings = plain(_settings(group), f"{where}/{index}")
             groups.append({"params": names, "settings": settings})
-        more = dict(optimizer.state_dict()) if self._writes_itself else {}
+        more = {}
+        if self._writes_itself:
+            more = dict(optimizer.state_dict())
         more.pop("state", None)
         more.pop("param_groups", None)
         return {
@@ -263,14 +265,17 @@ class OptimizerState:
                 state[parameter] = refill.value(state.get(parameter, {}), slots[name], parameter)
             elif name in trained:
                 state.pop(parameter, None)
-        shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        for key in shared:
-            del state[key]
-        state.update(refill.value(shared, facts["shared"]))
-        self._refill_attributes(facts, refill)
+        # A checkpoint of an earlier version does not mention them.
+        if "shared" in facts:
+            shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+            for key in shared:
+                del state[key]
+            state.update(refill.value(shared, facts["shared"]))
+            self._refill_attributes(facts, refill)
+        inside = facts.get("inner", {})
         for path, inner in self._inner.items():
-            if path in facts["inner"]:
-                inner._refill(facts["inner"][path], refill)
+            if path in inside:
+                inner._refill(inside[path], refill)
         self.put_back_groups(facts["groups"], refill)
 
     def _refill_attributes(self, facts: Mapping[str, Any], refill: Refill) -> None:
@@ -553,14 +558,16 @@ class RunState:
         saved.moment = self._moment
         facts["scheduler"] = _to_saved(self._scheduler, tensors, "scheduler")
         # Scale and growth counter as they are on the device; there are none before the first use.
-        live = None if self.scaler is None else scaler_tensors(self.scaler)
+        live = None
+        if self.scaler is not None:
+            live = scaler_tensors(self.scaler)
         facts["scaler"] = live is not None
         if live is not None:
             tensors["scaler/scale"] = live[0].detach()
             tensors["scaler/growth_tracker"] = live[1].detach()
-        facts["extra"] = {
-            name: _to_saved(item, tensors, name.rstrip("/")) for name, item in self._others.items()
-        }
+        facts["extra"] = {}
+        for name, item in self._others.items():
+            facts["extra"][name] = _to_saved(item, tensors, name.rstrip("/"))
         rank = self._rank
         facts["rng"] = {str(rank): rng_to_facts(capture_rng(), tensors, f"rng/{rank}")}
         for name, tensor in tensors.items():
@@ -630,7 +637,9 @@ class RunState:
                     return f"{name} was added since and is not finite"
         if not odd:
             return ""
-        when = "now" if min(odd) in trained else "in the saved state"
+        when = "in the saved state"
+        if min(odd) in trained:
+            when = "now"
         return f"{min(odd)} is trained {when} only"
 
     def grown_since(self, saved: SavedState) -> bool:
@@ -733,7 +742,9 @@ class RunState:
     def random_numbers(self, saved: SavedState) -> RngState | None:
         """Return this rank's generators at that moment; None if the state has none for it."""
         facts = saved.facts["rng"].get(str(self._rank))
-        return None if facts is None else rng_from_facts(facts, saved.tensors)
+        if facts is None:
+            return None
+        return rng_from_facts(facts, saved.tensors)
 
     def put_back_random_numbers(self, saved: SavedState) -> None:
         """Put this rank's generators back."""

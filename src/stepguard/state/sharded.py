@@ -225,7 +225,9 @@ def alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif name == "_allgather_base_":
         args[0].view(-1, *args[1].shape).copy_(args[1])
     work = finished_work()
-    return work if len(func._schema.returns) == 1 else (args[0], work)
+    if len(func._schema.returns) == 1:
+        return work
+    return (args[0], work)
 
 
 # --- A number for the content of a tensor, taken on its own device: equal bits, equal number.

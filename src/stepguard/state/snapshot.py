@@ -89,7 +89,9 @@ class Ring:
         whose = "GuardConfig.snapshot_memory"
         if limit is None:
             free = self._free()
-            limit = size * self._size if free is None else int(free * SHARE_OF_FREE)
+            limit = size * self._size
+            if free is not None:
+                limit = int(free * SHARE_OF_FREE)
             whose = "half of the free memory"
         if limit < LEAST * size:
             return (
@@ -138,7 +140,9 @@ class Ring:
         if snapshot.held:
             # It stays where there is memory for a snapshot beside those of the ring.
             size = _size(snapshot.state)
-            free = self._free() if self._limit is None else None
+            free = None
+            if self._limit is None:
+                free = self._free()
             fits = free is None or size <= free * SHARE_OF_FREE
             if self._limit is not None:
                 fits = (len(self.snapshots) + 2) * size <= self._limit
