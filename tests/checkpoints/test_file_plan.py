@@ -45,9 +45,9 @@ def test_header_is_aligned_and_wide_elements_come_first() -> None:
         "c": files.TensorForm(torch.complex64, (5,)),
     }
     (plan,) = files.plan_files(forms)
-    assert plan.names == ("b", "c", "a") and len(plan.header) % 8 == 0
+    assert list(plan.starts) == ["b", "c", "a"] and len(plan.header) % 8 == 0
     assert plan.size == len(plan.header) + 16 + 40 + 6
-    assert files.plan_file(plan.name, plan.names, forms) == plan
+    assert files.plan_file(plan.name, plan.starts, forms) == plan
 
 
 def test_files_are_split_by_size_and_none_is_empty_but_the_only_one(
@@ -55,5 +55,5 @@ def test_files_are_split_by_size_and_none_is_empty_but_the_only_one(
 ) -> None:
     monkeypatch.setattr(files, "FILE_BYTES", 100)
     forms = {name: files.TensorForm(torch.float32, (20,)) for name in "abc"}
-    assert [plan.names for plan in files.plan_files(forms)] == [("a",), ("b",), ("c",)]
-    assert [plan.names for plan in files.plan_files({})] == [()]
+    assert [list(plan.starts) for plan in files.plan_files(forms)] == [["a"], ["b"], ["c"]]
+    assert [list(plan.starts) for plan in files.plan_files({})] == [[]]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from stepguard.locate.evidence import BadOp, Invocation
+from stepguard.locate.evidence import Invocation
 from stepguard.locate.operands import Call, Read, describe
 
 
@@ -15,12 +16,12 @@ def read(name: str, tensor: Tensor) -> Read:
     return Read(name, tensor, Call(index=0, op="aten.ones", stage="forward"))
 
 
-def division(above: Tensor, below: Tensor) -> BadOp:
+def division(above: Tensor, below: Tensor) -> Invocation:
     reads = [read("self", above), read("other", below)]
     func = torch.ops.aten.div.Tensor
     invocation = Invocation(describe(func), func, (above, below), {}, reads, [])
     call = Call(index=1, op="aten.div", stage="forward")
-    return BadOp(call, invocation, above / below, None)
+    return replace(invocation, call=call, out=above / below)
 
 
 def test_element_that_met_the_bad_one_is_found_through_a_broadcast() -> None:
@@ -41,7 +42,7 @@ def test_number_stands_for_itself() -> None:
     func = torch.ops.aten.div.Scalar
     x = torch.ones(2)
     invocation = Invocation(describe(func), func, (x, 0.0), {}, [read("self", x)], [("other", 0.0)])
-    bad_op = BadOp(Call(index=1, op="aten.div", stage="forward"), invocation, x / 0.0, None)
+    bad_op = replace(invocation, out=x / 0.0)
     assert bad_op.at("other") == 0.0
 
 

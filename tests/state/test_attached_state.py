@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from stepguard.state.buffers import AttachedState
+from stepguard.state.python_state import KeptContainer, KeptTensor
 
 
 class Memory:
@@ -55,8 +56,11 @@ def test_tensor_replaced_in_every_step_is_not_copied() -> None:
         state.remember()
         memory.step(1.0)
     state.remember()
-    place = state._places[id(memory.errors), 0]
-    assert place.value is memory.errors[0] and place._copy is None
+    errors = state._kept[id(memory)]._children["errors"]
+    assert isinstance(errors, KeptContainer)
+    held = errors._children[0]
+    assert isinstance(held, KeptTensor)
+    assert held.live is memory.errors[0] and held.saved is None
 
 
 def test_held_tensor_that_is_overwritten_is_reset_and_named() -> None:

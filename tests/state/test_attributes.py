@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.state.buffers import UndoCopy
-from stepguard.state.files import MANY
-from stepguard.state.python_state import AttributeKeeper
+from stepguard.state.python_state import MANY, AttributeKeeper
 
 
 class Holder(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.state.buffers import BufferKeeper, keeps_statistics
-from stepguard.state.files import SMALL
+from stepguard.state.python_state import SMALL
 
 BIG = SMALL + 1
 
@@ -117,7 +117,7 @@ def test_large_untouched_buffer_is_not_copied_again() -> None:
     module = Table(torch.ones(BIG))
     keeper = BufferKeeper([module])
     keeper.remember()
-    (saved,) = keeper._copies
+    (saved,) = keeper._copies.values()
     saved.saved.fill_(123.0)  # would be overwritten by a copy
     keeper.remember()
     assert bool((saved.saved == 123.0).all())

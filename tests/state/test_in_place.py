@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepguard.state.batch import tree_to_json
-from stepguard.state.sharded import Refill, in_containers_of
+from stepguard.state.batch import Refill, in_containers_of, tree_to_json
 
 
 def saved(value: Any) -> tuple[Any, dict[str, Tensor]]:

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from stepguard.state.files import MANY
-from stepguard.state.python_state import KeptValue, Scope, keep
+from stepguard.state.python_state import MANY, Kept, Scope, keep
 
 
-def remembered(value: Any) -> KeptValue:
+def remembered(value: Any) -> Kept:
     kept = keep(value, Scope())
     assert kept is not None
     return kept
@@ -77,7 +76,7 @@ def test_what_cannot_change_or_does_something_is_left_alone(value: object) -> No
 def test_parameters_are_remembered_only_where_everything_is() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     assert keep(parameter, Scope()) is None
-    kept = keep(parameter, Scope(everything=True))
+    kept = keep(parameter, Scope("update"))
     assert kept is not None
     # The version counter does not see a write through .data.
     parameter.data.fill_(3.0)

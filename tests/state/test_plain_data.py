@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepguard.state.files import (
+from stepguard.state.python_state import (
     MANY,
     SMALL,
     WithoutGraph,

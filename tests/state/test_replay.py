@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from stepguard.state.batch import Step
 from stepguard.state.buffers import BufferKeeper
-from stepguard.state.files import SMALL
 from stepguard.state.isolation import reevaluate, rerun
+from stepguard.state.python_state import SMALL
 from stepguard.state.rng import capture_rng
 
 

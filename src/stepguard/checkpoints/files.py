@@ -37,7 +37,7 @@ from stepguard.checkpoints.seal import (
     read_small,
     seal_bytes,
 )
-from stepguard.state.files import Disk, NewFile, write_file
+from stepguard.state.files import Disk, write_file
 from stepguard.tensors.names import TensorPart, whole_part
 from stepguard.tensors.values import dtype_name
 
@@ -84,119 +84,90 @@ class TensorForm:
     shape: tuple[int, ...]
 
     @property
-    def dtype_name(self) -> str:
-        return dtype_name(self.dtype)
-
-    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def stored_code(self) -> str:
-        """Return the format's dtype; rare 8-bit floats (e8m0fnu, fnuz) are stored as U8."""
-        return _CODES.get(REAL_PART.get(self.dtype, self.dtype), "U8")
-
-    @property
-    def stored_shape(self) -> list[int]:
-        if self.dtype in REAL_PART:
-            return [*self.shape, 2]
-        return list(self.shape)
-
-    @property
-    def stored_width(self) -> int:
-        return REAL_PART.get(self.dtype, self.dtype).itemsize
+    def stored(self) -> torch.dtype:
+        """The dtype of the stored elements."""
+        return REAL_PART.get(self.dtype, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One safetensors file: its header and the order of what follows."""
+    """One safetensors file: its header, and where the bytes of each tensor begin, in order."""
 
     name: str
     header: bytes
-    names: tuple[str, ...]
-    starts: tuple[int, ...]
-    """Where in the file the bytes of each begin."""
+    starts: dict[str, int]
     size: int
 
 
 def form_of(name: str, tensor: Tensor) -> TensorForm:
     """Return the form of a tensor; StoreError for one that cannot be stored."""
     form = TensorForm(tensor.dtype, tuple(tensor.shape))
-    odd = None
+    odd = ""
     if name == _METADATA:
         odd = "has the one name that safetensors keeps for itself; give it another"
     elif tensor.layout is not torch.strided:
         odd = f"has the layout {tensor.layout}; hand over tensor.to_dense()"
     elif tensor.device.type == "meta" or tensor.is_quantized:
         odd = "has no plain memory (meta or quantized); hand over its real values"
-    elif form.stored_code == "U8" and form.dtype.itemsize != 1:
+    elif form.stored not in _CODES and form.dtype.itemsize != 1:
         odd = (
             f"has the dtype {form.dtype}, which safetensors cannot hold; hand over a view of it "
             f"as bytes"
         )
-    if odd is not None:
+    if odd:
         raise StoreError(f"{name} cannot be kept in a checkpoint: it {odd}.")
     return form
 
 
-def form_from_seal(dtype: str, shape: tuple[int, ...]) -> TensorForm:
-    """Return the form that a seal names; ValueError for a type that this torch does not have."""
-    if dtype not in _BY_NAME:
-        raise ValueError(f"{dtype[:50]!r} is not a dtype of torch {torch.__version__}")
-    return TensorForm(_BY_NAME[dtype], shape)
-
-
 def plan_files(forms: Mapping[str, TensorForm], stem: str = "tensors") -> list[FilePlan]:
-    """Plan the files of a checkpoint, or of one rank's part of it."""
+    """Plan the files of a checkpoint, or of one rank's part of it; there is always one."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name in stored_order(forms, forms):
+        group = groups[-1]
+        if group and (size + forms[name].nbytes > FILE_BYTES or len(group) >= FILE_TENSORS):
+            group = []
+            groups.append(group)
+            size = 0
+        group.append(name)
+        size += forms[name].nbytes
     plans = []
-    for index, group in enumerate(_groups(stored_order(forms, forms), forms)):
-        plans.append(plan_file(f"{stem}-{index:05d}.safetensors", group, forms))
+    for index, names in enumerate(groups):
+        plans.append(plan_file(f"{stem}-{index:05d}.safetensors", names, forms))
     return plans
 
 
 def stored_order(names: Iterable[str], forms: Mapping[str, TensorForm]) -> list[str]:
     """Return the order of tensors in a file."""
     # wide elements first, so that every tensor is aligned where a reader maps the file
-    return sorted(names, key=lambda name: (-forms[name].stored_width, name))
+    return sorted(names, key=lambda name: (-forms[name].stored.itemsize, name))
 
 
 def plan_file(name: str, names: Iterable[str], forms: Mapping[str, TensorForm]) -> FilePlan:
     """Plan one file. The header follows from names and forms, so a reader need not parse it."""
-    ordered = tuple(names)
     entries: dict[str, object] = {_METADATA: {"format": "pt"}}
+    begins: dict[str, int] = {}
     end = 0
-    begins: list[int] = []
-    for tensor in ordered:
+    for tensor in names:
         form = forms[tensor]
-        begin = end
-        begins.append(begin)
+        begins[tensor] = end
         end += form.nbytes
         entries[tensor] = {
-            "dtype": form.stored_code,
-            "shape": form.stored_shape,
-            "data_offsets": [begin, end],
+            # rare 8-bit floats (e8m0fnu, fnuz) are stored as U8
+            "dtype": _CODES.get(form.stored, "U8"),
+            "shape": [*form.shape, 2] if form.dtype in REAL_PART else list(form.shape),
+            "data_offsets": [begins[tensor], end],
         }
     # the format wants the data to begin at a multiple of eight bytes, and allows blanks for that
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    starts = tuple(len(header) + begin for begin in begins)
-    return FilePlan(name, header, ordered, starts, len(header) + end)
-
-
-def _groups(order: list[str], forms: Mapping[str, TensorForm]) -> Iterator[list[str]]:
-    """Divide the tensors into files; a checkpoint without tensors has one empty file."""
-    group: list[str] = []
-    size = 0
-    for name in order:
-        if group and (size + forms[name].nbytes > FILE_BYTES or len(group) >= FILE_TENSORS):
-            yield group
-            group = []
-            size = 0
-        group.append(name)
-        size += forms[name].nbytes
-    if group or not order:
-        yield group
+    starts = {tensor: len(header) + begin for tensor, begin in begins.items()}
+    return FilePlan(name, header, starts, len(header) + end)
 
 
 # --- Tensors as a stream of flat byte pieces, and the exact finite test on them.
@@ -258,14 +229,6 @@ def nonfinite(piece: memoryview, dtype: torch.dtype) -> int:
     return int(np.count_nonzero(magnitude >= first))
 
 
-def empty_tensor(form: TensorForm) -> tuple[Tensor, memoryview]:
-    """Return a new tensor and its bytes, to be read into."""
-    tensor = torch.empty(form.shape, dtype=form.dtype)
-    if not tensor.numel():
-        return tensor, memoryview(bytearray())
-    return tensor, tensor.view(-1).view(torch.uint8).numpy().data
-
-
 # --- Read the tensors of a checkpoint, each proven against the seal, whole or the part that is
 # wanted.
 
@@ -281,62 +244,52 @@ def read_tensors(
     select: Select | None = None,
 ) -> dict[str, Tensor]:
     """Read every tensor, or the parts that `select` asks for."""
-    if select is None and not any(seal.parts for seal in seals):
-        return {
-            name: tensor
-            for seal in seals
-            for name, tensor in _read_whole(path, seal, device).items()
-        }
-    return _read_parts(path, seals, device, select or _all_of_it)
-
-
-def _all_of_it(name: str, shape: tuple[int, ...]) -> TensorPart | None:
-    return whole_part(shape)
-
-
-# --- a checkpoint of one process
-
-
-def _read_whole(path: Path, seal: Seal, device: torch.device | str | None) -> dict[str, Tensor]:
-    plans, forms = _planned(path, seal)
-    _check_before_reading(path, seal, plans)
+    in_parts = select is not None or any(seal.parts for seal in seals)
     tensors: dict[str, Tensor] = {}
-    for plan in plans:
-        tensors.update(_read_file(path / plan.name, plan, seal, forms, device))
-    return {name: tensors[sealed.same_as or name] for name, sealed in seal.tensors.items()}
+    stored: dict[str, list[_StoredPart]] = {}
+    for seal in seals:
+        plans, forms = _planned(path, seal, check_memory=not in_parts)
+        if in_parts:
+            _list_parts(path, seal, plans, forms, stored)
+            continue
+        held: dict[str, Tensor] = {}
+        for plan in plans:
+            for name, tensor in _read_file(path, plan, plan.starts, seal, forms):
+                held[name] = tensor.to(device=device)
+        for name, sealed in seal.tensors.items():
+            tensors[name] = held[sealed.same_as or name]
+    for name, parts in stored.items():
+        whole = parts[0].whole
+        if any(part.whole != whole for part in parts):
+            raise StoreError(f"{path} has seals that contradict each other about {name}.")
+        wanted = whole_part(whole) if select is None else select(name, whole)
+        if wanted is not None:
+            tensors[name] = _read_part(path, name, wanted, parts).to(device=device)
+    return tensors
 
 
-def _planned(path: Path, seal: Seal) -> tuple[list[FilePlan], dict[str, TensorForm]]:
-    """How the tensors of a seal must lie in its files."""
+def _planned(
+    path: Path, seal: Seal, *, check_memory: bool
+) -> tuple[list[FilePlan], dict[str, TensorForm]]:
+    """How the tensors of a seal must lie in its files.
+
+    Refuses all that can be known to be wrong before memory is taken for it.
+    """
     forms: dict[str, TensorForm] = {}
     names_of: dict[str, list[str]] = {}
-    try:
-        for name, sealed in seal.tensors.items():
-            if sealed.same_as is None:
-                forms[name] = form_from_seal(sealed.dtype, sealed.shape)
-                names_of.setdefault(sealed.file, []).append(name)
-    except ValueError as fault:
-        raise StoreError(f"{path} cannot be read: {fault}.") from None
+    for name, sealed in seal.tensors.items():
+        if sealed.same_as is None:
+            if sealed.dtype not in _BY_NAME:
+                raise StoreError(
+                    f"{path} cannot be read: {sealed.dtype[:50]!r} is not a dtype of torch "
+                    f"{torch.__version__}."
+                )
+            forms[name] = TensorForm(_BY_NAME[sealed.dtype], sealed.shape)
+            names_of.setdefault(sealed.file, []).append(name)
     plans = []
     for file in sorted(seal.files.keys() - {FACTS}):
         plans.append(plan_file(file, stored_order(names_of.get(file, ()), forms), forms))
-    return plans, forms
-
-
-def _check_before_reading(path: Path, seal: Seal, plans: list[FilePlan]) -> None:
-    """Refuse all that can be known to be wrong before memory is taken for it."""
-    _check_names(path, seal, plans)
-    for plan in plans:
-        _check_size(path, seal, plan)
-    needed = sum(plan.size for plan in plans)
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > installed:
-        raise StoreError(f"{path} needs {needed} bytes of memory; this machine has {installed}.")
-
-
-def _check_names(path: Path, seal: Seal, plans: list[FilePlan]) -> None:
-    """Refuse a seal whose shared tensors differ from those they share, or that are in no file."""
-    planned = {name for plan in plans for name in plan.names}
+    planned = {name for plan in plans for name in plan.starts}
     for name, sealed in seal.tensors.items():
         first = sealed.same_as or name
         if first not in planned or seal.tensors[first] != replace(sealed, same_as=None):
@@ -344,10 +297,17 @@ def _check_names(path: Path, seal: Seal, plans: list[FilePlan]) -> None:
                 f"{path} has a seal that contradicts itself: {name} is in no file as it is "
                 f"described."
             )
+    for plan in plans:
+        _check_size(path, plan, seal.files[plan.name].size)
+    needed = sum(plan.size for plan in plans)
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if check_memory and needed > installed:
+        raise StoreError(f"{path} needs {needed} bytes of memory; this machine has {installed}.")
+    return plans, forms
 
 
-def _check_size(path: Path, seal: Seal, plan: FilePlan) -> None:
-    if plan.size != seal.files[plan.name].size:
+def _check_size(path: Path, plan: FilePlan, sealed: int) -> None:
+    if plan.size != sealed:
         raise StoreError(
             f"{path} has a seal that contradicts itself: {plan.name} cannot have the size it gives."
         )
@@ -360,39 +320,34 @@ def _check_size(path: Path, seal: Seal, plan: FilePlan) -> None:
 
 
 def _read_file(
-    path: Path,
+    folder: Path,
     plan: FilePlan,
+    names: Iterable[str],
     seal: Seal,
-    forms: dict[str, TensorForm],
-    device: torch.device | str | None,
+    forms: Mapping[str, TensorForm],
 ) -> Iterator[tuple[str, Tensor]]:
+    """Read some tensors of a file, each proven by its own digest."""
+    path = folder / plan.name
     descriptor, _ = open_plain(path)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
-        header = file.read(len(plan.header))
-        if header != plan.header:
+        if file.read(len(plan.header)) != plan.header:
             raise StoreError(f"{path} is not what was sealed: its header differs.")
-        whole = xxhash.xxh3_128(header)
-        for name in plan.names:
-            tensor, view = empty_tensor(forms[name])
+        for name in names:
+            file.seek(plan.starts[name])
+            tensor = torch.empty(forms[name].shape, dtype=forms[name].dtype)
+            view = memoryview(b"")
+            if tensor.numel():
+                view = tensor.view(-1).view(torch.uint8).numpy().data
             digest = xxhash.xxh3_128()
-            for at in range(0, len(view), PIECE):
-                piece = view[at : at + PIECE]
-                _fill(file.fileno(), piece, path)
-                digest.update(piece)
-                whole.update(piece)
+            while view:
+                count = os.readv(descriptor, [view[:PIECE]])
+                if not count:
+                    raise StoreError(f"{path} ended while it was being read.")
+                digest.update(view[:count])
+                view = view[count:]
             if digest.hexdigest() != seal.tensors[name].digest:
                 raise StoreError(f"{path} is not what was sealed: {name} differs.")
-            yield name, tensor if device is None else tensor.to(device)
-        if whole.hexdigest() != seal.files[plan.name].digest:
-            raise StoreError(f"{path} is not what was sealed: its digest differs.")
-
-
-def _fill(descriptor: int, piece: memoryview, path: Path) -> None:
-    while piece:
-        count = os.readv(descriptor, [piece])
-        if not count:
-            raise StoreError(f"{path} ended while it was being read.")
-        piece = piece[count:]
+            yield name, tensor
 
 
 # --- parts of tensors, in the files of several ranks
@@ -406,85 +361,52 @@ class _StoredPart:
     name: str
     """Name in the file, which another tensor of the same memory may have given."""
     plan: FilePlan
-    start: int
-    """Where its bytes begin in the file."""
-    form: TensorForm
+    forms: Mapping[str, TensorForm]
+    whole: tuple[int, ...]
     offset: tuple[int, ...]
 
-
-def _read_parts(
-    path: Path, seals: Sequence[Seal], device: torch.device | str | None, select: Select
-) -> dict[str, Tensor]:
-    stored: dict[str, list[_StoredPart]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for seal in seals:
-        for name, whole, part in _stored_parts(path, seal):
-            if shapes.setdefault(name, whole) != whole:
-                raise StoreError(f"{path} has seals that contradict each other about {name}.")
-            stored.setdefault(name, []).append(part)
-    tensors: dict[str, Tensor] = {}
-    for name, parts in stored.items():
-        wanted = select(name, shapes[name])
-        if wanted is not None:
-            read = _read_part(path, name, wanted, parts)
-            tensors[name] = read if device is None else read.to(device)
-    return tensors
+    @property
+    def form(self) -> TensorForm:
+        return self.forms[self.name]
 
 
-def _stored_parts(path: Path, seal: Seal) -> Iterator[tuple[str, tuple[int, ...], _StoredPart]]:
-    """Yield name, whole shape and place of everything that one seal covers."""
-    plans, forms = _planned(path, seal)
-    _check_names(path, seal, plans)
-    places: dict[str, tuple[FilePlan, int]] = {}
-    for plan in plans:
-        _check_size(path, seal, plan)
-        for held, start in zip(plan.names, plan.starts, strict=True):
-            places[held] = (plan, start)
+def _list_parts(
+    path: Path,
+    seal: Seal,
+    plans: Sequence[FilePlan],
+    forms: Mapping[str, TensorForm],
+    stored: dict[str, list[_StoredPart]],
+) -> None:
+    """Add whole shape and place of everything that one seal covers, by name."""
+    plan_of = {name: plan for plan in plans for name in plan.starts}
     for name, sealed in seal.tensors.items():
         shape = tuple(sealed.shape)
         part = seal.parts.get(name, SealedPart(whole=shape, offset=(0,) * len(shape)))
-        if not _fits(part, shape):
+        fits = len(part.whole) == len(part.offset) == len(shape)
+        if fits:
+            places = zip(part.offset, shape, part.whole, strict=True)
+            fits = all(at + size <= most for at, size, most in places)
+        if not fits:
             raise StoreError(f"{path} has a seal that contradicts itself: {name} is no such part.")
         key = sealed.same_as or name
-        found = _StoredPart(seal, key, *places[key], forms[key], tuple(part.offset))
-        yield name, tuple(part.whole), found
-
-
-def _fits(part: SealedPart, shape: tuple[int, ...]) -> bool:
-    if not len(part.whole) == len(part.offset) == len(shape):
-        return False
-    ends = [at + size for at, size in zip(part.offset, shape, strict=True)]
-    return all(end <= most for end, most in zip(ends, part.whole, strict=True))
+        found = _StoredPart(seal, key, plan_of[key], forms, tuple(part.whole), tuple(part.offset))
+        stored.setdefault(name, []).append(found)
 
 
 def _read_part(path: Path, name: str, wanted: TensorPart, parts: Sequence[_StoredPart]) -> Tensor:
     """Put the wanted part together from those that are stored."""
+
+    def check(held: int, whole: bool) -> None:
+        if not whole:
+            raise StoreError(
+                f"{path} is not whole: {held} of {wanted.elements} elements of {name} are stored."
+            )
+
     held = sum(math.prod(part.form.shape) for part in parts)
-    if held < wanted.elements:
-        raise StoreError(
-            f"{path} is not whole: {held} of {wanted.elements} elements of {name} are stored."
-        )
+    check(held, held >= wanted.elements)
     tensor = torch.empty(wanted.size, dtype=parts[0].form.dtype)
-    filled = 0
-    for number, item in _overlaps(name, wanted, parts):
-        source = _read_stored(path / parts[number].plan.name, parts[number])
-        target = tensor
-        for axis, length in enumerate(item.lengths):
-            source = source.narrow(axis, item.storage_offsets[axis], length)
-            target = target.narrow(axis, item.dest_offsets[axis], length)
-        target.copy_(source)
-        filled += math.prod(item.lengths)
-    if filled != wanted.elements:
-        raise StoreError(
-            f"{path} is not whole: {filled} of {wanted.elements} elements of {name} are stored."
-        )
-    return tensor
-
-
-def _overlaps(name: str, wanted: TensorPart, parts: Sequence[_StoredPart]) -> list[tuple[int, Any]]:
-    """Number of each stored part that is needed, and what of it goes where."""
     if not wanted.elements:
-        return []
+        return tensor
     # imported late: it takes seconds, and a checkpoint of one process needs none of it
     from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -497,25 +419,18 @@ def _overlaps(name: str, wanted: TensorPart, parts: Sequence[_StoredPart]) -> li
         size=torch.Size(wanted.whole),
         chunks=[chunk(part.offset, part.form.shape) for part in parts],
     )
+    filled = 0
     items = create_read_items_for_chunk_list(name, described, [chunk(wanted.offset, wanted.size)])
-    return [(item.storage_index.index or 0, item) for item in items]
-
-
-def _read_stored(path: Path, part: _StoredPart) -> Tensor:
-    """Read one stored part, proven by its own digest."""
-    tensor, view = empty_tensor(part.form)
-    descriptor, _ = open_plain(path)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        if file.read(len(part.plan.header)) != part.plan.header:
-            raise StoreError(f"{path} is not what was sealed: its header differs.")
-        file.seek(part.start)
-        digest = xxhash.xxh3_128()
-        for at in range(0, len(view), PIECE):
-            piece = view[at : at + PIECE]
-            _fill(file.fileno(), piece, path)
-            digest.update(piece)
-    if digest.hexdigest() != part.seal.tensors[part.name].digest:
-        raise StoreError(f"{path} is not what was sealed: {part.name} differs.")
+    for item in items:
+        part = parts[item.storage_index.index or 0]
+        ((_, source),) = _read_file(path, part.plan, [part.name], part.seal, part.forms)
+        target = tensor
+        for axis, length in enumerate(item.lengths):
+            source = source.narrow(axis, item.storage_offsets[axis], length)
+            target = target.narrow(axis, item.dest_offsets[axis], length)
+        target.copy_(source)
+        filled += math.prod(item.lengths)
+    check(filled, filled == wanted.elements)
     return tensor
 
 
@@ -545,18 +460,53 @@ def write_tensors(
     may_be_nonfinite: Collection[str],
     disk: Disk,
     stem: str = "tensors",
+    *,
+    reads_back: bool,
 ) -> WrittenFiles:
     """Write every tensor, shared memory once; StoreError for NaN or Inf without permission."""
     written = WrittenFiles()
-    first_names = _first_names(tensors)
+    first_names: dict[str, str] = {}
+    """Every name -> the first name of the same view of the same memory (tied weights)."""
+    seen: dict[object, str] = {}
+    for name, tensor in sorted(tensors.items()):
+        first_names[name] = seen.setdefault(_memory(name, tensor), name)
     forms = {name: form_of(name, tensors[name]) for name in tensors if first_names[name] == name}
     for plan in plan_files(forms, stem):
         with disk.new_file(folder / plan.name) as file:
-            _write_file(file, plan, forms, tensors, may_be_nonfinite, written)
+            whole = xxhash.xxh3_128(plan.header)
+            file.write(plan.header)
+            for name in plan.starts:
+                form = forms[name]
+                bad = 0
+                digest = xxhash.xxh3_128()
+                for piece in pieces(tensors[name]):
+                    bad += nonfinite(piece, form.dtype)
+                    if bad and name not in may_be_nonfinite:
+                        raise StoreError(
+                            f"not sealed: {name} holds NaN or Inf; a checkpoint must be finite to "
+                            f"be of use."
+                        )
+                    digest.update(piece)
+                    whole.update(piece)
+                    file.write(piece)
+                    if file.size - file.synced >= PACE:
+                        file.sync()
+                if bad:
+                    written.nonfinite.append(name)
+                written.tensors[name] = SealedTensor(
+                    file=plan.name,
+                    dtype=dtype_name(form.dtype),
+                    shape=form.shape,
+                    digest=digest.hexdigest(),
+                )
+            written.files[plan.name] = SealedFile(size=file.size, digest=whole.hexdigest())
             file.sync()
     for name, first in first_names.items():
         if first != name:
             written.tensors[name] = replace(written.tensors[first], same_as=first)
+    if reads_back:
+        for name, sealed in written.files.items():
+            read_back(folder / name, sealed)
     return written
 
 
@@ -575,15 +525,18 @@ def write_json(path: Path, content: bytes, disk: Disk) -> SealedFile:
 def read_back(path: Path, expected: SealedFile) -> None:
     """Read a file from the disk, not from the page cache, and compare: finds disks that lie."""
     fd, size = open_plain(path)
+    # macOS has no posix_fadvise
+    advise = getattr(os, "posix_fadvise", lambda *_: None)
+    dont_need = getattr(os, "POSIX_FADV_DONTNEED", 0)
     try:
-        _drop_from_page_cache(fd)
+        advise(fd, 0, 0, dont_need)
         try:
             digest = _digest(path, size, _DIRECT)
         except OSError:
             # the filesystem has no O_DIRECT (tmpfs, some network ones)
             digest = _digest(path, size, 0)
         # again, so that the training data stays in memory instead of the checkpoint
-        _drop_from_page_cache(fd)
+        advise(fd, 0, 0, dont_need)
     finally:
         os.close(fd)
     if size != expected.size or digest != expected.digest:
@@ -616,21 +569,6 @@ def _digest(path: Path, size: int, flags: int) -> str:
     return digest.hexdigest()
 
 
-def _drop_from_page_cache(fd: int) -> None:
-    # macOS has no posix_fadvise
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map every name to the first name of the same view of the same memory (tied weights)."""
-    seen: dict[object, str] = {}
-    first_names = {}
-    for name, tensor in sorted(tensors.items()):
-        first_names[name] = seen.setdefault(_memory(name, tensor), name)
-    return first_names
-
-
 def _memory(name: str, tensor: Tensor) -> object:
     """Return a key that is the same for two tensors only if they have the same values for ever."""
     if not isinstance(tensor, Tensor):
@@ -638,46 +576,12 @@ def _memory(name: str, tensor: Tensor) -> object:
             f"{name} is a {type(tensor).__name__}, not a tensor; plain values belong into the "
             f"facts."
         )
-    strided = str(tensor.layout) == "torch.strided" and tensor.device.type != "meta"
+    strided = tensor.layout is torch.strided and tensor.device.type != "meta"
     # empty tensors may all have the address 0, others have no address at all
     if not strided or not tensor.numel():
         return name
     view = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), *view)
-
-
-def _write_file(
-    file: NewFile,
-    plan: FilePlan,
-    forms: Mapping[str, TensorForm],
-    tensors: Mapping[str, Tensor],
-    may_be_nonfinite: Collection[str],
-    written: WrittenFiles,
-) -> None:
-    whole = xxhash.xxh3_128(plan.header)
-    file.write(plan.header)
-    for name in plan.names:
-        form = forms[name]
-        bad = 0
-        digest = xxhash.xxh3_128()
-        for piece in pieces(tensors[name]):
-            bad += nonfinite(piece, form.dtype)
-            if bad and name not in may_be_nonfinite:
-                raise StoreError(
-                    f"not sealed: {name} holds NaN or Inf; a checkpoint must be finite to be of "
-                    f"use."
-                )
-            digest.update(piece)
-            whole.update(piece)
-            file.write(piece)
-            if file.size - file.synced >= PACE:
-                file.sync()
-        if bad:
-            written.nonfinite.append(name)
-        written.tensors[name] = SealedTensor(
-            file=plan.name, dtype=form.dtype_name, shape=form.shape, digest=digest.hexdigest()
-        )
-    written.files[plan.name] = SealedFile(size=file.size, digest=whole.hexdigest())
 
 
 # --- What one rank writes of a checkpoint that all ranks write together, with a seal of its own.
@@ -712,10 +616,8 @@ def write_rank(
         elif part.first and part.elements:
             mine[name] = tensor
             places[name] = SealedPart(whole=part.whole, offset=part.offset)
-    written = write_tensors(folder, mine, may_be_nonfinite, disk, stem=f"rank-{rank:05d}")
-    if reads_back:
-        for name, sealed in written.files.items():
-            read_back(folder / name, sealed)
+    stem = f"rank-{rank:05d}"
+    written = write_tensors(folder, mine, may_be_nonfinite, disk, stem, reads_back=reads_back)
     seal = Seal(
         step=0,
         health=UNKNOWN,

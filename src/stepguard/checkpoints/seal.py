@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,7 +80,7 @@ class SealedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedTensor:
-    """One tensor, as torch sees it; `file_plan.py` says how it lies in its file."""
+    """One tensor, as torch sees it; `files.plan_file` says how it lies in its file."""
 
     file: FileName
     dtype: str
@@ -306,7 +306,7 @@ def list_entries(folder: Path, known: Known | None = None) -> tuple[list[Entry],
     damaged: list[PassedOver] = []
     for path in _named(folder, _CHECKPOINT):
         try:
-            entries.append(_known_entry(path, known))
+            entries.append(entry_of(path, known))
         except StoreError as fault:
             damaged.append(PassedOver(path, str(fault)))
     entries.sort(key=lambda entry: (entry.serial, entry.step), reverse=True)
@@ -318,48 +318,37 @@ def leftovers(folder: Path) -> list[Path]:
     return _named(folder, _LEFTOVER)
 
 
-def entry_of(path: Path) -> Entry:
+def entry_of(path: Path, known: Known | None = None) -> Entry:
     """Read a checkpoint's seal, and check that its files are there with the sealed sizes."""
-    content = read_small(path / SEAL)
-    seal = parse_seal(content, path)
-    entry = Entry(
-        path=path,
-        step=seal.step,
-        serial=seal.serial,
-        health=seal.health,
-        written=seal.written,
-        sizes={name: sealed.size for name, sealed in seal.files.items()},
-        seal_digest=digest_of(content),
-    )
-    _check_sizes(entry)
-    return entry
-
-
-def _known_entry(path: Path, known: Known | None) -> Entry:
-    if known is None:
-        return entry_of(path)
-    try:
+    key = None
+    with suppress(OSError):
         found = (path / SEAL).lstat()
-    except OSError:
-        return entry_of(path)
-    key = (path, found.st_ino, found.st_mtime_ns, found.st_size)
-    if key in known:
-        _check_sizes(known[key])
-    else:
-        known[key] = entry_of(path)
-    return known[key]
-
-
-def _check_sizes(entry: Entry) -> None:
+        key = (path, found.st_ino, found.st_mtime_ns, found.st_size)
+    entry = None
+    if known is not None and key is not None:
+        entry = known.get(key)
+    if entry is None:
+        content = read_small(path / SEAL)
+        seal = parse_seal(content, path)
+        entry = Entry(
+            path=path,
+            step=seal.step,
+            serial=seal.serial,
+            health=seal.health,
+            written=seal.written,
+            sizes={name: sealed.size for name, sealed in seal.files.items()},
+            seal_digest=digest_of(content),
+        )
     for name, sealed in entry.sizes.items():
         try:
-            size = (entry.path / name).lstat().st_size
+            size = (path / name).lstat().st_size
         except OSError:
-            raise StoreError(f"{entry.path} is not whole: {name} is missing.") from None
+            raise StoreError(f"{path} is not whole: {name} is missing.") from None
         if size != sealed:
-            raise StoreError(
-                f"{entry.path} is not whole: {name} has {size} bytes, {sealed} were sealed."
-            )
+            raise StoreError(f"{path} is not whole: {name} has {size} bytes, {sealed} were sealed.")
+    if known is not None and key is not None:
+        known[key] = entry
+    return entry
 
 
 def pointer_bytes(name: str, seal_digest: str) -> bytes:
@@ -402,29 +391,24 @@ def removable(
     good = [entry for entry in entries if entry.good]
     doubtful = [entry for entry in entries if not entry.good]
     kept = {entry.path for entry in (*good[:keep], *doubtful[:keep])}
-    kept.update(_milestones(good, keep_every))
+    if keep_every is not None:
+        # The newest good checkpoint of every `keep_every`th step.
+        newest = {one.step: one.path for one in reversed(good) if one.step % keep_every == 0}
+        kept.update(newest.values())
     kept.update(_best(good))
     return [entry for entry in entries if entry.path not in kept and entry.path != last_good]
 
 
-def _best(good: Sequence[Entry]) -> set[Path]:
+def _best(good: Sequence[Entry]) -> list[Path]:
     """Return the good checkpoint of the newest run with the lowest level of the loss."""
-    best: Entry | None = None
+    best: list[Path] = []
     lowest = math.inf
     for entry in good:
         level = entry.health.level
         if level is not None and entry.health.run == good[0].health.run and level < lowest:
-            best = entry
+            best = [entry.path]
             lowest = level
-    return set() if best is None else {best.path}
-
-
-def _milestones(good: Sequence[Entry], keep_every: int | None) -> set[Path]:
-    """Return the newest good checkpoint of every `keep_every`th step."""
-    if keep_every is None:
-        return set()
-    newest = {entry.step: entry.path for entry in reversed(good) if entry.step % keep_every == 0}
-    return set(newest.values())
+    return best
 
 
 def remove(folder: Path, paths: Sequence[Path], disk: Disk, say: Callable[[str], None]) -> None:

@@ -99,7 +99,15 @@ def open_last_good(
             passed[path] = PassedOver(path, reason)
     for damaged in list_entries(folder)[1]:
         passed.setdefault(damaged.path, damaged)
-    raise StoreError(_nothing_to_open(folder, list(passed.values())))
+    if not folder.is_dir():
+        raise StoreError(f"{folder} does not exist; there is no checkpoint to open.")
+    if all(path.name == LAST_GOOD and not path.exists() for path in passed):
+        raise StoreError(f"{folder} holds no sealed good checkpoint; there is nothing to open.")
+    reasons = "\n".join(f"  {path.name}: {each.reason}" for path, each in passed.items())
+    raise StoreError(
+        f"{folder} holds no good checkpoint that can be used; `stepguard verify` shows the "
+        f"details.\n{reasons}"
+    )
 
 
 def open_one(
@@ -137,18 +145,6 @@ def _next_candidate(folder: Path, passed: dict[Path, PassedOver]) -> Path | None
                     passed.setdefault(each.path, each)
             return path
     return None
-
-
-def _nothing_to_open(folder: Path, passed: list[PassedOver]) -> str:
-    if not folder.is_dir():
-        return f"{folder} does not exist; there is no checkpoint to open."
-    if all(each.path.name == LAST_GOOD and not each.path.exists() for each in passed):
-        return f"{folder} holds no sealed good checkpoint; there is nothing to open."
-    reasons = "\n".join(f"  {each.path.name}: {each.reason}" for each in passed)
-    return (
-        f"{folder} holds no good checkpoint that can be used; `stepguard verify` shows the "
-        f"details.\n{reasons}"
-    )
 
 
 def read_facts(path: Path, sealed: SealedFile) -> dict[str, Any]:
@@ -302,7 +298,7 @@ class Store:
         self.keep = keep
         self.keep_every = keep_every
         self.say = say or _warn
-        self._check = check
+        self._reads_back = check == "read-back"
         self._disk = disk
         self._lock: WriterLock | None = None
         self._known: Known = {}
@@ -315,16 +311,26 @@ class Store:
         StoreError says why it was not written; then nothing of it is left, and everything that was
         there before still is.
         """
-        try:
-            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise StoreError(
-                    f"step={step!r} is not a number of optimizer steps; use an int from 0 on."
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise StoreError(
+                f"step={step!r} is not a number of optimizer steps; use an int from 0 on."
+            )
+        with self._writing(step):
+            # this process holds the lock, so their writers are dead
+            sweep(leftovers(self.folder), self._disk, self.say)
+            temporary = sibling(self._free_path(step))
+            try:
+                # facts that cannot be written are refused before anything is
+                _json(dict(facts))
+                self._disk.mkdir(temporary)
+                allowed = frozenset(facts.get("nonfinite_ok") or ())
+                written = write_tensors(
+                    temporary, tensors, allowed, self._disk, reads_back=self._reads_back
                 )
-            self._disk.make_folders(self.folder)
-            with self._locked().turn():
-                return self._save(step, tensors, facts, health)
-        except OSError as fault:
-            raise StoreError(self._refusal(step, fault)) from fault
+            except BaseException:
+                self.drop(temporary)
+                raise
+            return self._conclude(temporary, step, written, facts, health)
 
     def open(
         self,
@@ -365,10 +371,26 @@ class Store:
             self._lock.release()
             self._lock = None
 
-    def _locked(self) -> WriterLock:
-        if self._lock is None or self._lock.lost:
-            self._lock = WriterLock(self.folder, self._disk)
-        return self._lock
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """Hold the folder for one save; what the disk refuses is one clear StoreError."""
+        try:
+            self._disk.make_folders(self.folder)
+            if self._lock is None or self._lock.lost:
+                self._lock = WriterLock(self.folder, self._disk)
+            with self._lock.turn():
+                yield
+        except OSError as fault:
+            rest = "there is no good checkpoint yet"
+            last = self._last_good()
+            if last is not None:
+                rest = f"the last good checkpoint is still {last.name}"
+            why = str(fault.strerror or fault)
+            if fault.filename:
+                why = f"{fault.strerror}: {fault.filename}"
+            raise StoreError(
+                f"the checkpoint of step {step} was not written into {self.folder} ({why}); {rest}."
+            ) from fault
 
     def _path_of(self, which: Path) -> Path:
         """Return the path of a name: `step-100` is the newest checkpoint of that step."""
@@ -383,15 +405,11 @@ class Store:
 
     def begin(self, step: int) -> Path:
         """Make the temporary folder that every rank writes its part into."""
-        try:
-            self._disk.make_folders(self.folder)
-            with self._locked().turn():
-                sweep(leftovers(self.folder), self._disk, self.say)
-                temporary = sibling(self._free_path(step))
-                self._disk.mkdir(temporary)
-                return temporary
-        except OSError as fault:
-            raise StoreError(self._refusal(step, fault)) from fault
+        with self._writing(step):
+            sweep(leftovers(self.folder), self._disk, self.say)
+            temporary = sibling(self._free_path(step))
+            self._disk.mkdir(temporary)
+            return temporary
 
     def write_part(
         self,
@@ -415,7 +433,7 @@ class Store:
                 parts,
                 may_be_nonfinite,
                 self._disk,
-                reads_back=self._check == "read-back",
+                reads_back=self._reads_back,
                 facts=facts,
             )
         except OSError as fault:
@@ -432,12 +450,8 @@ class Store:
         digests: Sequence[str],
     ) -> Path:
         """Seal what all ranks have written, whose seals have these digests; then as `save`."""
-        try:
-            with self._locked().turn():
-                written = gather_ranks(folder, digests)
-                return self._conclude(self._free_path(step), folder, step, written, facts, health)
-        except OSError as fault:
-            raise StoreError(self._refusal(step, fault)) from fault
+        with self._writing(step):
+            return self._conclude(folder, step, gather_ranks(folder, digests), facts, health)
 
     def contents(self, path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         """Return the digests of a checkpoint's tensors, and its facts, without its tensors."""
@@ -452,30 +466,8 @@ class Store:
 
     # --- what both have in common
 
-    def _save(
-        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
-    ) -> Path:
-        # this process holds the lock, so their writers are dead
-        sweep(leftovers(self.folder), self._disk, self.say)
-        path = self._free_path(step)
-        temporary = sibling(path)
-        try:
-            # facts that cannot be written are refused before anything is
-            _json(dict(facts))
-            self._disk.mkdir(temporary)
-            allowed = frozenset(facts.get("nonfinite_ok") or ())
-            written = write_tensors(temporary, tensors, allowed, self._disk)
-            if self._check == "read-back":
-                for name, sealed in written.files.items():
-                    read_back(temporary / name, sealed)
-        except BaseException:
-            self.drop(temporary)
-            raise
-        return self._conclude(path, temporary, step, written, facts, health)
-
     def _conclude(
         self,
-        path: Path,
         temporary: Path,
         step: int,
         written: WrittenFiles,
@@ -483,16 +475,37 @@ class Store:
         health: Health,
     ) -> Path:
         """Write facts and seal, give the folder its name, move `last-good`, remove old ones."""
+        path = self._free_path(step)
         try:
             seal_digest = self._seal(temporary, step, written, facts, health)
             self._disk.rename(temporary, path)
         except BaseException:
             self.drop(temporary)
             raise
-        self._publish(path, seal_digest, health)
+        try:
+            # before the pointer: after a power cut it must not name a folder that is not there
+            self._disk.sync_folder(self.folder)
+            if health.good:
+                write_file(
+                    self.folder / LAST_GOOD, pointer_bytes(path.name, seal_digest), self._disk
+                )
+        except BaseException as fault:
+            # once the pointer names it, removing it would lose the last good checkpoint
+            if self._last_good() != path:
+                remove(self.folder, [path], self._disk, self.say)
+                raise
+            if not isinstance(fault, OSError):
+                raise
+            self.say(
+                f"{path} is saved, but may not survive a power cut: the disk refused to sync "
+                f"({fault.strerror})."
+            )
         # the save is done; a folder that cannot be listed must not make it look failed
         with suppress(OSError):
-            self._rotate(health.run)
+            # checkpoints of other runs in the folder stay
+            own = [entry for entry in self.list() if entry.health.run == health.run]
+            old = removable(own, self._last_good(), self.keep, self.keep_every)
+            remove(self.folder, [entry.path for entry in old], self._disk, self.say)
         return path
 
     def _seal(
@@ -505,7 +518,7 @@ class Store:
     ) -> str:
         """Write the facts and, last, the seal; returns its digest."""
         written.files[FACTS] = write_json(folder / FACTS, _json(dict(facts)), self._disk)
-        if self._check == "read-back":
+        if self._reads_back:
             read_back(folder / FACTS, written.files[FACTS])
         config = facts.get("config")
         seal = Seal(
@@ -531,33 +544,6 @@ class Store:
         self._disk.sync_folder(folder)
         return digest_of(content)
 
-    def _publish(self, path: Path, seal_digest: str, health: Health) -> None:
-        """Make the name durable, then move the pointer; a failure withdraws the checkpoint."""
-        try:
-            # before the pointer: after a power cut it must not name a folder that is not there
-            self._disk.sync_folder(self.folder)
-            if health.good:
-                write_file(
-                    self.folder / LAST_GOOD, pointer_bytes(path.name, seal_digest), self._disk
-                )
-        except BaseException as fault:
-            # once the pointer names it, removing it would lose the last good checkpoint
-            if self._last_good() != path:
-                remove(self.folder, [path], self._disk, self.say)
-                raise
-            if not isinstance(fault, OSError):
-                raise
-            self.say(
-                f"{path} is saved, but may not survive a power cut: the disk refused to sync "
-                f"({fault.strerror})."
-            )
-
-    def _rotate(self, run: str) -> None:
-        """Remove old checkpoints of this run; those of other runs in the folder stay."""
-        own = [entry for entry in self.list() if entry.health.run == run]
-        old = removable(own, self._last_good(), self.keep, self.keep_every)
-        remove(self.folder, [entry.path for entry in old], self._disk, self.say)
-
     def _last_good(self) -> Path | None:
         try:
             return read_pointer(self.folder)
@@ -569,16 +555,6 @@ class Store:
         while os.path.lexists(self.folder / checkpoint_name(step, turn)):
             turn += 1
         return self.folder / checkpoint_name(step, turn)
-
-    def _refusal(self, step: int, fault: OSError) -> str:
-        rest = "there is no good checkpoint yet"
-        last = self._last_good()
-        if last is not None:
-            rest = f"the last good checkpoint is still {last.name}"
-        why = str(fault.strerror or fault)
-        if fault.filename:
-            why = f"{fault.strerror}: {fault.filename}"
-        return f"the checkpoint of step {step} was not written into {self.folder} ({why}); {rest}."
 
 
 def _json(facts: dict[str, Any]) -> bytes:
@@ -668,7 +644,10 @@ class Background:
         self.wait()
 
     def _save(self, step: int, job: Callable[[], Path | None]) -> None:
-        _lower_priority()
+        with suppress(OSError, AttributeError):
+            # only on Linux has a thread a priority of its own; elsewhere training would slow down
+            if os.uname().sysname == "Linux":
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._saved = job()
         except Exception as fault:
@@ -679,10 +658,3 @@ class Background:
                 later = f"{self._refused} later saves were"
             self._say(f"saving step {step} took so long that {later} left out.")
             self._refused = 0
-
-
-def _lower_priority() -> None:
-    with suppress(OSError, AttributeError):
-        # only on Linux has a thread a priority of its own; elsewhere training would slow down too
-        if os.uname().sysname == "Linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from stepguard.locate.operands import COPIES, Call, ancestors, earliest, real_maker
+from stepguard.locate.operands import COPIES, Call, ancestors, earliest, real_maker, walk
 from stepguard.locate.tracer import MOST_POSITIONS, Tracer
 from stepguard.records.incident import NO_EVIDENCE, Evidence
 
@@ -73,18 +73,18 @@ class DiscardedValues:
                 return True
         return False
 
-    def dropped_by(self, first: Call) -> str | None:
+    def dropping(self, first: Call) -> Evidence:
         """Name the operation that left the value out of the loss."""
         for reader in self.last_readers(first):
-            return reader.op
-        return None
+            return Evidence(discarded_by=reader.op)
+        return NO_EVIDENCE
 
-    def absorbed_by(self, call: Call) -> str | None:
+    def absorption(self, call: Call) -> Evidence:
         """Name the operation that read the bad value and gave a finite one, as erf and clamp do."""
         for reader in self.last_readers(call):
             if not reader.selects:
-                return reader.op
-        return None
+                return Evidence(absorbed=True, absorbed_by=reader.op)
+        return Evidence(absorbed=True)
 
     def upstream_deselected(self, root: Call) -> bool:
         """True if the 0 that met an infinite derivative comes from a condition that left it out."""
@@ -98,34 +98,27 @@ class DiscardedValues:
             if not queue:
                 return False
             call = queue.pop(0)
-            if self._undoes_selection(call):
+            # Is it the backward of a selection? Indexing by positions is not one.
+            owner = self._tracer.owners.get(call.sequence)
+            selects = (call.node or "").startswith(SELECTING_NODES)
+            if owner is not None:
+                selects = owner.selects
+            if selects:
                 return True
             queue.extend(parent for parent in call.parents if parent.stage == "backward")
         return False
 
-    def _undoes_selection(self, call: Call) -> bool:
-        """True for the backward of a selection; indexing by positions is not one."""
-        owner = self._tracer.owners.get(call.sequence)
-        if owner is not None:
-            return owner.selects
-        return call.node is not None and call.node.startswith(SELECTING_NODES)
-
 
 def _conditioned_on(selection: Call) -> set[int]:
     """Return the computed values that the condition depends on, behind comparisons and logic."""
-    stack = [parent for parent in selection.parents if not parent.numeric]
-    seen: set[int] = set()
-    values: set[int] = set()
-    while stack:
-        one = stack.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if one.numeric:
-            values.add(id(one))
-        else:
-            stack.extend(real_maker(parent) for parent in one.parents)
-    return values
+
+    def behind(call: Call) -> list[Call]:
+        if call.numeric:
+            return []
+        return [real_maker(parent) for parent in call.parents]
+
+    conditions = [parent for parent in selection.parents if not parent.numeric]
+    return {id(one) for one in walk(conditions, behind) if one.numeric}
 
 
 # --- From the bad loss or gradient back to the operation that made the first harmful value.
@@ -152,12 +145,27 @@ class FirstBad:
 
 def blame_loss(tracer: Tracer, losses: list[Call]) -> FirstBad | None:
     """Find the origin of a bad loss; `losses` are the calls that wrote it."""
-    return _Walk(tracer, losses).from_loss()
+    walk = _Walk(tracer, losses)
+    first = walk.first_bad()
+    if first is None:
+        return walk.from_intended_inf()
+    return walk.as_data(first) or walk.finish(first, NO_EVIDENCE)
 
 
 def blame_gradients(tracer: Tracer, gradients: list[Call]) -> FirstBad | None:
     """Find the origin of bad gradients under a finite loss, from the calls that wrote them."""
-    return _Walk(tracer, gradients).from_gradients()
+    walk = _Walk(tracer, gradients)
+    first = walk.first_bad()
+    if first is None:
+        return walk.from_intended_inf()
+    as_data = walk.as_data(first)
+    if as_data is not None:
+        return as_data
+    if first.stage == "backward":
+        return walk.from_backward(first)
+    if first.stage == "forward":
+        return walk.from_forward(first)
+    return walk.finish(first, NO_EVIDENCE)
 
 
 def first_reader(tracer: Tracer, stored: Call) -> Call | None:
@@ -177,8 +185,14 @@ def huge_operand(call: Call) -> FirstBad | None:
     consumer = None
     while call.stage != "stored":
         largest = max(call.parents, key=lambda parent: parent.reach, default=None)
-        # a square or a cube still comes from its operand
-        if largest is None or largest.index >= call.index or not _explains(largest, call):
+        if largest is None or largest.index >= call.index:
+            return None
+        explained = largest.reach >= ABSURD
+        if math.isfinite(call.reach):
+            # a square or a cube still comes from its operand
+            cube = math.log(call.reach) / 3 if largest.reach > 1 and call.reach else -math.inf
+            explained = largest.reach > 1 and math.log(largest.reach) >= cube
+        if not explained:
             return None
         if call.op not in COPIES:
             consumer = call
@@ -189,12 +203,6 @@ def huge_operand(call: Call) -> FirstBad | None:
     return FirstBad(call, consumer)
 
 
-def _explains(operand: Call, result: Call) -> bool:
-    if not math.isfinite(result.reach):
-        return operand.reach >= ABSURD
-    return operand.reach > 1 and math.log(operand.reach) >= math.log(result.reach) / 3
-
-
 class _Walk:
     """Goes back over one trace, from the calls that wrote the bad loss or the bad gradients."""
 
@@ -202,70 +210,46 @@ class _Walk:
         self._tracer = tracer
         self._targets = targets
         self._discarded = DiscardedValues(tracer)
-        reached: dict[int, Call] = {}
-        for target in targets:
-            reached.update((id(call), call) for call in ancestors(target))
+        reached = {id(call): call for target in targets for call in ancestors(target)}
         self._chain = sorted(reached.values(), key=lambda call: call.index)
         """Every call whose bad values reach a target, in the order in which they ran."""
         self._from_parameters: set[int] | None = None
 
-    def from_loss(self) -> FirstBad | None:
-        first = self._first_bad()
-        if first is None:
-            return self._from_intended_inf()
-        return self._as_data(first) or self._finish(first, NO_EVIDENCE)
-
-    def from_gradients(self) -> FirstBad | None:
-        first = self._first_bad()
-        if first is None:
-            return self._from_intended_inf()
-        as_data = self._as_data(first)
-        if as_data is not None:
-            return as_data
-        if first.stage == "backward":
-            return self._from_backward(first)
-        if first.stage == "forward":
-            return self._from_forward(first)
-        return self._finish(first, NO_EVIDENCE)
-
-    def _first_bad(self, stage: str | None = None) -> Call | None:
+    def first_bad(self, stage: str | None = None) -> Call | None:
+        """Return the first call on the way whose bad values no input explains."""
         for call in self._chain:
             if call.first_bad and stage in (None, call.stage):
                 return call
         return None
 
-    def _from_backward(self, root: Call) -> FirstBad:
+    def from_backward(self, root: Call) -> FirstBad:
+        """The gradient went bad in a backward node."""
         owner = self._tracer.owners.get(root.sequence)
         if owner is not None and owner.harmful and _may_be_same_elements(owner, root):
-            found = self._from_bad_output(root, owner)
-            if found is not None:
-                return found
+            # The forward operation behind the bad gradient gave a bad value as well.
+            first = earliest([call for call in ancestors(owner) if call.first_bad])
+            if self._discarded.deselected(owner):
+                if first is not None and self._discarded.made_and_dropped(first):
+                    return self.finish(first, self._discarded.dropping(first))
+                return self.finish(root, Evidence(unselected=True))
+            if first is not None:
+                return self.finish(first, self._discarded.absorption(owner))
         # One autograd node runs several operations: any of them may show the 0 that came in.
         siblings = [call for call in self._chain if call.sequence == root.sequence]
         unselected = any(map(self._discarded.upstream_deselected, siblings))
-        return self._finish(root, Evidence(unselected=unselected))
+        return self.finish(root, Evidence(unselected=unselected))
 
-    def _from_bad_output(self, root: Call, owner: Call) -> FirstBad | None:
-        """The forward operation behind the bad gradient gave a bad value as well."""
-        first = earliest([call for call in ancestors(owner) if call.first_bad])
-        if self._discarded.deselected(owner):
-            if first is not None and self._discarded.made_and_dropped(first):
-                return self._finish(first, self._dropping(first))
-            return self._finish(root, Evidence(unselected=True))
-        if first is not None:
-            return self._finish(first, self._absorption(owner))
-        return None
-
-    def _from_forward(self, root: Call) -> FirstBad:
+    def from_forward(self, root: Call) -> FirstBad:
+        """The gradient went bad by a value of the forward that the loss does not show."""
         originals = [self._original(call) for call in self._first_bad_of_forward(root)]
         first = min(originals, key=lambda call: call.index)
         if self._discarded.deselected(first):
             if self._discarded.made_and_dropped(first):
-                return self._finish(first, self._dropping(first))
+                return self.finish(first, self._discarded.dropping(first))
             found = self._first_unselected(root)
             if found is not None:
                 return found
-        return self._finish(first, self._absorption(first))
+        return self.finish(first, self._discarded.absorption(first))
 
     def _first_unselected(self, root: Call) -> FirstBad | None:
         """Of several blocks that deselect a bad value, find the one whose gradient went bad first.
@@ -283,19 +267,18 @@ class _Walk:
         if not pairs:
             return None
         gradient, original = min(pairs, key=lambda pair: pair[0].index)
-        new = self._first_bad("backward")
+        new = self.first_bad("backward")
         if new is not None and new.index < gradient.index and new.sequence != gradient.sequence:
-            return self._from_backward(new)
-        evidence = Evidence(unselected=True, selected_against=original.op)
-        return self._finish(gradient, evidence)
+            return self.from_backward(new)
+        return self.finish(gradient, Evidence(unselected=True, selected_against=original.op))
 
     def _first_bad_of_forward(self, root: Call) -> list[Call]:
         """List the first bad values of the forward that the bad gradient goes back to."""
-        others = []
+        found = [root]
         for call in self._chain:
             if call.first_bad and call.stage == "forward" and call is not root:
-                others.append(call)
-        return [root, *others[:MOST_BLOCKS]]
+                found.append(call)
+        return found[: 1 + MOST_BLOCKS]
 
     def _original(self, call: Call) -> Call:
         """Return the same operation of the first forward, where a checkpointed block ran twice."""
@@ -310,21 +293,21 @@ class _Walk:
                 return other
         return call
 
-    def _dropping(self, first: Call) -> Evidence:
-        return Evidence(discarded_by=self._discarded.dropped_by(first))
-
-    def _absorption(self, call: Call) -> Evidence:
-        return Evidence(absorbed=True, absorbed_by=self._discarded.absorbed_by(call))
-
     def _gradient_of(self, sequences: list[int]) -> Call | None:
         """Return the operation that gave the bad gradient of one of these autograd nodes."""
         backward = [call for call in self._chain if call.stage == "backward"]
-        sequence = _first_evaluated(sequences, backward)
-        if sequence is None:
+        # The first of these nodes that was evaluated, else the first that met a bad value.
+        evaluated = {call.sequence for call in backward} - {-1}
+        known = [one for one in sequences if one in evaluated]
+        for call in backward:
+            if any(cause.stage == "forward" for cause in call.causes):
+                known.append(call.sequence)
+                break
+        if not known:
             return None
         passed_on = self._passed_on(backward)
         for call in backward:
-            if call.sequence == sequence and id(call) in passed_on:
+            if call.sequence == known[0] and id(call) in passed_on:
                 return call
         return None
 
@@ -332,35 +315,25 @@ class _Walk:
         """Return the calls whose result left their autograd node."""
         passed_on = {id(target) for target in self._targets}
         for call in backward:
-            adds = _adds_gradients(call)
+            # The engine adds the gradients of several uses of a tensor under the name of the node
+            # that the gradients go to.
+            adds = call.op in ("aten.add", "aten.add_") and any(
+                p.stage == "backward" and p.sequence != call.sequence for p in call.parents
+            )
             for cause in call.causes:
                 if adds or cause.sequence != call.sequence:
                     passed_on.add(id(cause))
         return passed_on
 
-    def _from_intended_inf(self) -> FirstBad | None:
+    def from_intended_inf(self) -> FirstBad | None:
         """The loss is infinite only by a constant: blame what computed with it or reduced it."""
-        calls = _with_bad_inputs(self._targets)
+        # The targets and every call whose bad output they read, directly or not.
+        calls = list(walk(self._targets, lambda call: call.flawed))
         by_number = [call for call in calls if call.number is not None]
-        reducing = [call for call in calls if call.reduces]
-        found = earliest(by_number or reducing or calls)
+        found = earliest(by_number or [call for call in calls if call.reduces] or calls)
         if found is None:
             return None
-        return self._as_data(found) or self._finish(found, Evidence(intended_inf=True))
-
-    def _as_data(self, first: Call) -> FirstBad | None:
-        """Return the batch tensor or table whose -inf came in as data, not as a mask on scores."""
-        seen: set[int] = set()
-        stack = [call for call in first.flawed if call.intended_inf]
-        while stack:
-            call = stack.pop()
-            if call.stage == "stored" and call.op.startswith(("batch", "buffer:")):
-                consumer = first if call.op.startswith("batch") else self._first_use(call)
-                return FirstBad(call, consumer, Evidence(as_data=True))
-            if id(call) not in seen and (call.op in SCALES or not self._learned(call)):
-                seen.add(id(call))
-                stack.extend(call.flawed)
-        return None
+        return self.as_data(found) or self.finish(found, Evidence(intended_inf=True))
 
     def _first_use(self, stored: Call) -> Call | None:
         for call in self._tracer.calls:
@@ -368,26 +341,43 @@ class _Walk:
                 return call
         return None
 
+    def as_data(self, first: Call) -> FirstBad | None:
+        """Return the batch tensor or table whose -inf came in as data, not as a mask on scores."""
+        seen: set[int] = set()
+        stack = [call for call in first.flawed if call.intended_inf]
+        while stack:
+            call = stack.pop()
+            if call.stage == "stored" and call.op.startswith(("batch", "buffer:")):
+                consumer: Call | None = first
+                if not call.op.startswith("batch"):
+                    consumer = self._first_use(call)
+                return FirstBad(call, consumer, Evidence(as_data=True))
+            if id(call) not in seen and (call.op in SCALES or not self._learned(call)):
+                seen.add(id(call))
+                stack.extend(call.flawed)
+        return None
+
     def _learned(self, call: Call) -> bool:
         """True if the value was computed from parameters."""
         if self._from_parameters is None:
-            self._from_parameters = set()
+            found: set[int] = set()
             for one in self._tracer.calls:
-                if any(self._is_learned(parent) for parent in one.parents):
-                    self._from_parameters.add(id(one))
-        return self._is_learned(call)
-
-    def _is_learned(self, call: Call) -> bool:
-        assert self._from_parameters is not None
+                if any(id(p) in found or p.op.startswith("param:") for p in one.parents):
+                    found.add(id(one))
+            self._from_parameters = found
         return id(call) in self._from_parameters or call.op.startswith("param:")
 
-    def _finish(self, first: Call, evidence: Evidence) -> FirstBad:
+    def finish(self, first: Call, evidence: Evidence) -> FirstBad:
+        """Add what became of the value, and for a stored tensor who used it first."""
         if first.stage == "stored" or first.uninitialised:
             return FirstBad(first, self._consumer(first), evidence)
-        chooser = self._chosen_constant(first)
-        if chooser is not None:
-            evidence |= Evidence(chosen_by=_condition_of(chooser))
-            return FirstBad(chooser, None, evidence)
+        made_of_nothing = not first.parents and not first.evidence.opaque
+        if made_of_nothing and first.stage == "forward" and first.out.nan:
+            # Operations without a result choose a NaN constant by a `where`.
+            chooser = self._consumer(first)
+            if chooser is not None and chooser.op == "aten.where":
+                evidence |= Evidence(chosen_by=_condition_of(chooser))
+                return FirstBad(chooser, None, evidence)
         evidence |= Evidence(turned_nan_by=self._turned_nan(first))
         return FirstBad(first, None, evidence)
 
@@ -396,22 +386,10 @@ class _Walk:
         if first.out.nan or not first.out.inf:
             return None
         for call in self._chain:
-            if call is first or not call.out.nan:
-                continue
-            if not any(cause.out.nan for cause in call.causes):
+            fresh = call.out.nan and not any(cause.out.nan for cause in call.causes)
+            if call is not first and fresh:
                 return call.op
         return None
-
-    def _chosen_constant(self, first: Call) -> Call | None:
-        """Return the `where` that chose a NaN constant, as operations without a result do."""
-        if first.parents or first.stage != "forward" or not first.out.nan:
-            return None
-        if first.evidence.opaque:
-            return None
-        consumer = self._consumer(first)
-        if consumer is None or consumer.op != "aten.where":
-            return None
-        return consumer
 
     def _consumer(self, stored: Call) -> Call | None:
         """Return the first operation on the way that used the tensor for more than a copy."""
@@ -424,20 +402,6 @@ class _Walk:
         return None
 
 
-def _with_bad_inputs(calls: list[Call]) -> list[Call]:
-    """List the calls and every call whose bad output they read, directly or not."""
-    seen: set[int] = set()
-    found = []
-    stack = list(calls)
-    while stack:
-        call = stack.pop()
-        if id(call) not in seen:
-            seen.add(id(call))
-            found.append(call)
-            stack.extend(call.flawed)
-    return found
-
-
 def _condition_of(choice: Call) -> str | None:
     """Name the operation that the condition of a `where` depends on, behind comparisons."""
     if not choice.parents:
@@ -446,26 +410,6 @@ def _condition_of(choice: Call) -> str | None:
     while not asked.numeric and asked.parents:
         asked = real_maker(asked.parents[0])
     return None if asked.stage == "stored" else asked.op
-
-
-def _first_evaluated(sequences: list[int], backward: list[Call]) -> int | None:
-    """Return the first of these nodes that was evaluated, else the first that met a bad value."""
-    evaluated = {call.sequence for call in backward}
-    for sequence in sequences:
-        if sequence >= 0 and sequence in evaluated:
-            return sequence
-    for call in backward:
-        if any(cause.stage == "forward" for cause in call.causes):
-            return call.sequence
-    return None
-
-
-def _adds_gradients(call: Call) -> bool:
-    """True if the engine adds the gradients of several uses of a tensor here."""
-    # It does so under the name of the node that the gradients go to.
-    if call.op not in ("aten.add", "aten.add_"):
-        return False
-    return any(p.stage == "backward" and p.sequence != call.sequence for p in call.parents)
 
 
 def _may_be_same_elements(owner: Call, root: Call) -> bool:

@@ -30,6 +30,7 @@ from stepguard.locate.operands import (
     plain,
     real_maker,
     summarise,
+    walk,
 )
 from stepguard.records.incident import NO_EVIDENCE, Evidence, Operand, Origin, Reading
 from stepguard.state.batch import Step
@@ -49,15 +50,10 @@ class AutocastObserver(TorchFunctionMode):
         self._device_types = sorted(set(device_types))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.dtype is None:
-            self.dtype = self._dtype_in_force()
-        return func(*args, **(kwargs or {}))
-
-    def _dtype_in_force(self) -> str | None:
         for device in self._device_types:
-            if torch.is_autocast_enabled(device):
-                return dtype_name(torch.get_autocast_dtype(device))
-        return None
+            if self.dtype is None and torch.is_autocast_enabled(device):
+                self.dtype = dtype_name(torch.get_autocast_dtype(device))
+        return func(*args, **(kwargs or {}))
 
 
 # --- Tensors that were bad before the step ran: parameters, buffers, optimizer slots, the batch.
@@ -104,12 +100,16 @@ def state_origin(step: Step, reading: Reading) -> Origin:
     if tensor is None:
         return origin
     operand = summarise(name, tensor)
-    evidence = bad_elements(tensor, operand) | Evidence(parameter=_owning_parameter(step, tensor))
+    owner = None
+    for _, parameter, value in optimizer_slots(step):
+        if value is tensor and parameter:
+            owner = parameter
+            break
     return replace(
         origin,
         inputs=(operand,),
         reproduced=None if is_finite(tensor) else True,
-        evidence=evidence,
+        evidence=bad_elements(tensor, operand) | Evidence(parameter=owner),
     )
 
 
@@ -119,14 +119,6 @@ def owner_of(name: str) -> str | None:
     if kind == "opt":
         return None
     return path.rpartition(".")[0]
-
-
-def _owning_parameter(step: Step, tensor: Tensor) -> str | None:
-    """Name the parameter whose optimizer slot this tensor is."""
-    for _, parameter, value in optimizer_slots(step):
-        if value is tensor and parameter:
-            return parameter
-    return None
 
 
 def evidence_origin(
@@ -149,7 +141,15 @@ def evidence_origin(
                     evidence=bad_elements(tensor, operand) | evidence,
                     remarks=remarks,
                 )
-    return replace(_unlocated(reading), evidence=evidence, remarks=remarks)
+    # A bad loss is told from a bad gradient, and no more.
+    origin = Origin(
+        step=reading.step, phase="backward", method="evidence", evidence=evidence, remarks=remarks
+    )
+    if loss_is_bad(reading):
+        return replace(origin, phase="loss", micro_batch=first_bad_micro_batch(reading))
+    if reading.bad_grads:
+        return replace(origin, tensor=f"param:{reading.bad_grads[0]}")
+    return origin
 
 
 def loss_is_bad(reading: Reading) -> bool:
@@ -161,19 +161,7 @@ def loss_is_bad(reading: Reading) -> bool:
 
 def first_bad_micro_batch(reading: Reading) -> int | None:
     """Return the index of the first micro-batch with a bad loss."""
-    if not reading.bad_micro_batches:
-        return None
-    return reading.bad_micro_batches[0]
-
-
-def _unlocated(reading: Reading) -> Origin:
-    """Tell a bad loss from a bad gradient, and no more."""
-    origin = Origin(step=reading.step, phase="backward", method="evidence")
-    if loss_is_bad(reading):
-        return replace(origin, phase="loss", micro_batch=first_bad_micro_batch(reading))
-    if reading.bad_grads:
-        return replace(origin, tensor=f"param:{reading.bad_grads[0]}")
-    return origin
+    return reading.bad_micro_batches[0] if reading.bad_micro_batches else None
 
 
 # --- One operation that has just made a bad value, with the arguments it had.
@@ -191,6 +179,12 @@ class Invocation:
     numbers: list[tuple[str, float]]
     selects: bool = False
     """Chooses elements by a condition."""
+    call: Any = None
+    """The recorded call, once it has given a bad value."""
+    out: Any = None
+    """The tensor with the bad value."""
+    where: Tensor | None = None
+    """True at the elements of it that no input explains, where that is known."""
 
     @property
     def used(self) -> list[Read]:
@@ -200,58 +194,35 @@ class Invocation:
     def only(self, position: int) -> Invocation:
         """Return what a foreach operation did at one position of its lists, by plain names."""
         mark = f"[{position}]"
-        reads = []
-        for read in self.reads:
-            if _belongs(read.name, mark):
-                reads.append(replace(read, name=read.name.removesuffix(mark)))
-        numbers = []
-        for name, value in self.numbers:
-            if _belongs(name, mark):
-                numbers.append((name.removesuffix(mark), value))
-        args = tuple(_one(value, position) for value in self.args)
-        kwargs = {name: _one(value, position) for name, value in self.kwargs.items()}
-        return replace(self, args=args, kwargs=kwargs, reads=reads, numbers=numbers)
 
+        def belongs(name: str) -> bool:
+            return name.endswith(mark) or "[" not in name
 
-def _belongs(name: str, mark: str) -> bool:
-    return name.endswith(mark) or "[" not in name
+        def one(value: Any) -> Any:
+            # The operator still takes lists: one of one entry gives the same result for that entry.
+            listed = isinstance(value, list | tuple) and position < len(value)
+            if listed:
+                return [value[position]]
+            return value
 
-
-def _one(value: Any, position: int) -> Any:
-    # The operator still takes lists: one of one entry gives the same result for that entry.
-    if isinstance(value, list | tuple) and position < len(value):
-        return [value[position]]
-    return value
-
-
-@dataclass(slots=True)
-class BadOp:
-    """One operation that has just made a bad value, with the arguments it had."""
-
-    call: Call
-    invocation: Invocation
-    out: Tensor
-    where: Tensor | None
-    """True at the elements that no input explains, where that is known."""
-
-    @property
-    def operator(self) -> Operator:
-        return self.invocation.operator
-
-    @property
-    def reads(self) -> list[Read]:
-        return self.invocation.reads
-
-    @property
-    def numbers(self) -> list[tuple[str, float]]:
-        return self.invocation.numbers
+        return replace(
+            self,
+            args=tuple(map(one, self.args)),
+            kwargs={name: one(value) for name, value in self.kwargs.items()},
+            reads=[
+                replace(read, name=read.name.removesuffix(mark))
+                for read in self.reads
+                if belongs(read.name)
+            ],
+            numbers=[(n.removesuffix(mark), value) for n, value in self.numbers if belongs(n)],
+        )
 
     @property
     def index(self) -> Index | None:
         """The first bad element that no input explains."""
-        if self.where is not None:
-            return first_true(self.where)
-        return first_broken(self.out)
+        if self.where is None:
+            return first_broken(self.out)
+        return first_true(self.where)
 
     def read(self, name: str) -> Read | None:
         """Return the tensor that was given for this argument."""
@@ -259,6 +230,11 @@ class BadOp:
             if read.name == name:
                 return read
         return None
+
+    def argument(self, name: str) -> Any:
+        """Return an argument by its name in the schema, given by position or by keyword."""
+        by_position = dict(zip(self.operator.arguments, self.args, strict=False))
+        return self.kwargs.get(name, by_position.get(name))
 
     def at(self, name: str) -> float | None:
         """Return the element of this argument that met the bad position, or the number itself."""
@@ -300,7 +276,7 @@ REDUCES = (
 PROBABILITY = ("binary_cross_entropy", "kl_div")
 
 
-def rows(bad_op: BadOp) -> Evidence:
+def rows(bad_op: Invocation) -> Evidence:
     """Everything that can be said about rows, reduced elements and targets."""
     base = bad_op.operator.base
     found = NO_EVIDENCE
@@ -310,45 +286,26 @@ def rows(bad_op: BadOp) -> Evidence:
     return found
 
 
-def _argument(bad_op: BadOp, name: str) -> Any:
-    """An argument by its name in the schema, given by position or by keyword."""
-    made = bad_op.invocation
-    if name in made.kwargs:
-        return made.kwargs[name]
-    arguments = bad_op.operator.arguments
-    position = arguments.index(name) if name in arguments else len(made.args)
-    if position < len(made.args):
-        return made.args[position]
-    return None
+def _masked_rows(bad_op: Invocation) -> Evidence:
+    """How many rows of a softmax, or of the mask of an attention, are masked throughout."""
+    attention = ("attn_mask", "attn_bias")
+    for name in ("self",) if bad_op.operator.base in SOFTMAX else attention:
+        read = bad_op.read(name)
+        if read is None or not read.tensor.dim():
+            continue
+        axis = bad_op.argument("dim")
+        if isinstance(axis, list | tuple) and axis:
+            axis = axis[0]
+        tensor = read.tensor
+        # a boolean attention mask is True where a key may be looked at
+        closed = ~tensor if tensor.dtype is torch.bool else torch.isneginf(tensor)
+        dead = closed.all(dim=axis if isinstance(axis, int) else -1)
+        if bool(dead.any()):
+            return Evidence(masked_rows=int(dead.sum()), rows=dead.numel())
+    return NO_EVIDENCE
 
 
-def _softmax_rows(bad_op: BadOp) -> Evidence:
-    return _masked_rows(bad_op, "self") or NO_EVIDENCE
-
-
-def _attention_rows(bad_op: BadOp) -> Evidence:
-    return _masked_rows(bad_op, "attn_mask") or _masked_rows(bad_op, "attn_bias") or NO_EVIDENCE
-
-
-def _masked_rows(bad_op: BadOp, name: str) -> Evidence | None:
-    """How many rows of this operand are masked throughout; None for no row at all."""
-    read = bad_op.read(name)
-    if read is None or not read.tensor.dim():
-        return None
-    axis = _argument(bad_op, "dim")
-    if isinstance(axis, list | tuple) and axis:
-        axis = axis[0]
-    tensor = read.tensor
-    # a boolean attention mask is True where a key may be looked at
-    closed = ~tensor if tensor.dtype is torch.bool else torch.isneginf(tensor)
-    dead = closed.all(dim=axis if isinstance(axis, int) else -1)
-    count = int(dead.sum())
-    if count:
-        return Evidence(masked_rows=count, rows=dead.numel())
-    return None
-
-
-def _reduced(bad_op: BadOp) -> Evidence:
+def _reduced(bad_op: Invocation) -> Evidence:
     read = bad_op.read("self")
     if read is None:
         return NO_EVIDENCE
@@ -358,15 +315,15 @@ def _reduced(bad_op: BadOp) -> Evidence:
     return NO_EVIDENCE
 
 
-def _targets(bad_op: BadOp) -> Evidence:
-    target = _argument(bad_op, "target")
+def _targets(bad_op: Invocation) -> Evidence:
+    target = bad_op.argument("target")
     if not isinstance(target, Tensor):
         return NO_EVIDENCE
-    ignored = _argument(bad_op, "ignore_index")
+    ignored = bad_op.argument("ignore_index")
     count = target.numel()
     if isinstance(ignored, int):
         count = int((target != ignored).sum())
-    scores = _argument(bad_op, "self")
+    scores = bad_op.argument("self")
     impossible = isinstance(scores, Tensor) and bool(torch.isinf(scores).any())
     return Evidence(
         valid_targets=count,
@@ -375,20 +332,16 @@ def _targets(bad_op: BadOp) -> Evidence:
     )
 
 
-def _probabilities(bad_op: BadOp) -> Evidence:
-    target = _argument(bad_op, "target")
-    if not isinstance(target, Tensor) or not target.numel():
-        return NO_EVIDENCE
-    low = float(target.min())
-    high = float(target.max())
-    if low < 0:
-        return Evidence(target_out_of_domain=low)
-    if high > 1:
-        return Evidence(target_out_of_domain=high)
+def _probabilities(bad_op: Invocation) -> Evidence:
+    target = bad_op.argument("target")
+    if isinstance(target, Tensor) and target.numel():
+        for extreme in (float(target.min()), float(target.max())):
+            if extreme < 0 or extreme > 1:
+                return Evidence(target_out_of_domain=extreme)
     return NO_EVIDENCE
 
 
-def _negative_target(bad_op: BadOp) -> Evidence:
+def _negative_target(bad_op: Invocation) -> Evidence:
     """A negative target of kl_div, which torch computes as xlogy(target, target)."""
     value = bad_op.at("other")
     if value is None or value >= 0 or not math.isfinite(value):
@@ -396,42 +349,39 @@ def _negative_target(bad_op: BadOp) -> Evidence:
     return Evidence(target_out_of_domain=value)
 
 
-def _zero_norm(bad_op: BadOp) -> Evidence:
+def _zero_norm(bad_op: Invocation) -> Evidence:
     """Weight normalisation divides every row of `v` by its norm."""
-    direction = _argument(bad_op, "v")
+    direction = bad_op.argument("v")
     if not isinstance(direction, Tensor):
         return NO_EVIDENCE
-    rows_in_use = direction.reshape(direction.shape[0], -1).any(1)
-    if bool(rows_in_use.all()):
+    if bool(direction.reshape(direction.shape[0], -1).any(1).all()):
         return NO_EVIDENCE
     return Evidence(zero_denominator=True, denominator_from="norm")
 
 
-def _negative_variance(bad_op: BadOp) -> Evidence:
-    variance = _argument(bad_op, "running_var")
-    if not isinstance(variance, Tensor) or _argument(bad_op, "training"):
+def _negative_variance(bad_op: Invocation) -> Evidence:
+    variance = bad_op.argument("running_var")
+    if not isinstance(variance, Tensor) or bad_op.argument("training"):
         return NO_EVIDENCE
-    eps = float(_argument(bad_op, "eps") or 0.0)
+    eps = float(bad_op.argument("eps") or 0.0)
     if float(variance.min()) + eps < 0:
         return Evidence(argument="negative")
     return NO_EVIDENCE
 
 
-def _ctc(bad_op: BadOp) -> Evidence:
-    lengths = _argument(bad_op, "input_lengths")
-    wanted = _argument(bad_op, "target_lengths")
+def _ctc(bad_op: Invocation) -> Evidence:
+    lengths = bad_op.argument("input_lengths")
+    wanted = bad_op.argument("target_lengths")
     if lengths is None or wanted is None:
         return NO_EVIDENCE
-    have = torch.as_tensor(lengths).flatten()
-    need = torch.as_tensor(wanted).flatten()
-    short = int((have < need).sum())
+    short = int((torch.as_tensor(lengths).flatten() < torch.as_tensor(wanted).flatten()).sum())
     # repeated labels need a blank in between: such a target fails without being longer
     return Evidence(ctc_infeasible=short or int(torch.isinf(bad_op.out).sum()))
 
 
-_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[BadOp], Evidence]], ...] = (
-    (SOFTMAX.__contains__, _softmax_rows),
-    (lambda base: "scaled_dot_product" in base or "efficient_attention" in base, _attention_rows),
+_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[Invocation], Evidence]], ...] = (
+    (SOFTMAX.__contains__, _masked_rows),
+    (lambda base: "scaled_dot_product" in base or "efficient_attention" in base, _masked_rows),
     (REDUCES.__contains__, _reduced),
     (lambda base: base.startswith("nll_loss"), _targets),
     (PROBABILITY.__contains__, _probabilities),
@@ -479,11 +429,18 @@ ARGUMENT = {
 DOMAIN = ("acos", "asin", "acosh", "atanh", "erfinv")
 
 
-def measure(bad_op: BadOp) -> None:
+def measure(bad_op: Invocation) -> None:
     """Fill the operands, the output and the evidence of the call."""
     call = bad_op.call
     index = bad_op.index
-    operands = [_operand(bad_op, read, index) for read in bad_op.reads[:MOST_OPERANDS]]
+    operands: list[Operand] = []
+    for read in bad_op.reads[:MOST_OPERANDS]:
+        shape = tuple(read.tensor.shape)
+        spot = None
+        # The element that met the bad one, where that is known.
+        if index is not None and (bad_op.operator.pointwise or shape == tuple(bad_op.out.shape)):
+            spot = broadcast_index(index, shape)
+        operands.append(summarise(read.name, read.tensor, spot))
     operands += [of_number(name, value) for name, value in bad_op.numbers[:MOST_OPERANDS]]
     call.inputs = tuple(operands)
     call.output = summarise("out", bad_op.out, index)
@@ -491,45 +448,35 @@ def measure(bad_op: BadOp) -> None:
     if call.number is not None:
         argument, value = call.number
         evidence |= Evidence(number_argument=argument, number=value)
-    for gather in (
-        _division,
-        _evidence_argument,
-        _infinities,
-        _gradient,
-        rows,
-        _precision,
-        _stored_huge,
-    ):
+    for gather in (_division, _domain, _infinities, _gradient, rows, _precision, _stored_huge):
         evidence |= gather(bad_op)
     call.evidence = evidence
 
 
-def _operand(bad_op: BadOp, read: Read, index: Index | None) -> Operand:
-    """The tensor in numbers, with the element that met the bad one where that is known."""
-    shape = tuple(read.tensor.shape)
-    spot = None
-    if index is not None and (bad_op.operator.pointwise or shape == tuple(bad_op.out.shape)):
-        spot = broadcast_index(index, shape)
-    return summarise(read.name, read.tensor, spot)
-
-
-def _division(bad_op: BadOp) -> Evidence:
+def _division(bad_op: Invocation) -> Evidence:
     name = DIVIDES.get(bad_op.operator.base)
     if name is None or bad_op.at(name) != 0.0:
         return NO_EVIDENCE
-    above = DIVIDED.get(bad_op.operator.base)
+    maker = _maker_behind(bad_op, name)
     found = Evidence(
         zero_denominator=True,
-        denominator_from=_computed_by(bad_op, name),
-        denominator_root=_only_batch_tensor(bad_op, name),
+        denominator_from=_computed_by(maker),
+        denominator_root=_only_batch_tensor(maker),
         eps_vanished=_vanished_epsilon(bad_op, name),
     )
+    above = DIVIDED.get(bad_op.operator.base)
     if above is not None and bad_op.at(above) == 0.0:
-        found |= Evidence(zero_numerator=True, numerator_from=_computed_by(bad_op, above))
+        numerator = _computed_by(_maker_behind(bad_op, above))
+        found |= Evidence(zero_numerator=True, numerator_from=numerator)
     read = bad_op.read(name)
     if read is None:
         return found
-    fractional = numeric(read.tensor) and not _whole(read.tensor)
+    fractional = False
+    if numeric(read.tensor):
+        # Whole numbers are counts.
+        values = plain(read.tensor)
+        values = values[torch.isfinite(values)]
+        fractional = not bool((values == values.round()).all())
     return found | Evidence(
         denominator_learned=_learned(read.maker), denominator_fractional=fractional
     )
@@ -537,72 +484,41 @@ def _division(bad_op: BadOp) -> Evidence:
 
 def _learned(maker: Call) -> bool:
     """Was it computed from parameters without a comparison in between (as counting has)?"""
-    seen: set[int] = set()
-    stack = [maker]
-    while stack:
-        one = stack.pop()
-        if id(one) in seen or not one.numeric:
-            continue
-        if one.op.startswith("param:"):
-            return True
-        seen.add(id(one))
-        stack.extend(one.parents)
-    return False
+    behind = walk([maker], lambda one: one.parents if one.numeric else ())
+    return any(one.numeric and one.op.startswith("param:") for one in behind)
 
 
-def _whole(tensor: Tensor) -> bool:
-    """Are all finite elements whole numbers, as counts are?"""
-    values = plain(tensor)
-    values = values[torch.isfinite(values)]
-    return bool((values == values.round()).all())
-
-
-def _evidence_argument(bad_op: BadOp) -> Evidence:
+def _domain(bad_op: Invocation) -> Evidence:
     """The argument of a logarithm, root or power that is outside its domain."""
     base = bad_op.operator.base
     name = "self" if base in DOMAIN else ARGUMENT.get(base)
-    if name is None:
+    value = None
+    if name is not None:
+        value = bad_op.at(name)
+    if name is None or value is None:
         return NO_EVIDENCE
-    value = bad_op.at(name)
-    if value is None:
-        return NO_EVIDENCE
-    found = NO_EVIDENCE if base in DOMAIN else _beyond_domain(bad_op, value)
-    if found is None:
-        return NO_EVIDENCE
-    return found | _argument_lineage(bad_op, name)
-
-
-def _beyond_domain(bad_op: BadOp, value: float) -> Evidence | None:
-    """How the argument leaves the domain; None where it is inside."""
-    base = bad_op.operator.base
-    if base == "pow":
-        return _power_of(bad_op, value)
-    edge = -1.0 if base == "log1p" else 0.0
-    if value == edge:
-        return Evidence(argument="zero")
-    return Evidence(argument="negative") if value < edge else None
-
-
-def _power_of(bad_op: BadOp, base: float) -> Evidence | None:
-    if base == 0.0:
-        power = bad_op.at("exponent")
-        falls = power is not None and power < 0
-        return Evidence(negative_power=True) if falls else None
-    # a large negative base overflows like a positive one: no root is missing where it gives inf
-    if base < 0.0 and bad_op.call.out.nan:
-        return Evidence(argument="negative")
-    return None
-
-
-def _argument_lineage(bad_op: BadOp, name: str) -> Evidence:
-    return Evidence(
-        argument_from=_computed_by(bad_op, name),
-        argument_root=_only_batch_tensor(bad_op, name),
+    found = NO_EVIDENCE
+    if base not in DOMAIN:
+        edge = -1.0 if base == "log1p" else 0.0
+        if not value <= edge:
+            return NO_EVIDENCE
+        found = Evidence(argument="zero" if value == edge else "negative")
+        if base == "pow" and value == edge:
+            found = Evidence(negative_power=True)
+            if not (bad_op.at("exponent") or 0.0) < 0:
+                return NO_EVIDENCE
+        elif base == "pow" and not bad_op.call.out.nan:
+            # a large negative base overflows like a positive one: no root is missing
+            return NO_EVIDENCE
+    maker = _maker_behind(bad_op, name)
+    return found | Evidence(
+        argument_from=_computed_by(maker),
+        argument_root=_only_batch_tensor(maker),
         eps_vanished=_vanished_epsilon(bad_op, name),
     )
 
 
-def _infinities(bad_op: BadOp) -> Evidence:
+def _infinities(bad_op: Invocation) -> Evidence:
     """Infinities that went in: written on purpose (a mask), times 0, or minus one another."""
     constants = [value for _, value in bad_op.numbers]
     masked = any(read.intended_inf and read.flaws for read in bad_op.reads)
@@ -616,7 +532,7 @@ def _infinities(bad_op: BadOp) -> Evidence:
     )
 
 
-def _gradient(bad_op: BadOp) -> Evidence:
+def _gradient(bad_op: Invocation) -> Evidence:
     """In the backward: the gradient that came in, and the point at which the derivative breaks."""
     call = bad_op.call
     if call.stage != "backward" or call.node is None or not bad_op.operator.pointwise:
@@ -635,7 +551,7 @@ def _gradient(bad_op: BadOp) -> Evidence:
     return found
 
 
-def _precision(bad_op: BadOp) -> Evidence:
+def _precision(bad_op: Invocation) -> Evidence:
     """Is the same operation finite in a wider dtype? Then the number format is what broke it."""
     kinds = {read.tensor.dtype for read in bad_op.reads if numeric(read.tensor)}
     kinds.add(bad_op.out.dtype)
@@ -647,13 +563,29 @@ def _precision(bad_op: BadOp) -> Evidence:
     if bad_op.operator.custom:
         # The user's own kernel is not ours to run again.
         return found
-    again = _widened(bad_op, wider)
-    if again is not None and is_finite(again):
-        found |= Evidence(finite_in=dtype_name(again.dtype))
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.dtype) and value.is_floating_point:
+            return wider
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(wider, copy=True)
+        return value
+
+    try:
+        result = bad_op.func(*tree_map(widen, bad_op.args), **tree_map(widen, bad_op.kwargs))
+    except (RuntimeError, NotImplementedError, TypeError):
+        # an operator without a kernel of that dtype: then nothing is known of a wider one
+        return found
+    for part in result if isinstance(result, list | tuple) else [result]:
+        if isinstance(part, Tensor) and part.shape == bad_op.out.shape:
+            again = plain(part)
+            if is_finite(again):
+                found |= Evidence(finite_in=dtype_name(again.dtype))
+            break
     return found
 
 
-def _stored_huge(bad_op: BadOp) -> Evidence:
+def _stored_huge(bad_op: Invocation) -> Evidence:
     """Which stored tensor went in with values that one more product overflows?"""
     for read, operand in zip(bad_op.reads, bad_op.call.inputs, strict=False):
         maker = real_maker(read.maker).op
@@ -663,56 +595,30 @@ def _stored_huge(bad_op: BadOp) -> Evidence:
     return NO_EVIDENCE
 
 
-def _widened(bad_op: BadOp, wider: torch.dtype) -> Tensor | None:
-    """The result of the same call in a wider dtype; None where torch has no kernel for it."""
-
-    def widen(value: Any) -> Any:
-        if isinstance(value, torch.dtype) and value.is_floating_point:
-            return wider
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(wider, copy=True)
-        return value
-
-    made = bad_op.invocation
-    try:
-        result = made.func(*tree_map(widen, made.args), **tree_map(widen, made.kwargs))
-    except (RuntimeError, NotImplementedError, TypeError):
-        # an operator without a kernel of that dtype: then nothing is known of a wider one
-        return None
-    parts = result if isinstance(result, list | tuple) else [result]
-    for part in parts:
-        if isinstance(part, Tensor) and part.shape == bad_op.out.shape:
-            return plain(part)
-    return None
-
-
-def _computed_by(bad_op: BadOp, name: str) -> str | None:
-    """The operation that computed this operand; None for a stored tensor."""
-    read = bad_op.read(name)
-    if read is None:
-        return None
-    maker = _before_epsilon(real_maker(read.maker))
-    if maker.stage == "stored":
+def _computed_by(maker: Call | None) -> str | None:
+    """The operation that computed an operand; None for a stored tensor."""
+    if maker is None or maker.stage == "stored":
         return None
     return maker.op
 
 
-def _only_batch_tensor(bad_op: BadOp, name: str) -> str | None:
-    """The batch tensor this operand was computed from, if from nothing else that is stored."""
-    read = bad_op.read(name)
-    if read is None:
+def _only_batch_tensor(maker: Call | None) -> str | None:
+    """The batch tensor an operand was computed from, if from nothing else that is stored."""
+    if maker is None:
         return None
-    maker = _before_epsilon(real_maker(read.maker))
-    roots = {root.op for root in _stored_roots(maker) if not root.op.startswith("constant")}
-    if len(roots) != 1:
-        return None
-    root = roots.pop()
+    roots: set[str] = set()
+    for one in walk([maker], lambda one: one.parents):
+        if one.stage == "stored" and not one.op.startswith("constant"):
+            roots.add(one.op)
+    root = ""
+    if len(roots) == 1:
+        root = roots.pop()
     if root.startswith("batch:"):
         return root
     return None
 
 
-def _vanished_epsilon(bad_op: BadOp, name: str) -> float | None:
+def _vanished_epsilon(bad_op: Invocation, name: str) -> float | None:
     """An epsilon on the way to this operand that its dtype could not hold."""
     read = bad_op.read(name)
     level = [read.maker] if read is not None else []
@@ -724,11 +630,15 @@ def _vanished_epsilon(bad_op: BadOp, name: str) -> float | None:
     return None
 
 
-def _before_epsilon(maker: Call) -> Call:
-    """The call behind added constants; one that its dtype could not hold is reported by itself.
+def _maker_behind(bad_op: Invocation, name: str) -> Call | None:
+    """The call that computed this operand, behind added constants and behind `1 - p`.
 
-    So is the probability behind `1 - p`.
+    A constant that its dtype could not hold is reported by itself.
     """
+    read = bad_op.read(name)
+    if read is None:
+        return None
+    maker = real_maker(read.maker)
     while len(maker.parents) == 1 and maker.rounded_to_zero is None:
         behind = real_maker(maker.parents[0])
         inverse = maker.op == "aten.rsub" and behind.op in ("aten.sigmoid", "aten._softmax")
@@ -736,18 +646,3 @@ def _before_epsilon(maker: Call) -> Call:
             break
         maker = behind
     return maker
-
-
-def _stored_roots(call: Call) -> list[Call]:
-    seen: set[int] = set()
-    stack = [call]
-    roots = []
-    while stack:
-        one = stack.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if one.stage == "stored":
-            roots.append(one)
-        stack.extend(one.parents)
-    return roots

@@ -7,8 +7,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor
-
 from stepguard.diagnose.source_line import name_operands
 from stepguard.locate import evidence, origins, replay, samples
 from stepguard.locate import replay_state as batches
@@ -71,7 +69,10 @@ def no_replay(step: Step) -> str | None:
 
 def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
     if reading.state_born:
-        return _made_by_step(step, reading)
+        # State that was fine before the step and is bad after it.
+        if reading.bad_state[0].startswith("buffer:"):
+            return buffer_origin(step, reading, no_replay(step))
+        return origins.update_origin(step, reading)
     if finite_step(reading):
         return _of_finite_step(step, reading, budget)
     reason = no_replay(step)
@@ -80,21 +81,18 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
         return evidence.evidence_origin(step, reading, Evidence(no_replay=reason), remark)
     with untouched(step) as keeper, replay.kept_loss_function_state(step) as own:
         if step.model_only:
-            model_replayer = ModelReplayer(step, keeper, budget)
-            return _replay_model(model_replayer, reading)
+            return _replay_model(ModelReplayer(step, keeper, budget), reading)
         replayer = Replayer(step, keeper, budget)
         replayer.loss_fn_state = own
-        origin = _replay(replayer, reading)
+        micro = bad_micro_batch(replayer, reading)
+        if micro is None:
+            origin = _clean_replay(replayer, reading)
+        else:
+            origin = _from_micro_batch(replayer, reading, micro)
         if origin.reproduced is False:
-            return replay.with_changed_state(origin, own)
+            moves = own.changed()[: replay.MOST_NAMED]
+            return with_evidence(origin, Evidence(moves=moves))
         return origin
-
-
-def _made_by_step(step: Step, reading: Reading) -> Origin:
-    """Locate state that was fine before the step and is bad after it."""
-    if reading.bad_state[0].startswith("buffer:"):
-        return buffer_origin(step, reading, no_replay(step))
-    return origins.update_origin(step, reading)
 
 
 def _of_finite_step(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
@@ -126,14 +124,16 @@ def _of_infinite_norm(step: Step, origin: Origin) -> Origin:
                 traced = replayer.trace(micro, reach=True)
             except ReplayError:
                 return origin
-            gradients = [p.grad for p in replayer.parameters.values() if p.grad is not None]
-            makers = [traced.tracer.maker_of(plain(gradient)) for gradient in gradients]
-            largest = max(
-                (maker for maker in makers if maker is not None),
-                key=lambda maker: maker.reach,
-                default=None,
-            )
-            found = huge_operand(largest) if largest is not None else None
+            makers: list[Call] = []
+            for parameter in replayer.parameters.values():
+                if parameter.grad is not None:
+                    maker = traced.tracer.maker_of(plain(parameter.grad))
+                    if maker is not None:
+                        makers.append(maker)
+            largest = max(makers, key=lambda maker: maker.reach, default=None)
+            found = None
+            if largest is not None:
+                found = huge_operand(largest)
             if found is not None:
                 return huge_origin(origin, found, traced, replayer)
     return origin
@@ -154,22 +154,15 @@ def _bad_state(step: Step, reading: Reading) -> Origin:
         except ReplayError:
             return origin
     maker = traced.tracer.maker_of(tensor)
-    if maker is None:
-        return origin
-    reader = first_reader(traced.tracer, maker)
-    if reader is None:
+    reader = None
+    if maker is not None:
+        reader = first_reader(traced.tracer, maker)
+    if maker is None or reader is None:
         return origin
     read = origin_of(FirstBad(maker, reader), traced, replayer)
     return replace(
         read, tensor=origin.tensor, phase="state", inputs=origin.inputs, evidence=origin.evidence
     )
-
-
-def _replay(replayer: Replayer, reading: Reading) -> Origin:
-    micro = bad_micro_batch(replayer, reading)
-    if micro is None:
-        return _clean_replay(replayer, reading)
-    return _from_micro_batch(replayer, reading, micro)
 
 
 def _replay_model(replayer: ModelReplayer, reading: Reading) -> Origin:
@@ -227,8 +220,16 @@ def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, FirstBad
     in the first trace too, or else it is the repair that broke the step.
     """
     accumulated = replayer.copied_gradients()
-    first = _trace_and_blame(replayer, micro, batch, accumulated)
-    traced, found = first
+
+    def accumulate() -> None:
+        """Put the gradients of the micro-batches before the bad one in place, as fresh tensors."""
+        for name, parameter in replayer.parameters.items():
+            parameter.grad = accumulated[name].clone() if name in accumulated else None
+
+    accumulate()
+    first = replayer.trace(micro, batch)
+    first_found = _blame(replayer, first)
+    traced, found = first, first_found
     innocent: frozenset[str] = frozenset()
     for _ in range(MOST_REPAIRS):
         if found is None or not found.call.op.startswith("batch"):
@@ -238,27 +239,20 @@ def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Traced, FirstBad
             return traced, found
         innocent |= {found.call.op}
         mended = batches.repaired(batch, innocent)
-        _accumulate(replayer, accumulated)
+        accumulate()
         if replayer.run(micro, mended).clean:
             return traced, found
-        traced, found = _trace_and_blame(replayer, micro, mended, accumulated)
-    if found is None or not _was_harmful(first[0], found.call):
-        return first
-    return traced, found
-
-
-def _trace_and_blame(
-    replayer: Replayer, micro: int, batch: Any, accumulated: dict[str, Tensor]
-) -> tuple[Traced, FirstBad | None]:
-    _accumulate(replayer, accumulated)
-    traced = replayer.trace(micro, batch)
-    return traced, _blame(replayer, traced)
-
-
-def _accumulate(replayer: Replayer, gradients: dict[str, Tensor]) -> None:
-    """Put the gradients of the micro-batches before the bad one in place, as fresh tensors."""
-    for name, parameter in replayer.parameters.items():
-        parameter.grad = gradients[name].clone() if name in gradients else None
+        accumulate()
+        traced = replayer.trace(micro, mended)
+        found = _blame(replayer, traced)
+    # A stored tensor, or an operation that gave a bad value in the first trace too.
+    if found is not None and found.call.stage != "stored":
+        harmful = {(call.op, call.line) for call in first.tracer.calls if call.harmful}
+        if (found.call.op, found.call.line) not in harmful:
+            found = None
+    if found is None:
+        return (first, first_found)
+    return (traced, found)
 
 
 def _blame(replayer: Replayer, traced: Traced) -> FirstBad | None:
@@ -267,28 +261,18 @@ def _blame(replayer: Replayer, traced: Traced) -> FirstBad | None:
         assert traced.ran.loss is not None
         target = tracer.maker_of(traced.ran.loss)
         return blame_loss(tracer, [target]) if target is not None else None
-    targets: list[Call] = []
-    bad = [
-        plain(grad)
-        for name in replayer.bad_gradients()
-        if (grad := replayer.parameters[name].grad) is not None
-    ]
+    bad = []
+    for name in replayer.bad_gradients():
+        gradient = replayer.parameters[name].grad
+        assert gradient is not None
+        bad.append(plain(gradient))
     tracer.settle_gradients(bad)
-    for grad in bad:
-        maker = tracer.maker_of(grad)
+    targets: list[Call] = []
+    for gradient in bad:
+        maker = tracer.maker_of(gradient)
         if maker is not None:
             targets.append(maker)
     return blame_gradients(tracer, targets) if targets else None
-
-
-def _was_harmful(traced: Traced, call: Call) -> bool:
-    """True for a stored tensor, and for an operation that gave a bad value in this trace too."""
-    if call.stage == "stored":
-        return True
-    for other in traced.tracer.calls:
-        if other.harmful and (other.op, other.line) == (call.op, call.line):
-            return True
-    return False
 
 
 def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
@@ -343,42 +327,31 @@ def frames_at_origin(step: Step, reading: Reading) -> TracebackType | None:
     if not step.replayable or no_replay(step) is not None:
         return None
     with untouched(step) as keeper:
-        stopping = StoppingReplayer(step, keeper)
+        replayer = Replayer(step, keeper)
         try:
-            stop = _where_to_stop(Replayer(step, keeper), reading)
-            if stop is not None:
-                micro, stopping.last = stop
-                stopping.clear_gradients()
-                stopping.trace(micro)
+            micro = bad_micro_batch(replayer, reading)
+            if micro is None:
+                return None
+            traced, found = search(replayer, micro, step.micro_batches[micro])
+            call = None
+            if found is not None:
+                call = found.call
+            if found is not None and (found.call.stage == "stored" or found.call.uninitialised):
+                call = found.consumer
+            if call is not None and call.stage == "backward":
+                # No frame of the user's is alive in the backward: stop where the node was created.
+                call = traced.tracer.owners.get(call.sequence)
+            if call is None:
+                return None
+            stopping = StoppingReplayer(step, keeper)
+            stopping.last = call.index
+            stopping.clear_gradients()
+            stopping.trace(micro)
         except ReplayError:
             return None
         except ReachedError as reached:
             return _users_only(reached.__traceback__)
     return None
-
-
-def _where_to_stop(replayer: Replayer, reading: Reading) -> tuple[int, int] | None:
-    """Return the micro-batch and the number of the operation to stop after."""
-    micro = bad_micro_batch(replayer, reading)
-    if micro is None:
-        return None
-    traced, found = search(replayer, micro, replayer.step.micro_batches[micro])
-    if found is None:
-        return None
-    call = _forward_call(traced, found)
-    if call is None:
-        return None
-    return micro, call.index
-
-
-def _forward_call(traced: Traced, found: FirstBad) -> Call | None:
-    call: Call | None = found.call
-    if found.call.stage == "stored" or found.call.uninitialised:
-        call = found.consumer
-    if call is not None and call.stage == "backward":
-        # No frame of the user's is alive in the backward: stop where the node was created.
-        call = traced.tracer.owners.get(call.sequence)
-    return call
 
 
 def _users_only(trace: TracebackType | None) -> TracebackType | None:

@@ -27,7 +27,7 @@ from stepguard.locate.replay import Ran, Replayer, Traced
 from stepguard.locate.replay_state import KEPT, bad_numbers, kept_tensors
 from stepguard.locate.source import Line, ModuleSpans, with_source
 from stepguard.locate.tracer import EXACT_ELEMENTS, Tracer
-from stepguard.records.incident import NO_EVIDENCE, Evidence, Origin, Phase, Reading, with_evidence
+from stepguard.records.incident import Evidence, Origin, Phase, Reading, with_evidence
 from stepguard.state import sharded
 from stepguard.state.batch import Step
 from stepguard.tensors.names import named_buffers, named_parameters
@@ -53,7 +53,7 @@ def origin_of(found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
         return _stored_origin(found, traced, replayer)
     at = call
     if call.uninitialised and found.consumer is not None:
-        # Not the allocation is the mistake, but reading what is not written yet.
+        # Reading uninitialised memory is the mistake, not allocating it.
         at = found.consumer
     evidence = call.evidence | found.evidence | _surroundings(replayer.step, traced)
     evidence |= Evidence(
@@ -61,7 +61,10 @@ def origin_of(found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
         inner_gradient=call.node is not None and call.stage == "forward",
     )
     if call.number is not None:
-        evidence |= _kept_number(replayer.step)
+        for name, _ in bad_numbers(replayer.step.named_roots()):
+            # An attribute of a module: the operation was probably given it.
+            evidence |= Evidence(attribute=name)
+            break
     origin = Origin(
         step=replayer.step.index,
         phase=_phase(at, traced.tracer),
@@ -113,24 +116,19 @@ def huge_origin(origin: Origin, found: FirstBad, traced: Traced, replayer: Repla
     name = found.call.op
     assert found.consumer is not None
     tensor = _stored_tensor(name, replayer, traced.micro_batch)
-    placed = _at_consumer(origin, found.consumer, traced.tracer)
-    inputs = () if tensor is None else (summarise(name, tensor),)
-    more = (
-        Evidence(huge_parameter=name) if name.startswith("param:") else Evidence(huge_buffer=name)
+    origin = replace(
+        _at_consumer(origin, found.consumer, traced.tracer),
+        phase=_phase(found.consumer, traced.tracer),
+        tensor=name,
+        inputs=() if tensor is None else (summarise(name, tensor),),
+        output=None,
+        micro_batch=traced.micro_batch,
+        method="replay",
+        reproduced=True,
     )
-    return with_evidence(
-        replace(
-            placed,
-            phase=_phase(found.consumer, traced.tracer),
-            tensor=name,
-            inputs=inputs,
-            output=None,
-            micro_batch=traced.micro_batch,
-            method="replay",
-            reproduced=True,
-        ),
-        more,
-    )
+    if name.startswith("param:"):
+        return with_evidence(origin, Evidence(huge_parameter=name))
+    return with_evidence(origin, Evidence(huge_buffer=name))
 
 
 def _at_consumer(origin: Origin, consumer: Call, tracer: Tracer) -> Origin:
@@ -155,19 +153,12 @@ def _stored_tensor(name: str, replayer: Replayer, micro: int) -> Tensor | None:
     return dict(batches.named_tensors(replayer.step.micro_batches[micro])).get(name)
 
 
-def _kept_number(step: Step) -> Evidence:
-    """Name an attribute of a module that is a bad number: the operation was probably given it."""
-    for name, _ in bad_numbers(step.named_roots()):
-        return Evidence(attribute=name)
-    return NO_EVIDENCE
-
-
 def _surroundings(step: Step, traced: Traced) -> Evidence:
     """Facts on the replay as a whole."""
     sizes = []
     for _, tensor in batches.named_tensors(step.micro_batches[traced.micro_batch]):
         if numeric(tensor) and tensor.numel():
-            sizes.append(_largest(tensor))
+            sizes.append(float(plain(tensor).nan_to_num(0.0, 0.0, 0.0).abs().max()))
     return Evidence(
         scale=float(step.scale) if step.scale != 1.0 else None,
         autocast=traced.tracer.autocast,
@@ -177,14 +168,10 @@ def _surroundings(step: Step, traced: Traced) -> Evidence:
     )
 
 
-def _largest(tensor: Tensor) -> float:
-    return float(plain(tensor).nan_to_num(0.0, 0.0, 0.0).abs().max())
-
-
 def _phase(call: Call, tracer: Tracer) -> Phase:
-    if call.stage == "backward":
-        return "backward"
-    if call.stage == "optimizer":
+    if call.stage in ("backward", "optimizer"):
+        if call.stage == "backward":
+            return "backward"
         return "optimizer"
     if tracer.modules.belongs_to_model(call.module):
         return "forward"
@@ -251,18 +238,10 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             self._carefully(func.namespace, self._exchange, func, args, result)
             return result
-        invocation = None
-        try:
-            invocation = self._inspect(func, args, kwargs)
-        except Exception as fault:
-            self.fault = fault
-        result = func(*args, **kwargs)
-        if invocation is not None:
-            try:
-                self._record(invocation, result)
-            except Exception as fault:
-                self.fault = fault
-        return result
+        return self._run_recorded(func, args, kwargs, (Exception,))
+
+    def _failed(self, func: Any, fault: Exception) -> None:
+        self.fault = fault
 
     def _attribute(self, call: Call, invocation: Invocation, out: Tensor, found: Flaws) -> None:
         # Measuring may run the operation again in a wider dtype: a random one would draw numbers.
@@ -288,11 +267,8 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
             call.causes = ()
         self.calls = self.calls[len(dropped) :]
         self.forgotten += len(dropped)
-        self._forget_tensors_before(first)
         self._measured = 0
         self._exact_left = EXACT_ELEMENTS
-
-    def _forget_tensors_before(self, first: int) -> None:
         self._exchanged.clear()
         # The memory of the dropped calls' tensors may belong to other tensors by now.
         for key, maker in list(self._makers.items()):
@@ -345,8 +321,9 @@ class Recorder:
         self.end(step)
         if step in self.kept:
             self.kept.remove(step)
-        if not self.kept:
-            _drop(self)
+        global _recorder
+        if not self.kept and _recorder is self:
+            _recorder = None
 
     def set_working(self, guard: int, *, on: bool) -> bool:
         """Begin or end work of a guard's own, which is not recorded; return the state before."""
@@ -396,12 +373,6 @@ def shared_recorder() -> Recorder | None:
             return None
         _recorder = Recorder()
     return _recorder if _recorder.on_this_thread else None
-
-
-def _drop(recorder: Recorder) -> None:
-    global _recorder
-    if _recorder is recorder:
-        _recorder = None
 
 
 def module_key(module: nn.Module) -> str:
@@ -531,40 +502,45 @@ class LiveTrace:
         """Locate the first harmful value; None if the trace does not show it."""
         if self.tracer.fault is not None:
             return None
-        tracer = self._own_tracer()
+        # The calls of this step, with this guard's names for modules.
+        tracer: Any = copy.copy(self.tracer)
+        tracer.calls = [call for call in tracer.calls if call.index >= self.first]
+        tracer.modules = OwnSpans(self._roots, self._recorder.spans)
         found = self._walk(tracer)
         if found is None:
             return None
+        stored = found.call.stage == "stored"
         # Another guard may have stored the tensor under its own name.
-        if found.call.stage == "stored":
+        if stored:
             found = replace(found, call=replace(found.call, op=self._own_name(found.call)))
         step = replace(step, micro_batches=step.micro_batches or ({},), scale=1.0)
-        traced = Traced(Ran(loss_finite=not _bad(self._losses)), tracer, 0)
+        bad_loss = any(call.out for call in self._losses)
+        traced = Traced(Ran(loss_finite=not bad_loss), tracer, 0)
         origin = origin_of(found, traced, Replayer(step, step.buffers))
-        if found.call.stage == "stored" and origin.phase == "loss":
-            first_read = found.consumer
-            if first_read is not None and self._before_the_model(first_read):
+        read = found.consumer
+        if stored and origin.phase == "loss" and read is not None and read.stage == "forward":
+            first = self._first_model_call or 0
+            if read.module is None and read.index < first:
                 # Data that was bad when it came in; what the loop computes of it is no input.
                 origin = replace(origin, phase="input")
-        micro = reading.bad_micro_batches[0] if reading.bad_micro_batches else None
-        module = tracer.modules.spelled(origin.module)
-        remarks = (*origin.remarks, SEEN_LIVE)
         origin = replace(
             origin,
-            module=module,
+            module=tracer.modules.spelled(origin.module),
             method="live",
             reproduced=None,
-            micro_batch=micro,
-            remarks=remarks,
+            micro_batch=bad_state.first_bad_micro_batch(reading),
+            remarks=(*origin.remarks, SEEN_LIVE),
         )
         return name_operands(origin)
 
-    def _own_tracer(self) -> Any:
-        """Copy the tracer: the calls of this step, with this guard's names for modules."""
-        tracer = copy.copy(self.tracer)
-        tracer.calls = [call for call in tracer.calls if call.index >= self.first]
-        tracer.modules = OwnSpans(self._roots, self._recorder.spans)
-        return tracer
+    def _walk(self, tracer: Any) -> FirstBad | None:
+        losses = [call for call in self._losses if call.out]
+        if losses:
+            return blame_loss(tracer, losses)
+        gradients = [call for call in self._gradients if call.out]
+        if gradients:
+            return blame_gradients(tracer, gradients)
+        return None
 
     def _own_name(self, stored: Call) -> str:
         """Return this guard's name of a tensor; one that only another guard knows is a constant."""
@@ -575,22 +551,3 @@ class LiveTrace:
             if self.tracer.maker_of(parameter) is stored:
                 return f"param:{name}"
         return "constant"
-
-    def _walk(self, tracer: Any) -> FirstBad | None:
-        losses = _bad(self._losses)
-        if losses:
-            return blame_loss(tracer, losses)
-        gradients = _bad(self._gradients)
-        if gradients:
-            return blame_gradients(tracer, gradients)
-        return None
-
-    def _before_the_model(self, call: Call) -> bool:
-        if call.stage != "forward" or call.module is not None:
-            return False
-        first = self._first_model_call
-        return first is not None and call.index < first
-
-
-def _bad(calls: list[Call]) -> list[Call]:
-    return [call for call in calls if call.out]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -60,25 +60,15 @@ def plain(tensor: Tensor) -> Tensor:
 def flaws(tensor: Tensor) -> Flaws:
     """Say whether there is a NaN or an Inf. Beside a NaN an Inf is not reported."""
     values = plain(tensor)
-    # A finite sum proves it. Finite elements may overflow their sum: then the extremes decide.
-    if values.numel() == 0 or _finite_sum(values):
+    if not values.numel():
         return CLEAN
-    return _flaws_by_extremes(values)
-
-
-def _finite_sum(values: Tensor) -> bool:
     try:
-        return math.isfinite(values.sum().item())
-    except (RuntimeError, NotImplementedError):
-        # torch has no reductions of 8-bit floats.
-        return False
-
-
-def _flaws_by_extremes(values: Tensor) -> Flaws:
-    try:
+        # A finite sum proves it. Finite elements may overflow their sum: then the extremes decide.
+        if math.isfinite(values.sum().item()):
+            return CLEAN
         low, high = torch.aminmax(values)
     except (RuntimeError, NotImplementedError):
-        # as above; float32 holds every value of theirs
+        # torch has no reductions of 8-bit floats; float32 holds every value of theirs.
         low, high = torch.aminmax(values.float())
     # Both extremes of a tensor with a NaN are NaN.
     extremes = (low.item(), high.item())
@@ -136,31 +126,37 @@ MOST_COUNTED = 1 << 20
 
 def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
     """Count and bound the elements; `index` is shown, by default the first non-finite one."""
-    if not numeric(tensor):
-        return _summarise_integers(name, tensor, index)
-    # An operation on a DTensor would wait for ranks that do not look.
-    tensor = local_part(tensor)
-    values = plain(tensor)
-    clean = is_finite(tensor)
-    finite = values
-    if not clean:
-        finite = values[torch.isfinite(values)]
-        if index is None:
-            index = first_broken(tensor)
-    low, high = _extremes(finite)
-    return Operand(
+    floats = numeric(tensor)
+    if floats:
+        # An operation on a DTensor would wait for ranks that do not take part.
+        tensor = local_part(tensor)
+    clean = not floats or is_finite(tensor)
+    if not clean and index is None:
+        index = first_broken(tensor)
+    operand = Operand(
         name=name,
         dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
-        min=low,
-        max=high,
+        index=index,
+        value=element(tensor, index),
+    )
+    if not floats and tensor.layout is not torch.strided:
+        return operand
+    values = tensor
+    if floats:
+        values = plain(tensor)
+    finite = values
+    if not clean:
+        finite = values[torch.isfinite(values)]
+    return replace(
+        operand,
+        min=float(finite.min()) if finite.numel() else None,
+        max=float(finite.max()) if finite.numel() else None,
         nan=0 if clean else int(torch.isnan(values).sum()),
         posinf=0 if clean else int(torch.isposinf(values).sum()),
         neginf=0 if clean else int(torch.isneginf(values).sum()),
         zeros=values.numel() - int(torch.count_nonzero(values)),
-        index=index,
-        value=element(tensor, index),
-        exponents=_exponents(finite),
+        exponents=_exponents(finite) if floats else (),
     )
 
 
@@ -171,32 +167,10 @@ def _exponents(finite: Tensor) -> tuple[tuple[int, int], ...]:
     if part.dtype is not torch.float64:
         # frexp knows no half precision; single precision holds all of its numbers
         part = part.float()
-    part = part[part != 0]
-    _, exponents = torch.frexp(part)
+    _, exponents = torch.frexp(part[part != 0])
     found, counts = torch.unique(exponents, return_counts=True)
     # frexp's mantissas lie from 0.5 to 1
     return tuple((n - 1, count) for n, count in zip(found.tolist(), counts.tolist(), strict=True))
-
-
-def _summarise_integers(name: str, tensor: Tensor, index: Index | None) -> Operand:
-    operand = Operand(
-        name=name,
-        dtype=dtype_name(tensor.dtype),
-        shape=tuple(tensor.shape),
-        index=index,
-        value=element(tensor, index),
-    )
-    if tensor.layout is not torch.strided:
-        return operand
-    low, high = _extremes(tensor)
-    zeros = tensor.numel() - int(torch.count_nonzero(tensor))
-    return replace(operand, min=low, max=high, zeros=zeros)
-
-
-def _extremes(values: Tensor) -> tuple[float | None, float | None]:
-    if not values.numel():
-        return None, None
-    return float(values.min()), float(values.max())
 
 
 def of_number(name: str, value: float) -> Operand:
@@ -250,12 +224,9 @@ def broadcast_index(index: Index, shape: Index) -> Index | None:
     tail = index[len(index) - len(shape) :]
     position = []
     for at, size in zip(tail, shape, strict=True):
-        if size == 1:
-            position.append(0)
-        elif at < size:
-            position.append(at)
-        else:
+        if size != 1 and at >= size:
             return None
+        position.append(min(at, size - 1))
     return tuple(position)
 
 
@@ -350,16 +321,21 @@ def real_maker(call: Call) -> Call:
     return call
 
 
-def ancestors(call: Call) -> Iterator[Call]:
-    """Yield the call and every call whose bad values reach it."""
+def walk(calls: Iterable[Call], onward: Callable[[Call], Iterable[Call]]) -> Iterator[Call]:
+    """Yield the calls and all that `onward` leads to from them, each once."""
     seen: set[int] = set()
-    stack = [call]
+    stack = list(calls)
     while stack:
         one = stack.pop()
         if id(one) not in seen:
             seen.add(id(one))
             yield one
-            stack.extend(one.causes)
+            stack.extend(onward(one))
+
+
+def ancestors(call: Call) -> Iterator[Call]:
+    """Yield the call and every call whose bad values reach it."""
+    return walk([call], lambda one: one.causes)
 
 
 def earliest(calls: list[Call]) -> Call | None:
@@ -412,25 +388,16 @@ def attribute(
     """`exact`: the operator works element by element and comparing positions is affordable."""
     bad = [read for read in reads if read.flaws]
     bad_constant = not all(map(math.isfinite, numbers))
-    explained = bool(bad) or bad_constant
-    if exact and explained and all(_same_layout(read, out) for read in bad):
+    for tensor in [out, *(read.tensor for read in bad)]:
+        strided = tensor.layout is torch.strided
+        exact = exact and strided and broadcasts(tuple(tensor.shape), tuple(out.shape))
+    if exact and (bad or bad_constant):
         return _by_position(bad, bad_constant, out)
-    return _by_whole_tensor(bad, bad_constant, flaws)
-
-
-def _by_whole_tensor(bad: list[Read], bad_constant: bool, flaws: Flaws) -> Attribution:
     harmful = tuple(read for read in bad if read.harmful)
     if harmful:
         return Attribution(harmful, first_bad=False, intended_inf=False)
-    intended_input = bad_constant or bool(bad)
-    first_bad = flaws.nan or not intended_input
+    first_bad = flaws.nan or not (bad or bad_constant)
     return Attribution((), first_bad=first_bad, intended_inf=not first_bad)
-
-
-def _same_layout(read: Read, out: Tensor) -> bool:
-    if read.tensor.layout is not torch.strided or out.layout is not torch.strided:
-        return False
-    return broadcasts(tuple(read.tensor.shape), tuple(out.shape))
 
 
 def _by_position(bad: list[Read], bad_constant: bool, out: Tensor) -> Attribution:
@@ -438,7 +405,7 @@ def _by_position(bad: list[Read], bad_constant: bool, out: Tensor) -> Attributio
     harmful = torch.zeros_like(out_bad)
     # A constant operand is broadcast: it meets every element.
     intended = torch.full_like(out_bad, bad_constant)
-    causes = []
+    causes: tuple[Read, ...] = ()
     for read in bad:
         read_bad = broken(read.tensor)
         if read.intended_inf:
@@ -446,12 +413,12 @@ def _by_position(bad: list[Read], bad_constant: bool, out: Tensor) -> Attributio
             continue
         harmful |= read_bad
         if bool((read_bad & out_bad).any()):
-            causes.append(read)
+            causes = (*causes, read)
     # -inf + -inf is -inf, but a mask can also meet 0 or +inf: a NaN is always the operation's own.
     new = out_bad & ~harmful & (~intended | torch.isnan(out))
     if not bool(new.any()):
-        return Attribution(tuple(causes), first_bad=False, intended_inf=not causes)
-    return Attribution(tuple(causes), first_bad=True, intended_inf=False, where=new)
+        return Attribution(causes, first_bad=False, intended_inf=not causes)
+    return Attribution(causes, first_bad=True, intended_inf=False, where=new)
 
 
 # --- Facts on one operator: argument names, what it writes, whether it works element by element.
@@ -537,9 +504,7 @@ class Operator:
     def bad_number(self, numbers: list[tuple[str, float]]) -> tuple[str, float] | None:
         """Find a NaN among the numbers, or an infinity where the operator computes with it."""
         for name, value in numbers:
-            if math.isnan(value):
-                return name, value
-            if math.isinf(value) and self.name not in TAKES_INFINITY:
+            if math.isnan(value) or (math.isinf(value) and self.name not in TAKES_INFINITY):
                 return name, value
         return None
 

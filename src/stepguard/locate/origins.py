@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from stepguard.locate.replay import (
     ModelReplayer,
     Replayer,
     ReplayError,
-    Traced,
     kept_loss_function_state,
 )
 from stepguard.locate.replay_state import clock_for
@@ -38,7 +36,6 @@ from stepguard.locate.tracer import Tracer
 from stepguard.records.incident import (
     NO_EVIDENCE,
     Evidence,
-    Operand,
     Origin,
     Phase,
     Reading,
@@ -88,25 +85,29 @@ def update_origin(step: Step, reading: Reading) -> Origin:
         failure = f"{type(error).__name__}: {error}"[:200]
         origin = with_evidence(origin, Evidence(replay_error=failure))
         return replace(origin, remarks=(f"the replay failed: {failure}",))
-    return _from_trace(replace(origin, method="replay"), tracer, twin)
+    return _of_traced_update(replace(origin, method="replay"), tracer, twin)
 
 
-def _from_trace(origin: Origin, tracer: Tracer, twin: _Twin) -> Origin:
-    first = _first_bad(tracer, twin)
-    if first is None:
-        for updated in twin.tensors():
-            if not is_finite(updated.tensor):
-                # bad all the same: a kernel wrote it that is no operation of torch's
-                name = f"{type(twin.optimizer).__name__}.step"
-                origin = with_evidence(origin, Evidence(opaque="code"))
-                return replace(origin, op=name, tensor=updated.name, reproduced=True)
+def _of_traced_update(origin: Origin, tracer: Tracer, twin: _Twin) -> Origin:
+    # The first operation that made a bad value, and the tensor that it ended in.
+    found: list[tuple[Call, _Updated]] = []
+    bad = [updated for updated in twin.tensors() if not is_finite(updated.tensor)]
+    for updated in bad:
+        maker = tracer.maker_of(updated.tensor)
+        if maker is not None:
+            found += [(call, updated) for call in ancestors(maker) if call.first_bad]
+    if not found and bad:
+        # a kernel wrote it that is no operation of torch's
+        name = f"{type(twin.optimizer).__name__}.step"
+        origin = with_evidence(origin, Evidence(opaque="code"))
+        return replace(origin, op=name, tensor=bad[0].name, reproduced=True)
+    if not found:
         return replace(origin, reproduced=False)
-    call, updated = first
+    call, updated = min(found, key=lambda pair: pair[0].index)
     if call.stage == "stored":
         return replace(origin, phase="state", tensor=call.op, reproduced=True)
-    origin = with_source(origin, line_of(call, tracer))
     return replace(
-        origin,
+        with_source(origin, line_of(call, tracer)),
         op=call.op,
         tensor=updated.name,
         inputs=call.inputs,
@@ -116,17 +117,14 @@ def _from_trace(origin: Origin, tracer: Tracer, twin: _Twin) -> Origin:
     )
 
 
-def _first_bad(tracer: Tracer, twin: _Twin) -> tuple[Call, _Updated] | None:
-    """Return the first operation that made a bad value, and the tensor that it ended in."""
-    found = []
-    for updated in twin.tensors():
-        maker = tracer.maker_of(updated.tensor)
-        if maker is None or is_finite(updated.tensor):
-            continue
-        for call in ancestors(maker):
-            if call.first_bad:
-                found.append((call, updated))
-    return min(found, key=lambda pair: pair[0].index, default=None)
+def _epsilon(optimizer: Optimizer, parameter: Tensor) -> Evidence:
+    """Say whether the group's epsilon is 0 in the parameter's dtype."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if isinstance(eps, float) and any(p is parameter for p in group["params"]):
+            rounded = float(torch.tensor(eps, dtype=parameter.dtype))
+            return Evidence(eps=eps, eps_underflow=eps > 0 and rounded == 0.0)
+    return NO_EVIDENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +140,28 @@ class _Twin:
     """An independent optimizer on copied parameters, gradients and state, without any hooks."""
 
     def __init__(self, step: Step, gradients: Gradients) -> None:
-        # what a deep copy finds here it takes for the copy
-        memo = _own_parts(step.optimizer)
+        # What a deep copy finds here it takes for the copy: for sharded tensors a copy of what this
+        # rank holds of them, since no other rank joins what this one computes.
+        memo: dict[int, Any] = {}
+        originals = optimizer_parameters(step.optimizer)
+        for parameter in originals:
+            if is_distributed(parameter):
+                memo[id(parameter)] = nn.Parameter(local_part(parameter.detach()).clone())
+            for value in step.optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor) and is_distributed(value):
+                    memo[id(value)] = local_part(value.detach()).clone()
         self.optimizer = copy.deepcopy(step.optimizer, memo)
-        _copy_attributes(step.optimizer, self.optimizer, memo)
+        # A deep copy of a torch optimizer carries groups, state and defaults only, not what its
+        # author put on `self`.
+        for name, value in vars(step.optimizer).items():
+            if name in vars(self.optimizer) or callable(value):
+                continue
+            # What cannot be copied is missed only if the update needs it: the replay says so then.
+            with suppress(TypeError, RuntimeError):
+                setattr(self.optimizer, name, copy.deepcopy(value, memo))
         self._parameters = optimizer_parameters(self.optimizer)
         self._names: list[str] = []
         names = names_by_id(named_parameters(step.named_roots()))
-        originals = optimizer_parameters(step.optimizer)
         for parameter, original in zip(self._parameters, originals, strict=True):
             gradient = gradients.get(id(original))
             parameter.grad = None if gradient is None else gradient.detach().clone()
@@ -170,42 +182,6 @@ class _Twin:
             for slot, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield _Updated(f"opt:{slot}", value, parameter)
-
-
-def _copy_attributes(optimizer: Optimizer, twin: Optimizer, memo: dict[int, Any]) -> None:
-    """Copy what the author of an optimizer put on `self`."""
-    # A deep copy of a torch optimizer carries groups, state and defaults only.
-    for name, value in vars(optimizer).items():
-        if name in vars(twin) or callable(value):
-            continue
-        # What cannot be copied is missed only if the update needs it, and the replay says so then.
-        with suppress(TypeError, RuntimeError):
-            setattr(twin, name, copy.deepcopy(value, memo))
-
-
-def _own_parts(optimizer: Optimizer) -> dict[int, Any]:
-    """Copies of what this rank holds of sharded tensors, to stand for them, by their ids.
-
-    No other rank joins what this one computes.
-    """
-    parts: dict[int, Any] = {}
-    for parameter in optimizer_parameters(optimizer):
-        if is_distributed(parameter):
-            parts[id(parameter)] = nn.Parameter(local_part(parameter.detach()).clone())
-        for value in optimizer.state.get(parameter, {}).values():
-            if isinstance(value, Tensor) and is_distributed(value):
-                parts[id(value)] = local_part(value.detach()).clone()
-    return parts
-
-
-def _epsilon(optimizer: Optimizer, parameter: Tensor) -> Evidence:
-    """Say whether the group's epsilon is 0 in the parameter's dtype."""
-    for group in optimizer.param_groups:
-        eps = group.get("eps")
-        if isinstance(eps, float) and any(p is parameter for p in group["params"]):
-            rounded = float(torch.tensor(eps, dtype=parameter.dtype))
-            return Evidence(eps=eps, eps_underflow=eps > 0 and rounded == 0.0)
-    return NO_EVIDENCE
 
 
 def norm_origin(step: Step, reading: Reading) -> Origin:
@@ -234,23 +210,10 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
     if step.sharded and not reproduced:
         # what overflows is the norm of all ranks' parts, and this is one of them
         reproduced = None
-    return replace(
-        origin,
-        inputs=(_largest_gradient(gradients),),
-        method="replay",
-        reproduced=reproduced,
-    )
-
-
-def _largest_gradient(gradients: list[Tensor]) -> Operand:
-    """Describe the gradient with the largest element, and show that element."""
-    largest = max(gradients, key=_magnitude)
-    position = int(largest.detach().abs().argmax())
-    return summarise("grad", largest, unravel(position, tuple(largest.shape)))
-
-
-def _magnitude(gradient: Tensor) -> float:
-    return float(gradient.detach().abs().max())
+    largest = max(gradients, key=lambda gradient: float(gradient.detach().abs().max()))
+    position = unravel(int(largest.detach().abs().argmax()), tuple(largest.shape))
+    shown = summarise("grad", largest, position)
+    return replace(origin, inputs=(shown,), method="replay", reproduced=reproduced)
 
 
 def divergence_origin(step: Step, reading: Reading) -> Origin:
@@ -303,20 +266,33 @@ _OPTIMIZERS = str(Path(torch.__file__).parent / "optim")
 
 def traceback_origin(error: BaseException, index: int, roots: dict[str, nn.Module]) -> Origin:
     """Read the user's line, the module and the part of the step from the traceback alone."""
-    frames = []
+    files: list[str] = []
     line = None
-    for frame, number in _frames(error.__traceback__):
-        frames.append(frame)
+    module = None
+    names = names_by_id(named_modules(roots))
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
         file = frame.f_code.co_filename
+        files.append(file)
         if is_users(file) and in_library(file):
-            line = (line or Line(file, number))._replace(library=(file, number))
+            line = (line or Line(file, trace.tb_lineno))._replace(library=(file, trace.tb_lineno))
         elif is_users(file):
-            line = Line(file, number)
-    module = _module(frames, roots)
-    origin = Origin(
-        step=index, phase=_phase(frames, module, roots), module=module, method="traceback"
-    )
-    return with_source(origin, line)
+            line = Line(file, trace.tb_lineno)
+        # The innermost module that was being called.
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            module = names.get(id(owner), module)
+        trace = trace.tb_next
+    phase: Phase = "loss"
+    # autograd/grad_mode.py is in the traceback of everything that is decorated with no_grad.
+    if any(file.startswith(_AUTOGRAD) and "grad_mode" not in file for file in files):
+        phase = "backward"
+    elif module is not None and module.partition(".")[0] not in roots.keys() - {""}:
+        phase = "forward"
+    elif any(file.startswith(_OPTIMIZERS) for file in files):
+        phase = "optimizer"
+    return with_source(Origin(step=index, phase=phase, module=module, method="traceback"), line)
 
 
 def place_exception(
@@ -327,17 +303,42 @@ def place_exception(
     `budget`: how long that may take, in runs of this micro-batch.
     """
     origin = replace(origin, method="replay", micro_batch=micro)
+    batch = step.micro_batches[micro]
+    parameters = optimizer_parameters(step.optimizer)
+    clock = clock_for(on_host=all(p.device.type == "cpu" for p in parameters))
+    count = batches.sample_count(batch)
+
+    def raises(part: Any) -> bool | None:
+        """True if it raises the same type; None if another, so that nothing can be said."""
+        keeper.restore()
+        step.buffers.restore()
+        restore_rng(step.rng[micro])
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                attempt(batches.duplicate(part))
+        except Exception as again:
+            if type(again) is type(error):
+                return True
+            return None
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+        return False
+
+    def bad_with(keep: Sequence[int]) -> bool | None:
+        if not keep or clock() > deadline:
+            return None
+        return raises(batches.subset(batch, list(keep), count))
+
     with untouched(step) as keeper:
-        trial = _Trial(step, micro, keeper.restore, attempt, type(error))
-        began = trial.clock()
+        began = clock()
         operations = _FailedOperation()
         with operations:
-            again = trial.raises(step.micro_batches[micro])
+            again = raises(batch)
         if again is not True:
             return replace(origin, reproduced=False)
-        one_run = trial.clock() - began
-        trial.deadline = trial.clock() + (budget - 1.0) * one_run + GRACE
-        guilty = samples.guilty_samples(trial, ())
+        deadline = clock() + (budget - 1.0) * (clock() - began) + GRACE
+        guilty = samples.guilty_samples(count, bad_with) or ()
     return replace(origin, reproduced=True, op=operations.failed, samples=guilty)
 
 
@@ -372,50 +373,6 @@ def whole_attempt(step: Step, origin: Origin) -> Attempt:
     return attempt
 
 
-class _Trial(samples.Trial):
-    """Runs a micro-batch with some of its samples; bad means that it raises the same type."""
-
-    def __init__(
-        self,
-        step: Step,
-        micro: int,
-        prepare: Callable[[], None],
-        attempt: Attempt,
-        kind: type[Exception],
-    ) -> None:
-        self._batch = step.micro_batches[micro]
-        self._rng = step.rng[micro]
-        self._prepare = prepare
-        self._attempt = attempt
-        self._kind = kind
-        self._parameters = optimizer_parameters(step.optimizer)
-        self._buffers = step.buffers
-        self.count = batches.sample_count(self._batch)
-        self.whole_only = False
-        self.clock = clock_for(on_host=all(p.device.type == "cpu" for p in self._parameters))
-        self.deadline = math.inf
-
-    def bad(self, keep: Sequence[int]) -> bool | None:
-        if not keep or self.clock() > self.deadline:
-            return None
-        return self.raises(batches.subset(self._batch, list(keep), self.count))
-
-    def raises(self, batch: Any) -> bool | None:
-        """True if it raises the same type; None if another, so that nothing can be said."""
-        self._prepare()
-        self._buffers.restore()
-        restore_rng(self._rng)
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                self._attempt(batches.duplicate(batch))
-        except Exception as error:
-            return True if type(error) is self._kind else None
-        finally:
-            for parameter in self._parameters:
-                parameter.grad = None
-        return False
-
-
 class _FailedOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Remembers the operation that raised."""
 
@@ -436,34 +393,6 @@ class _FailedOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name not in COPIES:
             self._before = name
         return out
-
-
-def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
-
-
-def _module(frames: list[FrameType], roots: dict[str, nn.Module]) -> str | None:
-    """Return the name of the innermost module that was being called."""
-    names = names_by_id(named_modules(roots))
-    for frame in reversed(frames):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in names:
-            return names[id(owner)]
-    return None
-
-
-def _phase(frames: list[FrameType], module: str | None, roots: dict[str, nn.Module]) -> Phase:
-    files = [frame.f_code.co_filename for frame in frames]
-    # autograd/grad_mode.py is in the traceback of everything that is decorated with no_grad.
-    if any(file.startswith(_AUTOGRAD) and "grad_mode" not in file for file in files):
-        return "backward"
-    if module is not None and module.partition(".")[0] not in roots.keys() - {""}:
-        return "forward"
-    if any(file.startswith(_OPTIMIZERS) for file in files):
-        return "optimizer"
-    return "loss"
 
 
 # --- Locate the operation of the forward that made a buffer non-finite, under a finite loss.
@@ -495,29 +424,21 @@ def buffer_origin(step: Step, reading: Reading, no_replay: str | None = None) ->
                 return unlocated
             buffer = evidence.stored_tensor(step, name)
             if buffer is not None and not is_finite(buffer):
-                origin = _writer_origin(buffer, name, traced, replayer) or unlocated
+                maker = traced.tracer.maker_of(buffer)
+                found = None
+                if maker is not None and maker.out and maker.stage != "stored":
+                    found = blame_loss(traced.tracer, [maker])
+                else:
+                    # Norm layers update their statistics inside the kernel: no operation of the
+                    # trace writes the buffer, but the layer's operation is handed it.
+                    for call in traced.tracer.calls:
+                        if any(p.stage == "stored" and p.op == name for p in call.parents):
+                            found = FirstBad(call)
+                origin = unlocated
+                if found is not None:
+                    origin = origin_of(found, traced, replayer)
                 return replace(origin, tensor=name, output=summarise(name, buffer))
     return replace(unlocated, reproduced=False)
-
-
-def _writer_origin(buffer: Tensor, name: str, traced: Traced, replayer: Replayer) -> Origin | None:
-    maker = traced.tracer.maker_of(buffer)
-    if maker is not None and maker.out and maker.stage != "stored":
-        found = blame_loss(traced.tracer, [maker])
-    else:
-        # Norm layers update their statistics inside the kernel: no operation of the trace writes
-        # the buffer, but the layer's operation is handed it.
-        found = _last_reader(f"buffer:{name.partition(':')[2]}", traced)
-    if found is None:
-        return None
-    return origin_of(found, traced, replayer)
-
-
-def _last_reader(name: str, traced: Traced) -> FirstBad | None:
-    for call in reversed(traced.tracer.calls):
-        if any(parent.stage == "stored" and parent.op == name for parent in call.parents):
-            return FirstBad(call)
-    return None
 
 
 # --- Is a loss infinite only because finite values were too many or too large to be added up?
@@ -552,33 +473,31 @@ class _Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         given = list(_floats((args, kwargs)))
         rest = [tensor for tensor in given if not self.made(tensor)]
-        # terms of a loss are scalars; `+=` writes into its first operand, so it is read before
-        terms = name in ("add", "add_") and len(given) > 1 and all(t.numel() == 1 for t in given)
-        adds = terms or name in SUMS or name in LOSSES
+        adds = name in SUMS or name in LOSSES
+        if name in ("add", "add_") and len(given) > 1:
+            # terms of a loss are scalars; `+=` writes into its first operand, so it is read before
+            adds = max(t.numel() for t in given) == 1
         follows = (adds or len(rest) < len(given)) and all(map(is_finite, rest))
         out = func(*args, **kwargs)
         for tensor in _floats(out) if follows else ():
-            if _infinite(tensor) and _elements_finite(func, args, kwargs):
+            infinite = not is_finite(tensor) and not bool(tensor.isnan().any())
+            if infinite and _elements_finite(func, args, kwargs):
                 self._made.append(tensor)
         return out
-
-
-def _infinite(tensor: Tensor) -> bool:
-    return not is_finite(tensor) and not bool(tensor.isnan().any())
-
-
-def _floats(tree: Any) -> Iterator[Tensor]:
-    for leaf in tree_flatten(tree)[0]:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            yield leaf
 
 
 def _elements_finite(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Of a loss that makes elements by itself: are they finite before they are added?"""
     if func.overloadpacket.__name__ not in LOSSES:
         return True
-    rest = {name: value for name, value in kwargs.items() if name != "reduction"}
-    return is_finite(func(*args[:2], 0, *args[3:], **rest))
+    unreduced = {key: value for key, value in kwargs.items() if key != "reduction"}
+    return is_finite(func(*args[:2], 0, *args[3:], **unreduced))
+
+
+def _floats(tree: Any) -> Iterator[Tensor]:
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            yield leaf
 
 
 def overflowed_in_replay(step: Step, micro: Sequence[int]) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from stepguard.locate import evidence
 from stepguard.locate import replay_state as batches
 from stepguard.locate.evidence import AutocastObserver
-from stepguard.locate.operands import Stage, numeric, plain
+from stepguard.locate.operands import Stage, numeric
 from stepguard.locate.replay_state import (
     LocateBudget,
     LossFunctionState,
@@ -27,7 +27,7 @@ from stepguard.locate.replay_state import (
 )
 from stepguard.locate.source import Line, ModuleSpans, with_source
 from stepguard.locate.tracer import Tracer
-from stepguard.records.incident import Evidence, Origin, Reading, with_evidence
+from stepguard.records.incident import Origin, Reading
 from stepguard.state.batch import OUTPUT_GRADIENT, Step, total_loss
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import restore_rng
@@ -150,24 +150,15 @@ class Replayer:
                 bad.append(name)
         return bad
 
-    def _prepare(self, micro: int) -> None:
-        """Put back what a run may have changed, except for gradients."""
+    def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
+        # Put back what a run may have changed, except for gradients.
         self._keeper.restore()
         if self.loss_fn_state is not None:
             self.loss_fn_state.restore()
         restore_rng(self.step.rng[min(micro, len(self.step.rng) - 1)])
-
-    def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
-        self._prepare(micro)
-        assert self.step.loss_fn is not None
+        backward = backward and self._goes_back(micro)
         try:
-            with tracing(tracer, "forward"):
-                given = self.step.loss_fn(batch)
-                loss = total_loss(given)
-            ran = Ran(loss_finite=is_finite(loss), loss=loss.detach(), parts=_parts(given))
-            if backward and ran.loss_finite and loss.requires_grad:
-                with tracing(tracer, "backward"):
-                    self._backward(loss)
+            ran = self._passes(batch, backward, tracer)
         except Exception as error:
             raise ReplayError(f"{type(error).__name__}: {error}") from error
         if backward and ran.loss_finite:
@@ -175,11 +166,26 @@ class Replayer:
             ran.grads_finite = not ran.bad_gradients
         return ran
 
-    def _backward(self, loss: Tensor) -> None:
-        if self.step.scale != 1.0:
-            loss = loss * self.step.scale
-        # Not loss.backward(), which a watching guard would take for the loop's.
-        torch.autograd.backward(loss)
+    def _goes_back(self, micro: int) -> bool:
+        return True
+
+    def _passes(self, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
+        """Run the forward pass and, where the loss is finite, the backward pass."""
+        assert self.step.loss_fn is not None
+        with tracing(tracer, "forward"):
+            given = self.step.loss_fn(batch)
+            loss = total_loss(given)
+        parts: dict[str, float] = {}
+        if isinstance(given, Mapping):
+            parts = {str(name): float(part.detach()) for name, part in given.items()}
+        ran = Ran(loss_finite=is_finite(loss), loss=loss.detach(), parts=parts)
+        if backward and ran.loss_finite and loss.requires_grad:
+            with tracing(tracer, "backward"):
+                if self.step.scale != 1.0:
+                    loss = loss * self.step.scale
+                # Not loss.backward(), which a watching guard would take for the loop's.
+                torch.autograd.backward(loss)
+        return ran
 
 
 def tracing(tracer: Tracer | None, stage: Stage) -> Any:
@@ -196,12 +202,6 @@ def tracing(tracer: Tracer | None, stage: Stage) -> Any:
 def _eagerly() -> Any:
     """Return a context in which compiled code runs as written: a trace needs every operation."""
     return torch.compiler.set_stance("force_eager")
-
-
-def _parts(given: Any) -> dict[str, float]:
-    if not isinstance(given, Mapping):
-        return {}
-    return {str(name): float(part.detach()) for name, part in given.items()}
 
 
 # --- Loss functions that depend on more than their batch: on state of their own, or on chance.
@@ -222,11 +222,6 @@ def kept_loss_function_state(step: Step) -> Iterator[LossFunctionState]:
         own.restore()
 
 
-def with_changed_state(origin: Origin, own: LossFunctionState) -> Origin:
-    """Add the names of what the replays changed."""
-    return with_evidence(origin, Evidence(moves=own.changed()[:MOST_NAMED]))
-
-
 def different_losses(replayer: Replayer) -> tuple[float, float] | None:
     """Run two more forward passes: finite losses that are far apart show an impure function."""
     if replayer.step.model_only or not replayer.budget.affords(1.0):
@@ -234,31 +229,20 @@ def different_losses(replayer: Replayer) -> tuple[float, float] | None:
     # Let the state move on as it does in the loop.
     own = replayer.loss_fn_state
     replayer.loss_fn_state = None
+    runs: list[list[float]] = [[], []]
     try:
-        first = _losses(replayer)
-        second = _losses(replayer)
+        for losses in runs:
+            for micro in range(len(replayer.step.micro_batches)):
+                loss = replayer.run(micro, backward=False).loss
+                assert loss is not None
+                losses.append(float(loss))
     finally:
         replayer.loss_fn_state = own
-    for one, other in zip(first, second, strict=True):
+    for one, other in zip(*runs, strict=True):
         both_finite = math.isfinite(one) and math.isfinite(other)
         if both_finite and not math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-9):
             return one, other
     return None
-
-
-def _losses(replayer: Replayer) -> list[float]:
-    losses = []
-    for micro in range(len(replayer.step.micro_batches)):
-        ran = replayer.run(micro, backward=False)
-        losses.append(math.nan if ran.loss is None else _size(ran.loss))
-    return losses
-
-
-def _size(loss: Tensor) -> float:
-    """Return the loss; of a watched model, whose replay ends with its output, the norm of that."""
-    if loss.numel() == 1:
-        return float(loss)
-    return float(torch.linalg.vector_norm(plain(loss).to(torch.float64)))
 
 
 # --- Replay a watched step, of which only the model's part can be run again.
@@ -306,7 +290,10 @@ class ModelReplayer(Replayer):
         """Add what a full replay knows from the user's frames: the line that called the model."""
         if call is None or origin.phase not in ("input", "forward", "backward"):
             return origin
-        if origin.phase == "input" and origin.tensor in self._computed_arguments(call):
+        arguments = dict(named_tensors(self.step.micro_batches[call]))
+        argument = arguments.get(origin.tensor or "")
+        if origin.phase == "input" and argument is not None and argument.grad_fn is not None:
+            # Not data, but the result of operations.
             return replace(
                 origin,
                 phase="forward",
@@ -323,51 +310,26 @@ class ModelReplayer(Replayer):
             return origin
         return with_source(origin, Line(*recorded))
 
-    def _computed_arguments(self, call: int) -> list[str]:
-        """Name the arguments of this call that are not data but the result of operations."""
-        computed = []
-        for name, tensor in named_tensors(self.step.micro_batches[call]):
-            if tensor.grad_fn is not None:
-                computed.append(name)
-        return computed
+    def _goes_back(self, micro: int) -> bool:
+        return self.any_gradient or self.came_back_finite(micro)
 
-    def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
-        self._prepare(micro)
+    def _passes(self, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
         assert self.step.model_fn is not None
-        backward = backward and (self.any_gradient or self.came_back_finite(micro))
-        try:
-            with tracing(tracer, "forward"):
-                outputs, gradients = self.step.model_fn(batch)
-            ran = _forward_result(outputs)
-            if backward and ran.loss_finite:
-                self._backward_from(outputs, gradients, tracer)
-        except Exception as error:
-            raise ReplayError(f"{type(error).__name__}: {error}") from error
-        if backward and ran.loss_finite:
-            ran.grads_finite = not self.bad_gradients()
-        return ran
-
-    def _backward_from(
-        self, outputs: list[Tensor], gradients: list[Tensor | None], tracer: Tracer | None
-    ) -> None:
-        """Start the backward at the outputs that the loss sent a gradient to."""
-        reached = []
-        received = []
+        with tracing(tracer, "forward"):
+            outputs, gradients = self.step.model_fn(batch)
+        bad = [output for output in outputs if not is_finite(output)]
+        # Start the backward at the outputs that the loss sent a gradient to.
+        reached: list[Tensor] = []
+        received: list[Tensor] = []
         for output, gradient in zip(outputs, gradients, strict=True):
-            if gradient is not None:
+            if gradient is not None and backward and not bad:
                 reached.append(output)
                 received.append(gradient if is_finite(gradient) else torch.ones_like(gradient))
         if reached:
             with tracing(tracer, "backward"):
                 torch.autograd.backward(reached, received)
-
-
-def _forward_result(outputs: list[Tensor]) -> Ran:
-    """Take the first bad output for the loss, or else the first one."""
-    for output in outputs:
-        if not is_finite(output):
-            return Ran(loss_finite=False, loss=output.detach())
-    return Ran(loss_finite=True, loss=outputs[0].detach() if outputs else None)
+        first = next(iter(bad or outputs), None)
+        return Ran(loss_finite=not bad, loss=None if first is None else first.detach())
 
 
 def outside_model(replayer: ModelReplayer, reading: Reading) -> Origin:
@@ -406,38 +368,19 @@ def difference(reading: Reading, micro: int, replayer: Replayer) -> str | None:
     ran = replayer.first_traced
     if ran is None or replayer.step.model_only:
         return None
-    return (
-        _loss_difference(reading, micro, ran)
-        or _part_difference(reading, ran)
-        or _gradient_difference(reading, ran)
-    )
-
-
-def _loss_difference(reading: Reading, micro: int, ran: Ran) -> str | None:
-    if micro >= len(reading.micro_losses) or ran.loss is None:
-        return None
-    seen = kind(reading.micro_losses[micro])
-    given = kind(float(ran.loss))
-    if seen == given:
-        return None
-    return f"the loss was {seen} and the replay gives {given}"
-
-
-def _part_difference(reading: Reading, ran: Ran) -> str | None:
+    if micro < len(reading.micro_losses) and ran.loss is not None:
+        seen = kind(reading.micro_losses[micro])
+        given = kind(float(ran.loss))
+        if seen != given:
+            return f"the loss was {seen} and the replay gives {given}"
     # The parts in a reading are sums over the micro-batches.
-    if len(reading.micro_losses) != 1:
-        return None
-    for name, value in reading.components.items():
+    for name, value in reading.components.items() if len(reading.micro_losses) == 1 else ():
         given = kind(ran.parts.get(name, value))
         if given != kind(value):
             return f"the loss part {name!r} was {kind(value)} and the replay gives {given}"
-    return None
-
-
-def _gradient_difference(reading: Reading, ran: Ran) -> str | None:
-    seen = reading.bad_grads
-    given = ran.bad_gradients
     # A replay leaves out the backward of a bad loss, so it may name no gradient at all.
-    if not given or not seen or set(given) & set(seen):
-        return None
-    return f"the gradient of {seen[0]} was non-finite and the replay breaks that of {given[0]}"
+    was = reading.bad_grads
+    now = ran.bad_gradients
+    if now and was and not set(now) & set(was):
+        return f"the gradient of {was[0]} was non-finite and the replay breaks that of {now[0]}"
+    return None

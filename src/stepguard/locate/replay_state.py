@@ -11,25 +11,26 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import random
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepguard.locate.source import is_users
-from stepguard.state.batch import OUTPUT_GRADIENT, keep_rows, row_count, tensor_label, with_children
 from stepguard.state.batch import named_tensors as tensors_of_batch
-from stepguard.tensors.names import dotted, named_modules
+from stepguard.state.batch import rebuild, tensor_label
+from stepguard.state.batch import sample_count as sample_count
+from stepguard.state.batch import subset as subset
+from stepguard.state.python_state import KeptLeaf, KeptTensor, keep_generator
+from stepguard.tensors.names import named_modules
 
 # --- State of a loss function's own: generators, counters, lists, tensors outside batch and
 # modules.
@@ -46,37 +47,40 @@ HARMLESS_THREADS = ("stepguard", "TMonitor", "tqdm")
 """Threads that change no state of the user's: stepguard's own and a progress bar's clock."""
 
 
-class Variable(Protocol):
-    """A variable, attribute or item: its value can be read again, and replaced."""
+class KeptVariable:
+    """A number or a tensor in a variable, an attribute or an item of `owner`."""
 
-    def read(self) -> object: ...
-    def write(self, value: Any) -> None: ...
+    def __init__(self, owner: Any, key: Any, value: Any) -> None:
+        self._owner = owner
+        self._key = key
+        self._value = value
+        self._content = KeptTensor(value) if isinstance(value, Tensor) else None
 
-
-@dataclass(slots=True)
-class Remembered:
-    """One value as it was found, how to compare it and how to put it back."""
-
-    name: str
-    kind: str
-    """What it is, in words."""
-    fingerprint: object
-    read: Callable[[], object]
-    """Take the fingerprint again."""
-    restore: Callable[[], object]
-
-    @property
-    def changed(self) -> bool:
-        now = self.read()
-        if now == self.fingerprint:
-            return False
+    def moved(self, seen: set[int]) -> bool:
+        """Is it another object, or another number, or has the tensor been written to?"""
+        now = None
+        if isinstance(self._owner, CellType):
+            now = self._owner.cell_contents
+        elif isinstance(self._owner, list | deque):
+            now = None
+            if self._key < len(self._owner):
+                now = self._owner[self._key]
+        else:
+            now = self._owner.get(self._key)
+        if self._content is not None:
+            return now is not self._value or self._content.moved(seen)
         # A NaN differs from itself, but NaN before and after is not a change.
-        both_nan = now != now and self.fingerprint != self.fingerprint
-        return not both_nan
+        both_nan = now != now and self._value != self._value
+        return bool(now != self._value) and not both_nan
 
-    @property
-    def words(self) -> str:
-        return f"{self.kind} `{self.name}`"
+    def restore(self, seen: set[int]) -> None:
+        """Put the value back, and the very object."""
+        if self._content is not None:
+            self._content.restore(seen)
+        if isinstance(self._owner, CellType):
+            self._owner.cell_contents = self._value
+        else:
+            self._owner[self._key] = self._value
 
 
 class LossFunctionState:
@@ -84,93 +88,93 @@ class LossFunctionState:
 
     def __init__(self, function: Any) -> None:
         self._seen: set[int] = set()
-        self._remembered: list[Remembered] = []
+        self._kept: list[tuple[str, KeptVariable | KeptLeaf]] = []
         self._collect_from_function(function, 0)
 
     def changed(self) -> tuple[str, ...]:
         """Name what is no longer as it was found, in words."""
-        words = [one.words for one in self._remembered if one.changed]
-        return tuple(dict.fromkeys(words))
+        return tuple(dict.fromkeys(words for words, kept in self._kept if kept.moved(set())))
 
     def restore(self) -> None:
         """Put everything back as it was found, unless other threads may have changed it."""
-        # What changed may be theirs: a prefetched batch for instance.
-        if _other_threads_run():
-            return
-        for one in self._remembered:
-            if one.changed:
-                one.restore()
+        for thread in threading.enumerate():
+            harmless = thread.name.startswith(HARMLESS_THREADS)
+            harmless = harmless or type(thread).__name__ in HARMLESS_THREADS
+            if thread is not threading.current_thread() and not harmless:
+                # What changed may be its: a prefetched batch for instance.
+                return
+        for _, kept in self._kept:
+            if kept.moved(set()):
+                kept.restore(set())
 
-    def _collect(self, name: str, value: Any, variable: Variable | None, depth: int) -> None:
-        if depth > DEEPEST or len(self._remembered) >= MOST_VALUES:
+    def _collect(self, name: str, value: Any, owner: Any, key: Any, depth: int) -> None:
+        """`owner`: what holds the value under `key`; None where it cannot be replaced."""
+        if depth > DEEPEST or len(self._kept) >= MOST_VALUES:
             return
         if type(value) in (int, float):
-            if variable is not None:
-                self._remembered.append(_number(name, value, variable))
+            if owner is not None:
+                self._kept.append((f"the number `{name}`", KeptVariable(owner, key, value)))
             return
         if id(value) in self._seen or isinstance(value, nn.Module | nn.Parameter | type):
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            self._collect_tensor(name, value, variable)
+            # An inference tensor has no version counter.
+            if owner is not None and value.numel() <= SMALL and not value.is_inference():
+                self._kept.append((f"the tensor `{name}`", KeptVariable(owner, key, value)))
             return
-        generator = _generator(name, value)
+        generator = keep_generator(value)
         if generator is not None:
-            self._remembered.append(generator)
-        elif not isinstance(value, tuple | set | frozenset | str | bytes):
-            self._collect_inside(name, value, depth + 1)
-
-    def _collect_tensor(self, name: str, value: Tensor, variable: Variable | None) -> None:
-        # An inference tensor has no version counter.
-        if variable is not None and value.numel() <= SMALL and not value.is_inference():
-            self._remembered.append(_tensor(name, value, variable))
+            kind = "generator"
+            if isinstance(value, itertools.count):
+                kind = "counter"
+            self._kept.append((f"the {kind} `{name}`", generator))
+        else:
+            self._collect_inside(name, value, depth)
 
     def _collect_inside(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, dict):
-            for key, item in list(value.items()):
-                self._collect(f"{name}[{key!r}]", item, _Item(value, key), depth)
+            for inner, item in list(value.items()):
+                self._collect(f"{name}[{inner!r}]", item, value, inner, depth + 1)
         elif isinstance(value, list | deque):
-            self._remembered.append(_list(name, value))
+            self._kept.append((f"the list `{name}`", _keep_list(value)))
             for position, item in enumerate(itertools.islice(value, MOST_VALUES)):
-                self._collect(f"{name}[{position}]", item, _Item(value, position), depth)
+                self._collect(f"{name}[{position}]", item, value, position, depth + 1)
         elif isinstance(value, functools.partial | FunctionType | MethodType):
-            self._collect_from_function(value, depth)
+            self._collect_from_function(value, depth + 1)
         elif _is_users_object(value):
-            for key, item in list(vars(value).items()):
-                self._collect(f"{name}.{key}", item, _Attribute(value, key), depth)
+            for inner, item in list(vars(value).items()):
+                self._collect(f"{name}.{inner}", item, vars(value), inner, depth + 1)
 
     def _collect_from_function(self, function: Any, depth: int) -> None:
         while isinstance(function, functools.partial):
             for key, item in function.keywords.items():
-                self._collect(key, item, None, depth)
+                self._collect(key, item, None, None, depth)
             for position, item in enumerate(function.args):
-                self._collect(f"argument {position}", item, None, depth)
+                self._collect(f"argument {position}", item, None, None, depth)
             function = function.func
         if isinstance(function, MethodType):
-            self._collect("self", function.__self__, None, depth)
+            self._collect("self", function.__self__, None, None, depth)
             function = function.__func__
         if not isinstance(function, FunctionType):
-            self._collect(type(function).__name__, function, None, depth)
+            self._collect(type(function).__name__, function, None, None, depth)
             return
-        for name, value, variable in _reached(function):
-            self._collect(name, value, variable, depth)
-
-
-def _reached(function: FunctionType) -> Iterator[tuple[str, Any, Variable | None]]:
-    """Yield what the code of a function can name without importing or being handed it."""
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield name, cell.cell_contents, _Cell(cell)
-        except ValueError:
-            # The variable of the enclosing function is not assigned yet.
-            continue
-    for position, value in enumerate(function.__defaults__ or ()):
-        yield f"default {position}", value, None
-    if is_users(code.co_filename):
-        for name in code.co_names:
-            if name in function.__globals__:
-                yield name, function.__globals__[name], _Item(function.__globals__, name)
+        # What the code of the function can name without importing or being handed it.
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                # The variable of the enclosing function is not assigned yet.
+                continue
+            self._collect(name, value, cell, None, depth)
+        for position, value in enumerate(function.__defaults__ or ()):
+            self._collect(f"default {position}", value, None, None, depth)
+        if is_users(code.co_filename):
+            space = function.__globals__
+            for name in code.co_names:
+                if name in space:
+                    self._collect(name, space[name], space, name, depth)
 
 
 def _is_users_object(value: Any) -> bool:
@@ -181,136 +185,23 @@ def _is_users_object(value: Any) -> bool:
     return file is not None and is_users(file) and "site-packages" not in file
 
 
-def _other_threads_run() -> bool:
-    for thread in threading.enumerate():
-        if thread is threading.current_thread() or thread.name.startswith(HARMLESS_THREADS):
-            continue
-        if type(thread).__name__ not in HARMLESS_THREADS:
-            return True
-    return False
-
-
-@dataclass(slots=True)
-class _Item:
-    owner: Any
-    key: Any
-
-    def read(self) -> object:
-        try:
-            return self.owner[self.key]
-        except (KeyError, IndexError):
-            return None
-
-    def write(self, value: Any) -> None:
-        self.owner[self.key] = value
-
-
-@dataclass(slots=True)
-class _Attribute:
-    owner: Any
-    key: str
-
-    def read(self) -> object:
-        return getattr(self.owner, self.key, None)
-
-    def write(self, value: Any) -> None:
-        setattr(self.owner, self.key, value)
-
-
-@dataclass(slots=True)
-class _Cell:
-    cell: CellType
-
-    def read(self) -> object:
-        return self.cell.cell_contents
-
-    def write(self, value: Any) -> None:
-        self.cell.cell_contents = value
-
-
-def _number(name: str, value: float, variable: Variable) -> Remembered:
-    put_back = functools.partial(variable.write, value)
-    return Remembered(name, "the number", value, variable.read, put_back)
-
-
-def _tensor(name: str, value: Tensor, variable: Variable) -> Remembered:
-    copy = value.detach().clone()
-    version = value._version
-
-    def fingerprint() -> object:
-        # torch counts the in-place changes of a tensor: no need to compare elements.
-        now = variable.read()
-        if isinstance(now, Tensor):
-            return (id(now), now._version)
-        return id(now)
-
-    def put_back() -> None:
-        if value._version != version:
-            with torch.no_grad():
-                value.copy_(copy)
-        variable.write(value)
-
-    return Remembered(name, "the tensor", fingerprint(), fingerprint, put_back)
-
-
-def _generator(name: str, value: Any) -> Remembered | None:
-    """Remember a random number generator or a counter; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return _torch_generator(name, value)
-    if isinstance(value, random.Random):
-        put_back = functools.partial(value.setstate, value.getstate())
-        return Remembered(name, "the generator", value.getstate(), value.getstate, put_back)
-    if isinstance(value, itertools.count):
-        # Its position can be read and not be set.
-        return Remembered(name, "the counter", repr(value), lambda: repr(value), lambda: None)
-    # By name: this package does not depend on numpy.
-    if type(value).__module__.startswith("numpy.random"):
-        return _numpy_generator(name, value)
-    return None
-
-
-def _torch_generator(name: str, value: torch.Generator) -> Remembered:
-    def fingerprint() -> object:
-        return bytes(value.get_state().tolist())
-
-    put_back = functools.partial(value.set_state, value.get_state())
-    return Remembered(name, "the generator", fingerprint(), fingerprint, put_back)
-
-
-def _numpy_generator(name: str, value: Any) -> Remembered | None:
-    """Remember numpy's Generator, or the older RandomState, which hides its bit generator."""
-    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
-    if bits is None:
-        return None
-    state = bits.state
-
-    def put_back() -> None:
-        bits.state = state
-
-    return Remembered(name, "the generator", repr(state), lambda: repr(bits.state), put_back)
-
-
-def _list(name: str, value: list[Any] | deque[Any]) -> Remembered:
+def _keep_list(value: list[Any] | deque[Any]) -> KeptLeaf:
     items = list(value)
 
-    def fingerprint() -> object:
-        if len(value) > LONG:
-            return len(value)
-        return [id(item) for item in value]
-
-    def put_back() -> None:
+    def drop_appended(live: Any, saved: object) -> None:
         # Only what was appended is taken away: a list that changed in another way may be shared.
-        unchanged_start = all(one is other for one, other in zip(value, items, strict=False))
-        if isinstance(value, list) and len(value) > len(items) and unchanged_start:
-            del value[len(items) :]
+        unchanged_start = all(one is other for one, other in zip(live, items, strict=False))
+        if isinstance(live, list) and len(live) > len(items) and unchanged_start:
+            del live[len(items) :]
 
-    return Remembered(name, "the list", fingerprint(), fingerprint, put_back)
+    return KeptLeaf(
+        value,
+        lambda live: len(live) if len(live) > LONG else [id(item) for item in live],
+        drop_appended,
+    )
 
 
 # --- A micro-batch as a tree of named tensors: copy it, pick samples, repair elements.
-
-
-Change = Callable[[str, Tensor], Tensor]
 
 
 def named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
@@ -318,24 +209,9 @@ def named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
     return [(tensor_label(name), tensor) for name, tensor in tensors_of_batch(batch)]
 
 
-def rebuild(batch: Any, change: Change) -> Any:
-    """Build the same tree with every tensor passed through `change`."""
-    return _rebuild(batch, change, "")
-
-
-def _rebuild(value: Any, change: Change, name: str) -> Any:
-    if isinstance(value, Tensor):
-        return change(tensor_label(name), value)
-    return with_children(value, lambda key, item: _rebuild(item, change, dotted(name, key)))
-
-
 def duplicate(batch: Any) -> Any:
     """Copy every tensor: a loss function may change its batch or collect gradients in it."""
-
-    def own(name: str, tensor: Tensor) -> Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    return rebuild(batch, own)
+    return rebuild(batch, lambda _, t: t.detach().clone().requires_grad_(t.requires_grad))
 
 
 def repaired(batch: Any, names: frozenset[str]) -> Any:
@@ -352,49 +228,6 @@ def repaired(batch: Any, names: frozenset[str]) -> Any:
         return torch.where(finite, tensor, usual.to(tensor.dtype)).detach()
 
     return rebuild(batch, mend)
-
-
-def sample_count(batch: Any) -> int:
-    """Count the samples: what all parts agree on, else the first leading size, else 0."""
-    agreed = row_count(batch)
-    if agreed is not None:
-        return agreed
-    for _, tensor in named_tensors(batch):
-        if tensor.dim():
-            return int(tensor.shape[0])
-    return 0
-
-
-def subset(batch: Any, keep: Sequence[int], count: int) -> Any:
-    """Keep only these samples. Tensors and lists whose leading size is not `count` stay whole."""
-    recorded_call = isinstance(batch, Mapping) and OUTPUT_GRADIENT in batch
-    if not recorded_call and row_count(batch) == count:
-        return keep_rows(batch, keep, count)
-    chosen = torch.tensor(keep, dtype=torch.long)
-
-    def pick(name: str, tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != count:
-            return tensor
-        rows = tensor.detach().index_select(0, chosen.to(tensor.device))
-        return rows.requires_grad_(tensor.requires_grad)
-
-    return rebuild(_pick_lists(batch, keep, count), pick)
-
-
-def _pick_lists(value: Any, keep: Sequence[int], count: int) -> Any:
-    """Pick from lists with one entry a sample, such as file names or images of different sizes."""
-    if type(value) is dict:
-        return {key: _pick_lists(item, keep, count) for key, item in value.items()}
-    if not isinstance(value, list) or len(value) != count:
-        return value
-    if any(_has_rows(item, count) for item in value):
-        # Each entry holds all samples: as many tensors as samples is a coincidence.
-        return value
-    return [value[sample] for sample in keep]
-
-
-def _has_rows(item: Any, count: int) -> bool:
-    return isinstance(item, Tensor) and item.dim() > 0 and item.shape[0] == count
 
 
 # --- Limit the time that locating an incident may take, in steps of the bare run.
@@ -461,7 +294,7 @@ class LocateBudget:
         """Seconds of a step of the bare run; 0 if unknown."""
         known = []
         if self._recent:
-            known.append(median(self._recent))
+            known = [median(self._recent)]
         # The traced step does the same and more, so it is an upper bound.
         if self._traced is not None:
             known.append(self._traced)
@@ -507,10 +340,9 @@ class LocateBudget:
 
     def searched(self, place: Hashable, *, found: bool) -> None:
         """Note whether a search for samples at this place found any."""
+        self._fruitless[place] += 1
         if found:
             self._fruitless[place] = 0
-        else:
-            self._fruitless[place] += 1
 
 
 def clock_for(*, on_host: bool) -> Callable[[], float]:
@@ -535,8 +367,19 @@ def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]
     """Yield name (`attr:head.center`) and tensor, also inside lists, tuples and dicts."""
     for path, module in named_modules(roots):
         for key, value in vars(module).items():
-            if not key.startswith("_"):
-                yield from _inside(f"{KEPT}{path}.{key}".replace(":.", ":"), value)
+            if key.startswith("_"):
+                continue
+            name = f"{KEPT}{path}.{key}".replace(":.", ":")
+            items: list[tuple[object, Any]] = []
+            if isinstance(value, Tensor):
+                yield name, value
+            elif isinstance(value, list | tuple):
+                items = list(enumerate(value[:MOST_ITEMS]))
+            elif isinstance(value, dict):
+                items = list(value.items())[:MOST_ITEMS]
+            for inner, item in items:
+                if isinstance(item, Tensor):
+                    yield f"{name}[{inner!r}]", item
 
 
 def bad_numbers(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
@@ -545,16 +388,3 @@ def bad_numbers(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
         for key, value in vars(module).items():
             if isinstance(value, float) and not math.isfinite(value):
                 yield f"{path}.{key}".strip("."), value
-
-
-def _inside(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    items: list[tuple[object, Any]] = []
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, list | tuple):
-        items = list(enumerate(value[:MOST_ITEMS]))
-    elif isinstance(value, dict):
-        items = list(value.items())[:MOST_ITEMS]
-    for key, item in items:
-        if isinstance(item, Tensor):
-            yield f"{name}[{key!r}]", item

@@ -11,8 +11,9 @@ others. That runs none of the user's code.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -73,49 +74,41 @@ def repeats(replayer: Replayer) -> bool:
     A clean step that repeats exactly was hit by something from outside. One that does not is itself
     unsteady: a race, an unordered reduction, random numbers that are not restored.
     """
-    runs = [_results(replayer), _results(replayer)]
-    while len(runs) < REPETITIONS and replayer.budget.affords(1.0):
-        runs.append(_results(replayer))
-    return all(_same(run, runs[0]) for run in runs[1:])
-
-
-def _results(replayer: Replayer) -> list[Tensor]:
-    """Run the step once; return its losses and gradients."""
-    replayer.clear_gradients()
-    results: list[Tensor | None] = []
-    for micro in range(len(replayer.step.micro_batches)):
-        results.append(replayer.run(micro).loss)
-    for parameter in replayer.parameters.values():
-        results.append(parameter.grad)
-    return [tensor.detach().clone() for tensor in results if tensor is not None]
-
-
-def _same(one: list[Tensor], other: list[Tensor]) -> bool:
-    if len(one) != len(other):
-        return False
-    # NaN differs from itself: a repetition that turns bad is not the same either.
-    return all(torch.equal(plain(a), plain(b)) for a, b in zip(one, other, strict=True))
+    runs: list[list[Tensor]] = []
+    while len(runs) < 2 or (len(runs) < REPETITIONS and replayer.budget.affords(1.0)):
+        replayer.clear_gradients()
+        results: list[Tensor | None] = []
+        for micro in range(len(replayer.step.micro_batches)):
+            results.append(replayer.run(micro).loss)
+        for parameter in replayer.parameters.values():
+            results.append(parameter.grad)
+        runs.append([tensor.detach().clone() for tensor in results if tensor is not None])
+    for run in runs[1:]:
+        # NaN differs from itself: a repetition that turns bad is not the same either.
+        pairs = zip(run, runs[0], strict=False)
+        same = all(torch.equal(plain(one), plain(other)) for one, other in pairs)
+        if len(run) != len(runs[0]) or not same:
+            return False
+    return True
 
 
 def _compiled(step: Step) -> bool:
     """True if torch.compile made anything of the step."""
-    for function in (step.loss_fn, step.model):
-        # torch.compile keeps what it was given: a function in the one, a module in the other.
-        if hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod"):
-            return True
-    for root in (step.model, *step.modules.values()):
-        if any(_compiled_module(module) for module in root.modules()):
-            return True
-    return False
-
-
-def _compiled_module(module: nn.Module) -> bool:
-    """True for the result of `torch.compile(module)` and after `module.compile()`."""
-    if hasattr(module, "_orig_mod"):
+    if hasattr(step.loss_fn, "_torchdynamo_orig_callable"):
         return True
-    # A guard that records the model's calls stands in the same place, around what was there.
-    present = compiled_call(module)
-    return getattr(present, "below", present) is not None
+    roots = (step.model, *step.modules.values())
+    for part in (step.loss_fn, *(module for root in roots for module in root.modules())):
+        # The result of `torch.compile(module)`.
+        if hasattr(part, "_orig_mod"):
+            return True
+        # After `module.compile()`. A guard that records the model's calls stands in the same place,
+        # around what was there.
+        present = None
+        if isinstance(part, nn.Module):
+            present = compiled_call(part)
+        if getattr(present, "below", present) is not None:
+            return True
+    return hasattr(step.model, "_torchdynamo_orig_callable")
 
 
 # --- Find the guilty samples of a micro-batch.
@@ -154,19 +147,33 @@ def with_samples(origin: Origin, found: FirstBad, traced: Traced, replayer: Repl
     if origin.node == ACCUMULATE or origin.evidence.scale_overflow:
         return origin
     batch = replayer.step.micro_batches[traced.micro_batch]
-    trial = Trial(replayer, traced.micro_batch, batch, backward=traced.ran.loss_finite)
-    suspects = _suspects(found, origin, batch, trial.count)
-    guilty = _search(trial, suspects, origin, batch, replayer.budget)
+    count = batches.sample_count(batch)
+
+    def bad_with(keep: Sequence[int]) -> bool | None:
+        ran = run_samples(replayer, traced.micro_batch, keep, backward=traced.ran.loss_finite)
+        return None if ran is None else not ran.clean
+
+    # The positions of the bad elements point to samples.
+    suspects: list[int] = []
+    call = found.call
+    if origin.phase == "input" and origin.tensor is not None:
+        bad = ~plain(dict(batches.named_tensors(batch))[origin.tensor]).isfinite()
+        if bad.dim() and bad.shape[0] == count:
+            suspects = bad_rows(bad)
+    elif call.shape:
+        suspects = suspects_from_rows(call.rows, call.shape[0], count)
+    search = partial(guilty_samples, count, bad_with, suspects)
+    guilty = _within_budget(search, origin, batch, replayer.budget)
     if guilty:
-        origin = with_evidence(origin, _contrast(batch, guilty, trial.count))
+        origin = with_evidence(origin, _contrast(batch, guilty, count))
         return replace(origin, samples=guilty)
-    if trial.count < 2 or replayer.budget.cut:
+    if count < 2 or replayer.budget.cut:
         return origin
     return with_evidence(origin, Evidence(confounded_samples=True))
 
 
-def _search(
-    trial: Trial, suspects: list[int], origin: Origin, batch: Any, budget: LocateBudget
+def _within_budget(
+    search: Callable[[], tuple[int, ...] | None], origin: Origin, batch: Any, budget: LocateBudget
 ) -> tuple[int, ...]:
     """Search the guilty samples, unless earlier incidents have shown that none can be told."""
     kind = tuple(
@@ -179,30 +186,16 @@ def _search(
     if budget.in_vain(place):
         budget.cut.append(FRUITLESS)
         return ()
-    guilty: tuple[int, ...] = ()
+    guilty: tuple[int, ...] | None = ()
     try:
-        guilty = guilty_samples(trial, suspects)
+        guilty = search()
     except OutOfTimeError:
         budget.leave_out("the search for the guilty samples")
-    if trial.whole_only:
+    if guilty is None:
         budget.whole_only.add(kind)
         budget.cut.append(UNCUT)
     budget.searched(place, found=bool(guilty))
-    return guilty
-
-
-def _suspects(found: FirstBad, origin: Origin, batch: Any, count: int) -> list[int]:
-    """List the samples that the positions of the bad elements point to."""
-    if origin.phase == "input" and origin.tensor is not None:
-        tensor = dict(batches.named_tensors(batch))[origin.tensor]
-        bad = ~plain(tensor).isfinite()
-        if not bad.dim() or bad.shape[0] != count:
-            return []
-        return bad_rows(bad)
-    call = found.call
-    if not call.shape:
-        return []
-    return suspects_from_rows(call.rows, call.shape[0], count)
+    return guilty or ()
 
 
 def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> Evidence:
@@ -304,60 +297,26 @@ def _standing_out(
     return None
 
 
-class Trial:
-    """Replays of one micro-batch with some of its samples only."""
+def run_samples(
+    replayer: Replayer, micro: int, keep: Sequence[int], *, backward: bool
+) -> Ran | None:
+    """Run a micro-batch with these samples only; None if the user's code cannot.
 
-    def __init__(self, replayer: Replayer, micro: int, batch: Any, backward: bool) -> None:
-        self._replayer = replayer
-        self._micro = micro
-        self._batch = batch
-        self._backward = backward
-        self.count = batches.sample_count(batch)
-        self.whole_only = False
-        """The user's code cannot take this batch with any part left out."""
-
-    def bad(self, keep: Sequence[int]) -> bool | None:
-        """Run these samples only; None if the user's code cannot. Raises OutOfTimeError."""
-        ran = self.run(keep)
-        return None if ran is None else not ran.clean
-
-    def run(self, keep: Sequence[int]) -> Ran | None:
-        """The result with these samples only; None if the user's code cannot run them."""
-        if not keep:
-            return None
-        share_of_step = len(keep) / self.count / len(self._replayer.step.micro_batches)
-        self._replayer.budget.require(share_of_step)
-        self._replayer.clear_gradients()
-        chosen = batches.subset(self._batch, list(keep), self.count)
-        try:
-            return self._replayer.run(self._micro, chosen, backward=self._backward)
-        except ReplayError:
-            return None
-        finally:
-            self._replayer.clear_gradients()
-
-    def without(self, guilty: Sequence[int]) -> list[int]:
-        """List the other samples."""
-        left_out = set(guilty)
-        return [i for i in range(self.count) if i not in left_out]
-
-
-class CostlyTrial(Trial):
-    """Replays of a finite micro-batch: a part of it is bad if its loss is as extreme."""
-
-    def __init__(self, replayer: Replayer, micro: int, batch: Any) -> None:
-        super().__init__(replayer, micro, batch, backward=False)
-        self.whole = self.loss_of(range(self.count)) or 0.0
-
-    def loss_of(self, keep: Sequence[int]) -> float | None:
-        ran = self.run(keep)
-        if ran is None or ran.loss is None or not ran.loss_finite:
-            return None
-        return abs(float(ran.loss))
-
-    def bad(self, keep: Sequence[int]) -> bool | None:
-        loss = self.loss_of(keep)
-        return None if loss is None else loss >= COSTLY * self.whole
+    Raises OutOfTimeError.
+    """
+    if not keep:
+        return None
+    batch = replayer.step.micro_batches[micro]
+    count = batches.sample_count(batch)
+    replayer.budget.require(len(keep) / count / len(replayer.step.micro_batches))
+    replayer.clear_gradients()
+    chosen = batches.subset(batch, list(keep), count)
+    try:
+        return replayer.run(micro, chosen, backward=backward)
+    except ReplayError:
+        return None
+    finally:
+        replayer.clear_gradients()
 
 
 def costly_samples(replayer: Replayer, reading: Reading) -> Origin | None:
@@ -368,12 +327,29 @@ def costly_samples(replayer: Replayer, reading: Reading) -> Origin | None:
     step = replayer.step
     losses = reading.micro_losses
     micro = losses.index(max(losses)) if len(losses) == len(step.micro_batches) else 0
+    count = batches.sample_count(step.micro_batches[micro])
+
+    def loss_of(keep: Sequence[int]) -> float | None:
+        ran = run_samples(replayer, micro, keep, backward=False)
+        if ran is None or ran.loss is None or not ran.loss_finite:
+            return None
+        return abs(float(ran.loss))
+
+    def bad_with(keep: Sequence[int]) -> bool | None:
+        loss = loss_of(keep)
+        if loss is None:
+            return None
+        return loss >= COSTLY * whole
+
+    guilty: tuple[int, ...] = ()
+    without = None
     try:
-        trial = CostlyTrial(replayer, micro, step.micro_batches[micro])
+        whole = loss_of(range(count)) or 0.0
         # a replay that does not show the loss again says nothing of its samples
-        shown = trial.whole >= COSTLY * abs(reading.loss or 0.0) > 0
-        guilty = guilty_samples(trial, ()) if shown else ()
-        without = trial.loss_of(trial.without(guilty)) if guilty else None
+        if whole >= COSTLY * abs(reading.loss or 0.0) > 0:
+            guilty = guilty_samples(count, bad_with) or ()
+        if guilty:
+            without = loss_of(_without(count, guilty))
     except OutOfTimeError:
         replayer.budget.leave_out("the search for the samples that made the loss")
         return None
@@ -386,22 +362,60 @@ def costly_samples(replayer: Replayer, reading: Reading) -> Origin | None:
         micro_batch=micro if len(step.micro_batches) > 1 else None,
         method="replay",
         reproduced=True,
-        evidence=Evidence(loss_with=trial.whole, loss_without=without),
+        evidence=Evidence(loss_with=whole, loss_without=without),
     )
 
 
-def guilty_samples(trial: Trial, suspects: Sequence[int]) -> tuple[int, ...]:
-    """Return confirmed samples; `suspects` (from the position of bad elements) saves the search."""
-    if trial.count < 2:
+BadWith = Callable[[Sequence[int]], bool | None]
+"""Runs these samples only: are they bad? None if the user's code cannot run them."""
+
+
+def guilty_samples(
+    count: int, bad_with: BadWith, suspects: Sequence[int] = ()
+) -> tuple[int, ...] | None:
+    """Return confirmed samples; `suspects` (from the position of bad elements) saves the search.
+
+    None for a batch that the user's code takes whole or not at all.
+    """
+    if count < 2:
         return ()
-    likely = sorted({sample for sample in suspects if 0 <= sample < trial.count})
-    few = 0 < len(likely) <= MOST_GUILTY and len(likely) < trial.count
-    if few and _confirmed(trial, likely):
+    likely = sorted({sample for sample in suspects if 0 <= sample < count})
+    few = 0 < len(likely) <= MOST_GUILTY and len(likely) < count
+    if few and _confirmed(count, bad_with, likely):
         return tuple(likely)
-    found = _bisect(trial)
-    if found and _confirmed(trial, found):
-        return tuple(found)
+    found = _bisect(count, bad_with)
+    if found and not _confirmed(count, bad_with, found):
+        return ()
+    return found
+
+
+def _bisect(count: int, bad_with: BadWith) -> tuple[int, ...] | None:
+    """Find one guilty sample by halving. A half that cannot run is judged by the other one."""
+    group = list(range(count))
+    while len(group) > 1:
+        middle = len(group) // 2
+        verdict = bad_with(group[:middle])
+        if verdict is None:
+            other = bad_with(group[middle:])
+            if other is None:
+                break
+            verdict = not other
+        group = group[:middle] if verdict else group[middle:]
+    else:
+        return tuple(group)
+    # Neither half of the batch runs: leave out single samples.
+    for sample in group[:MOST_GUILTY]:
+        verdict = bad_with(_without(count, [sample]))
+        if verdict is None:
+            # It does not run without one sample either, as a graph: it cannot be cut at all.
+            return None
+        if verdict is False:
+            return (sample,)
     return ()
+
+
+def _without(count: int, guilty: Sequence[int]) -> list[int]:
+    return [sample for sample in range(count) if sample not in guilty]
 
 
 def suspects_from_rows(rows: Sequence[int], length: int, count: int) -> list[int]:
@@ -415,55 +429,20 @@ def suspects_from_rows(rows: Sequence[int], length: int, count: int) -> list[int
     return sorted({row // each for row in rows})
 
 
-def _confirmed(trial: Trial, guilty: Sequence[int]) -> bool:
-    innocent = trial.without(guilty)
-    if trial.bad(innocent) is not False:
+def _confirmed(count: int, bad_with: BadWith, guilty: Sequence[int]) -> bool:
+    innocent = _without(count, guilty)
+    if bad_with(innocent) is not False:
         return False
-    return all(_suffices(trial, sample, innocent) for sample in guilty)
-
-
-def _suffices(trial: Trial, sample: int, innocent: Sequence[int]) -> bool:
-    """True if a smaller batch with this sample is bad too.
-
-    Where a sum overflows by its length, leaving out any sample helps: none is guilty.
-    """
-    pair = [sample]
-    if trial.count > 2:
-        # With a second sample batch statistics can be computed.
-        pair = sorted([sample, innocent[0]])
-    if trial.bad(pair) is True:
-        return True
-    nearly_all = sorted([sample, *innocent[1:]])
-    return len(nearly_all) > len(pair) and trial.bad(nearly_all) is True
-
-
-def _bisect(trial: Trial) -> list[int]:
-    """Find one guilty sample by halving. A half that cannot run is judged by the other one."""
-    group = list(range(trial.count))
-    while len(group) > 1:
-        middle = len(group) // 2
-        left = group[:middle]
-        right = group[middle:]
-        verdict = trial.bad(left)
-        if verdict is None:
-            other = trial.bad(right)
-            if other is None:
-                return _one_by_one(trial, group)
-            verdict = not other
-        group = left if verdict else right
-    return group
-
-
-def _one_by_one(trial: Trial, group: Sequence[int]) -> list[int]:
-    """Leave out single samples, where neither half of the batch runs.
-
-    A batch that does not run without one sample either, as a graph, cannot be cut at all.
-    """
-    for sample in group[:MOST_GUILTY]:
-        verdict = trial.bad(trial.without([sample]))
-        if verdict is None:
-            trial.whole_only = True
-            return []
-        if verdict is False:
-            return [sample]
-    return []
+    for sample in guilty:
+        # A smaller batch with this sample must be bad too. Where a sum overflows by its length,
+        # leaving out any sample helps: none is guilty. With a second sample batch statistics can
+        # be computed.
+        pair = [sample]
+        if count > 2:
+            pair = sorted([sample, innocent[0]])
+        if bad_with(pair) is True:
+            continue
+        nearly_all = sorted([sample, *innocent[1:]])
+        if len(nearly_all) <= len(pair) or bad_with(nearly_all) is not True:
+            return False
+    return True

@@ -33,14 +33,6 @@ from stepguard.tensors.torch_private import next_sequence_number
 # --- Find the module of an operation: by the call stack, or in the backward by node numbers.
 
 
-class Span(NamedTuple):
-    """Autograd nodes numbered `first` up to (not with) `end` were created inside this module."""
-
-    first: int
-    end: int
-    name: str
-
-
 class ModuleSpans:
     """Follow the named modules through forward calls; a context manager that owns its two hooks."""
 
@@ -48,7 +40,8 @@ class ModuleSpans:
         self.names = names_by_id(named_modules(roots))
         self.extra = tuple(prefix for prefix in roots if prefix)
         self._stack: list[tuple[str, int, RemovableHandle | None]] = []
-        self._spans: list[Span] = []
+        self._spans: list[tuple[int, int, str]] = []
+        """First autograd node that was created inside a module, the one after the last, name."""
         self._hooks = ExitStack()
         self.observer: Any = None
         """Its `enter_module(args)` and `leave_module(module, args, output)` are called, if any."""
@@ -68,9 +61,9 @@ class ModuleSpans:
     @property
     def current(self) -> str | None:
         """Innermost module whose forward is running; None outside every module."""
-        if not self._stack:
-            return None
-        return self._stack[-1][0]
+        if self._stack:
+            return self._stack[-1][0]
+        return None
 
     @property
     def depth(self) -> int:
@@ -79,14 +72,20 @@ class ModuleSpans:
 
     def created(self, sequence: int) -> str | None:
         """Return the innermost module in which the autograd node of this number was created."""
-        within = [span for span in self._spans if span.first <= sequence < span.end]
-        if not within:
+        found: tuple[int, int, str] | None = None
+        for span in self._spans:
+            if not span[0] <= sequence < span[1]:
+                continue
+            # Of modules that span the same nodes the inner one has ended first.
+            if found is None or span[1] - span[0] < found[1] - found[0]:
+                found = span
+        if found is None:
             return None
-        return min(within, key=lambda span: span.end - span.first).name
+        return found[2]
 
     def forget_before(self, sequence: int) -> None:
         """Drop the spans that end before the autograd node of this number."""
-        self._spans = [span for span in self._spans if span.end > sequence]
+        self._spans = [span for span in self._spans if span[1] > sequence]
 
     def belongs_to_model(self, name: str | None) -> bool:
         """False outside every module and in an extra module such as a criterion."""
@@ -119,7 +118,7 @@ class ModuleSpans:
         if self.observer is not None:
             self.observer.leave_module(module, args, output)
         name, first, _ = self._stack.pop()
-        self._spans.append(Span(first, next_sequence_number(), name))
+        self._spans.append((first, next_sequence_number(), name))
 
 
 # --- Run the user's program with other lines in one of its files; nothing on disk changes.
@@ -140,7 +139,9 @@ def patched(file: str, lines: Sequence[str], names: Mapping[str, Any]) -> Iterat
     Raises PatchError before anything is changed.
     """
     swaps = _swapped_codes(file, linecache.getlines(file), lines)
-    originals = [(one, one.__code__) for one in _functions_of(file) if one.__code__ in swaps]
+    functions = [one for one in gc.get_objects() if type(one) is FunctionType]
+    functions = [one for one in functions if one.__code__.co_filename == file]
+    originals = [(one, one.__code__) for one in functions if one.__code__ in swaps]
     if not originals:
         raise PatchError("its source has changed since it was loaded")
     added = _missing_names([one.__globals__ for one, _ in originals], names)
@@ -161,12 +162,6 @@ def patched(file: str, lines: Sequence[str], names: Mapping[str, Any]) -> Iterat
         linecache.cache.pop(file, None)
         if entry is not None:
             linecache.cache[file] = entry
-
-
-def _functions_of(file: str) -> list[FunctionType]:
-    """Every live function that was compiled from this file."""
-    functions = [one for one in gc.get_objects() if type(one) is FunctionType]
-    return [one for one in functions if one.__code__.co_filename == file]
 
 
 def _missing_names(
@@ -302,15 +297,6 @@ class Line(NamedTuple):
     """File and line of an installed package that this line has called, where the operation is."""
 
 
-class Caller(NamedTuple):
-    """The code that asked for an operation of the backward pass."""
-
-    line: Line | None
-    """The user's line, or None when torch acted alone, as in most of a backward pass."""
-    recomputed: bool
-    """True inside the second forward of a checkpointed block."""
-
-
 @cache
 def is_users(file: str) -> bool:
     """True for a file outside torch, stepguard, the standard library and generated code."""
@@ -371,12 +357,13 @@ def _of_frame(frame: FrameType, library: Line | None) -> Line:
     return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code, frame.f_lasti, within)
 
 
-def backward_caller() -> Caller:
-    """Return the caller of the operation that is being dispatched, in a backward pass.
+def backward_caller() -> tuple[Line | None, bool]:
+    """Return the user's line behind the operation that is being dispatched, in a backward pass.
 
-    User code runs there only inside a custom Function, or because a checkpoint computes its forward
-    again. Whichever of the engine and the checkpoint is nearer says which pass the operation
-    belongs to.
+    None where torch acts alone. The second value is True inside the second forward of a
+    checkpointed block. User code runs there only inside a custom Function, or because a checkpoint
+    computes its forward again. Whichever of the engine and the checkpoint is nearer says which pass
+    the operation belongs to.
     """
     frame: FrameType | None = sys._getframe(1)
     line = None
@@ -388,11 +375,11 @@ def backward_caller() -> Caller:
                 line = line._replace(library=line[:2])
         # `unpack_hook` itself only hands the saved tensor to the backward node.
         if file == _CHECKPOINT and frame.f_code.co_name != "unpack_hook":
-            return Caller(line, recomputed=True)
+            return line, True
         if file == _ENGINE or file in _REPLAYS:
             break
         frame = frame.f_back
-    return Caller(line, recomputed=False)
+    return line, False
 
 
 def variable_name(value: object) -> str | None:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CellType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate.evidence import MOST_OPERANDS, BadOp, Invocation, measure
+from stepguard.locate.evidence import MOST_OPERANDS, Invocation, measure
 from stepguard.locate.operands import (
     CLEAN,
     MOVES,
@@ -162,24 +162,36 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         # Exotic tensors must not stop the user's code: an operator whose tensors cannot be tested
         # is named and passed through.
+        exotic = (RuntimeError, NotImplementedError, TypeError)
+        return self._run_recorded(func, args, kwargs, exotic)
+
+    def _run_recorded(
+        self, func: Any, args: Any, kwargs: dict[str, Any], faults: tuple[type[Exception], ...]
+    ) -> Any:
+        invocation = None
         try:
             invocation = self._inspect(func, args, kwargs)
-        except (RuntimeError, NotImplementedError, TypeError):
-            self.unseen.add(str(func._overloadpacket))
-            invocation = None
+        except faults as fault:
+            self._failed(func, fault)
         result = func(*args, **kwargs)
         try:
             if invocation is not None:
                 self._record(invocation, result)
-        except (RuntimeError, NotImplementedError, TypeError):
-            self.unseen.add(str(func._overloadpacket))
+        except faults as fault:
+            self._failed(func, fault)
         return result
+
+    def _failed(self, func: Any, fault: Exception) -> None:
+        self.unseen.add(str(func._overloadpacket))
 
     def _inspect(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Invocation | None:
         """Note what goes in, before the operation runs; None if the operation is not recorded."""
         operator = describe(func)
         if operator.name == READS_A_NUMBER:
-            self._note_number_read(args[0])
+            # `.item()`: a bad number that is used afterwards comes from this tensor.
+            maker = self.maker_of(args[0])
+            if maker is not None and maker.out and numeric(args[0]) and flaws(args[0]):
+                self._bad_number = maker
         if operator.views or operator.name in TESTS:
             return None
         entries = operator.entries(args, kwargs)
@@ -193,12 +205,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
         selects = operator.selects(entries)
         return Invocation(operator, func, kept_args, kept_kwargs, reads, numbers, selects)
-
-    def _note_number_read(self, tensor: Tensor) -> None:
-        """`.item()`: a bad number that is used afterwards comes from this tensor."""
-        maker = self.maker_of(tensor)
-        if maker is not None and maker.out and numeric(tensor) and flaws(tensor):
-            self._bad_number = maker
 
     def _read(self, entry: OperatorEntry, operator: Operator) -> Read:
         tensor = entry.value
@@ -268,18 +274,26 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = _results(invocation, result)
         if call.uninitialised and results:
             call.fresh = _checksum(results[0])
-            function = self._innermost_function() or self._nodes.get(call.sequence)
-            name = function.name if function is not None else _cpp_function(call.node)
-            call.function = name or user_function()
+            call.function = self._allocating_function(call)
         if operator.custom:
             call.evidence |= Evidence(opaque="operator")
             if self._functions:
                 # The function that torch made for the backward of an operator.
                 self._functions[-1].name = operator.name
         call.numeric = any(map(numeric, results))
-        call.rounded_to_zero = _rounded_to_zero(invocation, results)
+        if results and results[0].dtype is torch.float16:
+            for _, number in invocation.numbers:
+                # A constant that is 0 in the results' dtype, as 1e-8 is.
+                if 0 < abs(number) < LEAST_HALF:
+                    call.rounded_to_zero = number
+                    break
         for position, tensor in enumerate(results):
             self._record_result(call, invocation, tensor, position)
+
+    def _allocating_function(self, call: Call) -> str | None:
+        function = self._innermost_function() or self._nodes.get(call.sequence)
+        name = function.name if function is not None else _cpp_function(call.node)
+        return name or user_function()
 
     def _record_result(
         self, call: Call, invocation: Invocation, tensor: Tensor, position: int
@@ -307,28 +321,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node: Any = current_autograd_node()
         if node is None:
             call.line = user_line()
-            self._link_to_node(call)
-            return call
-        caller = backward_caller()
-        call.line = caller.line
-        if caller.recomputed:
-            # A checkpointed block computes its forward again inside a backward node.
-            call.stage = "forward"
-            call.evidence = Evidence(recomputed=True)
-        elif call.module is not None:
-            # A module called autograd.grad in its forward (gradient penalty, forces).
-            call.stage = "forward"
-            call.node = node.name()
         else:
-            call.stage = "backward"
-            call.node = node.name()
-            call.sequence = node._sequence_nr()
-            return call
-        self._link_to_node(call)
-        return call
-
-    def _link_to_node(self, call: Call) -> None:
-        """Find out which autograd node the operation created, so that the backward leads to it."""
+            call.line, recomputed = backward_caller()
+            if recomputed:
+                # A checkpointed block computes its forward again inside a backward node.
+                call.stage = "forward"
+                call.evidence = Evidence(recomputed=True)
+            else:
+                call.node = node.name()
+                if call.module is None:
+                    call.stage = "backward"
+                    call.sequence = node._sequence_nr()
+                    return call
+                # A module called autograd.grad in its forward (gradient penalty, forces).
+                call.stage = "forward"
+        # Which autograd node did the operation create? The backward leads to it by its number.
         # Autograd creates the node before it hands the operation to the dispatch mode, and each
         # node takes the next number: the number has moved if this operation is differentiable.
         sequence = next_sequence_number()
@@ -339,6 +346,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.owners[call.sequence] = call
             if call.line is not None:
                 self.lines[call.sequence] = call.line
+        return call
 
     def _attribute(self, call: Call, invocation: Invocation, out: Tensor, found: Flaws) -> None:
         """Fill in where the bad elements of `out` come from."""
@@ -346,7 +354,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for read in used:
             if not read.flaws and read.name not in STATISTICS:
                 self._retest(read)
-        exact = invocation.operator.pointwise and self._can_compare(out, used)
+        # A comparison by position is charged to the budget of elements.
+        cost = out.numel() * (1 + sum(bool(read.flaws) for read in used))
+        exact = invocation.operator.pointwise and cost <= self._exact_left
+        if exact:
+            self._exact_left -= cost
         numbers = [number for _, number in invocation.numbers]
         why = attribute(used, numbers, out, found, exact)
         call.causes = (*call.causes, *(read.maker for read in why.causes))
@@ -361,16 +373,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._measured < MOST_MEASURED and self._is_telling(call):
             self._measured += 1
             call.rows, call.bad_positions = _positions(out, why.where)
-            measure(BadOp(call, invocation, out, why.where))
+            measure(replace(invocation, call=call, out=out, where=why.where))
 
     def _follow_bad_number(self, call: Call) -> None:
         """Lead from a bad number to the tensor that .item() read it from."""
-        if call.number is None or self._bad_number is None:
-            return
-        call.causes = (*call.causes, self._bad_number)
-        call.number = None
-        call.intended_inf = False
-        call.first_bad = False
+        if call.number is not None and self._bad_number is not None:
+            call.causes = (*call.causes, self._bad_number)
+            call.number = None
+            call.intended_inf = False
+            call.first_bad = False
 
     def _note_poisoned_node(self, call: Call) -> None:
         if call.stage != "backward":
@@ -382,21 +393,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_telling(self, call: Call) -> bool:
         """True if the operands of this call may be part of the explanation."""
-        if call.first_bad:
-            return True
         # One autograd node runs several operations; any of them may show why it went bad.
-        if call.stage == "backward" and call.sequence in self._poisoned_nodes:
-            return True
-        return call.intended_inf and (call.reduces or call.number is not None)
-
-    def _can_compare(self, out: Tensor, used: list[Read]) -> bool:
-        """Charge a comparison by position to the budget of elements; False if it is used up."""
-        flawed = [read for read in used if read.flaws]
-        cost = out.numel() * (1 + len(flawed))
-        if cost > self._exact_left:
-            return False
-        self._exact_left -= cost
-        return True
+        in_bad_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
+        on_purpose = call.intended_inf and (call.reduces or call.number is not None)
+        return call.first_bad or in_bad_node or on_purpose
 
     def _remember_maker(self, tensor: Tensor, call: Call, found: Flaws) -> None:
         key = storage_key(tensor)
@@ -435,7 +435,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._active:
             return apply(*args, **kwargs)
         function = CustomFunction(cls.__name__.removesuffix("Generated"), self.modules.depth)
-        self._carefully(function.name, self._enter_function, function, args)
+        self._carefully(function.name, self._settle, args, function)
         self._functions.append(function)
         try:
             outputs = apply(*args, **kwargs)
@@ -443,10 +443,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._functions.pop()
         self._carefully(function.name, self._leave_function, function, args, outputs)
         return outputs
-
-    def _enter_function(self, function: CustomFunction, args: Any) -> None:
-        self._settle(args)
-        function.reads = self._read_all(args)
 
     def _leave_function(self, function: CustomFunction, args: Any, outputs: Any) -> None:
         for tensor in (*_tensors(outputs), *_tensors(args)):
@@ -468,20 +464,18 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if sequence not in self._nodes:
                 self._nodes[sequence] = function
 
+                def leave_node(grad_inputs: Any, grad_outputs: Any) -> None:
+                    """Test what the backward of the function returned."""
+                    reads = [*self._read_all(grad_outputs), *function.reads]
+                    for tensor in _tensors(grad_inputs):
+                        self._test(tensor, "function", function.name, reads)
+
                 def left(grad_inputs: Any, grad_outputs: Any) -> None:
                     if self._active:
-                        self._carefully(
-                            function.name, self._leave_node, function, grad_inputs, grad_outputs
-                        )
+                        self._carefully(function.name, leave_node, grad_inputs, grad_outputs)
 
                 node.register_hook(left)
         self._last_sequence = next_sequence_number()
-
-    def _leave_node(self, function: CustomFunction, grad_inputs: Any, grad_outputs: Any) -> None:
-        """Test what the backward of a custom function returned."""
-        reads = [*self._read_all(grad_outputs), *function.reads]
-        for tensor in _tensors(grad_inputs):
-            self._test(tensor, "function", function.name, reads)
 
     def enter_module(self, args: Any) -> None:
         if self._active:
@@ -500,12 +494,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.maker_of(tensor) is not None or storage_key(tensor) not in given:
                 self._test(tensor, "module", name, reads)
 
-    def _settle(self, values: Any) -> None:
+    def _settle(self, values: Any, function: CustomFunction | None = None) -> None:
         """Blame the code that runs now for bad values that appeared in memory known as good."""
         for tensor in _tensors(values):
             maker = self.maker_of(tensor)
             if maker is not None and not maker.uninitialised:
                 self._test(tensor, "code", user_function() or maker.op, [])
+        if function is not None:
+            function.reads = self._read_all(values)
 
     def settle_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Blame whoever allocated a gradient that is bad and that no operation read again."""
@@ -527,29 +523,28 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read.flaws = found
         function = self._innermost_function()
         if function is not None:
-            call = self._opaque(read.tensor, found, "function", function.name, function.reads)
+            read.maker = self._opaque(read.tensor, found, "function", function.name, function.reads)
         else:
             name = user_function() or read.maker.op
-            call = self._opaque(read.tensor, found, "code", name, [])
-        read.maker = call
+            read.maker = self._opaque(read.tensor, found, "code", name, [])
 
-    def _test(self, tensor: Tensor, kind: Boundary, name: str, reads: list[Read]) -> Call | None:
-        """Return a call for bad values of this tensor that no operation is known to have made."""
+    def _test(self, tensor: Tensor, kind: Boundary, name: str, reads: list[Read]) -> None:
+        """Record a call for bad values of this tensor that no operation is known to have made."""
         maker = self.maker_of(tensor)
         known = maker is not None and bool(maker.out)
         if known or not numeric(tensor) or storage_key(tensor) in self._exchanged:
-            return None
+            return
         found = flaws(tensor)
         if not found:
-            return None
+            return
         made_by = _cpp_function(_node_name(tensor)) if kind == "module" else None
         if made_by is not None:
-            return self._opaque(tensor, found, "function", made_by, reads)
+            self._opaque(tensor, found, "function", made_by, reads)
+            return
         call = self._opaque(tensor, found, kind, name, reads)
         if kind == "module" and maker is not None and maker.module == call.module:
             # Better than the line that called the module: where the memory was allocated.
             call.line = maker.line if maker.uninitialised else call.line
-        return call
 
     def _opaque(
         self, tensor: Tensor, found: Flaws, kind: Boundary, name: str, reads: list[Read]
@@ -695,16 +690,6 @@ def _keep_overwritten(
         return copies.get(id(value), value)
 
     return tree_map(kept, args), tree_map(kept, kwargs)
-
-
-def _rounded_to_zero(invocation: Invocation, results: list[Tensor]) -> float | None:
-    """Find a constant that is 0 in the results' dtype, as 1e-8 is in float16."""
-    if not results or results[0].dtype is not torch.float16:
-        return None
-    for _, number in invocation.numbers:
-        if 0 < abs(number) < LEAST_HALF:
-            return number
-    return None
 
 
 def _positions(out: Tensor, where: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
 from stepguard.state.buffers import BufferKeeper
-from stepguard.state.files import is_array
+from stepguard.state.python_state import is_array
 from stepguard.state.rng import RngState
-from stepguard.tensors.names import dotted, optimizer_parameters
-from stepguard.tensors.values import is_finite
+from stepguard.tensors.names import dotted, is_distributed, optimizer_parameters, sharded_like
+from stepguard.tensors.values import is_finite, local_part
 
 # --- Walk a batch, whatever containers it is made of: name its tensors, rebuild it with others.
 
@@ -36,7 +36,7 @@ They are not part of the batch.
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield key and value of everything directly inside a container; nothing for a leaf."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | nn.Module | type):
         return
     if isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items() if key != OUTPUT_GRADIENT)
@@ -46,8 +46,9 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from zip(map(str, itertools.count()), value, strict=False)
     elif is_record(value):
         yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-    else:
-        yield from tensor_attributes(value)
+    elif hasattr(value, "__dict__"):
+        # An object of the user's own class: only the tensors on it.
+        yield from ((name, item) for name, item in vars(value).items() if isinstance(item, Tensor))
 
 
 def with_children(value: Any, change: Callable[[str, Any], Any]) -> Any:
@@ -65,10 +66,6 @@ def with_children(value: Any, change: Callable[[str, Any], Any]) -> Any:
         for key, item in value.items():
             twin[key] = change(str(key), item)
         return twin
-    return _object_with_children(value, change)
-
-
-def _object_with_children(value: Any, change: Callable[[str, Any], Any]) -> Any:
     attributes = list(children(value))
     if not attributes or isinstance(value, Mapping):
         return value
@@ -93,9 +90,16 @@ def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def tensor_label(name: str) -> str:
     """Return `batch:x`, or `batch` for a batch that is one tensor."""
-    if not name:
-        return "batch"
-    return f"batch:{name}"
+    if name:
+        return f"batch:{name}"
+    return "batch"
+
+
+def rebuild(batch: Any, change: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
+    """Build the same tree with every tensor passed through `change(label, tensor)`."""
+    if isinstance(batch, Tensor):
+        return change(tensor_label(name), batch)
+    return with_children(batch, lambda key, item: rebuild(item, change, dotted(name, key)))
 
 
 def bad_batch_tensors(batches: tuple[Any, ...]) -> list[str]:
@@ -112,15 +116,6 @@ def bad_batch_tensors(batches: tuple[Any, ...]) -> list[str]:
 def is_record(value: Any) -> bool:
     """True for an instance of a dataclass; a dataclass itself is not one."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def tensor_attributes(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors on an object of the user's own class; never those of a module."""
-    if isinstance(value, nn.Module | type) or not hasattr(value, "__dict__"):
-        return
-    for name, item in vars(value).items():
-        if isinstance(item, Tensor):
-            yield name, item
 
 
 # --- Count the samples of a batch and cut some of them out. Refuses what might be cut wrongly.
@@ -151,17 +146,30 @@ class UncutError(Exception):
 
 def row_count(batch: Any) -> int | None:
     """Count the samples; None if the parts do not agree or may not be cut safely."""
-    for count in _candidates(batch):
+    candidates: list[int] = []
+    for part in _parts(batch):
+        if isinstance(part, Tensor) and part.dim():
+            if _is_dense(part):
+                candidates.append(int(part.shape[0]))
+            break
+    for part in _parts(batch):
+        if isinstance(part, list | tuple) and _holds_tensors(part):
+            candidates.append(len(part))
+    for count in candidates:
         if _fits(batch, count, root=True):
             return count
     return None
 
 
-def keep_rows(batch: Any, keep: Sequence[int], count: int) -> Any:
-    """Return the batch with only these of its `count` samples, in new tensors, or UncutError."""
-    if not _fits(batch, count, root=True):
-        raise UncutError(f"not every part has {count} rows")
-    return _cut(batch, list(keep), count, root=True)
+def sample_count(batch: Any) -> int:
+    """Count the samples: what all parts agree on, else the first leading size, else 0."""
+    agreed = row_count(batch)
+    if agreed is not None:
+        return agreed
+    for _, tensor in named_tensors(batch):
+        if tensor.dim():
+            return int(tensor.shape[0])
+    return 0
 
 
 def samples_in(batch: Any) -> int | None:
@@ -171,6 +179,39 @@ def samples_in(batch: Any) -> int | None:
     except Exception:
         # a container class of the user's may raise anything
         return None
+
+
+def keep_rows(batch: Any, keep: Sequence[int], count: int) -> Any:
+    """Return the batch with only these of its `count` samples, in new tensors, or UncutError."""
+    if not _fits(batch, count, root=True):
+        raise UncutError(f"not every part has {count} rows")
+    return _cut(batch, list(keep), count, root=True)
+
+
+def subset(batch: Any, keep: Sequence[int], count: int) -> Any:
+    """Keep only these samples. Tensors and lists whose leading size is not `count` stay whole."""
+    recorded_call = isinstance(batch, Mapping) and OUTPUT_GRADIENT in batch
+    if not recorded_call and row_count(batch) == count:
+        return keep_rows(batch, keep, count)
+
+    def has_rows(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == count
+
+    def pick(value: Any, in_dict: bool) -> Any:
+        if isinstance(value, Tensor):
+            if has_rows(value):
+                return _cut_tensor(value, list(keep))
+            return value
+        in_dict = in_dict and isinstance(value, dict | list)
+        # One entry a sample, such as file names or images of different sizes. Where each entry
+        # holds all samples, as many tensors as samples is a coincidence.
+        if isinstance(value, list):
+            if in_dict and len(value) == count and not any(map(has_rows, value)):
+                value = [value[sample] for sample in keep]
+            in_dict = False
+        return with_children(value, lambda _, item: pick(item, in_dict))
+
+    return pick(batch, in_dict=True)
 
 
 def batch_without(batch: Any, rows: Collection[int]) -> Any | None:
@@ -202,18 +243,6 @@ def part_named(batch: Any, key: str) -> Any:
     return None
 
 
-def _candidates(batch: Any) -> Iterator[int]:
-    """Yield possible counts: rows of the first tensor, then lengths of lists with tensors."""
-    for part in _parts(batch):
-        if isinstance(part, Tensor) and part.dim():
-            if _is_dense(part):
-                yield int(part.shape[0])
-            break
-    for part in _parts(batch):
-        if isinstance(part, list | tuple) and _holds_tensors(part):
-            yield len(part)
-
-
 def _parts(value: Any) -> Iterator[Any]:
     yield value
     if type(value) in ATOMS or isinstance(value, PackedSequence):
@@ -224,8 +253,6 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _holds_tensors(value: Any) -> bool:
-    if type(value) in ATOMS:
-        return False
     return any(isinstance(part, Tensor) for part in _parts(value))
 
 
@@ -239,10 +266,11 @@ def _is_plain_sequence(value: Any) -> bool:
 
 def _fits(value: Any, count: int, *, root: bool = False) -> bool:
     """Does every part have one row for each of `count` samples, or not depend on samples?"""
-    if isinstance(value, Tensor):
-        return _is_dense(value) and _rows_fit(value, count)
-    if is_array(value):
-        return _rows_fit(value, count)
+    if isinstance(value, Tensor) and not _is_dense(value):
+        return False
+    if isinstance(value, Tensor) or is_array(value):
+        # A scalar belongs to all samples; else the first dimension counts them.
+        return not value.ndim or int(value.shape[0]) == count
     if isinstance(value, PackedSequence):
         return False
     if _is_plain_sequence(value):
@@ -252,32 +280,21 @@ def _fits(value: Any, count: int, *, root: bool = False) -> bool:
     return isinstance(value, CONSTANTS)
 
 
-def _rows_fit(values: Any, count: int) -> bool:
-    """A scalar belongs to all samples; else the first dimension counts them."""
-    return not values.ndim or int(values.shape[0]) == count
-
-
 def _layout(value: Sequence[Any], count: int, root: bool) -> Layout:
     length_fits = len(value) == count
     if not any(_holds_tensors(item) or is_array(item) for item in value):
         return "samples" if length_fits else "constant"
     parts_fit = all(_fits(item, count) for item in value)
     if root:
-        return _root_layout(value, length_fits, parts_fit)
+        if parts_fit:
+            return "parts"
+        # A tuple (inputs, weights) is not a list of samples; a list of dicts or pairs may be one.
+        alike = isinstance(value, list) and len({type(item) for item in value}) == 1
+        length_fits = length_fits and alike and not isinstance(value[0], Tensor)
     # Both fit: two views of two samples, or two images with two channels.
     if parts_fit == length_fits:
         return "unclear"
     return "parts" if parts_fit else "samples"
-
-
-def _root_layout(value: Sequence[Any], length_fits: bool, parts_fit: bool) -> Layout:
-    if parts_fit:
-        return "parts"
-    # A tuple (inputs, weights) is not a list of samples; a list of dicts or pairs may be one.
-    alike = isinstance(value, list) and len({type(item) for item in value}) == 1
-    if length_fits and alike and not isinstance(value[0], Tensor):
-        return "samples"
-    return "unclear"
 
 
 def _cut(value: Any, keep: list[int], count: int, *, root: bool = False) -> Any:
@@ -285,21 +302,10 @@ def _cut(value: Any, keep: list[int], count: int, *, root: bool = False) -> Any:
         return _cut_tensor(value, keep)
     if is_array(value):
         return value[keep] if value.ndim else value
-    if _is_plain_sequence(value):
-        return _cut_sequence(value, keep, count, root)
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         raise UncutError(f"a {type(value).__name__} cannot be changed")
-    return with_children(value, lambda _, item: _cut(item, keep, count))
-
-
-def _cut_tensor(tensor: Tensor, keep: list[int]) -> Tensor:
-    if not tensor.dim():
-        return tensor
-    chosen = torch.tensor(keep, dtype=torch.long, device=tensor.device)
-    return tensor.detach().index_select(0, chosen).requires_grad_(tensor.requires_grad)
-
-
-def _cut_sequence(value: Sequence[Any], keep: list[int], count: int, root: bool) -> Any:
+    if not _is_plain_sequence(value):
+        return with_children(value, lambda _, item: _cut(item, keep, count))
     layout = _layout(value, count, root)
     if layout == "constant":
         return value
@@ -308,6 +314,13 @@ def _cut_sequence(value: Sequence[Any], keep: list[int], count: int, root: bool)
     else:
         items = [value[row] for row in keep]
     return tuple(items) if type(value) is tuple else items
+
+
+def _cut_tensor(tensor: Tensor, keep: list[int]) -> Tensor:
+    if not tensor.dim():
+        return tensor
+    chosen = torch.tensor(keep, dtype=torch.long, device=tensor.device)
+    return tensor.detach().index_select(0, chosen).requires_grad_(tensor.requires_grad)
 
 
 # --- What one step was made of, kept just long enough to run it again.
@@ -410,22 +423,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def total_loss(output: Tensor | Mapping[str, Tensor]) -> Tensor:
     """Return the scalar, or the sum of named scalars, that a loss function gave; else raise."""
-    if not isinstance(output, Mapping):
-        return _scalar(output)
-    if not output:
+    parts: Mapping[str, Any] = {"": output}
+    if isinstance(output, Mapping):
+        parts = output
+    if not parts:
         raise ConfigError(f"loss_fn returned an empty dict; {WANTED}.")
-    parts = [_scalar(part, f" for {name!r}") for name, part in output.items()]
-    return sum(parts[1:], start=parts[0])
-
-
-def _scalar(value: Any, name: str = "") -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ConfigError(f"loss_fn returned{name} a {type(value).__name__}; {WANTED}.")
-    if value.numel() != 1:
-        raise ConfigError(
-            f"loss_fn returned{name} a tensor of shape {tuple(value.shape)}; {WANTED}."
-        )
-    return value
+    for name, part in parts.items():
+        of = ""
+        if isinstance(output, Mapping):
+            of = f" for {name!r}"
+        if not isinstance(part, Tensor):
+            raise ConfigError(f"loss_fn returned{of} a {type(part).__name__}; {WANTED}.")
+        if part.numel() != 1:
+            shape = tuple(part.shape)
+            raise ConfigError(f"loss_fn returned{of} a tensor of shape {shape}; {WANTED}.")
+    first, *more = parts.values()
+    total: Tensor = sum(more, start=first)
+    return total
 
 
 # --- Turn any tree of values into tensors plus JSON, and back: nothing read can execute code.
@@ -474,29 +488,81 @@ def tree_to_json(
     """
     if depth > DEEPEST_TREE:
         raise NotPlainError(f"{name} is nested deeper than {DEEPEST_TREE} levels.")
+    parameters: Mapping[int, str] = {}
+    if known is not None:
+        parameters = known.parameters
     if isinstance(value, Tensor):
-        return _tensor_to_json(value, tensors, name, known)
+        if id(value) in parameters:
+            return {"parameter": parameters[id(value)]}
+        if known is not None:
+            _, name = known.seen.setdefault(id(value), (value, name))
+        tensors[name] = value.detach()
+        return {"tensor": name, "requires_grad": value.requires_grad, "device": value.device.type}
     if type(value) in SCALARS:
-        return {"value": _spelled(value), "kind": type(value).__name__}
+        return _scalar_to_json(value)
 
-    def below(key: object, item: Any) -> Any:
-        return tree_to_json(item, tensors, f"{name}/{_shown(key, known)}", depth + 1, known=known)
+    def below(key: Any, item: Any) -> Any:
+        shown = key
+        if isinstance(key, Tensor):
+            shown = parameters.get(id(key), "tensor")
+        return tree_to_json(item, tensors, f"{name}/{shown}", depth + 1, known=known)
 
     if isinstance(value, Mapping):
-        items = [[_key(key, name, known), below(key, item)] for key, item in value.items()]
+        items = [[_key(key, name, parameters), below(key, item)] for key, item in value.items()]
         return {"mapping": items, "attributes": type(value) is not dict}
-    if isinstance(value, list | tuple | deque):
+    if isinstance(value, list | tuple | deque) or is_record(value):
         return _sequence_to_json(value, below)
-    if is_record(value):
-        fields = [[key, below(key, item)] for key, item in children(value)]
-        return {"fields": fields, "type": type(value).__name__}
     if hasattr(value, "__array__"):
         array = tree_to_json(torch.as_tensor(value), tensors, name, depth + 1)
-        return {"array": array, "number": _is_numpy_number(value)}
+        # A number of numpy is an array without a length.
+        number = type(value).__module__ == "numpy" and not hasattr(value, "__len__")
+        return {"array": array, "number": number}
     raise NotPlainError(
         f"{name} is a {type(value).__name__}; only tensors, containers and plain values can be "
         f"kept."
     )
+
+
+def _sequence_to_json(value: Any, below: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    if is_record(value) or hasattr(value, "_fields"):
+        fields = [[key, below(key, item)] for key, item in children(value)]
+        kind = "named"
+        if is_record(value):
+            kind = "fields"
+        return {kind: fields, "type": type(value).__name__}
+    entries = [below(index, item) for index, item in enumerate(value)]
+    if isinstance(value, deque):
+        return {"deque": entries, "most": value.maxlen}
+    return {"list" if isinstance(value, list) else "tuple": entries}
+
+
+def _key(key: Any, name: str, parameters: Mapping[int, str]) -> Any:
+    if isinstance(key, str):
+        return key
+    if isinstance(key, Tensor) and id(key) in parameters:
+        return {"parameter": parameters[id(key)]}
+    if type(key) in SCALARS:
+        return _scalar_to_json(key)
+    kind = type(key).__name__
+    raise NotPlainError(f"{name} has a {kind} as a key; only plain values can be kept.")
+
+
+def _scalar_to_json(value: Any) -> dict[str, Any]:
+    # JSON has neither NaN nor Inf, and repr keeps every bit of a float.
+    spelled = value
+    if isinstance(value, float):
+        spelled = repr(value)
+    return {"value": spelled, "kind": type(value).__name__}
+
+
+def _scalar_from_json(structure: dict[str, Any]) -> Any:
+    value = structure["value"]
+    if structure.get("kind") != "float":
+        return value
+    # The one NaN object of the module: containers compare it by identity.
+    if math.isnan(float(value)):
+        return math.nan
+    return float(value)
 
 
 def tree_from_json(
@@ -506,129 +572,125 @@ def tree_from_json(
 
     `parameters`: the live ones by name, for what refers to them.
     """
-    if "tensor" in structure:
-        return _tensor(structure, tensors)
-    if "parameter" in structure:
-        return (parameters or {})[structure["parameter"]]
-    if "value" in structure:
-        return _tree_json_scalar(structure)
-    if "array" in structure:
-        array = tree_from_json(structure["array"], tensors).numpy()
-        return array[()] if structure.get("number") else array
-    if "named" in structure or "fields" in structure:
-        return _record(structure, tensors)
-    if "mapping" in structure:
-        return _mapping(structure, tensors, parameters)
-    return _sequence(structure, lambda item: tree_from_json(item, tensors, parameters))
+    return Refill(tensors, parameters or {}).value(None, structure)
 
 
-def _is_numpy_number(value: Any) -> bool:
-    """A number of numpy is an array without a length."""
-    return type(value).__module__ == "numpy" and not hasattr(value, "__len__")
+class Refill:
+    """Puts one saved state back. A tensor that was kept once and referred to twice is made once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._parameters = parameters
+        self._made: dict[str, Tensor] = {}
+
+    def value(self, live: Any, structure: Any, like: Tensor | None = None) -> Any:
+        """Return the saved value; the live object itself, refilled, if it can hold it.
+
+        `like`: the parameter that the value belongs to; a tensor that is made goes where that is.
+        """
+        if "tensor" in structure:
+            return self._tensor(live, structure, like)
+        if "parameter" in structure:
+            return self._parameters[structure["parameter"]]
+        if "value" in structure:
+            return _scalar_from_json(structure)
+        if "array" in structure:
+            array = self.value(None, structure["array"]).numpy()
+            return array[()] if structure.get("number") else array
+        if "mapping" in structure:
+            return self._mapping(live, structure, like)
+        if "named" in structure or "fields" in structure:
+            return self._record(live, structure, like)
+        if "tuple" in structure:
+            return tuple(self._items(live, structure["tuple"], like))
+        if "deque" in structure:
+            items = self._items(live, structure["deque"], like)
+            if type(live) is not deque or live.maxlen != structure["most"]:
+                return deque(items, maxlen=structure["most"])
+            live.clear()
+            live.extend(items)
+            return live
+        items = self._items(live, structure["list"], like)
+        if type(live) is not list:
+            return items
+        live[:] = items
+        return live
+
+    def _tensor(self, live: Any, structure: Any, like: Tensor | None) -> Tensor:
+        name = structure["tensor"]
+        kept = self._tensors[name]
+        if isinstance(live, Tensor):
+            part = local_part(live.detach())
+            if (part.shape, part.dtype) == (kept.shape, kept.dtype):
+                part.copy_(kept)
+                return live
+        if name in self._made:
+            return self._made[name]
+        made = kept.clone()
+        if structure.get("device", "cpu") != "cpu" and torch.accelerator.is_available():
+            made = made.to(torch.accelerator.current_accelerator())
+        made = made.requires_grad_(bool(structure.get("requires_grad")))
+        # Counters stay on the host, as torch's own optimizers keep them.
+        if like is not None and made.dim():
+            made = made.to(like.device)
+            if is_distributed(like) and made.shape == local_part(like.detach()).shape:
+                made = sharded_like(like, made)
+        self._made[name] = made
+        return made
+
+    def _mapping(self, live: Any, structure: Any, like: Tensor | None) -> Any:
+        saved: dict[Any, Any] = {}
+        for key, item in structure["mapping"]:
+            saved[key if isinstance(key, str) else self.value(None, key)] = item
+        if not isinstance(live, MutableMapping):
+            live = {}
+            if structure.get("attributes"):
+                live = Attributed()
+        for key in [key for key in live if key not in saved]:
+            del live[key]
+        for key, item in saved.items():
+            live[key] = self.value(live.get(key), item, like)
+        return live
+
+    def _record(self, live: Any, structure: Any, like: Tensor | None) -> Any:
+        """Return a named tuple or a dataclass: a look-alike where no live one shows the class."""
+        named = "named" in structure
+        fields: dict[str, Any] = {}
+        for name, item in structure["named" if named else "fields"]:
+            if not str(name).isidentifier() or str(name).startswith("_"):
+                raise ValueError(f"{name!r} is not a name of a field")
+            fields[str(name)] = self.value(getattr(live, name, None), item, like)
+        if named and isinstance(live, tuple) and hasattr(live, "_replace"):
+            return live._replace(**fields)
+        if not named and is_record(live):
+            return dataclasses.replace(live, **fields)
+        if named:
+            return namedtuple("Batch", list(fields))(*fields.values())
+        return dataclasses.make_dataclass("Batch", list(fields))(*fields.values())
+
+    def _items(self, live: Any, saved: list[Any], like: Tensor | None) -> list[Any]:
+        before = []
+        if type(live) in (list, tuple, deque):
+            before = list(live)[: len(saved)]
+        before += [None] * (len(saved) - len(before))
+        return [self.value(one, item, like) for one, item in zip(before, saved, strict=True)]
 
 
-def _mapping(
-    structure: dict[str, Any],
-    tensors: Mapping[str, Tensor],
-    parameters: Mapping[str, Tensor] | None,
-) -> dict[Any, Any]:
-    items: dict[Any, Any] = {}
-    for key, item in structure["mapping"]:
-        items[key_from_json(key, parameters)] = tree_from_json(item, tensors, parameters)
-    return Attributed(items) if structure.get("attributes") else items
-
-
-def _tree_json_scalar(structure: dict[str, Any]) -> Any:
-    value = structure["value"]
-    if structure.get("kind") != "float":
+def in_containers_of(live: Any, value: Any) -> Any:
+    """Return the value in the containers of the live one: a Counter stays a Counter."""
+    if isinstance(live, Mapping) and isinstance(value, Mapping):
+        items = {key: in_containers_of(live.get(key), item) for key, item in value.items()}
+        if type(live) is dict or not isinstance(live, MutableMapping):
+            return items
+        # A copy keeps what the class adds, such as the factory of a defaultdict.
+        twin = copy.copy(live)
+        twin.clear()
+        twin.update(items)
+        return twin
+    if isinstance(value, Tensor) and isinstance(live, Tensor):
+        return value.to(live.device)
+    if not isinstance(live, list | tuple) or not isinstance(value, list | tuple):
         return value
-    number = float(value)
-    # The one NaN object of the module: containers compare it by identity.
-    return math.nan if math.isnan(number) else number
-
-
-def _record(structure: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-    """Build a look-alike of a named tuple or a dataclass: the class itself is not in the file."""
-    named = structure.get("named")
-    fields = structure["fields"] if named is None else named
-    names = [str(name) for name, _ in fields]
-    for name in names:
-        if not name.isidentifier() or name.startswith("_"):
-            raise ValueError(f"{name!r} is not a name of a field")
-    values = [tree_from_json(value, tensors) for _, value in fields]
-    if named is None:
-        return dataclasses.make_dataclass("Batch", names)(*values)
-    return namedtuple("Batch", names)(*values)
-
-
-def _sequence_to_json(value: Any, below: Callable[[object, Any], Any]) -> dict[str, Any]:
-    if hasattr(value, "_fields"):
-        named = [[field, below(field, getattr(value, field))] for field in value._fields]
-        return {"named": named, "type": type(value).__name__}
-    items = [below(index, item) for index, item in enumerate(value)]
-    if isinstance(value, deque):
-        return {"deque": items, "most": value.maxlen}
-    if isinstance(value, list):
-        return {"list": items}
-    return {"tuple": items}
-
-
-def _sequence(structure: dict[str, Any], below: Callable[[Any], Any]) -> Any:
-    if "deque" in structure:
-        return deque((below(item) for item in structure["deque"]), maxlen=structure["most"])
-    if "tuple" in structure:
-        return tuple(below(item) for item in structure["tuple"])
-    return [below(item) for item in structure["list"]]
-
-
-def _tensor_to_json(
-    value: Tensor, tensors: dict[str, Tensor], name: str, known: KnownTensors | None
-) -> Any:
-    if known is not None:
-        if id(value) in known.parameters:
-            return {"parameter": known.parameters[id(value)]}
-        _, name = known.seen.setdefault(id(value), (value, name))
-    tensors[name] = value.detach()
-    return {"tensor": name, "requires_grad": value.requires_grad, "device": value.device.type}
-
-
-def _tensor(structure: dict[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
-    tensor = tensors[structure["tensor"]].clone()
-    if structure.get("device", "cpu") != "cpu" and torch.accelerator.is_available():
-        tensor = tensor.to(torch.accelerator.current_accelerator())
-    return tensor.requires_grad_(bool(structure.get("requires_grad")))
-
-
-def _key(key: Any, name: str, known: KnownTensors | None) -> Any:
-    if isinstance(key, str):
-        return key
-    if type(key) in SCALARS:
-        return {"value": _spelled(key), "kind": type(key).__name__}
-    if isinstance(key, Tensor) and known is not None and id(key) in known.parameters:
-        return {"parameter": known.parameters[id(key)]}
-    raise NotPlainError(
-        f"{name} has a {type(key).__name__} as a key; only plain values can be kept."
-    )
-
-
-def _shown(key: Any, known: KnownTensors | None) -> Any:
-    """Return a key as part of a name."""
-    if not isinstance(key, Tensor):
-        return key
-    if known is None:
-        return "tensor"
-    return known.parameters.get(id(key), "tensor")
-
-
-def key_from_json(key: Any, parameters: Mapping[str, Tensor] | None = None) -> Any:
-    """Return the key of a mapping from what `tree_to_json` wrote for it."""
-    if isinstance(key, str):
-        return key
-    return tree_from_json(key, {}, parameters)
-
-
-def _spelled(value: Any) -> Any:
-    # JSON has neither NaN nor Inf, and repr keeps every bit of a float.
-    if isinstance(value, float):
-        return repr(value)
-    return value
+    if len(live) != len(value):
+        return value
+    return type(value)(map(in_containers_of, live, value))

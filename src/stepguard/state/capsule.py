@@ -21,9 +21,8 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +39,7 @@ from stepguard.state.batch import LossFn, NotPlainError, Step, tree_from_json, t
 from stepguard.state.files import new_folder
 from stepguard.state.rng import RngState, rng_from_facts, rng_to_facts
 from stepguard.state.run_state import RunState, SavedState
-from stepguard.tensors.names import Roots, named_modules
+from stepguard.tensors.names import named_modules
 
 # --- A bad step on disk: a run state plus a batch, as safetensors and JSON.
 
@@ -121,8 +120,7 @@ class Capsule:
                 f"{self.folder} is damaged: its batch is nested without end."
             ) from None
         except DAMAGE as fault:
-            what = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
-            raise CapsuleError(f"{self.folder} is damaged: {what}.") from None
+            raise _damaged(self.folder, fault) from None
 
     def fits(self, roots: Mapping[str, nn.Module], optimizer: Optimizer) -> str:
         """Say why these objects are not those the capsule was written for; empty if they are."""
@@ -136,7 +134,7 @@ class Capsule:
         try:
             return RunState(roots, optimizer).misfit(self._state())
         except DAMAGE as fault:
-            raise self._damaged(fault) from None
+            raise self._unfilled(fault) from None
 
     def fill(self, roots: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
         """Put parameters, buffers, modes, optimizer state and settings into the objects."""
@@ -152,7 +150,7 @@ class Capsule:
             for name, module in named_modules(roots):
                 module.training = name not in resting
         except DAMAGE as fault:
-            raise self._damaged(fault) from None
+            raise self._unfilled(fault) from None
 
     def differences(self) -> list[str]:
         """List what is different here from where the step went wrong."""
@@ -173,14 +171,19 @@ class Capsule:
     def _state(self) -> SavedState:
         return SavedState(self.tensors, self.facts["state"])
 
-    def _damaged(self, fault: Exception) -> CapsuleError:
+    def _unfilled(self, fault: Exception) -> CapsuleError:
         return CapsuleError(f"{self.folder} is damaged: its state cannot be filled in ({fault}).")
 
     def _text(self, key: str) -> str | None:
         value = self.facts.get(key)
-        if not isinstance(value, str):
-            return None
-        return value
+        if isinstance(value, str):
+            return value
+        return None
+
+
+def _damaged(folder: Path, fault: BaseException) -> CapsuleError:
+    what = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+    return CapsuleError(f"{folder} is damaged: {what}.")
 
 
 def write_capsule(
@@ -195,8 +198,16 @@ def write_capsule(
 ) -> bool:
     """Write the step; False if it is larger than the limit (then nothing is written)."""
     roots = step.named_roots()
-    state = _state_of(roots, step.optimizer)
+    run = RunState(roots, step.optimizer)
+    state = run.gather_modules()
     tensors = state.tensors
+    of_optimizer: dict[str, Tensor] = {}
+    try:
+        state.facts.update(run.gather_optimizer(of_optimizer))
+        tensors.update(of_optimizer)
+    except StateError as why:
+        # Without the optimizer a step can still be run again.
+        state.facts["optimizer_left_out"] = str(why)
     facts: dict[str, Any] = {
         "schema": SCHEMA,
         "step": step.index,
@@ -214,8 +225,15 @@ def write_capsule(
         "resting": [name for name, module in named_modules(roots) if not module.training],
     }
     if keep == "full":
-        facts.update(_batches(step, tensors))
-    if sum(t.numel() * t.element_size() for t in tensors.values()) > limit_bytes:
+        of_batches: dict[str, Tensor] = {}
+        try:
+            facts["micro_batches"] = [
+                tree_to_json(b, of_batches, f"batch/{i}") for i, b in enumerate(step.micro_batches)
+            ]
+            tensors.update(of_batches)
+        except NotPlainError as why:
+            facts["left_out"] = str(why)
+    if _size(tensors) > limit_bytes:
         return False
     write_facts(folder, "capsule.json", facts, tensors)
     return True
@@ -285,27 +303,8 @@ def _signing_key(*, create: bool) -> bytes | None:
         return None
 
 
-def _state_of(roots: Roots, optimizer: Optimizer) -> SavedState:
-    """Gather modules and optimizer. Without the optimizer a step can still be run again."""
-    run = RunState(roots, optimizer)
-    state = run.gather_modules()
-    tensors = dict(state.tensors)
-    try:
-        facts = run.gather_optimizer(tensors)
-    except StateError as why:
-        state.facts["optimizer_left_out"] = str(why)
-        return state
-    return SavedState(tensors, {**state.facts, **facts})
-
-
-def _batches(step: Step, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    apart: dict[str, Tensor] = {}
-    try:
-        batches = [tree_to_json(b, apart, f"batch/{i}") for i, b in enumerate(step.micro_batches)]
-    except NotPlainError as why:
-        return {"left_out": str(why)}
-    tensors.update(apart)
-    return {"micro_batches": batches}
+def _size(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _storable(tensor: Tensor) -> Tensor:
@@ -352,7 +351,16 @@ def _read_files(
         raise CapsuleError(f"{folder} is not a capsule: {Path(name).name} is missing.") from None
     except Exception as fault:
         raise CapsuleError(f"{folder} cannot be read: {fault}") from None
-    _check_schema(folder, facts)
+    found = facts.get("schema") if isinstance(facts, dict) else facts
+    if not isinstance(found, int) or found > SCHEMA:
+        raise CapsuleError(
+            f"{folder} has schema {found!r}; this stepguard reads up to {SCHEMA}: upgrade it."
+        )
+    if found < SCHEMA:
+        raise CapsuleError(
+            f"{folder} has schema {found}, of an earlier stepguard; this one reads {SCHEMA}: "
+            "replay it with the version that wrote it."
+        )
     for key in NEEDED:
         if key not in facts:
             raise CapsuleError(f"{folder} is damaged: capsule.json says nothing about {key!r}.")
@@ -391,29 +399,10 @@ def read_facts(
 
 def restore_kinds(tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Make complex and sparse again what `write_facts` has written as plain tensors."""
-    _convert(tensors, facts.get("complex"), torch.view_as_complex)
-    _convert(tensors, facts.get("sparse"), Tensor.to_sparse)
-
-
-def _convert(
-    tensors: dict[str, Tensor], names: list[str] | None, change: Callable[[Tensor], Tensor]
-) -> None:
-    for name in names or []:
-        if name in tensors:
-            tensors[name] = change(tensors[name])
-
-
-def _check_schema(folder: Path, facts: Any) -> None:
-    found = facts.get("schema") if isinstance(facts, dict) else facts
-    if not isinstance(found, int) or found > SCHEMA:
-        raise CapsuleError(
-            f"{folder} has schema {found!r}; this stepguard reads up to {SCHEMA}: upgrade it."
-        )
-    if found < SCHEMA:
-        raise CapsuleError(
-            f"{folder} has schema {found}, of an earlier stepguard; this one reads {SCHEMA}: "
-            "replay it with the version that wrote it."
-        )
+    for key, change in (("complex", torch.view_as_complex), ("sparse", Tensor.to_sparse)):
+        for name in facts.get(key) or []:
+            if name in tensors:
+                tensors[name] = change(tensors[name])
 
 
 def environment() -> dict[str, Any]:
@@ -494,9 +483,9 @@ class Window:
     @property
     def first(self) -> int | None:
         """Index of the first step; None where the bad step is all there is."""
-        if not self.steps:
-            return None
-        return self.steps[0].index
+        if self.steps:
+            return self.steps[0].index
+        return None
 
 
 def window_step(step: Step, loss: float | None, lr: tuple[float, ...]) -> WindowStep:
@@ -523,12 +512,12 @@ def write_window(capsule: Path, window: Window, limit_bytes: int) -> str:
         facts = {
             "schema": STEPS_SCHEMA,
             "state": {key: window.start.facts[key] for key in STATE_FACTS},
-            "steps": _steps_apart(window.steps, tensors, "step"),
-            "others": _steps_apart(window.others, tensors, "other"),
+            "steps": _steps_to_json(window.steps, tensors, "step"),
+            "others": _steps_to_json(window.others, tensors, "other"),
         }
     except NotPlainError as why:
         return str(why)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    size = _size(tensors)
     if size > limit_bytes:
         return f"the steps before it take {size} bytes, {limit_bytes} are left for them"
     write_facts(capsule / FOLDER, "window.json", facts, tensors)
@@ -551,57 +540,45 @@ def read_window(capsule: Path) -> Window | None:
         }
         return Window(
             start=SavedState(start, facts["state"]),
-            steps=_steps_together(facts["steps"], tensors),
-            others=_steps_together(facts["others"], tensors),
+            steps=_steps_from_json(facts["steps"], tensors),
+            others=_steps_from_json(facts["others"], tensors),
         )
     except (*DAMAGE, OSError, RecursionError) as fault:
-        what = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
-        raise CapsuleError(f"{folder} is damaged: {what}.") from None
+        raise _damaged(folder, fault) from None
 
 
-def _steps_apart(
+def _steps_to_json(
     steps: Sequence[WindowStep], tensors: dict[str, Tensor], name: str
 ) -> list[dict[str, Any]]:
-    apart = []
+    written = []
     for step in steps:
         where = f"{name}/{step.index}"
-        batches = [
-            tree_to_json(batch, tensors, f"{where}/batch/{number}")
-            for number, batch in enumerate(step.micro_batches)
+        batches = enumerate(step.micro_batches)
+        rng = enumerate(step.rng)
+        facts: dict[str, Any] = {
+            "index": step.index,
+            "loss": step.loss,
+            "lr": list(step.lr),
+            "scale": step.scale,
+            "clip_norm": step.clip_norm,
+        }
+        facts["micro_batches"] = [
+            tree_to_json(b, tensors, f"{where}/batch/{i}") for i, b in batches
         ]
-        rng = [
-            rng_to_facts(state, tensors, f"{where}/rng/{number}")
-            for number, state in enumerate(step.rng)
-        ]
-        apart.append(
-            {
-                "index": step.index,
-                "micro_batches": batches,
-                "rng": rng,
-                "loss": step.loss,
-                "lr": list(step.lr),
-                "scale": step.scale,
-                "clip_norm": step.clip_norm,
-            }
-        )
-    return apart
+        facts["rng"] = [rng_to_facts(state, tensors, f"{where}/rng/{i}") for i, state in rng]
+        written.append(facts)
+    return written
 
 
-def _steps_together(facts: list[dict[str, Any]], tensors: dict[str, Tensor]) -> list[WindowStep]:
+def _steps_from_json(facts: list[dict[str, Any]], tensors: dict[str, Tensor]) -> list[WindowStep]:
     steps = []
     for one in facts:
-        batches = [tree_from_json(batch, tensors) for batch in one["micro_batches"]]
-        steps.append(
-            WindowStep(
-                index=one["index"],
-                micro_batches=tuple(batches),
-                rng=[rng_from_facts(rng, tensors) for rng in one["rng"]],
-                loss=one["loss"],
-                lr=tuple(one["lr"]),
-                scale=one["scale"],
-                clip_norm=one["clip_norm"],
-            )
-        )
+        batches = tuple(tree_from_json(batch, tensors) for batch in one["micro_batches"])
+        rng = [rng_from_facts(rng, tensors) for rng in one["rng"]]
+        step = WindowStep(one["index"], batches, rng, one["loss"], tuple(one["lr"]))
+        step.scale = one["scale"]
+        step.clip_norm = one["clip_norm"]
+        steps.append(step)
     return steps
 
 
@@ -651,32 +628,23 @@ def find_module(
     # From the outside in: finding a module imports the packages around it.
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
-        spec = _spec(name)
+        spec = None
+        if all(part.isidentifier() for part in parts[:depth]):
+            with suppress(ImportError, ValueError):
+                spec = importlib.util.find_spec(name)
         if spec is None:
             raise error(
                 f"{named}: there is no module {name!r} below the current directory; run this in "
                 f"the project's folder."
             )
-        found = [inside(Path(place), named, error) for place in _files(spec)]
+        # A package without a file, or a module built into the interpreter, which is not below here.
+        places = list(spec.submodule_search_locations or ["/"])
+        if spec.has_location and spec.origin:
+            places = [spec.origin]
+        found = [inside(Path(place), named, error) for place in places]
         for place in found:
             check(place)
     return found
-
-
-def _spec(name: str) -> ModuleSpec | None:
-    if not all(part.isidentifier() for part in name.split(".")):
-        return None
-    try:
-        return importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-
-
-def _files(spec: ModuleSpec) -> list[str]:
-    if spec.has_location and spec.origin:
-        return [spec.origin]
-    # A package without a file, or a module built into the interpreter, which is not below here.
-    return list(spec.submodule_search_locations or ["/"])
 
 
 def inside(path: Path, named: str, error: type[StepguardError]) -> Path:

@@ -31,23 +31,27 @@ def untouched(step: Step) -> Iterator[BufferKeeper]:
     roots = list(step.named_roots().values())
     keeper = BufferKeeper(roots, small=sys.maxsize)
     keeper.remember()
+    modes = [(module, module.training) for root in roots for module in root.modules()]
+    wrappers = [m for m in step.model.modules() if isinstance(m, DistributedDataParallel)]
     with ExitStack() as stack:
         stack.callback(restore_rng, capture_rng())
         stack.callback(keeper.restore)
-        stack.enter_context(_kept_parameters(_parameters(step)))
-        stack.enter_context(_kept_modes(roots))
-        stack.enter_context(_no_synchronisation(step.model))
+        # Parameters of the modules and of the optimizer, each once.
+        parameters = [p for p, _ in parameter_names(step.named_roots(), step.optimizer)]
+        stack.enter_context(_kept_parameters(parameters))
+        for module, training in modes:
+            stack.callback(setattr, module, "training", training)
+        for wrapper in wrappers:
+            # `no_sync` is not enough: the wrapper's forward also broadcasts buffers and, once, the
+            # order of its buckets.
+            wrapper.__dict__["forward"] = partial(_inner_forward, wrapper)
+            stack.callback(wrapper.__dict__.pop, "forward")
         stack.enter_context(_no_warnings())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if distributed():
             stack.enter_context(Alone())  # type: ignore[no-untyped-call]
         yield keeper
-
-
-def _parameters(step: Step) -> list[Tensor]:
-    """List the parameters of the modules and of the optimizer, each once."""
-    return [p for p, _ in parameter_names(step.named_roots(), step.optimizer)]
 
 
 @contextmanager
@@ -86,34 +90,6 @@ def _no_warnings() -> Iterator[None]:
         present: Any = warnings.filters
         for filters in (before, present):
             filters[:] = [one for one in filters if one is not silence]
-
-
-@contextmanager
-def _kept_modes(roots: list[nn.Module]) -> Iterator[None]:
-    """Put the training flags back."""
-    flags = [(module, module.training) for root in roots for module in root.modules()]
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training
-
-
-@contextmanager
-def _no_synchronisation(model: nn.Module) -> Iterator[None]:
-    """Bypass DistributedDataParallel.
-
-    `no_sync` is not enough: the wrapper's forward also broadcasts buffers and, once, the order of
-    its buckets.
-    """
-    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    for wrapper in wrappers:
-        wrapper.__dict__["forward"] = partial(_inner_forward, wrapper)
-    try:
-        yield
-    finally:
-        for wrapper in wrappers:
-            del wrapper.__dict__["forward"]
 
 
 def _inner_forward(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
@@ -179,22 +155,16 @@ def model_finite(step: Step, *, scale: float = 1.0) -> bool:
             outputs, gradients = step.model_fn(batch)
             if not all(map(is_finite, outputs)):
                 return False
-            _backward_through(outputs, gradients, scale)
+            reached: list[Tensor] = []
+            received: list[Tensor] = []
+            for output, gradient in zip(outputs, gradients, strict=True):
+                if gradient is not None:
+                    reached.append(output)
+                    received.append(gradient / scale)
+            if reached:
+                torch.autograd.backward(reached, received)
         gradients = [p.grad for p in step.given_gradients()]
         return all(gradient is None or is_finite(gradient) for gradient in gradients)
-
-
-def _backward_through(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], scale: float
-) -> None:
-    roots: list[Tensor] = []
-    arriving: list[Tensor] = []
-    for output, gradient in zip(outputs, gradients, strict=True):
-        if gradient is not None:
-            roots.append(output)
-            arriving.append(gradient / scale)
-    if roots:
-        torch.autograd.backward(roots, arriving)
 
 
 def gradients_came_back_finite(step: Step) -> bool:

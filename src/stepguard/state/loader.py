@@ -1,6 +1,8 @@
-"""Find a batch again among the last ones a loader delivered, by the tensors it is made of.
+"""Which samples a batch is made of, and a loader whose position can be saved and restored.
 
-Only weak references are kept: no batch stays in memory for it.
+While somebody observes, two methods of torch's loader iterators are wrapped: there the indices that
+the sampler yielded for each batch are known. Loaders, samplers, workers and random numbers stay as
+they are, and only weak references to batches are kept: none stays in memory for it.
 """
 
 from __future__ import annotations
@@ -10,204 +12,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import IterableDataset, Subset
 
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_from_facts, rng_to_facts
 from stepguard.tensors.torch_private import NEXT_INDEX, LoaderIterator
-
-# --- Observe from the loader's sampler which samples of the data set a batch is made of.
-
-
-PLAIN_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
-"""Modules whose `__iter__` delivers exactly one batch for each list of indices, in order."""
-
-Index = int | str
-Yielded = deque[Any]
-
-
-class IndexObserver:
-    """Iterates over a loader; `indices` are those of the last batch, None if not known."""
-
-    def __init__(self, loader: Any) -> None:
-        self._yielded: Yielded = deque()
-        self._last: Any = None
-        self.dataset = getattr(loader, "dataset", None)
-        self._ahead = getattr(loader, "num_workers", 0) > 0
-        """Workers fetch batches ahead: the sampler has yielded more than was delivered."""
-        self._iterator: Iterator[Any]
-        if _can_be_observed(loader):
-            self._iterator = self._observing(loader)
-        else:
-            self._iterator = iter(loader)
-
-    def __iter__(self) -> IndexObserver:
-        return self
-
-    def __next__(self) -> Any:
-        if not self._ahead:
-            # One fetch a batch; there are more only if a loader went forward to its position.
-            self._yielded.clear()
-        batch = next(self._iterator)
-        self._last = None
-        if self._yielded:
-            self._last = self._yielded.popleft() if self._ahead else self._yielded[-1]
-        return batch
-
-    @property
-    def indices(self) -> tuple[Index, ...] | None:
-        """Indices of the last batch. Waits for the device only if a sampler yields its tensors."""
-        return as_indices(self._last, self.dataset)
-
-    @property
-    def raw(self) -> Any:
-        """What the sampler yielded for the last batch, as it is."""
-        return self._last
-
-    def _observing(self, loader: Any) -> Iterator[Any]:
-        name = _sampler_name(loader)
-        sampler = getattr(loader, name)
-        observed = _Sampler(sampler, self._yielded)
-        # Persistent workers have one iterator, which is reset for each pass.
-        persistent = getattr(loader, "_iterator", None)
-        # The loader's own __setattr__ refuses to replace a sampler.
-        vars(loader)[name] = observed
-        _exchange(persistent, sampler, observed)
-        try:
-            iterator: Iterator[Any] = iter(loader)
-        finally:
-            vars(loader)[name] = sampler
-            _exchange(persistent, observed, sampler)
-        _exchange(iterator, observed, sampler)
-        if self._ahead:
-            self._drop_delivered(iterator)
-        return iterator
-
-    def _drop_delivered(self, iterator: Any) -> None:
-        """Drop what a loader that went forward to its position will not deliver."""
-        sent = getattr(iterator, "_send_idx", None)
-        received = getattr(iterator, "_rcvd_idx", None)
-        if not isinstance(sent, int) or not isinstance(received, int):
-            self._yielded = deque(maxlen=0)
-            return
-        while len(self._yielded) > sent - received:
-            self._yielded.popleft()
-
-
-class _Sampler:
-    """Passes on what a sampler yields, and remembers it."""
-
-    def __init__(self, sampler: Any, yielded: Yielded) -> None:
-        self._sampler = sampler
-        self._yielded = yielded
-
-    def __iter__(self) -> Iterator[Any]:
-        self._yielded.clear()
-        iterator = iter(self._sampler)
-        if keeps_position(iterator):
-            return _StatefulIndices(iterator, self._yielded)
-        return _Indices(iterator, self._yielded)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-
-class _Indices:
-    def __init__(self, iterator: Iterator[Any], yielded: Yielded) -> None:
-        self._iterator = iterator
-        self._yielded = yielded
-
-    def __iter__(self) -> _Indices:
-        return self
-
-    def __next__(self) -> Any:
-        indices = next(self._iterator)
-        # A copy of a list: a sampler may fill the same one again.
-        self._yielded.append(tuple(indices) if isinstance(indices, list) else indices)
-        return indices
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-
-class _StatefulIndices(_Indices):
-    """torchdata checks the class to find out whether an iterator keeps its own position."""
-
-    def state_dict(self) -> Any:
-        return self._iterator.state_dict()  # type: ignore[attr-defined]
-
-    def load_state_dict(self, state: Any) -> None:
-        self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
-
-
-def as_indices(given: Any, dataset: Any = None) -> tuple[Index, ...] | None:
-    """Return what a sampler yielded for one batch as plain values; None for anything else.
-
-    Those of a part made by `Subset` or `random_split` are its rows of the whole.
-    """
-    given = _as_python(given)
-    several = given if isinstance(given, list | tuple | range) else (given,)
-    found = tuple(_as_python(index) for index in several)
-    if not all(map(_is_index, found)):
-        return None
-    while type(dataset) is Subset:
-        rows = dataset.indices
-        if not all(_is_row(index, len(rows)) for index in found):
-            return None
-        found = tuple(_as_python(rows[index]) for index in found)
-        dataset = dataset.dataset
-    return found
-
-
-def keeps_position(loader: Any) -> bool:
-    """True for a loader or iterator with `state_dict` and `load_state_dict`."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _is_index(value: Any) -> bool:
-    # A bool is an int for Python, and never an index.
-    return isinstance(value, int | str) and not isinstance(value, bool)
-
-
-def _is_row(index: Any, count: int) -> bool:
-    return isinstance(index, int) and -count <= index < count
-
-
-def _as_python(value: Any) -> Any:
-    """Turn tensors, arrays and numbers of numpy into numbers and lists."""
-    if callable(getattr(value, "tolist", None)):
-        return value.tolist()
-    return value
-
-
-def _can_be_observed(loader: Any) -> bool:
-    """True if the data set has indices and batches are delivered in the sampler's order."""
-    if not isinstance(loader, DataLoader) or type(loader).__iter__.__module__ not in PLAIN_LOADERS:
-        return False
-    if isinstance(loader.dataset, IterableDataset):
-        return False
-    in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
-    return in_order and _sampler_name(loader) in vars(loader)
-
-
-def _sampler_name(loader: Any) -> str:
-    return "sampler" if loader.batch_sampler is None else "batch_sampler"
-
-
-def _exchange(iterator: Any, old: Any, new: Any) -> None:
-    """Replace the sampler that the loader's iterator keeps for its length and the next pass."""
-    if getattr(iterator, "_index_sampler", None) is old:
-        iterator._index_sampler = new
-
-
-# --- Find a batch again among the last ones a loader delivered, by the tensors it is made of.
-
 
 REMEMBERED = 256
 """Batches. A step has rarely more micro-batches, and a fused one is read one step late."""
@@ -217,6 +29,128 @@ MOST_PARTS = 32
 """Parts of one batch that are searched for tensors."""
 NEXT = "__next__"
 ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
+
+Index = int | str
+Place = tuple[int, int]
+"""A pass over the data and the number of a batch in it, both from 0."""
+
+# --- Indices of delivered batches
+
+
+_plain: dict[str, Any] = {}
+"""The methods that are wrapped, as they were."""
+_listening: weakref.WeakSet[RecentBatches] = weakref.WeakSet()
+_yielded: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+"""Iterator of a DataLoader -> what its sampler yielded for each batch that is not delivered yet. An
+iterator whose first batches were not observed is not in it.
+"""
+
+
+def observe_loaders(step: Callable[[], int]) -> RecentBatches:
+    """Remember what every DataLoader of the process delivers, until `stop_observing`.
+
+    `step` says which step a batch is delivered for.
+    """
+    recent = RecentBatches(step, observed=True)
+    _observe(recent)
+    return recent
+
+
+def _observe(recent: RecentBatches) -> None:
+    _listening.add(recent)
+    for name, wrapper in ((NEXT, _deliver), (NEXT_INDEX, _fetch_index)):
+        if name not in _plain:
+            _plain[name] = getattr(LoaderIterator, name)
+            setattr(LoaderIterator, name, wrapper)
+
+
+def stop_observing(recent: RecentBatches) -> None:
+    """Undo `observe_loaders`."""
+    _listening.discard(recent)
+    if _listening:
+        return
+    _yielded.clear()
+    for name, wrapper in ((NEXT, _deliver), (NEXT_INDEX, _fetch_index)):
+        # another tool may have wrapped it in turn: then it stays, and only passes on
+        if getattr(LoaderIterator, name) is wrapper:
+            setattr(LoaderIterator, name, _plain.pop(name))
+
+
+def _fetch_index(iterator: Any) -> Any:
+    index = _plain[NEXT_INDEX](iterator)
+    if not _listening:
+        return index
+    # Always 0 where no worker fetches ahead.
+    number = getattr(iterator, "_send_idx", 0)
+    if not number:
+        _yielded[iterator] = {}
+    waiting = _yielded.get(iterator)
+    if waiting is not None:
+        for other in list(waiting):
+            if other < _last_number(iterator):
+                del waiting[other]
+        # a copy of a list: a sampler may fill the same one again
+        waiting[number] = tuple(index) if isinstance(index, list) else index
+    return index
+
+
+def _deliver(iterator: Any) -> Any:
+    batch = _plain[NEXT](iterator)
+    raw = _yielded_for_last(iterator)
+    dataset = getattr(iterator, "_dataset", None)
+    if raw is None:
+        return batch
+    for recent in list(_listening):
+        if recent.observed:
+            # only a part of a data set is asked for its rows of the whole
+            recent.add(batch, None, 0, raw, dataset if type(dataset) is Subset else None)
+    return batch
+
+
+def _last_number(iterator: Any) -> int:
+    """The number of the last batch that workers have delivered."""
+    return int(getattr(iterator, "_rcvd_idx", 1)) - 1
+
+
+def _yielded_for_last(iterator: Any) -> Any:
+    """What the sampler yielded for the last batch; None where not known."""
+    if not isinstance(iterator, LoaderIterator) or not getattr(iterator, "_in_order", True):
+        return None
+    if isinstance(getattr(iterator, "_dataset", None), IterableDataset):
+        return None
+    return _yielded.get(iterator, {}).get(_last_number(iterator))
+
+
+def as_indices(given: Any, dataset: Any = None) -> tuple[Index, ...] | None:
+    """Return what a sampler yielded for one batch as plain values; None for anything else.
+
+    Those of a part made by `Subset` or `random_split` are its rows of the whole. Waits for the
+    device only if a sampler yields its tensors.
+    """
+    given = _as_python(given)
+    several = given if isinstance(given, list | tuple | range) else (given,)
+    found = tuple(_as_python(index) for index in several)
+    for index in found:
+        # A bool is an int for Python, and never an index.
+        if not isinstance(index, int | str) or isinstance(index, bool):
+            return None
+    while type(dataset) is Subset:
+        rows = dataset.indices
+        if not all(isinstance(row, int) and -len(rows) <= row < len(rows) for row in found):
+            return None
+        found = tuple(_as_python(rows[index]) for index in found)
+        dataset = dataset.dataset
+    return found
+
+
+def _as_python(value: Any) -> Any:
+    """Turn tensors, arrays and numbers of numpy into numbers and lists."""
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    return value
+
+
+# --- Find a batch again among the last ones delivered, by the tensors it is made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +169,7 @@ class Delivered:
     marks: tuple[weakref.ref[Tensor], ...]
 
     @property
-    def place(self) -> tuple[int, int] | None:
+    def place(self) -> Place | None:
         """The pass and the number in it."""
         return None if self.epoch is None else (self.epoch, self.number)
 
@@ -274,7 +208,7 @@ class RecentBatches:
     """Remembers the last batches by weak references."""
 
     def __init__(self, step: Callable[[], int], *, observed: bool = False) -> None:
-        """`step` tells which one a batch is delivered for. `observed`: the batches come from any
+        """`step` says which one a batch is delivered for. `observed`: the batches come from any
         loader of the process, perhaps ahead of their step.
         """
         self.step = step
@@ -292,7 +226,8 @@ class RecentBatches:
 
     def find(self, batch: Any) -> FoundBatch | None:
         """Find the delivered batch this is, or is a part of; None if there is none or several."""
-        asked = {id(tensor) for tensor in first_tensors(batch)}
+        tensors = first_tensors(batch)
+        asked = {id(tensor) for tensor in tensors}
         best = 0
         matching: list[Delivered] = []
         for each in self._batches:
@@ -302,11 +237,18 @@ class RecentBatches:
                 matching = [each]
             elif score and score == best:
                 matching.append(each)
-        if not best:
-            return self._find_part(batch)
-        if len(matching) > 1:
+        if best:
+            if len(matching) == 1:
+                return FoundBatch(matching[0])
             return None
-        return FoundBatch(matching[0])
+        # A slice of a delivered tensor, as loops cut their batches into micro-batches.
+        for tensor in tensors:
+            for each in reversed(self._batches):
+                for whole in each.tensors:
+                    rows = _rows_of(tensor, whole)
+                    if rows is not None:
+                        return FoundBatch(each, rows, int(whole.shape[0]))
+        return None
 
     def of_step(self, step: int) -> list[Delivered]:
         """List what was delivered for this step, in order; after a rewind, the newer ones."""
@@ -318,50 +260,26 @@ class RecentBatches:
                 break
         return found[::-1]
 
-    def _find_part(self, batch: Any) -> FoundBatch | None:
-        """Find a slice of a delivered tensor, as loops cut their batches into micro-batches."""
-        for tensor in first_tensors(batch):
-            for each in reversed(self._batches):
-                for whole in each.tensors:
-                    rows = _rows_of(tensor, whole)
-                    if rows is not None:
-                        return FoundBatch(each, rows, int(whole.shape[0]))
-        return None
-
 
 def _rows_of(part: Tensor, whole: Tensor) -> tuple[int, ...] | None:
     """Return which rows of `whole` the view `part` is made of; None if it is not such a view."""
-    if not _can_be_rows(part, whole):
+    for tensor in (part, whole):
+        if tensor.layout is not torch.strided or not tensor.dim() or tensor.is_nested:
+            return None
+    if part.shape[1:] != whole.shape[1:] or part.stride()[1:] != whole.stride()[1:]:
+        return None
+    # Python makes a new storage object on every call; _cdata is the address of the real one.
+    if part.untyped_storage()._cdata != whole.untyped_storage()._cdata or not part.numel():
         return None
     row_size = whole.stride(0)
     offset = int(part.storage_offset()) - int(whole.storage_offset())
     if not row_size or offset % row_size or part.stride(0) % row_size:
         return None
-    start = offset // row_size
     every = part.stride(0) // row_size
-    rows = tuple(start + row * every for row in range(part.shape[0]))
+    rows = tuple(offset // row_size + row * every for row in range(part.shape[0]))
     if min(rows) < 0 or max(rows) >= whole.shape[0]:
         return None
     return rows
-
-
-def _can_be_rows(part: Tensor, whole: Tensor) -> bool:
-    if not _has_rows(part) or not _has_rows(whole) or not part.numel():
-        return False
-    if part.shape[1:] != whole.shape[1:] or part.stride()[1:] != whole.stride()[1:]:
-        return False
-    return _share_memory(part, whole)
-
-
-def _has_rows(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.dim() > 0 and not tensor.is_nested
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    if one.device != other.device:
-        return False
-    # Python makes a new storage object on every call; _cdata is the address of the real one.
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def first_tensors(batch: Any) -> list[Tensor]:
@@ -372,13 +290,10 @@ def first_tensors(batch: Any) -> list[Tensor]:
     while waiting and len(found) < MOST_TENSORS and searched < MOST_PARTS:
         item = waiting.popleft()
         searched += 1
-        kind = type(item)
-        if kind in ATOMS:
-            continue
-        if issubclass(kind, Tensor):
+        if issubclass(type(item), Tensor):
             found.append(item)
-        else:
-            waiting.extend(_parts(item, kind))
+        elif type(item) not in ATOMS:
+            waiting.extend(_parts(item, type(item)))
     return found
 
 
@@ -386,10 +301,13 @@ def _parts(item: Any, kind: type) -> list[Any]:
     """List direct parts of a container, past methods that its class may have overridden."""
     if issubclass(kind, dict):
         return list(islice(dict.values(item), MOST_PARTS))
-    if issubclass(kind, list):
-        return _entries(list.__iter__(item))
-    if issubclass(kind, tuple):
-        return _entries(tuple.__iter__(item))
+    for sequence in (list, tuple):
+        if issubclass(kind, sequence):
+            few = list(islice(sequence.__iter__(item), MOST_PARTS))
+            # A list of names is long and holds no tensor.
+            if few and type(few[0]) in ATOMS:
+                return []
+            return few
     if issubclass(kind, type) or kind.__module__ == "builtins":
         return []
     if is_dataclass(kind):
@@ -401,162 +319,7 @@ def _parts(item: Any, kind: type) -> list[Any]:
     return list(islice(attributes.values(), MOST_PARTS))
 
 
-def _entries(iterator: Any) -> list[Any]:
-    few = list(islice(iterator, MOST_PARTS))
-    # A list of names is long and holds no tensor.
-    if not few or type(few[0]) in ATOMS:
-        return []
-    return few
-
-
-# --- loaders that were not given to a guard
-
-
-_plain: dict[str, Any] = {}
-"""The methods that are wrapped, as they were."""
-_listening: weakref.WeakSet[RecentBatches] = weakref.WeakSet()
-_yielded: weakref.WeakKeyDictionary[Any, deque[Any] | None] = weakref.WeakKeyDictionary()
-"""Iterator of a DataLoader -> what its sampler yielded for batches that are not delivered yet; None
-where some of it was not seen.
-"""
-
-
-def observe_loaders(step: Callable[[], int]) -> RecentBatches:
-    """Remember what every DataLoader of the process delivers, until `stop_observing`.
-
-    `step` tells which step a batch is delivered for. Two methods of torch's iterators are wrapped
-    while anyone listens: loaders, samplers, workers and random numbers stay as they are.
-    """
-    recent = RecentBatches(step, observed=True)
-    _listening.add(recent)
-    for name, wrapper in ((NEXT, _deliver), (NEXT_INDEX, _fetch_index)):
-        if name not in _plain:
-            _plain[name] = getattr(LoaderIterator, name)
-            setattr(LoaderIterator, name, wrapper)
-    return recent
-
-
-def stop_observing(recent: RecentBatches) -> None:
-    """Undo `observe_loaders`."""
-    _listening.discard(recent)
-    if _listening:
-        return
-    _yielded.clear()
-    for name, wrapper in ((NEXT, _deliver), (NEXT_INDEX, _fetch_index)):
-        # another tool may have wrapped it in turn: then it stays, and only passes on
-        if getattr(LoaderIterator, name) is wrapper:
-            setattr(LoaderIterator, name, _plain.pop(name))
-
-
-def _fetch_index(iterator: Any) -> Any:
-    index = _plain[NEXT_INDEX](iterator)
-    if not _listening:
-        return index
-    if not getattr(iterator, "_send_idx", 0):
-        # the first one of a pass, or each where no worker fetches ahead
-        _yielded[iterator] = deque()
-    waiting = _yielded.setdefault(iterator, None)
-    if waiting is not None:
-        # a copy of a list: a sampler may fill the same one again
-        waiting.append(tuple(index) if isinstance(index, list) else index)
-    return index
-
-
-def _deliver(iterator: Any) -> Any:
-    try:
-        batch = _plain[NEXT](iterator)
-    except StopIteration:
-        raise
-    except BaseException:
-        _take(iterator)  # the batch that a worker failed on
-        raise
-    raw = _take(iterator)
-    dataset = getattr(iterator, "_dataset", None)
-    if raw is None or isinstance(dataset, IterableDataset):
-        return batch
-    for recent in list(_listening):
-        # only a part of a data set is asked for its rows of the whole
-        recent.add(batch, None, 0, raw, dataset if type(dataset) is Subset else None)
-    return batch
-
-
-def _take(iterator: Any) -> Any:
-    """What the sampler yielded for the batch that is delivered now; None where not known."""
-    waiting = _yielded.get(iterator)
-    if not waiting or not getattr(iterator, "_in_order", True):
-        return None
-    return waiting.popleft()
-
-
-# --- Batches that were left out before and are not delivered again.
-
-
-Place = tuple[int, int]
-"""A pass over the data and the number of a batch in it, both from 0."""
-
-
-class Batch(Protocol):
-    @property
-    def indices(self) -> tuple[Index, ...] | None: ...
-
-
-class SkippedBatches:
-    """Knows which batches not to deliver, and says so once for each stretch of them."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._places: frozenset[Place] = frozenset()
-        self._causes: Mapping[Place, str] = {}
-        self._indices: Mapping[Place, Collection[Index]] = {}
-        self._epoch = 0
-        self._stretch: list[Place] = []
-
-    def expect(
-        self,
-        places: Collection[Place],
-        epoch: int,
-        causes: Mapping[Place, str],
-        indices: Mapping[Place, Collection[Index]],
-    ) -> None:
-        """`epoch` is the pass whose order of batches is known to be the same as before."""
-        self._places = frozenset(places)
-        self._epoch = epoch
-        self._causes = causes
-        self._indices = indices
-
-    def skips(self, place: Place, batch: Batch) -> bool:
-        """Is this a batch that must not be delivered?"""
-        if place in self._places and self._is_the_same(place, batch):
-            self._stretch.append(place)
-            return True
-        self.tell()
-        return False
-
-    def _is_the_same(self, place: Place, batch: Batch) -> bool:
-        expected = self._indices.get(place)
-        indices = batch.indices
-        if not expected or indices is None:
-            return place[0] == self._epoch
-        return set(expected) <= set(indices)
-
-    def tell(self) -> None:
-        """Say one line on the stretch that has ended."""
-        stretch = self._stretch
-        self._stretch = []
-        if not stretch:
-            return
-        epoch, first = stretch[0]
-        _, last = stretch[-1]
-        which = f"batch {first}" if first == last else f"batches {first}-{last}"
-        line = f"passing over {which} of pass {epoch}: left out before"
-        # A dict keeps the order and names each cause once.
-        causes = dict.fromkeys(self._causes[place] for place in stretch if place in self._causes)
-        if causes:
-            line += f" as {', '.join(causes)}"
-        self._say(line)
-
-
-# --- The user's loader, with a position that can be saved and restored.
+# --- The user's loader, with a position that can be saved and restored
 
 
 class ResumableLoader:
@@ -569,12 +332,15 @@ class ResumableLoader:
         say: Callable[[str], None],
         step: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`step` tells which step a batch is delivered for."""
+        """`step` says which step a batch is delivered for."""
         self._loader = loader
         self._between = between
         self._say = say
         self.recent = RecentBatches(step)
-        self._skipped = SkippedBatches(say)
+        self._skipped: dict[Place, tuple[str, Collection[Index]]] = {}
+        """Batches that are not delivered: why not, and the indices they must have."""
+        self._known_order = 0
+        """The pass whose order of batches is the one in which they were skipped."""
         self._begun: dict[str, Any] | None = None
         """What the present pass over the data began with; None outside of one."""
         self._goal: tuple[dict[str, Any], RngState | None] | None = None
@@ -586,29 +352,68 @@ class ResumableLoader:
         """Batches of the present pass."""
 
     def __iter__(self) -> Iterator[Any]:
+        _observe(self.recent)
+        try:
+            yield from self._batches()
+        finally:
+            stop_observing(self.recent)
+        self._begun = None
+        self.delivered = 0
+        self.epoch += 1
+        for call in self.after_pass:
+            call()
+
+    def _batches(self) -> Iterator[Any]:
         if self._goal is None:
-            iterator = self._from_start()
+            self.delivered = 0
+            self._begun = self._start_now()
+            iterator = iter(self._loader)
         else:
             iterator = self._from_position(*self._goal)
             self._goal = None
+        dataset = getattr(self._loader, "dataset", None)
+        stretch: list[Place] = []
         while True:
             self._between()
             try:
                 batch = next(iterator)
             except StopIteration:
                 break
-            number = self.delivered
+            place = (self.epoch, self.delivered)
             self.delivered += 1
-            if self._skipped.skips((self.epoch, number), iterator):
+            raw = _yielded_for_last(iterator)
+            if self._is_skipped(place, raw, dataset):
+                stretch.append(place)
                 continue
-            self.recent.add(batch, self.epoch, number, iterator.raw, iterator.dataset)
+            self._say_skipped(stretch)
+            stretch = []
+            self.recent.add(batch, *place, raw, dataset)
             yield batch
-        self._skipped.tell()
-        self._begun = None
-        self.delivered = 0
-        self.epoch += 1
-        for tell in self.after_pass:
-            tell()
+        self._say_skipped(stretch)
+
+    def _is_skipped(self, place: Place, raw: Any, dataset: Any) -> bool:
+        if place not in self._skipped:
+            return False
+        _, expected = self._skipped[place]
+        indices = as_indices(raw, dataset)
+        if not expected or indices is None:
+            return place[0] == self._known_order
+        return set(expected) <= set(indices)
+
+    def _say_skipped(self, stretch: list[Place]) -> None:
+        """Say one line on a stretch of skipped batches that has ended."""
+        if not stretch:
+            return
+        epoch, first = stretch[0]
+        last = stretch[-1][1]
+        which = f"batch {first}" if first == last else f"batches {first}-{last}"
+        line = f"passing over {which} of pass {epoch}: left out before"
+        # A dict keeps the order and names each cause once.
+        causes = dict.fromkeys(self._skipped[place][0] for place in stretch)
+        causes.pop("", None)
+        if causes:
+            line += f" as {', '.join(causes)}"
+        self._say(line)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -630,7 +435,7 @@ class ResumableLoader:
             return None
         return list(found.indices)
 
-    def where(self, batch: Any) -> tuple[int, int] | None:
+    def where(self, batch: Any) -> Place | None:
         """Return the pass over the data and the number in it, both from 0, of a recent batch."""
         found = self.recent.find(batch)
         if found is None:
@@ -650,14 +455,17 @@ class ResumableLoader:
         made of others is delivered. Without it a batch is known by its number, and only in the pass
         the loader is at: later ones may come in another order.
         """
-        self._skipped.expect(batches, self.epoch, causes or {}, indices or {})
+        self._known_order = self.epoch
+        self._skipped = {}
+        for place in batches:
+            self._skipped[place] = ((causes or {}).get(place, ""), (indices or {}).get(place, ()))
 
     def position(self) -> dict[str, Any]:
         """Return where the loop is, in plain values and tensors."""
         if self._goal is not None:
             return self._goal[0]
         state = None
-        if self._begun is not None and keeps_position(self._loader):
+        if self._begun is not None and self._keeps_position():
             state = self._loader.state_dict()
         return {
             "epoch": self.epoch,
@@ -681,58 +489,52 @@ class ResumableLoader:
         place = {"epoch": epoch, "delivered": delivered, "begun": begun, "state": None}
         self.go_to(place, None)
 
-    def _from_start(self) -> IndexObserver:
-        self.delivered = 0
-        self._begun = self._start_now()
-        return IndexObserver(self._loader)
+    def _keeps_position(self) -> bool:
+        wanted = ("state_dict", "load_state_dict")
+        return all(callable(getattr(self._loader, name, None)) for name in wanted)
 
     def _start_now(self) -> dict[str, Any]:
+        tensors: dict[str, Tensor] = {}
         return {
-            "rng": _rng_as_facts(capture_rng()),
+            "rng": {"facts": rng_to_facts(capture_rng(), tensors, "start"), "tensors": tensors},
             "generators": [g.get_state() for g in self._generators()],
         }
 
     def _from_position(
         self, position: dict[str, Any], random_numbers: RngState | None
-    ) -> IndexObserver:
-        self._begun = position["begun"]
+    ) -> Iterator[Any]:
+        begun = self._begun = position["begun"]
         self.delivered = int(position["delivered"])
-        if position["state"] is not None and keeps_position(self._loader):
+        workers = getattr(self._loader, "num_workers", 0)
+        if position["state"] is not None and self._keeps_position():
             self._loader.load_state_dict(position["state"])
-            if getattr(self._loader, "num_workers", 0):
+            if workers:
                 self._say(
                     "the loader continues at its own position; random numbers inside its workers "
                     "start over"
                 )
-            iterator = IndexObserver(self._loader)
+            iterator: Iterator[Any] = iter(self._loader)
         else:
-            iterator = self._fetch_again(position["begun"])
+            # Make the iterator from the same random numbers and drop what was delivered.
+            restore_rng(rng_from_facts(begun["rng"]["facts"], begun["rng"]["tensors"]))
+            for generator, state in zip(self._generators(), begun["generators"], strict=False):
+                generator.set_state(state)
+            iterator = iter(self._loader)
+            fetched = sum(1 for _ in zip(range(self.delivered), iterator, strict=False))
+            said = (
+                f"the loader has no position of its own: {fetched} batches were fetched again by "
+                f"seed and dropped"
+            )
+            if fetched < self.delivered:
+                missing = self.delivered - fetched
+                said += f"; it ended {missing} batches early, so the data has changed since"
+            if getattr(self._loader, "persistent_workers", False) and self.epoch:
+                said += "; random numbers of its persistent workers start over"
+            self._say(said + "; torchdata's StatefulDataLoader continues at once")
         # Last: making an iterator and fetching batches draws random numbers.
         if random_numbers is not None:
             restore_rng(random_numbers)
         return iterator
-
-    def _fetch_again(self, begun: dict[str, Any]) -> IndexObserver:
-        """Make the iterator from the same random numbers and drop what was delivered."""
-        restore_rng(rng_from_facts(begun["rng"]["facts"], begun["rng"]["tensors"]))
-        for generator, state in zip(self._generators(), begun["generators"], strict=False):
-            generator.set_state(state)
-        iterator = IndexObserver(self._loader)
-        fetched = sum(1 for _ in zip(range(self.delivered), iterator, strict=False))
-        self._say(self._fetched_again(fetched))
-        return iterator
-
-    def _fetched_again(self, fetched: int) -> str:
-        said = (
-            f"the loader has no position of its own: {fetched} batches were fetched again by "
-            f"seed and dropped"
-        )
-        if fetched < self.delivered:
-            missing = self.delivered - fetched
-            said += f"; it ended {missing} batches early, so the data has changed since"
-        if getattr(self._loader, "persistent_workers", False) and self.epoch:
-            said += "; random numbers of its persistent workers start over"
-        return said + "; torchdata's StatefulDataLoader continues at once"
 
     def _generators(self) -> list[torch.Generator]:
         """List the generators of their own that the loader and its samplers draw from."""
@@ -749,8 +551,3 @@ class ResumableLoader:
             if isinstance(generator, torch.Generator):
                 found[id(generator)] = generator
         return list(found.values())
-
-
-def _rng_as_facts(state: RngState) -> dict[str, Any]:
-    tensors: dict[str, torch.Tensor] = {}
-    return {"facts": rng_to_facts(state, tensors, "start"), "tensors": tensors}

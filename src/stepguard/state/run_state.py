@@ -21,11 +21,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import StateError
-from stepguard.state.batch import KnownTensors, NotPlainError, tree_from_json, tree_to_json
+from stepguard.state.batch import (
+    KnownTensors,
+    NotPlainError,
+    Refill,
+    in_containers_of,
+    tree_from_json,
+    tree_to_json,
+)
 from stepguard.state.buffers import fill_module, module_misfit, module_tensors, why_not_kept
 from stepguard.state.python_state import ModuleCounters
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_from_facts, rng_to_facts
-from stepguard.state.sharded import Refill, in_containers_of, show_shards
+from stepguard.state.sharded import show_shards
 from stepguard.tensors.names import (
     TensorPart,
     is_distributed,
@@ -86,7 +93,7 @@ class ParameterNames:
 
 
 class OptimizerState:
-    """One optimizer's memory, taken apart without a copy and put back in place."""
+    """One optimizer's memory, described without a copy and put back in place."""
 
     def __init__(
         self,
@@ -108,19 +115,24 @@ class OptimizerState:
             # Optimizers may hold each other in a circle.
             if not any(inner is one for one in chain):
                 self._inner[path] = OptimizerState(inner, names, f"{prefix}_inner/{path}", chain)
-        self._first = self._first_attributes()
+        kind = type(optimizer)
+        # ZeroRedundancyOptimizer says what all ranks hold once they have sent it to one; each keeps
+        # its own part here.
+        usual = kind.state_dict is Optimizer.state_dict
+        self._writes_itself = not usual and kind.__name__ != "ZeroRedundancyOptimizer"
+        self._first: dict[str, Any] = {}
         """Attributes when the guard was built: one that never moves is a setting of the program."""
+        # Raised again, and reported to the user, when the state is gathered.
+        with suppress(NotPlainError):
+            attributes = self._attributes(KnownTensors(self._known()))
+            self._first = {key: facts for key, facts, _ in list(attributes)}
 
     def _names(self) -> list[tuple[Tensor, str]]:
         path = self._prefix.partition("_inner/")[2]
         return self._naming.of(self._optimizer, f"{path}." if path else "")
 
-    def _first_attributes(self) -> dict[str, Any]:
-        try:
-            return {key: facts for key, facts, _ in self._attributes(KnownTensors(self._known()))}
-        except NotPlainError:
-            # Raised again, and told to the user, when the state is gathered.
-            return {}
+    def _known(self) -> dict[int, str]:
+        return {id(p): name for p, name in self._names()}
 
     # --- gathering
 
@@ -133,47 +145,46 @@ class OptimizerState:
         """
         known = known or KnownTensors()
         known.parameters = {**self._known(), **known.parameters}
-        slots, shared = self._slots(tensors, known)
-        return {
-            "slots": slots,
-            "groups": self._groups(tensors, known),
-            "shared": shared,
-            "attributes": self._kept_attributes(tensors, known),
-            "present": sorted(key for key in vars(self._optimizer) if isinstance(key, str)),
-            "inner": {path: inner.gather(tensors, known) for path, inner in self._inner.items()},
-            "own": self._own(tensors, known),
-        }
+        optimizer = self._optimizer
 
-    def _known(self) -> dict[int, str]:
-        return {id(p): name for p, name in self._names()}
+        def plain(value: Any, name: str) -> Any:
+            return tree_to_json(value, tensors, name, known=known)
 
-    def _slots(self, tensors: dict[str, Tensor], known: KnownTensors) -> tuple[dict[str, Any], Any]:
         slots: dict[str, Any] = {}
         shared: dict[Any, Any] = {}
         # torch declares tensors as keys; some optimizers use others.
-        state: Mapping[Any, Any] = self._optimizer.state
+        state: Mapping[Any, Any] = optimizer.state
         for key, value in state.items():
             if not isinstance(key, Tensor):
                 shared[key] = value
                 continue
-            name = known.parameters.get(id(key))
-            if name is None:
-                kind = type(self._optimizer).__name__
+            if id(key) not in known.parameters:
                 raise NotPlainError(
-                    f"{kind} keeps state of a parameter {list(key.shape)} that no group holds any "
-                    f"more."
+                    f"{type(optimizer).__name__} keeps state of a parameter {list(key.shape)} that "
+                    f"no group holds any more."
                 )
-            slots[name] = tree_to_json(value, tensors, f"{self._prefix}/{name}", known=known)
-        return slots, tree_to_json(shared, tensors, f"{self._prefix}_shared", known=known)
-
-    def _groups(self, tensors: dict[str, Tensor], known: KnownTensors) -> list[dict[str, Any]]:
+            name = known.parameters[id(key)]
+            slots[name] = plain(value, f"{self._prefix}/{name}")
         where = "group" if self._prefix == "optimizer" else f"{self._prefix}/group"
         groups: list[dict[str, Any]] = []
-        for index, group in enumerate(self._optimizer.param_groups):
+        for index, group in enumerate(optimizer.param_groups):
             names = [known.parameters[id(p)] for p in group["params"]]
-            settings = tree_to_json(_settings(group), tensors, f"{where}/{index}", known=known)
+            settings = plain(_settings(group), f"{where}/{index}")
             groups.append({"params": names, "settings": settings})
-        return groups
+        more = {}
+        if self._writes_itself:
+            more = dict(optimizer.state_dict())
+        more.pop("state", None)
+        more.pop("param_groups", None)
+        return {
+            "slots": slots,
+            "groups": groups,
+            "shared": plain(shared, f"{self._prefix}_shared"),
+            "attributes": self._kept_attributes(tensors, known),
+            "present": sorted(key for key in vars(optimizer) if isinstance(key, str)),
+            "inner": {path: inner.gather(tensors, known) for path, inner in self._inner.items()},
+            "own": plain(more, f"{self._prefix}_own") if more else None,
+        }
 
     def _kept_attributes(self, tensors: dict[str, Tensor], known: KnownTensors) -> dict[str, Any]:
         kept = {}
@@ -200,28 +211,15 @@ class OptimizerState:
             try:
                 facts = tree_to_json(value, found, name, known=known)
             except NotPlainError:
-                self._refuse_hidden_tensors(key, value, known)
+                if not self._writes_itself and _holds_tensors(value, known.parameters):
+                    kind = type(self._optimizer).__name__
+                    raise NotPlainError(
+                        f"{kind}.{key} is a {type(value).__name__} that holds tensors; only "
+                        f"tensors, containers and plain values can be kept, or what "
+                        f"{kind}.state_dict() returns."
+                    ) from None
                 continue
             yield key, facts, found
-
-    def _refuse_hidden_tensors(self, key: str, value: Any, known: KnownTensors) -> None:
-        """Refuse an object that holds tensors if no state_dict says how to keep them."""
-        if not _writes_itself(self._optimizer) and _holds_tensors(value, known.parameters):
-            kind = type(self._optimizer).__name__
-            raise NotPlainError(
-                f"{kind}.{key} is a {type(value).__name__} that holds tensors; only tensors, "
-                f"containers and plain values can be kept, or what {kind}.state_dict() returns."
-            )
-
-    def _own(self, tensors: dict[str, Tensor], known: KnownTensors) -> Any:
-        """Return what an own `state_dict` says beyond state and groups; None for torch's."""
-        if not _writes_itself(self._optimizer):
-            return None
-        said = self._optimizer.state_dict()
-        more = {key: value for key, value in said.items() if key not in ("state", "param_groups")}
-        if not more:
-            return None
-        return tree_to_json(more, tensors, f"{self._prefix}_own", known=known)
 
     # --- putting back
 
@@ -234,47 +232,56 @@ class OptimizerState:
         self._refill(facts, Refill(tensors, parameters))
         if facts.get("own") is None:
             return []
-        trouble = self._load_own(tree_from_json(facts["own"], tensors, parameters))
+        optimizer = self._optimizer
+        every = [optimizer, *(inner._optimizer for inner in self._inner.values())]
+        before = [(one, one.state, one.param_groups) for one in every]
+        trouble: list[str] = []
+        try:
+            live = optimizer.state_dict()
+            own = tree_from_json(facts["own"], tensors, parameters)
+            optimizer.load_state_dict({**live, **in_containers_of(live, own)})
+        except Exception as fault:
+            kind = type(optimizer).__name__
+            trouble.append(
+                f"{kind}.load_state_dict did not take back what {kind}.state_dict gave "
+                f"({type(fault).__name__}: {fault}); its state, groups and plain attributes are "
+                f"back"
+            )
+        finally:
+            for one, state, groups in before:
+                one.state = state
+                one.param_groups = groups
         # Once more: torch's load_state_dict casts slots to the parameter's dtype and makes new
         # groups.
         self._refill(facts, Refill(tensors, parameters))
         return trouble
 
     def _refill(self, facts: Mapping[str, Any], refill: Refill) -> None:
-        self._refill_slots(facts, refill)
-        # A checkpoint of an earlier version does not mention them.
-        if "shared" in facts:
-            self._refill_shared(facts["shared"], refill)
-            self._refill_attributes(facts, refill)
-        for path, inner in self._inner.items():
-            saved = facts.get("inner", {}).get(path)
-            if saved is not None:
-                inner._refill(saved, refill)
-        self.put_back_groups(facts["groups"], refill)
-
-    def _refill_slots(self, facts: Mapping[str, Any], refill: Refill) -> None:
-        state = self._optimizer.state
+        state: dict[Any, Any] = self._optimizer.state
         slots = facts["slots"]
         trained = {name for group in facts["groups"] for name in group["params"]}
         for parameter, name in self._names():
             if name in slots:
-                live = state.get(parameter, {})
-                state[parameter] = refill.value(live, slots[name], parameter)
+                state[parameter] = refill.value(state.get(parameter, {}), slots[name], parameter)
             elif name in trained:
                 state.pop(parameter, None)
-
-    def _refill_shared(self, structure: Any, refill: Refill) -> None:
-        state = self._optimizer.state
-        mine = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        for key in mine:
-            del state[key]
-        state.update(refill.value(mine, structure))
+        # A checkpoint of an earlier version does not mention them.
+        if "shared" in facts:
+            shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+            for key in shared:
+                del state[key]
+            state.update(refill.value(shared, facts["shared"]))
+            self._refill_attributes(facts, refill)
+        inside = facts.get("inner", {})
+        for path, inner in self._inner.items():
+            if path in inside:
+                inner._refill(inside[path], refill)
+        self.put_back_groups(facts["groups"], refill)
 
     def _refill_attributes(self, facts: Mapping[str, Any], refill: Refill) -> None:
         own = vars(self._optimizer)
         saved = facts["attributes"]
-        known = KnownTensors(self._known())
-        for key, now, found in list(self._attributes(known)):
+        for key, now, found in list(self._attributes(KnownTensors(self._known()))):
             if key in saved:
                 continue
             if key not in facts["present"]:
@@ -294,31 +301,16 @@ class OptimizerState:
         names = self._known()
         for group in self._optimizer.param_groups:
             known = [names[id(p)] for p in group["params"] if names[id(p)] in saved]
-            if not known:
-                continue
-            for key, structure in saved[known[0]]["mapping"]:
-                if key not in IMPLEMENTATION:
-                    _put(group, key, refill.value(group.get(key), structure))
-
-    def _load_own(self, own: Any) -> list[str]:
-        optimizer = self._optimizer
-        every = [optimizer, *(inner._optimizer for inner in self._inner.values())]
-        before = [(one, one.state, one.param_groups) for one in every]
-        try:
-            live = optimizer.state_dict()
-            optimizer.load_state_dict({**live, **in_containers_of(live, own)})
-        except Exception as fault:
-            kind = type(optimizer).__name__
-            return [
-                f"{kind}.load_state_dict did not take back what {kind}.state_dict gave "
-                f"({type(fault).__name__}: {fault}); its state, groups and plain attributes are "
-                f"back"
-            ]
-        finally:
-            for one, state, groups in before:
-                one.state = state
-                one.param_groups = groups
-        return []
+            for key, structure in saved[known[0]]["mapping"] if known else ():
+                if key in IMPLEMENTATION:
+                    continue
+                live = group.get(key)
+                value = refill.value(live, structure)
+                # A rate that is a tensor stays the same object: compiled steps hold it.
+                if isinstance(live, Tensor) and live is not value:
+                    live.copy_(torch.as_tensor(value))
+                else:
+                    group[key] = value
 
     def _by_name(self) -> dict[str, Tensor]:
         found = {name: p for p, name in self._names()}
@@ -364,22 +356,6 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
         if key != "params" and not of_the_program:
             kept[key] = value
     return kept
-
-
-def _put(group: dict[str, Any], key: str, value: Any) -> None:
-    """Write a setting. A rate that is a tensor stays the same object: compiled steps hold it."""
-    live = group.get(key)
-    if isinstance(live, Tensor) and live is not value:
-        live.copy_(torch.as_tensor(value))
-    else:
-        group[key] = value
-
-
-def _writes_itself(optimizer: Optimizer) -> bool:
-    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        # says what all ranks hold once they have sent it to one; each keeps its own part here
-        return False
-    return type(optimizer).state_dict is not Optimizer.state_dict
 
 
 def _holds_tensors(value: Any, parameters: Mapping[int, str], depth: int = 0) -> bool:
@@ -537,10 +513,10 @@ class RunState:
         self._scheduler = scheduler
         self._optimizer_state = OptimizerState(optimizer, self._names)
         self._optimizers += 1
-        self._look_for_replaced()
+        self._note_replaced_parameters()
 
-    def _look_for_replaced(self) -> None:
-        """Notice parameters that are other objects than at the last look."""
+    def _note_replaced_parameters(self) -> None:
+        """Notice parameters that are other objects than the last time."""
         self._moment += 1
         now = {prefix + name: parameter for prefix, name, parameter in self._names.below()}
         for name, known in self._parameters.items():
@@ -552,9 +528,11 @@ class RunState:
         """Was another optimizer at work then?"""
         return int(saved.facts.get("optimizers", 0)) != self._optimizers
 
-    def _of_module(self, saved: SavedState, prefix: str) -> dict[str, Tensor]:
-        """Return what was saved of a module, without parameters that have been replaced since."""
+    def _of_module(self, saved: SavedState, prefix: str, own_only: bool) -> dict[str, Tensor]:
+        """Return what was saved of a module; for a rewind without what was replaced since."""
         stored = saved.below(prefix)
+        if not own_only:
+            return stored
         for name in list(stored):
             moment, optimizers = self._replaced.get(prefix + name, (0, 0))
             if saved.moment is not None:
@@ -573,19 +551,25 @@ class RunState:
         show_shards(self._modules.values())
         saved = self.gather_modules()
         tensors = saved.tensors
-        saved.facts.update(self.gather_optimizer(tensors))
-        saved.facts["optimizers"] = self._optimizers
-        self._look_for_replaced()
+        facts = saved.facts
+        facts.update(self.gather_optimizer(tensors))
+        facts["optimizers"] = self._optimizers
+        self._note_replaced_parameters()
         saved.moment = self._moment
-        saved.facts["scheduler"] = _item_apart(self._scheduler, tensors, "scheduler")
-        saved.facts["scaler"] = _scaler_apart(self.scaler, tensors)
-        saved.facts["extra"] = {
-            name: _item_apart(item, tensors, name.rstrip("/"))
-            for name, item in self._others.items()
-        }
-        saved.facts["rng"] = {
-            str(self._rank): rng_to_facts(capture_rng(), tensors, f"rng/{self._rank}")
-        }
+        facts["scheduler"] = _to_saved(self._scheduler, tensors, "scheduler")
+        # Scale and growth counter as they are on the device; there are none before the first use.
+        live = None
+        if self.scaler is not None:
+            live = scaler_tensors(self.scaler)
+        facts["scaler"] = live is not None
+        if live is not None:
+            tensors["scaler/scale"] = live[0].detach()
+            tensors["scaler/growth_tracker"] = live[1].detach()
+        facts["extra"] = {}
+        for name, item in self._others.items():
+            facts["extra"][name] = _to_saved(item, tensors, name.rstrip("/"))
+        rank = self._rank
+        facts["rng"] = {str(rank): rng_to_facts(capture_rng(), tensors, f"rng/{rank}")}
         for name, tensor in tensors.items():
             if is_distributed(tensor):
                 saved.parts[name] = part_of(tensor)
@@ -608,7 +592,8 @@ class RunState:
             for name, tensor in module_tensors(root).items():
                 _refuse_odd(prefix + name, tensor)
                 tensors[prefix + name] = tensor.detach()
-        return SavedState(tensors, {"numbers": _apart(self._counters.moved(), tensors, "numbers")})
+        numbers = tree_to_json(self._counters.moved(), tensors, "numbers")
+        return SavedState(tensors, {"numbers": numbers})
 
     def gather_optimizer(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Add the optimizer's tensors to `tensors` and return the rest of its state as facts."""
@@ -631,22 +616,31 @@ class RunState:
         is finite.
         """
         for prefix, root in self._modules.items():
-            stored = self._of_module(saved, prefix) if own_only else saved.below(prefix)
+            stored = self._of_module(saved, prefix, own_only)
             why = module_misfit(prefix, root, stored, may_lack=own_only)
             if why:
                 return why
         if "groups" not in saved.facts:
             return ""
         trained = {name: p for p, name in self._names.of(self._optimizer)}
-        if own_only and self.before_adoption(saved):
-            held = {name for prefix in self._modules for name in self._of_module(saved, prefix)}
-            return _added_and_bad(trained, held)
         before = {name for group in saved.facts["groups"] for name in group["params"]}
+        odd = before ^ set(trained)
         if own_only:
-            return _added_and_bad(trained, before) or _trained_on_one_side(
-                trained, before - set(trained)
-            )
-        return _trained_on_one_side(trained, before ^ set(trained))
+            odd = before - set(trained)
+            if self.before_adoption(saved):
+                odd = set()
+                before = set()
+                for prefix in self._modules:
+                    before.update(self._of_module(saved, prefix, own_only))
+            for name in sorted(trained.keys() - before):
+                if not is_finite(trained[name]):
+                    return f"{name} was added since and is not finite"
+        if not odd:
+            return ""
+        when = "in the saved state"
+        if min(odd) in trained:
+            when = "now"
+        return f"{min(odd)} is trained {when} only"
 
     def grown_since(self, saved: SavedState) -> bool:
         """True if parameters were added since: later steps cannot be repeated from this state."""
@@ -670,10 +664,18 @@ class RunState:
             return []
         self._optimizers = int(saved.facts.get("optimizers", 0))
         trouble = self.put_back_optimizer(saved)
-        _item_together(self._scheduler, saved.facts["scheduler"], saved.tensors)
-        _scaler_together(self.scaler, saved.facts["scaler"], saved.tensors)
+        _from_saved(self._scheduler, saved.facts["scheduler"], saved.tensors)
+        if self.scaler is not None and saved.facts["scaler"]:
+            scale = saved.tensors["scaler/scale"]
+            growth = saved.tensors["scaler/growth_tracker"]
+            live = scaler_tensors(self.scaler)
+            if live is None:
+                start_scaler(self.scaler, float(scale), int(growth))
+            else:
+                live[0].copy_(scale)
+                live[1].copy_(growth)
         for name, item in self._others.items():
-            _item_together(item, saved.facts["extra"].get(name), saved.tensors)
+            _from_saved(item, saved.facts["extra"].get(name), saved.tensors)
         # Last: load_state_dict of a schedule may write hyperparameters of its own.
         self._optimizer_state.put_back_groups(saved.facts["groups"], Refill(saved.tensors, {}))
         return trouble
@@ -690,7 +692,7 @@ class RunState:
             for name, _ in root.named_buffers():
                 if name.rpartition(".")[0] in left[prefix]:
                     skipped.add(name)
-            stored = self._of_module(saved, prefix) if own_only else saved.below(prefix)
+            stored = self._of_module(saved, prefix, own_only)
             fill_module(root, {name: t for name, t in stored.items() if name not in skipped})
         self._counters.put_back(tree_from_json(saved.facts["numbers"], {}), left)
 
@@ -759,25 +761,10 @@ def extra_tensors(extra: Mapping[str, Any], *, parameters: bool = True) -> dict[
             kept = module_tensors(item) if parameters else dict(item.named_buffers())
             found.update({f"extra:{name}/{key}": tensor for key, tensor in kept.items()})
         else:
-            # what cannot be kept is told when the state is gathered
+            # what cannot be kept is reported when the state is gathered
             with suppress(Exception):
-                _item_apart(item, found, f"extra:{name}")
+                _to_saved(item, found, f"extra:{name}")
     return found
-
-
-def _added_and_bad(trained: Mapping[str, Tensor], before: set[str]) -> str:
-    for name, parameter in trained.items():
-        if name not in before and not is_finite(parameter):
-            return f"{name} was added since and is not finite"
-    return ""
-
-
-def _trained_on_one_side(trained: Mapping[str, Tensor], odd: set[str]) -> str:
-    if not odd:
-        return ""
-    first = min(odd)
-    when = "now" if first in trained else "in the saved state"
-    return f"{first} is trained {when} only"
 
 
 def _refuse_odd(name: str, tensor: Tensor) -> None:
@@ -786,44 +773,15 @@ def _refuse_odd(name: str, tensor: Tensor) -> None:
         raise StateError(f"{name} {why}.")
 
 
-def _apart(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
+def _to_saved(item: Any, tensors: dict[str, Tensor], name: str) -> Any:
+    if item is None:
+        return None
     try:
-        return tree_to_json(value, tensors, name)
+        return tree_to_json(item.state_dict(), tensors, name)
     except ValueError as why:
         raise StateError(str(why)) from None
 
 
-def _item_apart(item: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    if item is None:
-        return None
-    return _apart(item.state_dict(), tensors, name)
-
-
-def _item_together(item: Any, facts: Any, tensors: Mapping[str, Tensor]) -> None:
+def _from_saved(item: Any, facts: Any, tensors: Mapping[str, Tensor]) -> None:
     if item is not None and facts is not None:
         item.load_state_dict(in_containers_of(item.state_dict(), tree_from_json(facts, tensors)))
-
-
-def _scaler_apart(scaler: GradScaler | None, tensors: dict[str, Tensor]) -> bool:
-    """Keep scale and growth counter as they are on the device; False if there are none yet."""
-    live = None if scaler is None else scaler_tensors(scaler)
-    if live is None:
-        return False
-    scale, growth = live
-    tensors["scaler/scale"] = scale.detach()
-    tensors["scaler/growth_tracker"] = growth.detach()
-    return True
-
-
-def _scaler_together(scaler: GradScaler | None, kept: bool, tensors: Mapping[str, Tensor]) -> None:
-    if scaler is None or not kept:
-        return
-    scale = tensors["scaler/scale"]
-    growth = tensors["scaler/growth_tracker"]
-    live = scaler_tensors(scaler)
-    if live is None:
-        start_scaler(scaler, float(scale), int(growth))
-        return
-    live_scale, live_growth = live
-    live_scale.copy_(scale)
-    live_growth.copy_(growth)

@@ -2,136 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import hashlib
 import json
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stepguard.state.batch import Step, is_record, key_from_json, tree_from_json
+from stepguard.state.batch import Step
 from stepguard.state.files import free_memory
-from stepguard.tensors.names import FSDP2, is_distributed, sharded_like, sharding_class
+from stepguard.tensors.names import FSDP2, is_distributed, sharding_class
 from stepguard.tensors.torch_private import TorchDispatchMode, finished_work, fsdp2_groups
-from stepguard.tensors.values import dense_values, is_lazy, local_part
-
-# --- Put saved values into live ones: the same tensors and containers where they fit.
-
-
-class Refill:
-    """Puts one saved state back. A tensor that was kept once and referred to twice is made once."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._parameters = parameters
-        self._made: dict[str, Tensor] = {}
-
-    def value(self, live: Any, structure: Any, like: Tensor | None = None) -> Any:
-        """Return the saved value; the live object itself, refilled, if it can hold it.
-
-        `like`: the parameter that the value belongs to; a tensor that is made goes where that is.
-        """
-        if "tensor" in structure:
-            return self._tensor(live, structure, like)
-        if "mapping" in structure and isinstance(live, MutableMapping):
-            return self._mapping(live, structure, like)
-        if type(live) in (list, tuple, deque):
-            return self._sequence(live, structure, like)
-        return self._record(live, structure, like)
-
-    def _tensor(self, live: Any, structure: Any, like: Tensor | None) -> Tensor:
-        name = structure["tensor"]
-        kept = self._tensors[name]
-        if isinstance(live, Tensor):
-            own = local_part(live.detach())
-            if (own.shape, own.dtype) == (kept.shape, kept.dtype):
-                own.copy_(kept)
-                return live
-        if name not in self._made:
-            value = tree_from_json(structure, self._tensors)
-            self._made[name] = value if like is None else _placed_like(like, value)
-        return self._made[name]
-
-    def _mapping(self, live: MutableMapping[Any, Any], structure: Any, like: Tensor | None) -> Any:
-        saved: dict[Any, Any] = {}
-        for key, item in structure["mapping"]:
-            saved[key_from_json(key, self._parameters)] = item
-        for key in [key for key in live if key not in saved]:
-            del live[key]
-        for key, item in saved.items():
-            live[key] = self.value(live.get(key), item, like)
-        return live
-
-    def _sequence(self, live: Any, structure: Any, like: Tensor | None) -> Any:
-        if type(live) is list and "list" in structure:
-            live[:] = self._items(live, structure["list"], like)
-            return live
-        if type(live) is tuple and "tuple" in structure:
-            return tuple(self._items(live, structure["tuple"], like))
-        if type(live) is deque and "deque" in structure and live.maxlen == structure["most"]:
-            items = self._items(live, structure["deque"], like)
-            live.clear()
-            live.extend(items)
-            return live
-        return self._new(structure)
-
-    def _record(self, live: Any, structure: Any, like: Tensor | None) -> Any:
-        if "named" in structure and isinstance(live, tuple) and hasattr(live, "_replace"):
-            return live._replace(**self._fields(live, structure["named"], like))
-        if "fields" in structure and is_record(live):
-            return dataclasses.replace(live, **self._fields(live, structure["fields"], like))
-        return self._new(structure)
-
-    def _new(self, structure: Any) -> Any:
-        return tree_from_json(structure, self._tensors, self._parameters)
-
-    def _items(self, live: Any, saved: list[Any], like: Tensor | None) -> list[Any]:
-        old = list(live)[: len(saved)]
-        old += [None] * (len(saved) - len(old))
-        return [self.value(mine, item, like) for mine, item in zip(old, saved, strict=True)]
-
-    def _fields(self, live: Any, saved: list[Any], like: Tensor | None) -> dict[str, Any]:
-        return {name: self.value(getattr(live, name, None), item, like) for name, item in saved}
-
-
-def _placed_like(parameter: Tensor, value: Tensor) -> Tensor:
-    # Counters stay on the host, as torch's own optimizers keep them.
-    if not value.dim():
-        return value
-    placed = value.to(parameter.device)
-    if is_distributed(parameter) and value.shape == local_part(parameter.detach()).shape:
-        return sharded_like(parameter, placed)
-    return placed
-
-
-def in_containers_of(live: Any, value: Any) -> Any:
-    """Return the value in the containers of the live one: a Counter stays a Counter."""
-    if isinstance(live, Mapping) and isinstance(value, Mapping):
-        items = {key: in_containers_of(live.get(key), item) for key, item in value.items()}
-        return _mapping_like(live, items)
-    if isinstance(value, Tensor) and isinstance(live, Tensor):
-        return value.to(live.device)
-    if not isinstance(live, list | tuple) or not isinstance(value, list | tuple):
-        return value
-    if len(live) != len(value):
-        return value
-    return type(value)(map(in_containers_of, live, value))
-
-
-def _mapping_like(live: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(live) is dict or not isinstance(live, MutableMapping):
-        return items
-    # A copy keeps what the class adds, such as the factory of a defaultdict.
-    twin = copy.copy(live)
-    twin.clear()
-    twin.update(items)
-    return twin
-
+from stepguard.tensors.values import dense_values, is_lazy
 
 # --- Know state that is sharded over ranks: each keeps its own part, none can run the model
 # alone.
@@ -145,7 +29,7 @@ def show_shards(modules: Iterable[nn.Module]) -> None:
     """
     for root in modules:
         for module in root.modules():
-            if sharding_class(module) == FSDP2:
+            if _is_fsdp2(module):
                 module.reshard()  # type: ignore[operator]
 
 
@@ -330,36 +214,20 @@ def distributed() -> bool:
 def alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what the collective would give if this rank were the only one."""
     name = func._schema.name.partition("::")[2]
-    if func.namespace != "c10d":
-        return _functional(func, name, args)
-    if name in KEEP:
-        return _with_work(args[0], func)
-    if name == "allgather_":
-        _fill(args[0], args[1])
-        return _with_work(args[0], func)
-    if name == "_allgather_base_":
-        args[0].view(-1, *args[1].shape).copy_(args[1])
-        return _with_work(args[0], func)
-    raise CollectiveInReplayError(f"{func} needs the other ranks")
-
-
-def _functional(func: Any, name: str, args: tuple[Any, ...]) -> Any:
-    if name in FUNCTIONAL:
+    if func.namespace != "c10d" and name in FUNCTIONAL:
         return args[0]
-    raise CollectiveInReplayError(f"{func} needs the other ranks")
-
-
-def _fill(outputs: list[list[Tensor]], inputs: list[Tensor]) -> None:
-    for slots, own in zip(outputs, inputs, strict=True):
-        for slot in slots:
-            slot.copy_(own)
-
-
-def _with_work(value: Any, func: Any) -> Any:
+    if func.namespace != "c10d" or name not in (*KEEP, "allgather_", "_allgather_base_"):
+        raise CollectiveInReplayError(f"{func} needs the other ranks")
+    if name == "allgather_":
+        for slots, own in zip(args[0], args[1], strict=True):
+            for slot in slots:
+                slot.copy_(own)
+    elif name == "_allgather_base_":
+        args[0].view(-1, *args[1].shape).copy_(args[1])
     work = finished_work()
     if len(func._schema.returns) == 1:
         return work
-    return value, work
+    return (args[0], work)
 
 
 # --- A number for the content of a tensor, taken on its own device: equal bits, equal number.
@@ -424,16 +292,12 @@ def fact_fingerprint(value: Any) -> str:
 def _weighed(tensor: Tensor) -> Tensor:
     """Sum of the elements' bits, each times an odd number of its place; int64 wraps around."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for piece in torch.split(_bits(tensor), PIECE):
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    for piece in torch.split(flat.view(INTEGERS[flat.element_size()]), PIECE):
         places = torch.arange(piece.numel(), device=piece.device, dtype=torch.int64)
         # a plain sum would not see two elements that changed places
         weights = (places * 0x2545F4914F6CDD1D) | 1
         total = total * 31 + (piece.to(torch.int64) * weights).sum()
     return total
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(INTEGERS[flat.element_size()])

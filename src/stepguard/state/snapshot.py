@@ -84,12 +84,14 @@ class Ring:
         """Say why not even two copies of this state fit; empty if they do."""
         if self._room is not None:
             return ""
-        size = sum(t.numel() * t.element_size() for t in state.tensors.values())
-        if self._limit is not None:
-            limit = self._limit
-            whose = "Snapshots.memory"
-        else:
-            limit = self._free_share(size)
+        size = _size(state)
+        limit = self._limit
+        whose = "Snapshots.memory"
+        if limit is None:
+            free = self._free()
+            limit = size * self._size
+            if free is not None:
+                limit = int(free * SHARE_OF_FREE)
             whose = "half of the free memory"
         if limit < LEAST * size:
             return (
@@ -99,12 +101,6 @@ class Ring:
             )
         self._room = min(self._size, limit // max(size, 1))
         return ""
-
-    def _free_share(self, size: int) -> int:
-        free = self._free()
-        if free is None:
-            return size * self._size
-        return int(free * SHARE_OF_FREE)
 
     def take(self, step: int, state: SavedState, *, must: bool = False) -> Snapshot | None:
         """Copy the state; None if every snapshot is still needed. `must` gives up a young one."""
@@ -139,25 +135,28 @@ class Ring:
 
     def _forget(self, snapshot: Snapshot) -> None:
         self.snapshots.remove(snapshot)
-        if snapshot.lent or (snapshot.held and self._fits_one_more(snapshot.state)):
+        if snapshot.lent:
             return
+        if snapshot.held:
+            # It stays where there is memory for a snapshot beside those of the ring.
+            size = _size(snapshot.state)
+            free = None
+            if self._limit is None:
+                free = self._free()
+            fits = free is None or size <= free * SHARE_OF_FREE
+            if self._limit is not None:
+                fits = (len(self.snapshots) + 2) * size <= self._limit
+            if fits:
+                return
         snapshot.overwritten = True
         self._spare.append(snapshot.state.tensors)
-
-    def _fits_one_more(self, state: SavedState) -> bool:
-        """Is there memory for a snapshot beside those of the ring?"""
-        size = sum(t.numel() * t.element_size() for t in state.tensors.values())
-        if self._limit is not None:
-            return (len(self.snapshots) + 2) * size <= self._limit
-        free = self._free()
-        return free is None or size <= free * SHARE_OF_FREE
 
     def _give_up_one(self, must: bool) -> bool:
         """Drop the oldest bad one, else the oldest good one but the newest, else a young one."""
         # From the oldest to the second newest: the newest good one stays.
         older_good = self.good()[:0:-1]
         candidates = self._with_standing("bad") + older_good
-        if self._best in candidates and self._keeps_best():
+        if self._best in candidates and (self._room is None or self._room >= KEEPS_BEST):
             candidates.remove(self._best)
         if must:
             candidates += self._with_standing("young")
@@ -170,17 +169,18 @@ class Ring:
     def _with_standing(self, standing: Standing) -> list[Snapshot]:
         return [s for s in self.snapshots if s.standing == standing]
 
-    def _keeps_best(self) -> bool:
-        return self._room is None or self._room >= KEEPS_BEST
-
     def _fitting(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return memory of the same shapes: what a dropped snapshot left, else new."""
         kept = self._spare.pop() if self._spare else {}
         fitting: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             memory = kept.get(name)
-            if memory is None or not _same_form(memory, tensor):
-                memory = _host_memory_for(tensor)
+            if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
+                # Copies from an accelerator are asynchronous only into pinned memory.
+                pinned = tensor.device.type != "cpu" and torch.accelerator.is_available()
+                memory = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned
+                )
             fitting[name] = memory
         return fitting
 
@@ -235,14 +235,8 @@ class Cadence:
         self._since = (self.clock(), step)
 
 
-def _same_form(memory: Tensor, live: Tensor) -> bool:
-    return memory.shape == live.shape and memory.dtype == live.dtype
-
-
-def _host_memory_for(live: Tensor) -> Tensor:
-    # Copies from an accelerator are asynchronous only into pinned memory.
-    pinned = live.device.type != "cpu" and torch.accelerator.is_available()
-    return torch.empty(live.shape, dtype=live.dtype, device="cpu", pin_memory=pinned)
+def _size(state: SavedState) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.tensors.values())
 
 
 def _amount(size: int) -> str:
