@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from stepguard.cli.runs import show_bad_samples
 
 if TYPE_CHECKING:
+    from stepguard.check.folders import CheckpointFiles
+    from stepguard.check.quarantine import Move
     from stepguard.records.checks import Verification
-    from stepguard.verification.quarantine import Move
-    from stepguard.verification.scan import CheckpointFiles
 import sys
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def verify(
     """Check checkpoints of any format: NaN, torn or altered files, missing shards. Runs no code
     from them.
     """
+    from stepguard.check.verify import nothing_in
     from stepguard.cli._results import verified
     from stepguard.preflight.settings import configured_rate
-    from stepguard.verification import nothing_in
 
     if lr is not None and config is not None:
         raise ConfigError("--lr and --config exclude each other; give one of them.")
@@ -177,7 +177,7 @@ def _refuse_contradictions(
 
 
 def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
-    from stepguard.verification.quarantine import apply, checkpoints_below, is_bad, plan
+    from stepguard.check.quarantine import apply, checkpoints_below, is_bad, plan
 
     checkpoints = checkpoints_below(folder)
     results = _check_all(checkpoints)
@@ -198,8 +198,8 @@ def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
 
 
 def _check_all(checkpoints: Sequence[CheckpointFiles]) -> list[Verification]:
+    from stepguard.check.verify import check_checkpoint
     from stepguard.cli._results import Bar
-    from stepguard.verification import check_checkpoint
 
     with Bar("verifying") as bar:
         bar.plan(len(checkpoints), sum(checkpoint.size for checkpoint in checkpoints))
@@ -226,7 +226,7 @@ def _quarantine_print_text(
 
 
 def _undo(folder: Path, as_json: bool) -> int:
-    from stepguard.verification.quarantine import undo
+    from stepguard.check.quarantine import undo
 
     back, stays = undo(folder)
     if as_json:
