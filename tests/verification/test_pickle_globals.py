@@ -15,7 +15,6 @@ from stepguard.check.allowed_globals import DTYPES, Global, trust
 from stepguard.check.bounded_file import Damaged, FileSlice
 from stepguard.check.inert_pickle import (
     ArrayRecord,
-    InertUnpickler,
     NumpyType,
     PickledBytes,
     PickledObject,
@@ -121,14 +120,14 @@ def test_no_listed_class_acts_when_it_is_made_or_given_its_state() -> None:
 
 
 def storage_of(pid: Any) -> StorageRecord:
-    found = PickleReader(FileSlice(-1, 0, 0)).persistent(pid)
+    found = PickleReader(FileSlice(-1, 0, 0)).persistent_load(pid)
     assert isinstance(found, StorageRecord)
     return found
 
 
 @pytest.fixture
 def call() -> Callable[..., Any]:
-    machine = InertUnpickler(PickleReader(FileSlice(-1, 0, 0)))
+    machine = PickleReader(FileSlice(-1, 0, 0))
 
     def build(name: str, *arguments: Any) -> Any:
         module, _, word = name.rpartition(".")

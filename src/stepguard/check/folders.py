@@ -115,6 +115,17 @@ def check_dcp(found: CheckpointFiles, problems: ProblemList, progress: Progress)
             sealed = read_seal(folder).files
         except StoreError as fault:
             problems.add("seal", str(fault))
+    checked.layouts = _check_dcp_files(found, sealed, progress)
+    for name in sorted(sealed):
+        if not (folder / name).exists():
+            problems.add("missing", f"the seal names {name}, which is not there")
+    return checked
+
+
+def _check_dcp_files(
+    found: CheckpointFiles, sealed: Mapping[str, SealedFile], progress: Progress
+) -> list[FileLayout]:
+    folder = found.path
     items: list[DcpItem] = []
 
     def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
@@ -124,35 +135,39 @@ def check_dcp(found: CheckpointFiles, problems: ProblemList, progress: Progress)
         _check_completeness(value, layout.problems)
 
     metadata = check_file(folder / METADATA, progress, read=read)
-    checked.layouts = [metadata]
     by_file: dict[str, list[DcpItem]] = {}
     for item in items:
         by_file.setdefault(item.file, []).append(item)
+    layouts = [metadata]
     for name, held in sorted(by_file.items()):
-        if not _lies_in_folder(name):
-            detail = f"names the file {name!r}, which lies outside the folder; it was not opened"
-            metadata.problems.add("hostile", detail)
-        elif not (folder / name).exists():
-            lost = first_few(item.name for item in held)
-            metadata.problems.add("missing", f"names {name}, which is not there; it holds {lost}")
-        elif (folder / name).is_symlink():
-            metadata.problems.add("link", f"{name} is a link; it was not followed")
-        else:
+        if _is_present(folder, name, held, metadata.problems):
             reader = _dcp_reader(held, sealed)
-            checked.layouts.append(check_file(folder / name, progress, read=reader))
+            layouts.append(check_file(folder / name, progress, read=reader))
     # what a library keeps beside it (`common.pt`, the metadata of one rank) is loaded as well
     for path in found.files:
         if path.name.endswith(METADATA) and path.name != METADATA:
-            checked.layouts.append(check_file(path, progress, read=read_metadata))
+            layouts.append(check_file(path, progress, read=read_metadata))
         elif path.name not in by_file and has_checkpoint_suffix(path):
-            checked.layouts.append(check_file(path, progress))
+            layouts.append(check_file(path, progress))
         elif metadata.complete and path.suffix == DATA_SUFFIX and path.name not in by_file:
             detail = f"{path.name} is not named by {METADATA}"
             metadata.problems.add("index", detail, severity="warning")
-    for name in sorted(sealed):
-        if not (folder / name).exists():
-            problems.add("missing", f"the seal names {name}, which is not there")
-    return checked
+    return layouts
+
+
+def _is_present(folder: Path, name: str, held: list[DcpItem], problems: ProblemList) -> bool:
+    """Can a file that `.metadata` names be read? If not, report why."""
+    if not _lies_in_folder(name):
+        detail = f"names the file {name!r}, which lies outside the folder; it was not opened"
+        problems.add("hostile", detail)
+    elif not (folder / name).exists():
+        lost = first_few(item.name for item in held)
+        problems.add("missing", f"names {name}, which is not there; it holds {lost}")
+    elif (folder / name).is_symlink():
+        problems.add("link", f"{name} is a link; it was not followed")
+    else:
+        return True
+    return False
 
 
 def read_metadata(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
@@ -305,19 +320,16 @@ def check_huggingface(
     indices = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
     for path in indices:
         data = _read_json(path, problems)
-        shards = data.get("weight_map") if isinstance(data, dict) else None
-        if isinstance(shards, dict) and all(isinstance(shard, str) for shard in shards.values()):
-            _check_index(path.name, shards, data.get("metadata"), layouts, problems)
+        if data is not None and _has_weight_map(data):
+            _check_index(path.name, data, layouts, problems)
         elif data is not None:
             problems.add("malformed", f"{path.name} has no weight_map of names and shards")
     if not indices:
         _check_shard_numbers(layouts, problems)
-    step = None
-    for name in JSON_FILES:
-        if (folder / name).exists():
-            data = _read_json(folder / name, problems)
-            if name == TRAINER_STATE and isinstance(data, dict):
-                step = _check_trainer_state(data, problems)
+    found_json = {
+        name: _read_json(folder / name, problems) for name in JSON_FILES if (folder / name).exists()
+    }
+    step = _check_trainer_state(found_json.get(TRAINER_STATE), problems)
     return CheckedFolder(list(layouts.values()), _format_name(found.files, layouts), step)
 
 
@@ -333,14 +345,17 @@ def _read_json(path: Path, problems: ProblemList) -> Any:
         return None
 
 
+def _has_weight_map(data: Any) -> bool:
+    shards = data.get("weight_map") if isinstance(data, dict) else None
+    return isinstance(shards, dict) and not set(map(type, shards.values())) - {str}
+
+
 def _check_index(
-    index: str,
-    shards: Mapping[str, str],
-    metadata: Any,
-    layouts: Mapping[str, FileLayout],
-    problems: ProblemList,
+    index: str, data: Any, layouts: Mapping[str, FileLayout], problems: ProblemList
 ) -> None:
     """Compare an index (tensor -> shard) with the shards that are there."""
+    shards = data["weight_map"]
+    metadata = data.get("metadata")
     named = sorted(set(shards.values()))
     homes: dict[str, list[str]] = {}
     for shard in named:
@@ -352,13 +367,31 @@ def _check_index(
         else:
             for tensor in layouts[shard].tensors:
                 homes.setdefault(tensor.name, []).append(shard)
+    _report_leftovers(index, named, layouts, problems)
+    complete = [name for name in named if name in layouts and layouts[name].complete]
+    _check_homes(index, shards, homes, complete, problems)
+    size = sum(layouts[name].size for name in complete)
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if len(complete) == len(named) and isinstance(total, int | float) and total > size:
+        # not :d, for JSON may hold Infinity
+        detail = f"{index} says {total:,} bytes of tensors, all shards together have {size:,}"
+        problems.add("index", detail, severity="warning")
+
+
+def _check_homes(
+    index: str,
+    shards: Mapping[str, str],
+    homes: Mapping[str, list[str]],
+    complete: list[str],
+    problems: ProblemList,
+) -> None:
+    """Compare the shard that the index names for a tensor with those that hold it."""
     for name, held in homes.items():
         if len(held) > 1:
             problems.add("duplicate", f"is in {first_few(held)}", tensor=name)
         elif name not in shards:
             detail = f"is in {held[0]} but not in {index}"
             problems.add("index", detail, tensor=name, severity="warning")
-    complete = [name for name in named if name in layouts and layouts[name].complete]
     for name, shard in shards.items():
         held = homes.get(name, [])
         if shard in complete and shard not in held:
@@ -366,18 +399,17 @@ def _check_index(
             if held:
                 detail += f"; it is in {held[0]}"
             problems.add("index", detail, tensor=name)
-    # shards of the same family that are not named: an earlier save left them
-    families = {_family(shard) for shard in named}
+
+
+def _report_leftovers(
+    index: str, named: list[str], layouts: Mapping[str, FileLayout], problems: ProblemList
+) -> None:
+    """Report shards of the same family that are not named: an earlier save left them."""
+    families = set(map(_family, named))
     for name in layouts:
         if NUMBERED.match(name) and _family(name) in families and name not in named:
             detail = f"{name} is a shard that {index} does not name"
             problems.add("index", detail, severity="warning")
-    size = sum(layouts[name].size for name in complete)
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if len(complete) == len(named) and isinstance(total, int | float) and total > size:
-        # not :d, for JSON may hold Infinity
-        detail = f"{index} says {total:,} bytes of tensors, all shards together have {size:,}"
-        problems.add("index", detail, severity="warning")
 
 
 def _family(shard: str) -> tuple[str, str]:
@@ -401,8 +433,10 @@ def _check_shard_numbers(layouts: Mapping[str, FileLayout], problems: ProblemLis
             problems.add("missing", detail)
 
 
-def _check_trainer_state(data: dict[str, Any], problems: ProblemList) -> int | None:
+def _check_trainer_state(data: Any, problems: ProblemList) -> int | None:
     """Report the first logged value that is not finite, since it stays so; returns the step."""
+    if not isinstance(data, dict):
+        return None
     history = data.get("log_history")
     for entry in history if isinstance(history, list) else ():
         bad = []

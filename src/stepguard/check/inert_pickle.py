@@ -1,7 +1,7 @@
 """Read pickles with the standard library's `pickle._Unpickler`, with records for everything.
 
 Every way in which an unpickler reaches code is replaced: names are records, calls and states are
-checked against `allowed_globals`, items are only put into containers of our own. Every length is
+checked against `allowed_globals`, items are only put into plain containers. Every length is
 compared with what is left of the file before it is read; stack, memo, operations and work are
 limited.
 
@@ -51,6 +51,9 @@ LONGEST_LINE = 1 << 16
 """Of a text opcode: GLOBAL, INST, INT, FLOAT, ...; a longer byte string stays in the file."""
 LONGEST_INTEGER = 1 << 10
 """Bytes of one integer."""
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The first pickle of the old format: the magic number, in protocol 2."""
 DEEPEST_NESTED = 3
 """Pickles inside pickles."""
 STRIDE = 1024
@@ -159,6 +162,7 @@ class ArrayRecord:
     """Empty if torch has no such type."""
     shape: tuple[int, ...] = ()
     is_filled: bool = False
+    parameter: bool = False
 
     def set_state(self, state: Any) -> None:
         """Take `(version, shape, dtype, is_fortran, bytes)`, as numpy's `__setstate__` does."""
@@ -338,16 +342,26 @@ NUMBERS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1
 """Letter code of a numpy type -> that of `struct`."""
 
 
-def _is_kind(value: Any, word: str) -> bool:
-    if word in TYPES:
-        return type(value) is TYPES[word]
-    if word in KINDS:
-        return KINDS[word](value)
-    return _made_by(value, word)
+MODULE_ID = ("=module", "global", "text|none", "text|none")
+STORAGE_ID = ("=storage", "global", "text", "text", "int")
+
+
+def is_kind(value: Any, kind: str) -> bool:
+    """Is the value of one of the kinds between the bars? `=word` is that very text."""
+    for word in kind.strip("!?*").split("|"):
+        if word in TYPES:
+            found = type(value) is TYPES[word]
+        elif word in KINDS:
+            found = KINDS[word](value)
+        else:
+            found = _made_by(value, word) or (type(value) is str and f"={value}" == word)
+        if found:
+            return True
+    return False
 
 
 def _tensor(
-    machine: InertUnpickler, storage: Any, offset: int, shape: Any, stride: Any, *more: Any
+    machine: PickleReader, storage: Any, offset: int, shape: Any, stride: Any, *more: Any
 ) -> TensorRecord:
     # the third version is for types that have no storage class, such as uint16 or float8
     dtype = ""
@@ -358,7 +372,7 @@ def _tensor(
 
 
 def _parameter(
-    machine: InertUnpickler, data: Any, requires_grad: bool, hooks: Any, state: Any = None
+    machine: PickleReader, data: Any, requires_grad: bool, hooks: Any, state: Any = None
 ) -> Any:
     machine.check_state(state)
     if isinstance(data, TensorRecord):
@@ -367,11 +381,11 @@ def _parameter(
 
 
 def _tensor_subclass(
-    machine: InertUnpickler, function: Global, kind: Global, arguments: Any, state: Any
+    machine: PickleReader, function: Global, kind: Global, arguments: Any, state: Any
 ) -> Any:
     """Build the tensor of a subclass, or of one with attributes: torch calls `function` for it."""
     if kind not in TENSORS:
-        machine.reader.names[kind] = True
+        machine.names[kind] = True
     machine.check_state(state)
     tensor = machine.call(function, arguments)
     if isinstance(tensor, PickledObject):
@@ -379,41 +393,41 @@ def _tensor_subclass(
     return tensor
 
 
-def _nested_storage(machine: InertUnpickler, raw: PickledBytes) -> StorageRecord:
+def _nested_storage(machine: PickleReader, raw: PickledBytes) -> StorageRecord:
     """Build a storage that a plain pickle holds as a whole torch.save of its own."""
-    return machine.reader.nested.setdefault(id(raw), (raw, StorageRecord("nested", "", 0)))[1]
+    return machine.nested.setdefault(id(raw), (raw, StorageRecord("nested", "", 0)))[1]
 
 
-def _dict_of(machine: InertUnpickler, items: Any = ()) -> dict[Any, Any]:
+def _dict_of(machine: PickleReader, items: Any = ()) -> dict[Any, Any]:
     # a copy, as pickle makes one: what is put into `items` later does not belong to it
-    machine.reader.spend(8 * len(items))
+    machine.spend(8 * len(items))
     if isinstance(items, dict):
         return dict(items)
     return {machine.key(key): value for key, value in items}
 
 
-def _list_of(machine: InertUnpickler, items: Any = (), longest: Any = None) -> list[Any]:
-    machine.reader.spend(len(items))
+def _list_of(machine: PickleReader, items: Any = (), longest: Any = None) -> list[Any]:
+    machine.spend(len(items))
     return list(items)
 
 
-def _set_of(machine: InertUnpickler, items: Any = ()) -> list[Any]:
+def _set_of(machine: PickleReader, items: Any = ()) -> list[Any]:
     for item in items:
         machine.key(item)
     return _list_of(machine, items)
 
 
-def _encoded(machine: InertUnpickler, text: Any = "", encoding: str = "utf-8") -> PickledBytes:
+def _encoded(machine: PickleReader, text: Any = "", encoding: str = "utf-8") -> PickledBytes:
     """Build bytes as protocol 2 writes them: as a text that `_codecs.encode` turns into bytes."""
     if isinstance(text, PickledBytes):
         return text
-    machine.reader.spend(len(text) // 8)
+    machine.spend(len(text) // 8)
     data = text.encode(encoding)
     # in the file they are UTF-8, not the bytes themselves, so there is no offset to give
     return PickledBytes(-1, len(data), data)
 
 
-def _numpy_type(machine: InertUnpickler, code: Any, *flags: Any) -> NumpyType:
+def _numpy_type(machine: PickleReader, code: Any, *flags: Any) -> NumpyType:
     text = code
     if isinstance(code, PickledBytes):
         text = (code.data or b"").decode("latin-1")
@@ -424,7 +438,7 @@ def _numpy_type(machine: InertUnpickler, code: Any, *flags: Any) -> NumpyType:
     return NumpyType(found[2], order, is_copy=len(flags) == 2 and flags[1])
 
 
-def _numpy_number(machine: InertUnpickler, dtype: Any, raw: Any) -> Any:
+def _numpy_number(machine: PickleReader, dtype: Any, raw: Any) -> Any:
     if isinstance(raw, str) or raw.data is None or dtype.code not in NUMBERS:
         return PickledObject(Global("numpy._core.multiarray", "scalar"), (dtype, raw))
     order = ">" if dtype.order == ">" else "<"
@@ -432,21 +446,21 @@ def _numpy_number(machine: InertUnpickler, dtype: Any, raw: Any) -> Any:
 
 
 def _array_from(
-    machine: InertUnpickler, raw: PickledBytes, dtype: NumpyType, shape: Any, *_: Any
+    machine: PickleReader, raw: PickledBytes, dtype: NumpyType, shape: Any, *_: Any
 ) -> ArrayRecord:
     array = ArrayRecord()
     array.set_state((1, shape, dtype, False, raw))
     return array
 
 
-def _reconstructed(machine: InertUnpickler, kind: Any, base: Any, state: Any) -> PickledObject:
+def _reconstructed(machine: PickleReader, kind: Any, base: Any, state: Any) -> PickledObject:
     """Build an object as protocol 0 and 1 do, by `base.__new__(kind, state)`."""
     is_object = base == Global("builtins", "object") and state is None
     is_dict = kind in MAPPINGS and base == Global("builtins", "dict") and state == {}
     if not isinstance(kind, Global) or not (is_object or is_dict):
         raise ValueError(f"{brief(kind)} made as a {brief(base)}")
     if is_listed(kind) and kind not in RECORDS and kind not in MAPPINGS:
-        machine.reader.names[kind] = True
+        machine.names[kind] = True
     return PickledObject(kind)
 
 
@@ -519,10 +533,10 @@ OPCODES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 PLAIN_KEYS = (str, int, float, bool, type(None), bytes, Global, PickledObject)
 
 
-def _byte_string(width: int) -> Callable[[InertUnpickler], None]:
+def _byte_string(width: int) -> Callable[[PickleReader], None]:
     """Make the opcode of a byte string; a long one stays in the file, it may be gigabytes."""
 
-    def load(machine: InertUnpickler) -> None:
+    def load(machine: PickleReader) -> None:
         count = int.from_bytes(machine.read(width), "little")
         start = machine.file.tell()
         machine.source.check_left(start, count)
@@ -537,18 +551,26 @@ def _byte_string(width: int) -> Callable[[InertUnpickler], None]:
     return load
 
 
-class InertUnpickler(_UNPICKLER):  # type: ignore[misc]
-    """One pickle stream; `load` returns its value and leaves the file behind the STOP."""
+class PickleReader(_UNPICKLER):  # type: ignore[misc]
+    """Reads the pickles of one file, and those that they hold as byte strings."""
 
-    def __init__(self, reader: PickleReader) -> None:
-        super().__init__(reader.file)
-        self.reader = reader
-        self.source = reader.source
-        self.file = reader.file
-        self.persistent_load = reader.persistent
+    def __init__(self, source: FileSlice, depth: int = 0) -> None:
+        self.file = source.reader()
+        super().__init__(self.file)
+        self.source = source
+        self.is_legacy = source.at(0, len(LEGACY_START)) == LEGACY_START
+        self.names: dict[Global, bool] = {}
+        """Every name, and whether the stream uses it in a way that is not on the list."""
+        self.storages: dict[str, StorageRecord] = {}
+        """Every storage that the pickles name, used or not."""
+        self.nested: dict[int, tuple[PickledBytes, StorageRecord]] = {}
+        """Bytes that torch would load as pickles of their own, by identity, and their storage."""
+        self._depth = depth
+        self._work = 0
 
     def load(self) -> Any:
-        """Run the stream; raises Damaged for everything that keeps it from reaching its end."""
+        """Return the value of the next pickle; raises Damaged if its end is not reached."""
+        self.memo: dict[int, Any] = {}
         self.read = self._read
         self.readline = self._readline
         self.metastack: list[list[Any]] = []
@@ -593,7 +615,7 @@ class InertUnpickler(_UNPICKLER):  # type: ignore[misc]
             (self.stack, MOST_STACK, "stacks more than"),
             (self.metastack, MOST_STACK, "sets more marks than"),
             (self.memo, MOST_VALUES, "remembers more values than"),
-            (self.reader.names, MOST_NAMES, "refers to more names than"),
+            (self.names, MOST_NAMES, "refers to more names than"),
         ):
             if len(values) > most:
                 raise Damaged("limit", f"the pickle {word} {most:,}")
@@ -635,7 +657,7 @@ class InertUnpickler(_UNPICKLER):  # type: ignore[misc]
             else:
                 module = IMPORT_MAPPING.get(module, module)
         found = Global(module, name)
-        self.reader.names.setdefault(found, False)
+        self.names.setdefault(found, False)
         return found
 
     def get_extension(self, code: int) -> None:
@@ -651,7 +673,7 @@ class InertUnpickler(_UNPICKLER):  # type: ignore[misc]
             detail = f"the pickle calls {type(what).__name__} with {type(arguments).__name__}"
             raise Damaged("malformed", detail)
         if what not in CALLS:
-            self.reader.names[what] = True
+            self.names[what] = True
             return PickledObject(what, arguments)
         try:
             self.check_arguments(what, arguments)
@@ -668,11 +690,11 @@ class InertUnpickler(_UNPICKLER):  # type: ignore[misc]
             kind = kinds[min(place, len(kinds) - 1)] if kinds else ""
             if place >= len(kinds) and not kind.endswith("*"):
                 raise ValueError(f"{len(arguments)} of them")
-            if any(_is_kind(value, word) for word in kind.strip("!?*").split("|")):
+            if is_kind(value, kind):
                 continue
             if kind.startswith("!"):
                 if isinstance(value, Global):
-                    self.reader.names[value] = True
+                    self.names[value] = True
                 detail = f"{what} would call or load {brief(value)}; nothing was run"
                 raise Damaged("hostile", detail)
             raise ValueError(f"{brief(value)} is not of the kind {kind}")
@@ -729,7 +751,7 @@ class InertUnpickler(_UNPICKLER):  # type: ignore[misc]
         for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
             if not isinstance(part, dict):
                 continue
-            self.reader.spend(len(part))
+            self.spend(len(part))
             for key in part:
                 if isinstance(key, str) and key.startswith("__") and key.endswith("__"):
                     detail = f"the pickle would set {key[:80]} of an object; nothing was run"
@@ -747,13 +769,13 @@ class InertUnpickler(_UNPICKLER):  # type: ignore[misc]
         if isinstance(target, PickledObject) and not is_listed(target.what):
             target.items = target.items or []
             target.items.extend(items)
-            return
-        if isinstance(target, PickledBytes):
+        elif isinstance(target, PickledBytes):
             raise Damaged("malformed", "bytes are appended to a bytearray")
         # pickle would call `extend` of anything else
-        if type(target) is not list:
+        elif type(target) is not list:
             raise TypeError(f"items are appended to a {type(target).__name__}")
-        target.extend(items)
+        else:
+            target.extend(items)
 
     def load_additems(self) -> None:
         items = self.pop_mark()
@@ -805,7 +827,7 @@ class InertUnpickler(_UNPICKLER):  # type: ignore[misc]
         parts = [key]
         for part in parts:
             if isinstance(part, tuple):
-                self.reader.spend(len(part))
+                self.spend(len(part))
                 parts.extend(part)
             elif isinstance(part, PickledObject) and not is_key(part):
                 raise Damaged(
@@ -844,58 +866,13 @@ class InertUnpickler(_UNPICKLER):  # type: ignore[misc]
         except UnicodeDecodeError:
             return PickledBytes(-1, len(value), value)
 
-    dispatch = dict(_UNPICKLER.dispatch)  # noqa: RUF012
-
-
-REPLACED = """
-    reduce newobj newobj_ex build append appends additems empty_set frozenset dict setitem setitems
-    frame long4
-"""
-"""Opcodes with a `load_` method above; the others push values or take them from stack and memo."""
-for _opcode in REPLACED.split():
-    _code = getattr(pickle, _opcode.upper())[0]
-    InertUnpickler.dispatch[_code] = getattr(InertUnpickler, f"load_{_opcode}")
-for _code, _width in (
-    (pickle.SHORT_BINBYTES, 1),
-    (pickle.BINBYTES, 4),
-    (pickle.BINBYTES8, 8),
-    (pickle.BYTEARRAY8, 8),
-):
-    InertUnpickler.dispatch[_code[0]] = _byte_string(_width)
-
-
-# --- A whole file: one stream, or the five pickles and raw storages of torch.save before 1.6.
-
-LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The first pickle of the old format: the magic number, in protocol 2."""
-
-
-class PickleReader:
-    """Reads the pickles of one file, and those that they hold as byte strings."""
-
-    def __init__(self, source: FileSlice, depth: int = 0) -> None:
-        self.source = source
-        self.file = source.reader()
-        self.is_legacy = source.at(0, len(LEGACY_START)) == LEGACY_START
-        self.names: dict[Global, bool] = {}
-        """Every name, and whether the stream uses it in a way that is not on the list."""
-        self.storages: dict[str, StorageRecord] = {}
-        """Every storage that the pickles name, used or not."""
-        self.nested: dict[int, tuple[PickledBytes, StorageRecord]] = {}
-        """Bytes that torch would load as pickles of their own, by identity, and their storage."""
-        self._depth = depth
-        self._work = 0
-
     def spend(self, count: int) -> None:
         """Count work that the stream can ask for again and again; Damaged if it is too much."""
         self._work += count
         if self._work > MOST_WORK:
             raise Damaged("limit", f"reading it takes more than {MOST_WORK:,} comparisons")
 
-    def load(self) -> Any:
-        """Return the value of the next pickle."""
-        return InertUnpickler(self).load()
+    # --- A whole file: one stream, or the five pickles and raw storages of torch.save before 1.6.
 
     def value(self) -> Any:
         """Return the value of a file that is one pickle, or an old torch.save."""
@@ -935,25 +912,22 @@ class PickleReader:
         if left:
             raise Damaged("format", f"{left:,} bytes follow {what}; they were not read")
 
-    def persistent(self, pid: Any) -> Any:
+    def persistent_load(self, pid: Any) -> Any:
         """Parse an id of torch.save: `("storage", type, key, location, elements[, view])`."""
+        fields = pid if isinstance(pid, tuple) else ()
         # the old format names the class and the source text of every module
-        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
-            _, kind, file, text = pid
-            is_text = isinstance(file, str | None) and isinstance(text, str | None)
-            if isinstance(kind, Global) and is_text:
-                return kind
-        if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):
+        if len(fields) == 4 and all(map(is_kind, fields, MODULE_ID)):
+            return fields[1]
+        if len(fields) < 5 or not all(map(is_kind, fields, STORAGE_ID)):
             detail = f"a persistent id that torch.save does not write: {brief(pid)}"
             raise Damaged("malformed", detail)
-        _, kind, key, location, elements = pid[:5]
-        dtype = STORAGES.get(kind.name) if isinstance(kind, Global) else None
-        is_count = type(elements) is int and elements >= 0
-        if dtype is None or type(key) is not str or type(location) is not str or not is_count:
+        _, kind, key, _, elements = fields[:5]
+        dtype = STORAGES.get(kind.name)
+        if dtype is None or elements < 0:
             detail = f"{brief(kind)} named {brief(key)} with {brief(elements)} elements"
             raise Damaged("malformed", f"a storage of {detail}")
         # `(key, offset, size)` of a view, where newer versions write None or nothing
-        if len(pid) > 5 and pid[5] is not None:
+        if any(view is not None for view in fields[5:6]):
             raise Damaged(
                 "format",
                 "storages that are views of others (torch before 0.4); save it again with "
@@ -966,16 +940,15 @@ class PickleReader:
         if self.nested and self._depth >= DEEPEST_NESTED:
             raise Damaged("limit", f"pickles are nested more than {DEEPEST_NESTED} deep")
         for raw, storage in self.nested.values():
+            if raw.start >= 0:
+                self._read_inner(FileSlice(self.source.descriptor, raw.start, raw.size), storage)
+                continue
+            # protocol 2 encodes bytes: they are only in memory, and a slice needs a file
             with tempfile.TemporaryFile() as copy:
-                inner = FileSlice(self.source.descriptor, raw.start, raw.size)
-                # protocol 2 encodes bytes: they are only in memory, and a slice needs a file
-                if raw.start < 0:
-                    copy.write(raw.data or b"")
-                    copy.flush()
-                    inner = FileSlice(copy.fileno(), 0, raw.size)
-                self._read_inner(inner, storage)
-            if raw.start < 0:
-                storage.start = -1
+                copy.write(raw.data or b"")
+                copy.flush()
+                self._read_inner(FileSlice(copy.fileno(), 0, raw.size), storage)
+            storage.start = -1
 
     def _read_inner(self, inner: FileSlice, storage: StorageRecord) -> None:
         reader = PickleReader(inner, self._depth + 1)
@@ -995,3 +968,22 @@ class PickleReader:
             storage.elements = value.elements
             storage.start = value.start
             storage.held = value.held
+
+    dispatch = dict(_UNPICKLER.dispatch)  # noqa: RUF012
+
+
+REPLACED = """
+    reduce newobj newobj_ex build append appends additems empty_set frozenset dict setitem setitems
+    frame long4
+"""
+"""Opcodes with a `load_` method above; the others push values or take them from stack and memo."""
+for _opcode in REPLACED.split():
+    _code = getattr(pickle, _opcode.upper())[0]
+    PickleReader.dispatch[_code] = getattr(PickleReader, f"load_{_opcode}")
+for _code, _width in (
+    (pickle.SHORT_BINBYTES, 1),
+    (pickle.BINBYTES, 4),
+    (pickle.BINBYTES8, 8),
+    (pickle.BYTEARRAY8, 8),
+):
+    PickleReader.dispatch[_code[0]] = _byte_string(_width)

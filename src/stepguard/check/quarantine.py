@@ -70,13 +70,6 @@ def plan(
         if checkpoint.format and _holds_others(checkpoint, checkpoints):
             indices = checkpoint.path.glob(f"*{INDEX_SUFFIX}")
             paths = [*checkpoint.files, *(path for path in indices if not path.is_symlink())]
-        reasons = []
-        for error in found.errors:
-            if error.kind not in UNPROVEN:
-                tensor = f"{error.tensor}: " if error.tensor else ""
-                reasons.append(f"{error.kind}: {tensor}{error.detail}")
-        if len(reasons) > MOST_REASONS:
-            reasons[MOST_REASONS:] = [f"and {len(reasons) - MOST_REASONS} more"]
         for path in paths:
             if path.is_symlink() or not _is_below(root, path.parent):
                 raise StoreError(f"{path} leads out of {root}; nothing was moved.")
@@ -90,12 +83,23 @@ def plan(
             move = Move(
                 original=original,
                 place=place,
-                reasons=tuple(reasons),
+                reasons=_reasons(found),
                 digests={},
                 size=checkpoint.size,
             )
             moves.append(move)
     return moves
+
+
+def _reasons(found: Verification) -> tuple[str, ...]:
+    reasons = []
+    for error in found.errors:
+        if error.kind not in UNPROVEN:
+            tensor = f"{error.tensor}: " if error.tensor else ""
+            reasons.append(f"{error.kind}: {tensor}{error.detail}")
+    if len(reasons) > MOST_REASONS:
+        reasons[MOST_REASONS:] = [f"and {len(reasons) - MOST_REASONS} more"]
+    return tuple(reasons)
 
 
 def apply(root: Path, moves: Sequence[Move]) -> list[Move]:

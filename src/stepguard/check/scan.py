@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from stepguard.check.names import (
     USUALLY_ZERO,
     is_real,
 )
-from stepguard.records.checks import Rate, Role
+from stepguard.records.checks import ProblemKind, Rate, Role
 
 try:
     # the same function as zlib's, three times as fast
@@ -328,10 +329,11 @@ def judge(layout: FileLayout, allowed: frozenset[str] = frozenset()) -> None:
             _judge_finite(layout.problems, tensor, values)
     for name, role, value in layout.numbers:
         # the last part of a name that is not an index: `betas` of `param_groups/0/betas/1`
-        keys = [part for part in name.split("/") if not part.isdigit()]
-        if role in STRICT and (math.isnan(value) or (keys and keys[-1] in FINITE_SETTINGS)):
-            kind = "nan" if math.isnan(value) else "inf"
-            layout.problems.add(kind, f"is {value}", tensor=name, role=role)
+        key = re.sub(r"(/\d+)+$", "", name).rpartition("/")[2]
+        if role in STRICT and math.isnan(value):
+            layout.problems.add("nan", f"is {value}", tensor=name, role=role)
+        elif role in STRICT and key in FINITE_SETTINGS:
+            layout.problems.add("inf", f"is {value}", tensor=name, role=role)
 
 
 def _judge_nonfinite(problems: ProblemList, tensor: StoredTensor, values: Values) -> None:
@@ -345,6 +347,18 @@ def _judge_nonfinite(problems: ProblemList, tensor: StoredTensor, values: Values
     # the best score of a callback that has not seen one yet is infinite
     if role == "other" and not values.nan:
         return
+    must_be_finite = role in STRICT or NORM_STATISTICS.search(tensor.name)
+    problems.add(
+        "nan" if values.nan else "inf",
+        _described(tensor, values),
+        tensor=tensor.name,
+        severity="error" if must_be_finite else "warning",
+        role=role,
+    )
+
+
+def _described(tensor: StoredTensor, values: Values) -> str:
+    """Describe non-finite values: `2 NaN, 1 -Inf of 64, first at [3, 1]; finite from -1 to 2`."""
     counts = []
     for count, word in ((values.nan, "NaN"), (values.positive, "+Inf"), (values.negative, "-Inf")):
         if count:
@@ -360,32 +374,42 @@ def _judge_nonfinite(problems: ProblemList, tensor: StoredTensor, values: Values
         detail += f", first at {index[::-1]}"
     if values.low <= values.high:
         detail += f"; finite from {values.low:.4g} to {values.high:.4g}"
-    must_be_finite = role in STRICT or NORM_STATISTICS.search(tensor.name)
-    problems.add(
-        "nan" if values.nan else "inf",
-        detail,
-        tensor=tensor.name,
-        severity="error" if must_be_finite else "warning",
-        role=role,
-    )
+    return detail
 
 
 def _judge_finite(problems: ProblemList, tensor: StoredTensor, values: Values) -> None:
     name = tensor.name
     role = tensor.role
     low = values.low
-    largest = values.largest
     if low < 0 and SQUARES.search(name):
         detail = f"holds {low:.4g} where only squares belong, so its root is NaN"
         problems.add("negative", detail, tensor=name, role=role)
-    if role not in LEARNED:
-        return
+    if role in LEARNED:
+        _judge_magnitude(problems, tensor, values)
+    # vectors often have one value: biases, norm weights, gates
+    is_matrix = len(tensor.shape) >= 2 and values.count >= FEWEST and role in LEARNED
+    is_constant = low == values.high and not values.bad
+    if is_matrix and is_constant and not USUALLY_ZERO.search(name):
+        shape = "x".join(map(str, tensor.shape))
+        detail = f"is all zero ({shape}); a trained matrix is not"
+        kind: ProblemKind = "zero"
+        if low:
+            detail = f"is {low:.4g} everywhere ({shape}); a trained matrix is not"
+            kind = "constant"
+        problems.add(kind, detail, tensor=name, severity="warning", role=role)
+
+
+def _judge_magnitude(problems: ProblemList, tensor: StoredTensor, values: Values) -> None:
+    name = tensor.name
+    role = tensor.role
+    low = values.low
+    largest = values.largest
     limit = LARGEST[tensor.dtype]
     reach = f"range {low:.3g} to {values.high:.3g}"
     # a mask is filled with the lowest number of its type
     if largest >= 0.99 * limit and values.high <= 0:
-        pass
-    elif limit > ABSURD and largest > ABSURD and low != values.high:
+        return
+    if limit > ABSURD and largest > ABSURD and low != values.high:
         detail = f"reaches {largest:.3g}; no trained weight does ({reach})"
         problems.add("magnitude", detail, tensor=name, role=role)
     elif largest > min(SUSPICIOUS, limit / 2):
@@ -396,12 +420,3 @@ def _judge_finite(problems: ProblemList, tensor: StoredTensor, values: Values) -
         detail = f"{largest:.4g}, carries {share:.1%} of the sum of squares"
         detail = f"one element of {values.count:,}, {detail}"
         problems.add("outlier", detail, tensor=name, severity="warning", role=role)
-    # vectors often have one value: biases, norm weights, gates
-    is_matrix = len(tensor.shape) >= 2 and values.count >= FEWEST
-    is_constant = low == values.high and not values.bad
-    if is_matrix and is_constant and not USUALLY_ZERO.search(name):
-        kind = "constant" if low else "zero"
-        text = f"is {low:.4g} everywhere" if low else "is all zero"
-        shape = "x".join(map(str, tensor.shape))
-        detail = f"{text} ({shape}); a trained matrix is not"
-        problems.add(kind, detail, tensor=name, severity="warning", role=role)

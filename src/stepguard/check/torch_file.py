@@ -183,13 +183,7 @@ def _record(source: FileSlice, data: bytes, at: int) -> tuple[ZipRecord, int]:
     if end > len(data):
         raise Damaged("malformed", "the zip directory is damaged")
     raw = data[at + ENTRY.size : extra_start]
-    name = raw.decode("utf-8", "replace")
-    parts = name.replace("\\", "/").split("/")
-    if name.startswith("/") or ".." in parts or parts[0][1:2] == ":":
-        detail = f"the zip holds {name!r}, which would be unpacked outside its folder"
-        raise Damaged("hostile", detail)
-    if len(raw) > LONGEST_ENTRY or not name.isprintable() or "\N{REPLACEMENT CHARACTER}" in name:
-        raise Damaged("malformed", f"the zip holds an entry with the name {name[:80]!r}")
+    name = _entry_name(raw)
     extra = data[extra_start : extra_start + extra_size]
     size, packed, header = _wide(name, extra, [size, packed, fields[16]])
     is_encrypted = flags & 1
@@ -209,6 +203,17 @@ def _record(source: FileSlice, data: bytes, at: int) -> tuple[ZipRecord, int]:
         raise Damaged("torn", f"{name!r} should end at byte {start + packed:,} of {source.size:,}")
     is_stored = method == 0 and packed == size
     return ZipRecord(name, header, start, size, crc, packed, is_stored), end
+
+
+def _entry_name(raw: bytes) -> str:
+    name = raw.decode("utf-8", "replace")
+    parts = name.replace("\\", "/").split("/")
+    if name.startswith("/") or ".." in parts or parts[0][1:2] == ":":
+        detail = f"the zip holds {name!r}, which would be unpacked outside its folder"
+        raise Damaged("hostile", detail)
+    if len(raw) > LONGEST_ENTRY or not name.isprintable() or "\N{REPLACEMENT CHARACTER}" in name:
+        raise Damaged("malformed", f"the zip holds an entry with the name {name[:80]!r}")
+    return name
 
 
 def _wide(name: str, extra: bytes, numbers: list[int]) -> list[int]:
@@ -280,12 +285,32 @@ def read_value(reader: PickleReader, layout: FileLayout, *, scripted: bool = Fal
 
 
 def walk(layout: FileLayout, root: Any, role: Role | None = None, prefix: str = "") -> None:
-    """Visit every value, each container once, to a limited depth and number."""
+    """Add every tensor, learning rate, step and non-finite number of a value."""
     if role is None and isinstance(root, dict):
         role = structural(root)
     # a checkpoint of several parts, not a state dict, whose tensors are all the model's
-    has_parts = isinstance(root, dict) and any(isinstance(part, dict) for part in root.values())
+    has_parts = isinstance(root, dict) and dict in map(type, root.values())
     tensors: list[tuple[str, Role, TensorRecord | ArrayRecord]] = []
+    for keys, context, value in _leaves(layout, root, role):
+        if isinstance(value, int | float):
+            add_number(layout, keys, context, value)
+        elif isinstance(value, TensorRecord | ArrayRecord):
+            if len(tensors) == MOST_STACK:
+                layout.problems.add("limit", f"holds more than {MOST_STACK:,} tensors")
+                break
+            if context is None and len(keys) == 1 and has_parts:
+                context = "other"
+            name = _name(keys)
+            found = role_of_tensor(context, name, value.dtype, parameter=value.parameter)
+            tensors.append((f"{prefix}{name}".rstrip("/"), found, value))
+    for name, found, record in reversed(tensors):
+        add_tensor(layout, name, found, record)
+
+
+def _leaves(
+    layout: FileLayout, root: Any, role: Role | None
+) -> Iterator[tuple[tuple[Any, ...], Role | None, Any]]:
+    """Yield what is not a container, each container once, to a limited depth and number."""
     seen: set[int] = set()
     visited = 0
     # a list instead of recursion: the file decides how deep its containers are
@@ -294,25 +319,14 @@ def walk(layout: FileLayout, root: Any, role: Role | None = None, prefix: str = 
         above, key, role, value = todo.pop()
         keys = () if above is None else (*above, key)
         visited += 1
-        if visited > MOST_VALUES or len(tensors) > MOST_STACK:
+        if visited > MOST_VALUES:
             detail = f"holds more than {MOST_VALUES:,} values; the rest was not read"
             layout.problems.add("limit", detail)
-            break
-        if isinstance(value, TensorRecord | ArrayRecord):
-            name = _name(keys)
-            context = role
-            if role is None and len(keys) == 1 and has_parts:
-                context = "other"
-            parameter = isinstance(value, TensorRecord) and value.parameter
-            found = role_of_tensor(context, name, value.dtype, parameter=parameter)
-            tensors.append((f"{prefix}{name}" if name else prefix.rstrip("/"), found, value))
-        elif isinstance(value, float):
-            add_number(layout, keys, role, value)
-        elif type(value) is int:
-            if len(keys) == 1 and keys[0] in STEPS and layout.step is None and value >= 0:
-                layout.step = value
-        elif isinstance(value, dict | list | tuple | PickledObject) and id(value) not in seen:
-            # a pickle can put a list into itself
+            return
+        if not isinstance(value, dict | list | tuple | PickledObject):
+            yield keys, role, value
+        # a pickle can put a list into itself
+        elif id(value) not in seen:
             seen.add(id(value))
             if len(keys) >= MOST_DEPTH:
                 detail = f"values are nested more than {MOST_DEPTH} deep; the rest was not read"
@@ -322,8 +336,6 @@ def walk(layout: FileLayout, root: Any, role: Role | None = None, prefix: str = 
                 if not isinstance(child, str | bytes | None):
                     part = role or _role_of_child(len(keys), key, child)
                     todo.append((keys, key, part, child))
-    for name, role, record in reversed(tensors):
-        add_tensor(layout, name, role, record)
 
 
 def _name(keys: tuple[Any, ...]) -> str:
@@ -369,7 +381,12 @@ def _role_of_child(depth: int, key: Any, child: Any) -> Role | None:
 
 
 def add_number(layout: FileLayout, keys: tuple[Any, ...], role: Role | None, value: float) -> None:
-    """Add a float: a learning rate, or one that is not finite."""
+    """Add a number: the step, a learning rate, or one that is not finite."""
+    if isinstance(value, int):
+        is_step = len(keys) == 1 and keys[0] in STEPS and type(value) is int
+        if is_step and layout.step is None and value >= 0:
+            layout.step = value
+        return
     # schedulers keep lists of rates: then the name stands above the index
     named = [key for key in keys[-2:] if isinstance(key, str)]
     if not math.isfinite(value):
@@ -411,14 +428,8 @@ def add_tensor(
         return
     shape = record.shape
     width = SIZES[record.dtype]
-    extent = 0
-    fits = len(shape) == len(record.stride)
-    fits = fits and min(record.offset, *shape, *record.stride, 0) >= 0
-    if fits and 0 not in shape:
-        # as torch's as_strided: dimensions may overlap, a stride of 0 repeats one element
-        steps = zip(shape, record.stride, strict=True)
-        extent = 1 + sum((count - 1) * step for count, step in steps)
-    if not fits or (record.offset + extent) * width > storage.held:
+    extent = _extent(record)
+    if extent is None or (record.offset + extent) * width > storage.held:
         detail = (
             f"shape {shape[:8]} at offset {record.offset} does not fit into its storage of "
             f"{storage.held:,} bytes"
@@ -429,10 +440,21 @@ def add_tensor(
     layout.add_tensor(name, role, record.dtype, shape, start, extent * width, storage.start)
 
 
+def _extent(tensor: TensorRecord) -> int | None:
+    """Count elements from the first to the last one; None for sizes that no tensor has."""
+    if len(tensor.shape) != len(tensor.stride):
+        return None
+    if min(tensor.offset, *tensor.shape, *tensor.stride, 0) < 0:
+        return None
+    if 0 in tensor.shape:
+        return 0
+    # as torch's as_strided: dimensions may overlap, a stride of 0 repeats one element
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+
+
 # --- Files of torch.save since 1.6: a zip with a pickle and one record for each storage.
 
 PICKLE_NAME = "data.pkl"
-STORAGE_FOLDER = "data/"
 
 
 def read_zip(source: FileSlice, layout: FileLayout, role: Role | None, prefix: str = "") -> Any:
@@ -449,6 +471,29 @@ def read_zip(source: FileSlice, layout: FileLayout, role: Role | None, prefix: s
         raise Damaged(
             "format", "it was saved on a big-endian machine, which is not read; save it again here"
         )
+    _add_checksums(source, layout, records)
+    # this entry makes torch.load hand the archive to torch.jit.load
+    scripted = "constants.pkl" in records
+    if scripted:
+        _check_script(source, layout, records)
+    reader = PickleReader(source.part(pickled.start, pickled.size))
+    value = read_value(reader, layout, scripted=scripted)
+    # torch names the record of a storage by the key in its persistent id
+    for key, record in records.items():
+        folder, _, name = key.rpartition("/")
+        if folder == "data" and record.stored() and name in reader.storages:
+            reader.storages[name].start = source.start + record.start
+            reader.storages[name].held = record.size
+    walk(layout, value, role, prefix)
+    # torch reads each one that the pickle names, whether a tensor needs it or not
+    for key, storage in reader.storages.items():
+        if not storage.is_used and storage.held != storage.size:
+            detail = f"has {storage.held:,} bytes in the file and {storage.size:,} in the pickle"
+            layout.problems.add("torn", f"storage {key} {detail}")
+    return value
+
+
+def _add_checksums(source: FileSlice, layout: FileLayout, records: dict[str, ZipRecord]) -> None:
     stored = [record for record in records.values() if record.is_stored]
     # with CRCs switched off, torch writes 0 for every record
     if any(record.crc for record in stored if record.size):
@@ -462,27 +507,6 @@ def read_zip(source: FileSlice, layout: FileLayout, role: Role | None, prefix: s
             "cannot be found",
             severity="warning",
         )
-    # this entry makes torch.load hand the archive to torch.jit.load
-    scripted = "constants.pkl" in records
-    if scripted:
-        _check_script(source, layout, records)
-    reader = PickleReader(source.part(pickled.start, pickled.size))
-    value = read_value(reader, layout, scripted=scripted)
-    # torch names the record of a storage by the key in its persistent id
-    for key, record in records.items():
-        storage = reader.storages.get(key.removeprefix(STORAGE_FOLDER))
-        if key.startswith(STORAGE_FOLDER):
-            start = source.start + record.stored().start
-            if storage is not None:
-                storage.start = start
-                storage.held = record.size
-    walk(layout, value, role, prefix)
-    # torch reads each one that the pickle names, whether a tensor needs it or not
-    for key, storage in reader.storages.items():
-        if not storage.is_used and storage.held != storage.size:
-            detail = f"has {storage.held:,} bytes in the file and {storage.size:,} in the pickle"
-            layout.problems.add("torn", f"storage {key} {detail}")
-    return value
 
 
 def _check_script(source: FileSlice, layout: FileLayout, records: dict[str, ZipRecord]) -> None:
@@ -518,8 +542,12 @@ def read_pickle(source: FileSlice, layout: FileLayout, role: Role | None) -> Any
     return value
 
 
-def read_safetensors(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
-    """Fill the layout; raises Damaged where the header breaks a rule of the format."""
+Entry = tuple[int, int, str, str, tuple[int, ...]]
+"""Start and end (both behind the header), name, type and shape of one tensor."""
+
+
+def _safetensors_header(source: FileSlice) -> tuple[list[Entry], int]:
+    """Return the entries in the order of the file, and the offset at which the data begins."""
     if source.size < 8:
         raise Damaged("torn", f"has {source.size} bytes; a safetensors file begins with a header")
     length = int.from_bytes(source.exactly(0, 8), "little")
@@ -533,8 +561,12 @@ def read_safetensors(source: FileSlice, layout: FileLayout, role: Role | None) -
     if not isinstance(header, dict):
         raise Damaged("malformed", f"its header is a JSON {type(header).__name__}, not an object")
     header.pop("__metadata__", None)
-    entries = sorted(_header_entry(name, facts) for name, facts in header.items())
-    data = 8 + length
+    return sorted(_header_entry(name, facts) for name, facts in header.items()), 8 + length
+
+
+def read_safetensors(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
+    """Fill the layout; raises Damaged where the header breaks a rule of the format."""
+    entries, data = _safetensors_header(source)
     size = source.size - data
     end = 0
     # the format demands that tensors fill the file without gaps and overlaps: a gap can hide
@@ -573,8 +605,7 @@ def read_safetensors(source: FileSlice, layout: FileLayout, role: Role | None) -
     return found_tensors
 
 
-def _header_entry(name: str, facts: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
-    """Return start, end (both behind the header), name, type and shape of one tensor."""
+def _header_entry(name: str, facts: Any) -> Entry:
     try:
         start, stop = facts["data_offsets"]
         dtype = facts["dtype"]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -93,7 +92,7 @@ def find_checkpoints(
             # also a FIFO or device: it stands where a checkpoint is expected, and is reported
             elif not path.name.startswith(".") or path.name == METADATA:
                 files.append(path)
-        if any(path.name == LAST_GOOD for path in files):
+        if folder / LAST_GOOD in files:
             problems.extend(check_store(folder))
         found.extend(_checkpoints_in(folder, files))
     # by numbers: step-9 before step-10
@@ -145,7 +144,10 @@ def _is_followed(link: Path, root: Path, report: Callable[..., None]) -> bool:
         return True
     if not has_checkpoint_suffix(link) and not target.is_dir():
         return False
-    root = root.resolve()
+    return _is_read_here(link, target, root.resolve(), report)
+
+
+def _is_read_here(link: Path, target: Path, root: Path, report: Callable[..., None]) -> bool:
     if target.exists() and not target.is_file() and not target.is_dir():
         detail = f"is a link to {special_name(target.stat().st_mode)}; it was not opened"
         report(link, "link", detail, "error")
@@ -212,6 +214,13 @@ def check_path(
     parts = [check_checkpoint(each, progress or (lambda count: None), watch) for each in found]
     if len(parts) == 1 and found[0].path == path and not problems:
         return parts[0]
+    return _merged(path, parts, problems, time.perf_counter() - began)
+
+
+def _merged(
+    path: Path, parts: list[Verification], problems: list[Problem], seconds: float
+) -> Verification:
+    """Return the result of a folder from those of its checkpoints."""
     roles: Counter[str] = Counter()
     rates: list[Rate] = []
     for part in parts:
@@ -222,12 +231,12 @@ def check_path(
         path=str(path),
         format="folder",
         problems=tuple(problems),
-        tensors=sum(part.tensors for part in parts),
+        tensors=roles.total(),
         bytes=sum(part.bytes for part in parts),
         files=sum(part.files for part in parts),
         roles=dict(sorted(roles.items())),
         rates=tuple(rates),
-        seconds=time.perf_counter() - began,
+        seconds=seconds,
         parts=tuple(parts),
     )
 
@@ -268,16 +277,20 @@ def check_checkpoint(
 
 def _watched(layouts: Sequence[FileLayout], watch: Watch | None) -> tuple[Watched, ...]:
     found: list[Watched] = []
-    for layout in layouts if watch is not None else ():
+    if watch is None:
+        return ()
+    for layout in layouts:
         for tensor in layout.tensors:
             values = tensor.values
             if values is not None and values.low <= values.high and watch(tensor.name):
-                range_of_values: dict[str, Any] = {
-                    "count": values.count,
-                    "low": values.low,
-                    "high": values.high,
-                }
-                found.append(Watched(name=tensor.name, role=tensor.role, **range_of_values))
+                watched = Watched(
+                    name=tensor.name,
+                    role=tensor.role,
+                    count=values.count,
+                    low=values.low,
+                    high=values.high,
+                )
+                found.append(watched)
     return tuple(found[:MOST_WATCHED])
 
 
