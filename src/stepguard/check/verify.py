@@ -66,6 +66,9 @@ def find_checkpoints(
     listed = 0
     while todo:
         folder, depth = todo.pop()
+        if depth > DEEPEST:
+            report(folder, "limit", f"lies {depth} folders deep and was not searched")
+            continue
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
@@ -82,12 +85,7 @@ def find_checkpoints(
                 if _is_followed(path, root, report):
                     files.append(path)
             elif entry.is_dir(follow_symlinks=False):
-                if _is_skipped(path) or path.name in exclude:
-                    continue
-                if depth == DEEPEST:
-                    detail = f"lies {DEEPEST} folders deep; it was not searched"
-                    report(path, "limit", detail)
-                else:
+                if not _is_skipped(path) and path.name not in exclude:
                     todo.append((path, depth + 1))
             # also a FIFO or device: it stands where a checkpoint is expected, and is reported
             elif not path.name.startswith(".") or path.name == METADATA:
@@ -377,7 +375,7 @@ def with_lr(found: Verification, lr: float) -> Verification:
     problems = list(found.problems)
     for part in parts:
         problems.extend(problem for problem in part.problems if problem.kind == "lr")
-    base = base_rates(found.rates)
+    base = _base_rates(found.rates)
     is_same = any(math.isclose(rate.value, lr, rel_tol=CLOSE) for rate in base)
     if base and not parts and not is_same:
         rate = base[0]
@@ -394,7 +392,7 @@ def with_lr(found: Verification, lr: float) -> Verification:
     return replace(found, parts=parts, problems=tuple(problems))
 
 
-def base_rates(rates: tuple[Rate, ...]) -> list[Rate]:
+def _base_rates(rates: tuple[Rate, ...]) -> list[Rate]:
     """Return the rates that a configuration speaks of."""
     for kind in RATES:
         chosen = [rate for rate in rates if rate.kind == kind]
