@@ -37,9 +37,9 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from stepguard.check.verify import check_path
 from stepguard.records.checks import Verification
 from stepguard.records.codec import dumps, to_plain
-from stepguard.verification import check_path
 
 FORBIDDEN = frozenset(
     {
@@ -547,7 +547,7 @@ def load_files() -> int:
     import resource
     import warnings
 
-    from stepguard.verification.pickle_globals import LISTED
+    from stepguard.check.allowed_globals import LISTED
 
     warnings.simplefilter("ignore")
     for module in sorted({listed.module for listed in LISTED}):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stepguard._errors import StepguardError as StepguardError
     from stepguard._errors import StoreError as StoreError
     from stepguard._errors import TrainingHalted as TrainingHalted
+    from stepguard.check.verify import verify
     from stepguard.engine.wiring import WiringWarning as WiringWarning
     from stepguard.guard import Guard as Guard
     from stepguard.guard import StepResult as StepResult
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from stepguard.records import Snapshots as Snapshots
     from stepguard.records import Verification as Verification
     from stepguard.run.replay import replay
-    from stepguard.verification.path_check import verify
     from stepguard.watching import watch as watch
 
 # name -> module; resolved on first use, so that the torch-free commands never import torch
@@ -59,7 +59,7 @@ _HOMES = {
     "Verification": "stepguard.records",
     "WiringWarning": "stepguard.engine.wiring",
     "replay": "stepguard.run.replay",
-    "verify": "stepguard.verification.path_check",
+    "verify": "stepguard.check.verify",
     "watch": "stepguard.watching",
 }
 

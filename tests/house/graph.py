@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors",),
     ("sentinel", "state", "numerics"),
     ("checkpoints",),
-    ("verification",),
+    ("check",),
     ("locate", "preflight"),
     ("engine",),
     ("probes",),

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from preflight.doctored import project_in
+from stepguard.check.verify import check_path
 from stepguard.preflight.doctor import best_of, examine
 from stepguard.records.incident import Examination, Section
-from stepguard.verification import check_path
 from verification import saved
 
 

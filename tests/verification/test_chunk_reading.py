@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import stepguard
-from stepguard.verification.reading import CHUNK, PIECE
+from stepguard.check.scan import PIECE, RUN
 
 TYPES = [
     torch.float64,
@@ -20,9 +20,9 @@ TYPES = [
 
 
 def _long(dtype: torch.dtype) -> torch.Tensor:
-    """More than a chunk, and no whole number of pieces."""
+    """More than a run, and no whole number of pieces."""
     generator = torch.Generator().manual_seed(0)
-    elements = (CHUNK + 5 * PIECE) // dtype.itemsize + 37
+    elements = (RUN + 5 * PIECE) // dtype.itemsize + 37
     real = torch.randn(elements, generator=generator)
     return torch.complex(real, real) if dtype.is_complex else real.to(dtype)
 
@@ -42,7 +42,7 @@ def test_values_in_any_piece_are_counted_and_the_first_is_named(
     tmp_path: Path, dtype: torch.dtype, suffix: str
 ) -> None:
     tensor = _long(dtype)
-    places = [3 * PIECE // dtype.itemsize + 11, CHUNK // dtype.itemsize - 1, len(tensor) - 1]
+    places = [3 * PIECE // dtype.itemsize + 11, RUN // dtype.itemsize - 1, len(tensor) - 1]
     for place in places:
         tensor[place] = float("nan")
     (problem,) = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from stepguard.verification import bounded_file
-from stepguard.verification.bounded_file import Damaged, ProblemList, clean
+from pathlib import Path
+
+from stepguard.check import bounded_file
+from stepguard.check.bounded_file import ProblemList, clean
 
 
 def test_text_of_a_file_is_shortened_and_cannot_control_a_terminal() -> None:
@@ -13,11 +15,11 @@ def test_text_of_a_file_is_shortened_and_cannot_control_a_terminal() -> None:
 
 
 def test_problems_of_one_kind_are_listed_in_part_and_counted() -> None:
-    problems = ProblemList("m.pt")
+    problems = ProblemList(Path("m.pt"))
     for number in range(bounded_file.MOST_PER_KIND + 7):
         problems.add("nan", f"bad {number}", tensor="w")
     problems.add("nan", "another severity", severity="warning")
-    problems.add_damage(Damaged("torn", "is empty"))
+    problems.add("torn", "is empty")
     found = problems.all()
     assert len(found) == bounded_file.MOST_PER_KIND + 3
     assert found[-1].detail == "and 7 more of this kind in this file"

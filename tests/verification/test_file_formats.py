@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 import stepguard
+from stepguard.check import torch_file
+from stepguard.check.bounded_file import Damaged, FileSlice
+from stepguard.check.scan import FileLayout
 from stepguard.records.checks import Role
-from stepguard.verification import file_formats
-from stepguard.verification.bounded_file import Damaged, FileSlice
-from stepguard.verification.reading import FileLayout
-from stepguard.verification.scan import FileFormat
 from verification import hostile, saved
 from verification.saved import ONE_FILE, Saver, poison
 
@@ -197,8 +196,8 @@ def test_empty_and_foreign_files_say_what_they_are(tmp_path: Path) -> None:
 
 
 def test_suffixes_are_those_of_the_table() -> None:
-    sure = sorted(file_formats.SURE_SUFFIXES)
-    shared = sorted(file_formats.SUFFIXES - file_formats.SURE_SUFFIXES)
+    sure = sorted(torch_file.SURE_SUFFIXES)
+    shared = sorted(torch_file.SUFFIXES - torch_file.SURE_SUFFIXES)
     assert sure == [".ckpt", ".pt", ".pth", ".pyth", ".safetensors", ".th"]
     assert shared == [".bin", ".pickle", ".pkl"]
 
@@ -220,20 +219,15 @@ def test_checkpoint_is_told_by_its_name_or_by_its_first_bytes(
     tmp_path: Path, name: str, content: bytes, is_checkpoint: bool
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    assert file_formats.is_checkpoint_file(tmp_path / name) == is_checkpoint
+    assert torch_file.is_checkpoint_file(tmp_path / name) == is_checkpoint
 
 
 def test_format_is_added_by_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
-        layout.add_tensor("w", "parameter", "float32", (2,), 4, 4, 8)
+        layout.add_tensor("w", "parameter", "float32", (2,), 4, 8)
 
-    entry = FileFormat(
-        name="new",
-        matches=lambda source, suffix: source.at(0, 4) == b"NEW!",
-        read=read,
-        read_content=lambda source: {},
-    )
-    monkeypatch.setattr(file_formats, "FORMATS", (entry, *file_formats.FORMATS))
+    entry = (lambda source, suffix: source.at(0, 4) == b"NEW!", read)
+    monkeypatch.setattr(torch_file, "FORMATS", {"new": entry, **torch_file.FORMATS})
     (tmp_path / "m.pt").write_bytes(b"NEW!" + struct.pack("<2f", 1.0, float("nan")))
     found = stepguard.verify(tmp_path / "m.pt")
     assert found.format == "new" and [error.kind for error in found.errors] == ["nan"]
@@ -245,7 +239,7 @@ def test_content_of_every_format_is_read_without_running_it(
 ) -> None:
     path = tmp_path / name
     path.write_bytes(whole.get(name) or pickle.dumps({"state_dict": {}}))
-    content = file_formats.read_content(path)
+    content = torch_file.read_content(path)
     if name.endswith(".pt"):
         shapes = {key: value.shape for key, value in content["state_dict"].items()}
         assert shapes == {key: tuple(v.shape) for key, v in everything["state_dict"].items()}
@@ -256,5 +250,5 @@ def test_content_of_every_format_is_read_without_running_it(
 def test_content_of_a_hostile_pickle_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.pt").write_bytes(hostile.by_reduce(tmp_path / "canary"))
     with pytest.raises(Damaged, match="could run code"):
-        file_formats.read_content(tmp_path / "m.pt")
+        torch_file.read_content(tmp_path / "m.pt")
     assert not (tmp_path / "canary").exists()

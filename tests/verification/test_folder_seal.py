@@ -9,7 +9,7 @@ import torch
 
 import stepguard
 from stepguard._errors import StoreError
-from stepguard.verification import seal_folder
+from stepguard.check.verify import seal_folder
 from verification import saved
 
 

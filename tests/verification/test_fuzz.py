@@ -26,7 +26,7 @@ def test_exception_in_a_reader_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
     def broken(*arguments: object) -> None:
         raise RecursionError("as a careless reader would")
 
-    monkeypatch.setattr("stepguard.verification.file_formats.parse", broken)
+    monkeypatch.setattr("stepguard.check.torch_file.parse", broken)
     with pytest.raises(RecursionError):
         fuzz.run(50, None, seed=1, keep=None)
 
@@ -35,7 +35,7 @@ def test_code_that_runs_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     import pickle
 
     monkeypatch.setattr(
-        "stepguard.verification.file_formats.parse",
+        "stepguard.check.torch_file.parse",
         lambda *arguments: pickle.loads(b"ccollections\nOrderedDict\n)R."),
     )
     with pytest.raises(AssertionError, match=r"pickle\.find_class"):

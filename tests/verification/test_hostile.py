@@ -112,7 +112,7 @@ def test_value_of_an_own_class_is_told_and_not_moved_away(tmp_path: Path) -> Non
     """An Enum of a project is rebuilt by a call: nobody can see what it does, and it is no damage
     either.
     """
-    from stepguard.verification.quarantine import is_bad
+    from stepguard.check.quarantine import is_bad
 
     found = verify(
         tmp_path / "model.pt", hostile.in_zip(hostile.by_name("my_project.settings.Mode"))
@@ -264,7 +264,7 @@ def test_names_from_the_file_cannot_move_the_cursor(tmp_path: Path) -> None:
 
 
 CHILD = """
-import resource, sys, stepguard, torch, stepguard.verification.path_check
+import resource, sys, stepguard, torch, stepguard.check.verify
 def status(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stepguard.verification import bounded_file
-from stepguard.verification.bounded_file import ProblemList
-from stepguard.verification.pickle_globals import PickledObject, StorageRecord, TensorRecord
-from stepguard.verification.pickle_machine import PickleContents, walk
+from stepguard.check import torch_file
+from stepguard.check.bounded_file import ProblemList
+from stepguard.check.inert_pickle import PickledObject, StorageRecord, TensorRecord
+from stepguard.check.names import SIZES
+from stepguard.check.scan import FileLayout
+from stepguard.check.torch_file import walk
 
 
 def tensor(dtype: str = "float32", *, parameter: bool = False) -> TensorRecord:
-    return TensorRecord(StorageRecord("0", dtype, 1), dtype, 0, (1,), (1,), parameter)
+    storage = StorageRecord("0", dtype, 1, start=0, held=SIZES[dtype])
+    return TensorRecord(storage, "", 0, (1,), (1,), parameter)
 
 
-def walked(root: Any) -> tuple[PickleContents, list[str]]:
-    problems = ProblemList("m.pt")
-    return walk(root, problems), [problem.kind for problem in problems.all()]
+def walked(root: Any) -> tuple[FileLayout, list[str]]:
+    layout = FileLayout(Path("m.pt"), ProblemList(Path("m.pt")))
+    walk(layout, root)
+    return layout, [problem.kind for problem in layout.problems.all()]
 
 
 def roles(root: Any) -> dict[str, str]:
@@ -50,7 +55,8 @@ def test_step_rates_and_odd_numbers_are_taken() -> None:
     schedule = {"last_epoch": 3, "_step_count": 4, "base_lrs": [0.5], "factor": math.nan}
     found, _ = walked({"global_step": 7, "lr_scheduler": schedule, "note": "x"})
     assert found.step == 7
-    assert found.rates == [("lr_scheduler/base_lrs/0", "base_lr", 0.5)]
+    (rate,) = found.rates
+    assert (rate.file, rate.name, rate.kind) == ("m.pt", "lr_scheduler/base_lrs/0", "base_lr")
     assert [(name, role) for name, role, _ in found.numbers] == [
         ("lr_scheduler/factor", "scheduler")
     ]
@@ -70,8 +76,15 @@ def test_list_that_holds_itself_ends() -> None:
 
 def test_walk_is_limited_in_depth_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     deep: Any = tensor()
-    for _ in range(bounded_file.MOST_DEPTH + 2):
+    for _ in range(torch_file.MOST_DEPTH + 2):
         deep = [deep]
     assert walked(deep)[1] == ["limit"]
-    monkeypatch.setattr(bounded_file, "MOST_NODES", 10)
+    monkeypatch.setattr(torch_file, "MOST_VALUES", 10)
     assert walked([tensor()] * 20)[1] == ["limit"]
+
+
+def test_first_step_of_several_pickles_stays() -> None:
+    layout = FileLayout(Path("m.pt"), ProblemList(Path("m.pt")))
+    for root in ({}, {"step": 0}, {"step": 9}):
+        walk(layout, root)
+    assert layout.step == 0

@@ -6,27 +6,23 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stepguard.verification import pickle_globals
-from stepguard.verification.bounded_file import Damaged, FileSlice
-from stepguard.verification.pickle_globals import (
+from stepguard.check import allowed_globals
+from stepguard.check.allowed_globals import DTYPES, Global, trust
+from stepguard.check.bounded_file import Damaged, FileSlice
+from stepguard.check.inert_pickle import (
     ArrayRecord,
-    Global,
     NumpyType,
     PickledBytes,
     PickledObject,
+    PickleReader,
     StorageRecord,
     TensorRecord,
     brief,
-    dtype_of,
-    storage_of,
-    trust,
 )
-from stepguard.verification.pickle_machine import PickleMachine, PickleReferences
 
 FLOATS = Global("torch", "FloatStorage")
 STORAGE = StorageRecord("0", "float32", 12)
@@ -101,7 +97,7 @@ READ = {
 def test_no_listed_class_acts_when_it_is_made_or_given_its_state() -> None:
     """What gets a `__setstate__`, `__new__` or `__del__` in a new version has to be read."""
     found = 0
-    for listed in sorted(pickle_globals.RECORDS, key=str):
+    for listed in sorted(allowed_globals.RECORDS, key=str):
         try:
             kind = getattr(importlib.import_module(listed.module), listed.name)
         except (ImportError, AttributeError):
@@ -123,10 +119,15 @@ def test_no_listed_class_acts_when_it_is_made_or_given_its_state() -> None:
     assert found > 130
 
 
+def storage_of(pid: Any) -> StorageRecord:
+    found = PickleReader(FileSlice(-1, 0, 0)).persistent_load(pid)
+    assert isinstance(found, StorageRecord)
+    return found
+
+
 @pytest.fixture
-def call(tmp_path: Path) -> Callable[..., Any]:
-    source = FileSlice(-1, 0, 0, tmp_path)
-    machine = PickleMachine(source, source.reader(), lambda pid: pid, PickleReferences())
+def call() -> Callable[..., Any]:
+    machine = PickleReader(FileSlice(-1, 0, 0))
 
     def build(name: str, *arguments: Any) -> Any:
         module, _, word = name.rpartition(".")
@@ -249,4 +250,4 @@ def test_persistent_id_that_torch_does_not_write_is_refused(pid: Any, kind: str)
 
 def test_values_are_described_in_a_few_letters() -> None:
     assert brief("x" * 500) == "x" * 80 and brief(10**5000) == "a int"
-    assert dtype_of(Global("torch", "half")) == "float16" and dtype_of("torch.half") == ""
+    assert DTYPES[Global("torch", "half")] == "float16"

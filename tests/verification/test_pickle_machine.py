@@ -12,22 +12,28 @@ from typing import Any
 import pytest
 from benchmarks.parts.fuzz import named, raw, text
 
-from stepguard.verification import bounded_file
-from stepguard.verification.bounded_file import Damaged, open_file
-from stepguard.verification.pickle_globals import Global, PickledBytes, PickledObject
-from stepguard.verification.pickle_machine import PickleMachine, PickleReferences
+from stepguard.check import inert_pickle
+from stepguard.check.allowed_globals import Global
+from stepguard.check.bounded_file import Damaged, open_file
+from stepguard.check.inert_pickle import (
+    PickledBytes,
+    PickledObject,
+    PickleReader,
+)
 
 P4 = b"\x80\x04"
 REDUCED = P4 + named("collections", "OrderedDict")
 
 
-def read(folder: Path, content: bytes, seen: PickleReferences | None = None) -> Any:
+def read(folder: Path, content: bytes, names: dict[Global, bool] | None = None) -> Any:
     path = folder / "stream.pkl"
     path.write_bytes(content)
     with open_file(path) as source:
-        return PickleMachine(
-            source, source.reader(), lambda pid: pid, seen or PickleReferences()
-        ).load()
+        reader = PickleReader(source)
+        value = reader.load()
+    if names is not None:
+        names.update(reader.names)
+    return value
 
 
 def refused(folder: Path, content: bytes) -> Damaged:
@@ -65,24 +71,24 @@ def test_sets_and_bytes_become_records(tmp_path: Path) -> None:
 
 
 def test_long_byte_string_stays_in_the_file(tmp_path: Path) -> None:
-    size = bounded_file.SMALL_BYTES + 1
+    size = inert_pickle.LONGEST_LINE + 1
     found = read(tmp_path, P4 + raw(b"x" * size) + b".")
     assert (found.start, found.size, found.data) == (7, size, None)
 
 
 def test_call_is_recorded_and_not_made(tmp_path: Path) -> None:
-    seen = PickleReferences()
+    seen: dict[Global, bool] = {}
     found = read(tmp_path, b"cos\nsystem\n(S'true'\ntR.", seen)
     assert isinstance(found, PickledObject)
     assert found.what == Global("os", "system") and found.arguments == ("true",)
-    assert seen.names == {Global("os", "system"): True}
+    assert seen == {Global("os", "system"): True}
 
 
 def test_old_names_are_those_of_python_3_up_to_protocol_2(tmp_path: Path) -> None:
     for protocol, module in ((2, "builtins"), (3, "__builtin__")):
-        seen = PickleReferences()
+        seen: dict[Global, bool] = {}
         read(tmp_path, bytes([0x80, protocol]) + b"c__builtin__\nset\n.", seen)
-        assert list(seen.names) == [Global(module, "set")]
+        assert list(seen) == [Global(module, "set")]
 
 
 def test_every_opcode_that_reaches_code_is_replaced() -> None:
@@ -90,7 +96,7 @@ def test_every_opcode_that_reaches_code_is_replaced() -> None:
     kept = {
         opcode.name
         for opcode in pickletools.opcodes
-        if PickleMachine.dispatch[ord(opcode.code)] is pickle._Unpickler.dispatch[ord(opcode.code)]  # type: ignore[attr-defined]
+        if PickleReader.dispatch[ord(opcode.code)] is pickle._Unpickler.dispatch[ord(opcode.code)]  # type: ignore[attr-defined]
     }
     reaches_code = {"REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD", "APPEND", "APPENDS", "ADDITEMS"}
     hashes = {"EMPTY_SET", "FROZENSET", "DICT", "SETITEM", "SETITEMS"}
@@ -98,14 +104,14 @@ def test_every_opcode_that_reaches_code_is_replaced() -> None:
     assert not kept & (reaches_code | hashes | lengths)
     # these go through methods that are overridden
     methods = ("find_class", "get_extension", "_instantiate", "_decode_string", "load")
-    assert all(method in vars(PickleMachine) for method in methods)
+    assert all(method in vars(PickleReader) for method in methods)
 
 
-@pytest.mark.parametrize("limit", ["MOST_OPERATIONS", "MOST_STACK", "MOST_MEMO"])
+@pytest.mark.parametrize("limit", ["MOST_OPERATIONS", "MOST_STACK", "MOST_VALUES"])
 def test_limits_of_a_stream_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(bounded_file, limit, 5)
+    monkeypatch.setattr(inert_pickle, limit, 5)
     assert refused(tmp_path, P4 + b"N\x94" * 20 + b".").kind == "limit"
 
 
@@ -167,7 +173,7 @@ def test_declared_length_is_checked_before_it_is_read(
 def test_text_longer_than_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_file, "LONGEST_TEXT", 300)
+    monkeypatch.setattr(inert_pickle, "LONGEST_TEXT", 300)
     assert refused(tmp_path, P4 + text("x" * 301) + b".").kind == "limit"
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepguard.verification.bounded_file import Damaged, open_file
-from stepguard.verification.pickle_globals import Global, TensorRecord
-from stepguard.verification.pickle_machine import PickleReader, is_legacy
+from stepguard.check.allowed_globals import Global
+from stepguard.check.bounded_file import Damaged, open_file
+from stepguard.check.inert_pickle import PickleReader, TensorRecord
 from verification import hostile, saved
 
 
@@ -17,11 +17,12 @@ def test_storages_of_the_old_format_are_found_in_the_file(tmp_path: Path) -> Non
     tensor = torch.arange(6, dtype=torch.float32)
     path = saved.save_legacy(tmp_path / "m.pt", {"w": tensor})
     with open_file(path) as source:
-        assert is_legacy(source)
-        stream = PickleReader(source).legacy()
-    (where,) = stream.storages.values()
+        reader = PickleReader(source)
+        record = reader.value()["w"]
+    assert reader.is_legacy
+    (where,) = reader.storages.values()
+    assert where.start is not None and where.held == where.size
     assert path.read_bytes()[where.start : where.start + where.size] == tensor.numpy().tobytes()
-    record = stream.value["w"]
     assert isinstance(record, TensorRecord) and record.shape == (6,)
 
 
@@ -29,7 +30,7 @@ def test_old_format_that_was_cut_off_is_torn(tmp_path: Path) -> None:
     path = saved.save_legacy(tmp_path / "m.pt", {"w": torch.ones(6)})
     path.write_bytes(path.read_bytes()[:-1])
     with open_file(path) as source, pytest.raises(Damaged) as caught:
-        PickleReader(source).legacy()
+        PickleReader(source).value()
     assert caught.value.kind == "torn"
 
 
@@ -40,7 +41,7 @@ def test_names_of_a_pickle_in_a_pickle_are_those_of_the_stream(tmp_path: Path) -
         reader = PickleReader(source)
         reader.value()
     outside = Global("torch.storage", "_load_from_bytes")
-    assert reader.seen.names == {outside: False, Global("posix", "system"): True}
+    assert reader.names == {outside: False, Global("posix", "system"): True}
     assert not (tmp_path / "canary").exists()
 
 
@@ -52,12 +53,12 @@ def test_bytes_that_many_tensors_share_are_read_once(
     again = path.read_bytes().replace(b".", b".")
     path.write_bytes(again)
     read: list[int] = []
-    legacy = PickleReader.legacy
-    monkeypatch.setattr(PickleReader, "legacy", lambda self: read.append(1) or legacy(self))
+    value = PickleReader.value
+    monkeypatch.setattr(PickleReader, "value", lambda self: read.append(1) or value(self))
     with open_file(path) as source:
         reader = PickleReader(source)
         reader.value()
-    assert len(read) == len(reader.nested) == len(reader.seen.nested)
+    assert len(read) == 1 + len(reader.nested)
 
 
 @pytest.mark.parametrize("form", ["pickle", "legacy"])
@@ -65,6 +66,5 @@ def test_bytes_behind_the_end_are_an_error(tmp_path: Path, form: str) -> None:
     path = saved.ONE_FILE[form](tmp_path / "m.pt", {"w": torch.ones(2)})
     path.write_bytes(path.read_bytes() + hostile.by_reduce(tmp_path / "canary"))
     with open_file(path) as source, pytest.raises(Damaged, match="bytes follow") as caught:
-        reader = PickleReader(source)
-        reader.legacy() if form == "legacy" else reader.value()
+        PickleReader(source).value()
     assert caught.value.kind == "format"

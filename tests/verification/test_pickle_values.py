@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepguard.verification.pickle_globals import (
+from stepguard.check.inert_pickle import (
     ArrayRecord,
     NumpyType,
     PickledBytes,
@@ -27,6 +27,11 @@ def test_array_takes_the_state_that_numpy_writes() -> None:
     array = ArrayRecord()
     array.set_state((1, (2, 3), NumpyType("f4"), False, raw))
     assert (array.raw, array.dtype, array.shape) == (raw, "float32", (2, 3))
+
+
+def test_array_whose_bytes_are_not_those_of_its_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="its shape needs"):
+        ArrayRecord().set_state((1, (2,), NumpyType("f4"), False, PickledBytes(10, 7)))
 
 
 def test_array_refuses_a_state_that_numpy_does_not_write() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from stepguard._errors import StoreError
+from stepguard.check import quarantine
+from stepguard.check.verify import file_digest
 from stepguard.records.checks import Problem, Verification
-from stepguard.verification import quarantine
 from verification import hostile, saved
 
 
@@ -63,7 +64,7 @@ def test_crash_in_between_loses_nothing(
 
 
 def _checked(checkpoints: Any) -> list[Any]:
-    from stepguard.verification import check_checkpoint
+    from stepguard.check.verify import check_checkpoint
 
     return [check_checkpoint(each, lambda count: None) for each in checkpoints]
 
@@ -120,7 +121,7 @@ def test_forged_manifest_does_not_put_a_file_where_a_program_looks(
     place = tmp_path / "quarantine" / original
     place.parent.mkdir(parents=True)
     place.write_bytes(content)
-    digest = quarantine._digest(place) if original != "model.pt" else "0" * 32
+    digest = file_digest(place) if original != "model.pt" else "0" * 32
     entry = {"original": original, "place": f"quarantine/{original}", "reasons": [], "size": 1}
     entry["digests"] = {place.name: digest}
     manifest = tmp_path / "quarantine" / "manifest.json"
@@ -135,7 +136,7 @@ def test_forged_manifest_cannot_choose_the_goal(run: Path) -> None:
     place.parent.mkdir()
     place.write_bytes((run / "good.pt").read_bytes())
     entry = {"original": "latest.pt", "place": "quarantine/harmless.pt", "reasons": [], "size": 1}
-    entry["digests"] = {"harmless.pt": quarantine._digest(place)}
+    entry["digests"] = {"harmless.pt": file_digest(place)}
     (run / "quarantine" / "manifest.json").write_text(json.dumps({"schema": 1, "moves": [entry]}))
     with pytest.raises(StoreError, match="not written by stepguard"):
         quarantine.undo(run)

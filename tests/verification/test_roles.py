@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepguard.verification import pickle_machine
+from stepguard.check import names
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from stepguard.verification import pickle_machine
     ],
 )
 def test_part_is_told_by_its_name(key: object, role: str | None) -> None:
-    assert pickle_machine.named(key) == role
+    assert names.role_of_part(key) == role
 
 
 @pytest.mark.parametrize(
@@ -37,18 +37,18 @@ def test_part_is_told_by_its_name(key: object, role: str | None) -> None:
     ],
 )
 def test_file_is_told_by_its_name(name: str, role: str | None) -> None:
-    assert pickle_machine.of_file(name) == role
+    assert names.role_of_file(name) == role
 
 
 def test_states_are_told_by_their_keys() -> None:
-    assert pickle_machine.structural({"state": {}, "param_groups": []}) == "optimizer"
-    assert pickle_machine.structural({"last_epoch": 1, "_last_lr": [0.1]}) == "scheduler"
-    assert pickle_machine.structural({"growth_factor": 2.0, "backoff_factor": 0.5}) == "scaler"
-    assert pickle_machine.structural({"last_epoch": 1}) is None
+    assert names.structural({"state": {}, "param_groups": []}) == "optimizer"
+    assert names.structural({"last_epoch": 1, "_last_lr": [0.1]}) == "scheduler"
+    assert names.structural({"growth_factor": 2.0, "backoff_factor": 0.5}) == "scaler"
+    assert names.structural({"last_epoch": 1}) is None
 
 
 def test_tensor_of_a_model_is_a_parameter_unless_it_looks_like_a_buffer() -> None:
-    assert pickle_machine.of_tensor(None, "fc.weight", "float32") == "parameter"
-    assert pickle_machine.of_tensor(None, "bn.running_var", "float32") == "buffer"
-    assert pickle_machine.of_tensor(None, "steps", "int64") == "buffer"
-    assert pickle_machine.of_tensor("ema", "bn.running_var", "float32") == "ema"
+    assert names.role_of_tensor(None, "fc.weight", "float32") == "parameter"
+    assert names.role_of_tensor(None, "bn.running_var", "float32") == "buffer"
+    assert names.role_of_tensor(None, "steps", "int64") == "buffer"
+    assert names.role_of_tensor("ema", "bn.running_var", "float32") == "ema"

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from stepguard.verification.bounded_file import Damaged, ProblemList, open_file
-from stepguard.verification.file_formats import parse_json, read_content, read_safetensors
-from stepguard.verification.reading import FileLayout
+from stepguard.check.bounded_file import Damaged, ProblemList, open_file, parse_json
+from stepguard.check.scan import FileLayout
+from stepguard.check.torch_file import read_content, read_safetensors
 from verification import hostile
 
 
 def layout_of(path: Path, header: dict[str, Any], data: bytes) -> FileLayout:
     path.write_bytes(hostile.safetensors(header) + data)
-    layout = FileLayout(path, "safetensors", path.stat().st_size, ProblemList(str(path)))
+    layout = FileLayout(path, ProblemList(path))
     with open_file(path) as source:
         read_safetensors(source, layout, None)
     return layout

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import stepguard
+from stepguard.check.quarantine import is_bad
 from stepguard.checkpoints import Health, Store
-from stepguard.verification.quarantine import is_bad
 from verification import saved
 from verification.special import special_file
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stepguard.verification import bounded_file
-from stepguard.verification.bounded_file import Damaged, open_file
+from stepguard.check import torch_file
+from stepguard.check.bounded_file import Damaged, open_file
 
 
 def test_zip_directory_beyond_the_limit_is_refused(
@@ -18,17 +18,17 @@ def test_zip_directory_beyond_the_limit_is_refused(
     with zipfile.ZipFile(tmp_path / "many.zip", "w") as archive:
         for number in range(100):
             archive.writestr(f"a/{number}", b"")
-    monkeypatch.setattr("stepguard.verification.bounded_file.LARGEST_DIRECTORY", 2000)
+    monkeypatch.setattr("stepguard.check.torch_file.LARGEST_INDEX", 2000)
     with open_file(tmp_path / "many.zip") as window, pytest.raises(Damaged, match="zip directory"):
-        bounded_file.zip_records(window)
+        torch_file.zip_records(window)
 
 
-def zip_of(path: Path, **entries: bytes) -> dict[str, bounded_file.ZipRecord]:
+def zip_of(path: Path, **entries: bytes) -> dict[str, torch_file.ZipRecord]:
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in entries.items():
             archive.writestr(f"archive/{name}", content)
     with open_file(path) as source:
-        return bounded_file.zip_records(source)
+        return torch_file.zip_records(source)
 
 
 def test_entries_are_named_without_their_folder_and_found_in_the_file(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_entries_are_named_without_their_folder_and_found_in_the_file(tmp_path: 
     found = zip_of(path, first=b"abc", second=b"defgh")
     assert sorted(found) == ["first", "second"]
     for name, content in (("first", b"abc"), ("second", b"defgh")):
-        record = bounded_file.stored(found[name])
+        record = found[name].stored()
         assert path.read_bytes()[record.start : record.start + record.size] == content
         assert record.crc == zlib.crc32(content)
 
@@ -45,10 +45,10 @@ def test_compressed_entry_is_listed_but_never_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "m.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/a", bytes(1000))
     with open_file(tmp_path / "m.zip") as source:
-        record = bounded_file.zip_records(source)["a"]
-    assert record.size == 1000 and record.packed is not None
+        record = torch_file.zip_records(source)["a"]
+    assert record.size == 1000 and not record.is_stored
     with pytest.raises(Damaged, match="not unpacked"):
-        bounded_file.stored(record)
+        record.stored()
 
 
 def test_directory_that_was_cut_off_is_torn(tmp_path: Path) -> None:
@@ -56,5 +56,5 @@ def test_directory_that_was_cut_off_is_torn(tmp_path: Path) -> None:
     content = (tmp_path / "m.zip").read_bytes()
     (tmp_path / "m.zip").write_bytes(content[:-10])
     with open_file(tmp_path / "m.zip") as source, pytest.raises(Damaged) as caught:
-        bounded_file.zip_records(source)
+        torch_file.zip_records(source)
     assert caught.value.kind == "torn"

@@ -144,7 +144,7 @@ class Bar:
 
 def verified(paths: Sequence[Path], lr: float | None = None) -> list[Verification]:
     """Verify each path, with one bar for all; the result of an empty folder has no parts."""
-    from stepguard.verification import verify_or_empty
+    from stepguard.check.verify import verify_or_empty
 
     with Bar("verifying") as bar:
         return [verify_or_empty(path, lr=lr, plan=bar.plan, progress=bar.advance) for path in paths]

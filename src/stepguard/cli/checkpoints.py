@@ -57,9 +57,9 @@ def verify(
     """Check checkpoints of any format: NaN, torn or altered files, missing shards. Runs no code
     from them.
     """
+    from stepguard.check.verify import nothing_in
     from stepguard.preflight.settings import configured_rate
     from stepguard.report.checks import render_results
-    from stepguard.verification import nothing_in
 
     exclude(lr=lr is not None, config=config)
     if config is not None:
@@ -145,8 +145,8 @@ def quarantine(
 
 
 def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
-    from stepguard.verification import check_checkpoint
-    from stepguard.verification.quarantine import apply, checkpoints_below, is_bad, plan
+    from stepguard.check.quarantine import apply, checkpoints_below, is_bad, plan
+    from stepguard.check.verify import check_checkpoint
 
     checkpoints = checkpoints_below(folder)
     with Bar("verifying") as bar:
@@ -182,7 +182,7 @@ def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
 
 
 def _undo(folder: Path, as_json: bool) -> int:
-    from stepguard.verification.quarantine import undo
+    from stepguard.check.quarantine import undo
 
     back, stays = undo(folder)
     code = EXIT_OK

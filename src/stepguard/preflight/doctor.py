@@ -20,6 +20,8 @@ from typing import Any
 from torch import nn
 
 from stepguard._errors import CapsuleError, ConfigError, JournalError, StoreError
+from stepguard.check.verify import Plan
+from stepguard.check.verify import check_path as verify
 from stepguard.checkpoints.seal import read_pointer
 from stepguard.preflight.inspection import CheckContext, Inspection, nonfinite_outputs, trace_step
 from stepguard.preflight.items import config as config_items
@@ -44,8 +46,6 @@ from stepguard.report.phrases import count, size
 from stepguard.report.story import Run, read_story
 from stepguard.report.summary import IncidentGroup, changed_settings, group_incidents
 from stepguard.state.capsule import check_capsule, import_function, importable
-from stepguard.verification import Plan
-from stepguard.verification import check_path as verify
 
 # --- A model built by the user's function for `stepguard doctor`: its values and its first
 # output.

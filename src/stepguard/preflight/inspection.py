@@ -20,6 +20,10 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import default_collate
 
 from stepguard._errors import ConfigError, StepguardError
+from stepguard.check.bounded_file import Damaged
+from stepguard.check.inert_pickle import PickledObject, TensorRecord
+from stepguard.check.torch_file import is_checkpoint_file, read_content
+from stepguard.check.verify import check_path as verify
 from stepguard.diagnose.case import plain as real_format
 from stepguard.diagnose.case import words
 from stepguard.preflight.data import (
@@ -61,14 +65,6 @@ from stepguard.state.isolation import untouched
 from stepguard.state.rng import kept_rng
 from stepguard.tensors.torch_private import TorchDispatchMode, compiled_call, tree_map_only
 from stepguard.tensors.values import dense_values, dtype_name, is_finite, versions, written_since
-from stepguard.verification import (
-    Damaged,
-    PickledObject,
-    TensorRecord,
-    is_checkpoint_file,
-    read_content,
-)
-from stepguard.verification import check_path as verify
 
 # --- Trace one forward and backward pass of the real step, leaving every object as it was.
 

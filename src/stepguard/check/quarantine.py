@@ -15,21 +15,17 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import xxhash
-
 from stepguard._errors import StoreError
-from stepguard.records.checks import Problem, Verification
+from stepguard.check.bounded_file import Damaged
+from stepguard.check.folders import DATA_SUFFIX, INDEX_SUFFIX, METADATA, CheckpointFiles
+from stepguard.check.torch_file import is_checkpoint_file, is_checkpoint_name
+from stepguard.check.verify import QUARANTINE, file_digest, find_checkpoints
+from stepguard.records.checks import Verification
 from stepguard.state.files import sync, write_file
-from stepguard.verification.file_formats import is_checkpoint_file, is_checkpoint_name
-from stepguard.verification.folders import DATA_SUFFIX, INDEX_SUFFIX, METADATA
-from stepguard.verification.path_check import QUARANTINE, find_checkpoints
-from stepguard.verification.scan import CheckpointFiles
 
 MANIFEST = "manifest.json"
-SCHEMA = 1
 UNPROVEN = frozenset({"limit", "unreadable", "format", "link", "lr", "global", "diverged"})
 """Errors that say that a file could not be judged, or not be resumed from, not that it is bad."""
-PIECE = 1 << 20
 MOST_REASONS = 10
 
 
@@ -54,7 +50,7 @@ def is_bad(found: Verification) -> bool:
 
 def checkpoints_below(root: Path) -> list[CheckpointFiles]:
     """Return the checkpoints below a folder; StoreError if the folder is one itself."""
-    checkpoints = find_checkpoints(root).checkpoints
+    checkpoints, _ = find_checkpoints(root)
     for checkpoint in checkpoints:
         if checkpoint.path == root and not _holds_others(checkpoint, checkpoints):
             raise StoreError(f"{root} is a checkpoint itself; give the folder above it.")
@@ -70,21 +66,40 @@ def plan(
     taken: set[str] = set()
     for found in bad:
         checkpoint = by_path[found.path]
-        for path in _paths_to_move(checkpoint, checkpoints):
-            _refuse_outside(root, path)
+        paths = [checkpoint.path]
+        if checkpoint.format and _holds_others(checkpoint, checkpoints):
+            indices = checkpoint.path.glob(f"*{INDEX_SUFFIX}")
+            paths = [*checkpoint.files, *(path for path in indices if not path.is_symlink())]
+        for path in paths:
+            if path.is_symlink() or not _is_below(root, path.parent):
+                raise StoreError(f"{path} leads out of {root}; nothing was moved.")
             original = path.relative_to(root).as_posix()
-            place = _free_place(root, original, taken)
+            place = f"{QUARANTINE}/{original}"
+            number = 1
+            while place in taken or os.path.lexists(root / place):
+                number += 1
+                place = f"{QUARANTINE}/{original}.{number}"
             taken.add(place)
-            moves.append(
-                Move(
-                    original=original,
-                    place=place,
-                    reasons=_reasons(found.errors),
-                    digests={},
-                    size=checkpoint.size,
-                )
+            move = Move(
+                original=original,
+                place=place,
+                reasons=_reasons(found),
+                digests={},
+                size=checkpoint.size,
             )
+            moves.append(move)
     return moves
+
+
+def _reasons(found: Verification) -> tuple[str, ...]:
+    reasons = []
+    for error in found.errors:
+        if error.kind not in UNPROVEN:
+            tensor = f"{error.tensor}: " if error.tensor else ""
+            reasons.append(f"{error.kind}: {tensor}{error.detail}")
+    if len(reasons) > MOST_REASONS:
+        reasons[MOST_REASONS:] = [f"and {len(reasons) - MOST_REASONS} more"]
+    return tuple(reasons)
 
 
 def apply(root: Path, moves: Sequence[Move]) -> list[Move]:
@@ -92,9 +107,7 @@ def apply(root: Path, moves: Sequence[Move]) -> list[Move]:
     if not moves:
         return []
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    complete = []
-    for move in moves:
-        complete.append(replace(move, digests=_digests(root / move.original), moved=now))
+    complete = [replace(move, digests=_digests(root / move.original), moved=now) for move in moves]
     _write_manifest(root, [*read_manifest(root), *complete])
     for move in complete:
         _rename(root, move.original, move.place)
@@ -105,23 +118,26 @@ def undo(root: Path) -> tuple[list[Move], list[tuple[Move, str]]]:
     """Move everything back; returns what came back and what stays, with the reason."""
     back: list[Move] = []
     stays: list[tuple[Move, str]] = []
+    folder = root / QUARANTINE
     for move in read_manifest(root):
         # a crash came before its rename, or an earlier undo moved it back
         if not os.path.lexists(root / move.place):
             continue
         if os.path.lexists(root / move.original):
             stays.append((move, f"{move.original} exists again"))
-            continue
-        if not _is_what_was_moved(root, move):
+        elif not _is_what_was_moved(root, move):
             stays.append((move, "is not the checkpoint that the manifest describes"))
-            continue
-        _rename(root, move.place, move.original)
-        back.append(move)
+        else:
+            _rename(root, move.place, move.original)
+            back.append(move)
     if stays:
         _write_manifest(root, [move for move, _ in stays])
     else:
-        (root / QUARANTINE / MANIFEST).unlink(missing_ok=True)
-    _remove_empty_folders(root / QUARANTINE)
+        (folder / MANIFEST).unlink(missing_ok=True)
+    # remove folders that are empty now, the longest paths first
+    for path in (*sorted(folder.rglob("*"), reverse=True), folder):
+        if path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
+            path.rmdir()
     return back, stays
 
 
@@ -138,78 +154,17 @@ def read_manifest(root: Path) -> list[Move]:
             f"{path} cannot be read ({type(error).__name__}); move the files back by hand."
         ) from error
     for move in moves:
-        is_inside = _is_inside(move.original) and _is_inside(move.place)
-        # as `_free_place` names it: nothing else of the folder can be the goal of an undo
+        # as `plan` names it: nothing else of the folder can be the goal of an undo
         place = f"{QUARANTINE}/{move.original}"
         number = str(move.place).removeprefix(place).removeprefix(".")
         is_ours = str(move.place).startswith(place) and (not number or number.isdecimal())
+        is_inside = _is_inside(move.original) and _is_inside(move.place)
         if not is_inside or not is_ours or not isinstance(move.digests, dict):
             raise StoreError(
                 f"{path} names a place outside its folder, or another one than a checkpoint was "
                 "moved to; it was not written by stepguard."
             )
     return moves
-
-
-def _is_what_was_moved(root: Path, move: Move) -> bool:
-    """Is the thing in quarantine a checkpoint, in no hidden folder, with the bytes it had?
-
-    A manifest that came with a download could put a file to where a program looks for one.
-    """
-    path = root / move.place
-    folders = PurePosixPath(move.original).parts[:-1]
-    if path.is_symlink() or any(part.startswith(".") for part in folders):
-        return False
-    if path.is_dir():
-        is_checkpoint = any(each.path == path for each in find_checkpoints(path).checkpoints)
-    else:
-        name = Path(move.original)
-        is_part = name.name.endswith((METADATA, DATA_SUFFIX, INDEX_SUFFIX))
-        is_checkpoint = is_part or is_checkpoint_name(name) or is_checkpoint_file(path)
-    return is_checkpoint and list(_digests(path).values()) == list(move.digests.values())
-
-
-def _paths_to_move(
-    checkpoint: CheckpointFiles, checkpoints: Sequence[CheckpointFiles]
-) -> list[Path]:
-    if checkpoint.folder_format is None or not _holds_others(checkpoint, checkpoints):
-        return [checkpoint.path]
-    indices = checkpoint.path.glob(f"*{INDEX_SUFFIX}")
-    return [*checkpoint.files, *(path for path in indices if not path.is_symlink())]
-
-
-def _holds_others(checkpoint: CheckpointFiles, checkpoints: Sequence[CheckpointFiles]) -> bool:
-    for other in checkpoints:
-        if other.path != checkpoint.path and other.path.is_relative_to(checkpoint.path):
-            return True
-    return False
-
-
-def _reasons(errors: Sequence[Problem]) -> tuple[str, ...]:
-    reasons = []
-    for error in errors:
-        if error.kind not in UNPROVEN:
-            tensor = f"{error.tensor}: " if error.tensor else ""
-            reasons.append(f"{error.kind}: {tensor}{error.detail}")
-    more = len(reasons) - MOST_REASONS
-    if more > 0:
-        reasons[MOST_REASONS:] = [f"and {more} more"]
-    return tuple(reasons)
-
-
-def _free_place(root: Path, original: str, taken: set[str]) -> str:
-    """Return the same path below the quarantine folder, numbered if something is there already."""
-    place = f"{QUARANTINE}/{original}"
-    number = 1
-    while place in taken or os.path.lexists(root / place):
-        number += 1
-        place = f"{QUARANTINE}/{original}.{number}"
-    return place
-
-
-def _refuse_outside(root: Path, path: Path) -> None:
-    if path.is_symlink() or not path.parent.resolve().is_relative_to(root.resolve()):
-        raise StoreError(f"{path} leads out of {root}; nothing was moved.")
 
 
 def _is_inside(text: Any) -> bool:
@@ -219,12 +174,40 @@ def _is_inside(text: Any) -> bool:
     return bool(path.parts) and ".." not in path.parts and not path.is_absolute()
 
 
+def _is_below(root: Path, folder: Path) -> bool:
+    return folder.resolve().is_relative_to(root.resolve())
+
+
+def _is_what_was_moved(root: Path, move: Move) -> bool:
+    """Is the thing in quarantine a checkpoint, in no hidden folder, with the bytes it had?
+
+    A manifest that came with a download could put a file to where a program looks for one.
+    """
+    path = root / move.place
+    name = Path(move.original)
+    if path.is_symlink() or any(part.startswith(".") for part in name.parts[:-1]):
+        return False
+    if path.is_dir():
+        is_checkpoint = any(each.path == path for each in find_checkpoints(path)[0])
+    else:
+        is_part = name.name.endswith((METADATA, DATA_SUFFIX, INDEX_SUFFIX))
+        is_checkpoint = is_part or is_checkpoint_name(name) or is_checkpoint_file(path)
+    return is_checkpoint and list(_digests(path).values()) == list(move.digests.values())
+
+
+def _holds_others(checkpoint: CheckpointFiles, checkpoints: Sequence[CheckpointFiles]) -> bool:
+    return any(
+        other.path != checkpoint.path and other.path.is_relative_to(checkpoint.path)
+        for other in checkpoints
+    )
+
+
 def _rename(root: Path, source: str, target: str) -> None:
     path = root / source
     goal = root / target
     goal.parent.mkdir(parents=True, exist_ok=True)
     for parent in (path.parent, goal.parent):
-        if not parent.resolve().is_relative_to(root.resolve()):
+        if not _is_below(root, parent):
             raise StoreError(f"{parent} is a link out of {root}; {source} was not moved.")
     # rename() replaces what is there without asking
     if os.path.lexists(goal):
@@ -244,39 +227,20 @@ def _write_manifest(root: Path, moves: Sequence[Move]) -> None:
     folder = root / QUARANTINE
     if folder.is_symlink():
         raise StoreError(f"{folder} is a link; remove it, nothing was moved.")
-    data = {"schema": SCHEMA, "moves": [asdict(move) for move in moves]}
+    data = {"schema": 1, "moves": [asdict(move) for move in moves]}
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
     write_file(folder / MANIFEST, text.encode())
 
 
 def _digests(path: Path) -> dict[str, str]:
-    if not path.is_dir():
-        files = {path.name: path}
-    else:
+    files = {path.name: path}
+    if path.is_dir():
         files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*"))}
     digests = {}
     for name, file in files.items():
         if stat.S_ISREG(file.lstat().st_mode):
-            digests[name] = _digest(file)
+            try:
+                digests[name] = file_digest(file)
+            except Damaged as damage:
+                digests[name] = f"unreadable: {damage.detail}"
     return digests
-
-
-def _digest(file: Path) -> str:
-    total = xxhash.xxh3_128()
-    try:
-        with file.open("rb") as stream:
-            while piece := stream.read(PIECE):
-                total.update(piece)
-    except OSError as error:
-        return f"unreadable: {error.strerror}"
-    return total.hexdigest()
-
-
-def _remove_empty_folders(folder: Path) -> None:
-    """Remove folders that an undo emptied; what is not empty stays."""
-    if not folder.is_dir():
-        return
-    # the longest paths first, so that a folder comes after those inside it
-    for path in (*sorted(folder.rglob("*"), reverse=True), folder):
-        if path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
-            path.rmdir()

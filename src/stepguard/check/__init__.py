@@ -1,0 +1,1 @@
+"""Checks outside the training step: verify and quarantine checkpoints without executing them."""

@@ -1,0 +1,831 @@
+"""One checkpoint file of any format: zips of torch.save, older streams, pickles, safetensors.
+
+To add a format: write its `matches` and `read`, and extend FORMATS.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from stepguard.check.allowed_globals import trust
+from stepguard.check.bounded_file import (
+    LARGEST_INDEX,
+    Damaged,
+    FileSlice,
+    ProblemList,
+    first_few,
+    open_file,
+    parse_json,
+)
+from stepguard.check.inert_pickle import (
+    LEGACY_START,
+    LONGEST_TEXT,
+    MOST_STACK,
+    MOST_VALUES,
+    ArrayRecord,
+    NotPickled,
+    PickledObject,
+    PickleReader,
+    StorageRecord,
+    TensorRecord,
+)
+from stepguard.check.names import (
+    SAFETENSORS,
+    SAFETENSORS_BITS,
+    SIZES,
+    is_shape,
+    role_of_file,
+    role_of_part,
+    role_of_tensor,
+    structural,
+)
+from stepguard.check.scan import Checksum, FileLayout, Progress, judge, scan
+from stepguard.records.checks import Rate, Role
+
+# --- The directory of a zip, read as torch reads it, and only where no two readers could differ.
+
+LOCAL = struct.Struct("<4s5H3I2H")
+"""The header in front of every entry; its last two numbers are the lengths of name and extra."""
+ENTRY = struct.Struct("<4s6H3I5H2I")
+"""An entry of the directory."""
+END = struct.Struct("<4s4H2IH")
+"""The end record: disks, counts, size and offset of the directory, length of the comment."""
+LOCATOR = struct.Struct("<4sIQI")
+END64 = struct.Struct("<4sQ2H2I4Q")
+ZIP_START = b"PK\x03\x04"
+LARGE = 0xFFFFFFFF
+"""A 32-bit number whose value is in the zip64 field."""
+DESCRIPTORS = (0, 12, 16, 20, 24)
+"""Bytes that may follow the content of an entry: its sizes once more, as a stream writes them."""
+SPECIAL = frozenset({"data.pkl", "constants.pkl", "byteorder", "version"})
+LONGEST_ENTRY = 250
+"""Bytes of the name of an entry; torch cuts off names that are longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """One entry of a zip; offsets are those in the slice."""
+
+    name: str
+    header: int
+    start: int
+    size: int
+    crc: int
+    packed: int
+    """Bytes in the file. An entry that is compressed is never unpacked."""
+    is_stored: bool
+
+    def stored(self) -> ZipRecord:
+        """Return the entry if its bytes are its content."""
+        if not self.is_stored:
+            raise Damaged(
+                "limit",
+                f"{self.name!r} is compressed ({self.packed:,} to {self.size:,} bytes); "
+                f"torch.save stores records as they are, so it is not unpacked",
+            )
+        return self
+
+
+def zip_records(source: FileSlice) -> dict[str, ZipRecord]:
+    """Return the entries by name without the archive's folder, or raise Damaged."""
+    count, start, size = _directory(source)
+    data = source.exactly(start, size)
+    found: dict[str, ZipRecord] = {}
+    folded: set[str] = set()
+    folder = None
+    at = 0
+    for _ in range(count):
+        record, at = _record(source, data, at)
+        # torch looks for names in the folder of the first entry, whatever the case of letters
+        first, slash, name = record.name.partition("/")
+        folder = first if folder is None else folder
+        lower = name.lower()
+        if not slash or first != folder:
+            detail = f"{record.name!r} is not in the folder {folder!r} of the zip"
+            raise Damaged("malformed", detail)
+        if lower in folded:
+            raise Damaged("duplicate", f"the zip holds {record.name!r} more than once")
+        if lower in SPECIAL and name not in SPECIAL:
+            detail = f"the zip holds {record.name!r}, which torch takes for another"
+            raise Damaged("hostile", detail)
+        folded.add(lower)
+        found[name] = record
+    if at != size:
+        raise Damaged("malformed", f"the zip directory has {size - at:,} bytes too many")
+    # entries fill the file: none shares bytes with another, and nothing lies between them
+    end = 0
+    before = "the beginning"
+    borders = [(each.header, each.start + each.packed, each.name) for each in found.values()]
+    for first_byte, last, name in (*sorted(borders), (start, start, "the zip directory")):
+        gap = first_byte - end
+        if gap < 0:
+            raise Damaged("hostile", f"{name!r} and {before!r} share the same bytes of the file")
+        if gap not in DESCRIPTORS or (gap and not end):
+            raise Damaged("hostile", f"{gap:,} bytes lie hidden between {before} and {name}")
+        end = last
+        before = name
+    return found
+
+
+def _directory(source: FileSlice) -> tuple[int, int, int]:
+    """Return number of entries, offset and size of the directory, from the end of the file."""
+    end = source.size - END.size
+    signature, disk, first_disk, here, count, size, start, comment = END.unpack(
+        source.at(max(0, end), END.size).ljust(END.size)
+    )
+    if signature != b"PK\x05\x06" or comment:
+        detail = "the zip has no directory at its end: it was not written to its end"
+        raise Damaged("torn", detail)
+    locator = source.at(max(0, end - LOCATOR.size), LOCATOR.size)
+    if locator[:4] == b"PK\x06\x07":
+        end -= LOCATOR.size + END64.size
+        named = LOCATOR.unpack(locator)[2]
+        if end < 0 or named != end:
+            detail = f"the zip64 record is not at byte {named:,}, where it is named"
+            raise Damaged("hostile", detail)
+        signature, length, _, _, disk, first_disk, here, count, size, start = END64.unpack(
+            source.exactly(end, END64.size)
+        )
+        if signature != b"PK\x06\x06" or length != END64.size - 12:
+            raise Damaged("malformed", "the zip64 record is not what any writer writes")
+    if disk or first_disk or here != count:
+        raise Damaged("malformed", "the zip is one of several parts")
+    if start + size != end:
+        raise Damaged(
+            "hostile" if start + size < end else "torn",
+            f"the zip directory should end at byte {start + size:,}, its end record is at {end:,}: "
+            "bytes were put in front of it or taken away",
+        )
+    if size > LARGEST_INDEX:
+        detail = f"a zip directory of {size:,} bytes is more than the {LARGEST_INDEX:,} read"
+        raise Damaged("limit", detail)
+    return count, start, size
+
+
+def _record(source: FileSlice, data: bytes, at: int) -> tuple[ZipRecord, int]:
+    """Read an entry and compare it with the header in front of its bytes."""
+    if len(data) - at < ENTRY.size or data[at : at + 4] != b"PK\x01\x02":
+        raise Damaged("malformed", "the zip directory is damaged")
+    fields = ENTRY.unpack_from(data, at)
+    flags, method = fields[3:5]
+    crc, packed, size, name_size, extra_size, comment_size, disk = fields[7:14]
+    extra_start = at + ENTRY.size + name_size
+    end = extra_start + extra_size + comment_size
+    if end > len(data):
+        raise Damaged("malformed", "the zip directory is damaged")
+    raw = data[at + ENTRY.size : extra_start]
+    name = _entry_name(raw)
+    extra = data[extra_start : extra_start + extra_size]
+    size, packed, header = _wide(name, extra, [size, packed, fields[16]])
+    is_encrypted = flags & 1
+    if is_encrypted or disk:
+        raise Damaged("malformed", f"{name!r} is encrypted or in another part of the zip")
+    local = source.at(header, LOCAL.size)
+    if len(local) < LOCAL.size or local[:4] != ZIP_START:
+        raise Damaged("torn", f"the header of {name!r} is not where the zip directory says")
+    *_, local_name, local_extra = LOCAL.unpack(local)
+    if source.at(header + LOCAL.size, local_name) != raw:
+        detail = f"{name!r} has another name in its header than in the zip directory"
+        raise Damaged("malformed", detail)
+    # the lengths of the directory must not be used: torch pads the extra field of the header only,
+    # so that every storage begins at a multiple of 64 bytes
+    start = header + LOCAL.size + local_name + local_extra
+    if start + packed > source.size:
+        raise Damaged("torn", f"{name!r} should end at byte {start + packed:,} of {source.size:,}")
+    is_stored = method == 0 and packed == size
+    return ZipRecord(name, header, start, size, crc, packed, is_stored), end
+
+
+def _entry_name(raw: bytes) -> str:
+    name = raw.decode("utf-8", "replace")
+    parts = name.replace("\\", "/").split("/")
+    if name.startswith("/") or ".." in parts or parts[0][1:2] == ":":
+        detail = f"the zip holds {name!r}, which would be unpacked outside its folder"
+        raise Damaged("hostile", detail)
+    if len(raw) > LONGEST_ENTRY or not name.isprintable() or "\N{REPLACEMENT CHARACTER}" in name:
+        raise Damaged("malformed", f"the zip holds an entry with the name {name[:80]!r}")
+    return name
+
+
+def _wide(name: str, extra: bytes, numbers: list[int]) -> list[int]:
+    """Return sizes and offset, those that do not fit into 32 bits from the zip64 field."""
+    fields = []
+    at = 0
+    while at < len(extra):
+        kind, length = struct.unpack("<2H", extra[at : at + 4].ljust(4, b"\xff"))
+        at += 4 + length
+        if kind == 1:
+            fields.append(extra[at - length : at])
+    if at > len(extra) or len(fields) > 1:
+        raise Damaged("malformed", f"{name!r} has a damaged extra field")
+    place = 0
+    for number, value in enumerate(numbers):
+        if value == LARGE:
+            part = fields[0][place : place + 8] if fields else b""
+            if len(part) < 8:
+                raise Damaged("malformed", f"{name!r} has no size that can be read")
+            numbers[number] = int.from_bytes(part, "little")
+            place += 8
+    return numbers
+
+
+# --- The value of a pickle: names not on the list, rates, numbers, and tensors with their bytes.
+
+NEEDLESS = "which a checkpoint of tensors does not need"
+MOST_DEPTH = 100
+"""Containers inside containers."""
+RATES: dict[str, Any] = {
+    "lr": "lr",
+    "initial_lr": "initial_lr",
+    "max_lr": "max_lr",
+    "base_lrs": "base_lr",
+    "_last_lr": "last_lr",
+}
+"""Keys of optimizer and scheduler states -> what kind of learning rate stands there."""
+STEPS = ("global_step", "step", "iteration", "iter", "num_steps", "steps")
+UNNAMED = ("_modules", "_parameters")
+"""Keys of a pickled module that are left out of names. `_buffers` stays: it tells the role."""
+
+
+def read_value(reader: PickleReader, layout: FileLayout, *, scripted: bool = False) -> Any:
+    """Return the value of a file that is a pickle, and report every name not on the list."""
+    try:
+        return reader.value()
+    # also where reading stops before the end
+    finally:
+        names: dict[str, list[str]] = {}
+        for name, called in reader.names.items():
+            kind = trust(name, called=called, scripted=scripted)
+            names.setdefault(kind, []).append(str(name))
+        for hostile in names.get("hostile", ()):
+            detail = f"names {hostile}, {NEEDLESS}; loading it with pickle could run code"
+            layout.problems.add("hostile", f"{detail}; nothing was run")
+        for called_class in names.get("calls", ()):
+            layout.problems.add(
+                "global",
+                f"names {called_class}, {NEEDLESS}; loading it with pickle would call it with "
+                "arguments from the file. Where it is a class of your own, save its value instead",
+            )
+        if "unknown" in names:
+            layout.problems.add(
+                "global",
+                f"names {first_few(names['unknown'])}, {NEEDLESS}; loading it with pickle would "
+                "import and run code that is not on the list of stepguard. Where it is your own, "
+                "save the state_dict instead of the object",
+            )
+
+
+def walk(layout: FileLayout, root: Any, role: Role | None = None, prefix: str = "") -> None:
+    """Add every tensor, learning rate, step and non-finite number of a value."""
+    if role is None and isinstance(root, dict):
+        role = structural(root)
+    # a checkpoint of several parts, not a state dict, whose tensors are all the model's
+    has_parts = isinstance(root, dict) and dict in map(type, root.values())
+    tensors: list[tuple[str, Role, TensorRecord | ArrayRecord]] = []
+    for keys, context, value in _leaves(layout, root, role):
+        if isinstance(value, int | float):
+            add_number(layout, keys, context, value)
+        elif isinstance(value, TensorRecord | ArrayRecord):
+            if len(tensors) == MOST_STACK:
+                layout.problems.add("limit", f"holds more than {MOST_STACK:,} tensors")
+                break
+            if context is None and len(keys) == 1 and has_parts:
+                context = "other"
+            name = _name(keys)
+            found = role_of_tensor(context, name, value.dtype, parameter=value.parameter)
+            tensors.append((f"{prefix}{name}".rstrip("/"), found, value))
+    for name, found, record in reversed(tensors):
+        add_tensor(layout, name, found, record)
+
+
+def _leaves(
+    layout: FileLayout, root: Any, role: Role | None
+) -> Iterator[tuple[tuple[Any, ...], Role | None, Any]]:
+    """Yield what is not a container, each container once, to a limited depth and number."""
+    seen: set[int] = set()
+    visited = 0
+    # a list instead of recursion: the file decides how deep its containers are
+    todo: list[tuple[Any, Any, Role | None, Any]] = [(None, None, role, root)]
+    while todo:
+        above, key, role, value = todo.pop()
+        keys = () if above is None else (*above, key)
+        visited += 1
+        if visited > MOST_VALUES:
+            detail = f"holds more than {MOST_VALUES:,} values; the rest was not read"
+            layout.problems.add("limit", detail)
+            return
+        if not isinstance(value, dict | list | tuple | PickledObject):
+            yield keys, role, value
+        # a pickle can put a list into itself
+        elif id(value) not in seen:
+            seen.add(id(value))
+            if len(keys) >= MOST_DEPTH:
+                detail = f"values are nested more than {MOST_DEPTH} deep; the rest was not read"
+                layout.problems.add("limit", detail)
+                continue
+            for key, child in _children(value):
+                if not isinstance(child, str | bytes | None):
+                    part = role or _role_of_child(len(keys), key, child)
+                    todo.append((keys, key, part, child))
+
+
+def _name(keys: tuple[Any, ...]) -> str:
+    words = []
+    for key in keys:
+        if isinstance(key, str | int) and key not in UNNAMED:
+            words.append(str(key))
+        elif key is not None and key not in UNNAMED:
+            words.append(type(key).__name__)
+    return "/".join(words)
+
+
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from value.items()
+    elif not isinstance(value, PickledObject):
+        yield from enumerate(value)
+    else:
+        yield from enumerate(value.arguments)
+        for state in value.states():
+            if isinstance(state, dict):
+                yield from state.items()
+            else:
+                yield None, state
+        yield from enumerate(value.items)
+        if value.entries:
+            yield from value.entries.items()
+
+
+def _role_of_child(depth: int, key: Any, child: Any) -> Role | None:
+    if isinstance(child, dict):
+        role = structural(child)
+        if role is not None:
+            return role
+    # names divide a checkpoint only near the top; further down they are the model's own
+    if isinstance(child, TensorRecord):
+        role = role_of_part(key)
+        is_state = role == "rng" and child.dtype in ("uint8", "")
+        return role if role == "ema" or is_state else None
+    if depth == 0 or (depth == 1 and isinstance(child, dict | list | PickledObject)):
+        return role_of_part(key)
+    return None
+
+
+def add_number(layout: FileLayout, keys: tuple[Any, ...], role: Role | None, value: float) -> None:
+    """Add a number: the step, a learning rate, or one that is not finite."""
+    if isinstance(value, int):
+        is_step = len(keys) == 1 and keys[0] in STEPS and type(value) is int
+        if is_step and layout.step is None and value >= 0:
+            layout.step = value
+        return
+    # schedulers keep lists of rates: then the name stands above the index
+    named = [key for key in keys[-2:] if isinstance(key, str)]
+    if not math.isfinite(value):
+        layout.numbers.append((_name(keys), role or "other", value))
+    elif role in ("optimizer", "scheduler") and named and named[-1] in RATES:
+        kind = RATES[named[-1]]
+        layout.rates.append(
+            Rate(file=layout.problems.file, name=_name(keys), kind=kind, value=value)
+        )
+
+
+def add_tensor(
+    layout: FileLayout, name: str, role: Role, record: TensorRecord | ArrayRecord
+) -> None:
+    """Add a tensor with its bytes in the file, or a problem that says why not."""
+    if isinstance(record, ArrayRecord):
+        raw = record.raw
+        if raw is not None and raw.start >= 0 and record.dtype:
+            layout.add_tensor(name, role, record.dtype, record.shape, raw.start, raw.size)
+        return
+    storage = record.storage
+    storage.is_used = True
+    if not storage.dtype:
+        raise Damaged("malformed", f"{name} is made of bytes that are no storage")
+    if storage.start == -1:
+        detail = "is written in protocol 2 and was not scanned"
+        layout.problems.add("format", detail, tensor=name, severity="warning")
+        return
+    if storage.held != storage.size:
+        detail = (
+            f"its storage {storage.key} has {storage.held:,} bytes in the file and "
+            f"{storage.size:,} in the pickle"
+        )
+        kind: Any = "missing" if storage.start is None else "torn"
+        layout.problems.add(kind, detail, tensor=name, role=role)
+        return
+    # torch writes no record for a storage without bytes
+    if storage.start is None:
+        return
+    shape = record.shape
+    width = SIZES[record.dtype]
+    extent = _extent(record)
+    if extent is None or (record.offset + extent) * width > storage.held:
+        detail = (
+            f"shape {shape[:8]} at offset {record.offset} does not fit into its storage of "
+            f"{storage.held:,} bytes"
+        )
+        layout.problems.add("malformed", detail, tensor=name, role=role)
+        return
+    start = storage.start + record.offset * width
+    layout.add_tensor(name, role, record.dtype, shape, start, extent * width, storage.start)
+
+
+def _extent(tensor: TensorRecord) -> int | None:
+    """Count elements from the first to the last one; None for sizes that no tensor has."""
+    if len(tensor.shape) != len(tensor.stride):
+        return None
+    if min(tensor.offset, *tensor.shape, *tensor.stride, 0) < 0:
+        return None
+    if 0 in tensor.shape:
+        return 0
+    # as torch's as_strided: dimensions may overlap, a stride of 0 repeats one element
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+
+
+# --- Files of torch.save since 1.6: a zip with a pickle and one record for each storage.
+
+PICKLE_NAME = "data.pkl"
+
+
+def read_zip(source: FileSlice, layout: FileLayout, role: Role | None, prefix: str = "") -> Any:
+    """Fill the layout from the pickle and the records of its storages, each with its CRC."""
+    records = zip_records(source)
+    if PICKLE_NAME not in records:
+        names = first_few(sorted(records))
+        detail = f"the zip holds no {PICKLE_NAME} but {names}: it is not from torch.save"
+        raise Damaged("format", detail)
+    pickled = records[PICKLE_NAME].stored()
+    # storages are written as they lie in memory, in the byte order of the machine
+    order = records.get("byteorder")
+    if order is not None and source.at(order.stored().start, 16).strip() == b"big":
+        raise Damaged(
+            "format", "it was saved on a big-endian machine, which is not read; save it again here"
+        )
+    _add_checksums(source, layout, records)
+    # this entry makes torch.load hand the archive to torch.jit.load
+    scripted = "constants.pkl" in records
+    if scripted:
+        _check_script(source, layout, records)
+    reader = PickleReader(source.part(pickled.start, pickled.size))
+    value = read_value(reader, layout, scripted=scripted)
+    # torch names the record of a storage by the key in its persistent id
+    for key, record in records.items():
+        folder, _, name = key.rpartition("/")
+        if folder == "data" and record.stored() and name in reader.storages:
+            reader.storages[name].start = source.start + record.start
+            reader.storages[name].held = record.size
+    walk(layout, value, role, prefix)
+    # torch reads each one that the pickle names, whether a tensor needs it or not
+    for key, storage in reader.storages.items():
+        if not storage.is_used and storage.held != storage.size:
+            detail = f"has {storage.held:,} bytes in the file and {storage.size:,} in the pickle"
+            layout.problems.add("torn", f"storage {key} {detail}")
+    return value
+
+
+def _add_checksums(source: FileSlice, layout: FileLayout, records: dict[str, ZipRecord]) -> None:
+    stored = [record for record in records.values() if record.is_stored]
+    # with CRCs switched off, torch writes 0 for every record
+    if any(record.crc for record in stored if record.size):
+        for record in stored:
+            start = source.start + record.start
+            layout.checksums.append(Checksum(start, record.size, record.name, record.crc))
+    else:
+        layout.problems.add(
+            "checksum",
+            "was saved without checksums (torch.serialization.set_crc32_options), so flipped bits "
+            "cannot be found",
+            severity="warning",
+        )
+
+
+def _check_script(source: FileSlice, layout: FileLayout, records: dict[str, ZipRecord]) -> None:
+    """Report code that loading a TorchScript archive runs: its operators can write files."""
+    for key, record in records.items():
+        # archives of torch 1.3 and before name the record of their code in here
+        if key.lower() == "model.json":
+            detail = f"{record.name} is of a TorchScript archive older than torch 1.4"
+            layout.problems.add("global", detail)
+        if not key.lower().startswith("code/"):
+            continue
+        text = source.exactly(record.start, min(record.packed, LONGEST_TEXT))
+        if not record.is_stored:
+            try:
+                text = zlib.decompressobj(-zlib.MAX_WBITS).decompress(text, LONGEST_TEXT)
+            except zlib.error as error:
+                raise Damaged("torn", f"{record.name!r} cannot be unpacked: {error}") from None
+        if len(text) < record.size or b"__setstate__" in text:
+            layout.problems.add(
+                "global",
+                f"{record.name} has a __setstate__ in TorchScript, which torch.load "
+                "would run, or is too large to be read; nothing was run",
+            )
+
+
+# --- Plain pickles, the stream of pickles and storages of torch.save before 1.6, safetensors.
+
+
+def read_pickle(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
+    """Fill the layout from a pickle, or from an old torch.save with the storages behind it."""
+    value = read_value(PickleReader(source), layout)
+    walk(layout, value, role)
+    return value
+
+
+Entry = tuple[int, int, str, str, tuple[int, ...]]
+"""Start and end (both behind the header), name, type and shape of one tensor."""
+
+
+def _safetensors_header(source: FileSlice) -> tuple[list[Entry], int]:
+    """Return the entries in the order of the file, and the offset at which the data begins."""
+    if source.size < 8:
+        raise Damaged("torn", f"has {source.size} bytes; a safetensors file begins with a header")
+    length = int.from_bytes(source.exactly(0, 8), "little")
+    if length > source.size - 8:
+        detail = f"its header should have {length:,} bytes, the file has {source.size:,}"
+        raise Damaged("torn", detail)
+    if length > LARGEST_INDEX:
+        detail = f"its header of {length:,} bytes is more than the {LARGEST_INDEX:,} that are read"
+        raise Damaged("limit", detail)
+    header = parse_json(source.exactly(8, length), "its header")
+    if not isinstance(header, dict):
+        raise Damaged("malformed", f"its header is a JSON {type(header).__name__}, not an object")
+    header.pop("__metadata__", None)
+    return sorted(_header_entry(name, facts) for name, facts in header.items()), 8 + length
+
+
+def read_safetensors(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
+    """Fill the layout; raises Damaged where the header breaks a rule of the format."""
+    entries, data = _safetensors_header(source)
+    size = source.size - data
+    end = 0
+    # the format demands that tensors fill the file without gaps and overlaps: a gap can hide
+    # other content, and tensors that share bytes make a small file need much memory
+    for start, stop, name, dtype, shape in entries:
+        if start != end:
+            detail = f"begins at byte {start:,} of the data, the one before ends at {end:,}"
+            raise Damaged("malformed", f"{name!r} {detail}")
+        if stop > size:
+            detail = f"should end at byte {data + stop:,}, the file ends at {source.size:,}"
+            raise Damaged("torn", f"{name!r} {detail}")
+        end = stop
+        known = SAFETENSORS.get(dtype, "uint8")
+        bits = SAFETENSORS_BITS.get(dtype, 8 * SIZES[known])
+        needed = -(-math.prod(shape) * bits // 8)
+        if dtype not in SAFETENSORS and dtype not in SAFETENSORS_BITS:
+            detail = f"has elements of type {dtype[:20]!r}, which is not known"
+            layout.problems.add("format", detail, tensor=name)
+        elif needed != stop - start:
+            detail = f"has {stop - start:,} bytes, its shape needs {needed:,}"
+            layout.problems.add("malformed", detail, tensor=name)
+        else:
+            # `optimizer/...`; a name without a slash is the model's or its EMA's
+            part, slash, _ = name.partition("/")
+            context = role_of_part(part)
+            if not slash and context != "ema":
+                context = None
+            found = role_of_tensor(role or context, name, known)
+            layout.add_tensor(name, found, known, shape, data + start, stop - start)
+    if end < size:
+        raise Damaged("malformed", f"{size - end:,} bytes follow the last tensor")
+    found_tensors = {}
+    for _, _, name, dtype, shape in entries:
+        storage = StorageRecord(name, dtype, math.prod(shape))
+        found_tensors[name] = TensorRecord(storage, "", 0, shape, ())
+    return found_tensors
+
+
+def _header_entry(name: str, facts: Any) -> Entry:
+    try:
+        start, stop = facts["data_offsets"]
+        dtype = facts["dtype"]
+        shape = tuple(facts["shape"])
+        is_usable = is_shape(shape) and is_shape((start, stop)) and isinstance(dtype, str)
+        if is_usable and 0 <= start <= stop and min(shape, default=0) >= 0:
+            return start, stop, name, dtype, shape
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise Damaged("malformed", f"its header says nothing usable on {name[:80]!r}")
+
+
+# --- The table of formats, in the order in which torch.load tries them.
+
+TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".th", ".pyth"})
+SURE_SUFFIXES = TORCH_SUFFIXES | {".safetensors"}
+"""Suffixes that promise a checkpoint."""
+PICKLE_SUFFIXES = frozenset({".pkl", ".pickle"})
+SUFFIXES = SURE_SUFFIXES | PICKLE_SUFFIXES | {".bin"}
+"""With those of many kinds of files; one that is not a checkpoint is passed over."""
+OLD_STARTS = frozenset(b"(])}cl].IFNSVd")
+"""First bytes of a pickle of protocol 0 or 1, which has no header."""
+
+
+def _is_safetensors(source: FileSlice, suffix: str) -> bool:
+    head = source.at(0, 9)
+    is_header = head[8:] == b"{" and int.from_bytes(head[:8], "little") <= source.size
+    return is_header or suffix == ".safetensors"
+
+
+def _is_pickle(source: FileSlice, suffix: str) -> bool:
+    first = source.at(0, 1)[0]
+    # an older start may begin anything, so the suffix must say that it is a checkpoint
+    is_old = first in OLD_STARTS and suffix in SUFFIXES - {".safetensors"}
+    return first == pickle.PROTO[0] or is_old
+
+
+def _starts(start: bytes) -> Callable[[FileSlice, str], bool]:
+    return lambda source, suffix: source.at(0, len(start)) == start
+
+
+Read = Callable[[FileSlice, FileLayout, Role | None], Any]
+"""Fills the layout and returns what the file holds, with records in the place of tensors, or raises
+Damaged; the role is what the name of the file says.
+"""
+FORMATS: dict[str, tuple[Callable[[FileSlice, str], bool], Read]] = {
+    "torch zip": (_starts(ZIP_START), read_zip),
+    "safetensors": (_is_safetensors, read_safetensors),
+    "torch legacy": (_starts(LEGACY_START), read_pickle),
+    "pickle": (_is_pickle, read_pickle),
+}
+"""Name -> does a file with this suffix match, and its reader. The first match reads the file."""
+STARTS = (ZIP_START, b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+"""First bytes that make a file with a shared suffix worth reading."""
+WEIGHTS = (
+    "pytorch_model",
+    "adapter_model",
+    "optimizer",
+    "model",
+    "diffusion_pytorch_model",
+    "random_states",
+)
+"""First words of file names that libraries give to checkpoints."""
+NOT_READ = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "NumPy"}
+"""First bytes of formats that hold tensors, but are not read here."""
+
+
+def parse(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
+    """Fill the layout with the reader of the format that the first bytes show."""
+    if not source.size:
+        raise Damaged("torn", "is empty")
+    # by content, not by name: people rename `.bin` to `.pt` and back
+    for name, (matches, read) in FORMATS.items():
+        if not matches(source, layout.path.suffix.lower()):
+            continue
+        if name != "torch zip":
+            _refuse_tar(source)
+        if name == "safetensors" and not layout.path.name.endswith(".safetensors"):
+            _refuse_pickle(source)
+        layout.format = name
+        return read(source, layout, role)
+    _refuse_tar(source)
+    head = source.at(0, 512)
+    if not any(head):
+        raise Damaged("torn", "begins with zeros: its content never reached the disk")
+    if head[:4] in NOT_READ:
+        raise Damaged("format", f"is a {NOT_READ[head[:4]]} file, which is not read here")
+    detail = f"begins with {head[:8].hex(' ')}, which no known checkpoint format does"
+    raise Damaged("malformed", detail)
+
+
+def _refuse_tar(source: FileSlice) -> None:
+    """Raise Damaged for a tar, which torch.load unpacks before it tries anything else."""
+    try:
+        tarfile.TarInfo.frombuf(source.at(0, tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return
+    raise Damaged(
+        "format",
+        "is a tar (torch.save before 0.1.10); load it with an old torch and save it again",
+    )
+
+
+def _refuse_pickle(source: FileSlice) -> None:
+    """Raise Damaged for a safetensors file that torch.load would read as a pickle, by its name."""
+    reader = PickleReader(source)
+    # they need a stack, or what torch does not give to the first pickle of a file
+    if source.at(0, 1) in (pickle.PUT, pickle.PERSID):
+        return
+    try:
+        reader.value()
+    except NotPickled:
+        if not reader.names:
+            return
+    except Damaged:
+        # more than is read here, but an unpickler would go on
+        pass
+    raise Damaged(
+        "hostile",
+        "is a safetensors file and a pickle at once, and is not called .safetensors: torch.load "
+        "would run the pickle",
+    )
+
+
+def read_content(path: Path) -> Any:
+    """Return what a checkpoint file holds, as plain containers and records; runs nothing of it.
+
+    Raises Damaged for what cannot be read, and for a pickle that was made to run code.
+    """
+    layout = FileLayout(path, ProblemList(path))
+    with open_file(path) as source:
+        content = parse(source, layout, None)
+    for problem in layout.problems.all():
+        if problem.kind == "hostile":
+            raise Damaged("hostile", problem.detail)
+    return content
+
+
+def has_checkpoint_suffix(path: Path) -> bool:
+    """Does the suffix promise or allow a checkpoint?"""
+    return path.suffix.lower() in SUFFIXES
+
+
+def is_checkpoint_name(path: Path) -> bool:
+    """Tell a checkpoint by its name; with a shared suffix, only if libraries use such a name."""
+    suffix = path.suffix.lower()
+    is_known = suffix in SUFFIXES and path.name.lower().startswith(WEIGHTS)
+    return is_known or suffix in SURE_SUFFIXES
+
+
+def is_checkpoint_file(path: Path) -> bool:
+    """Tell a checkpoint by its name; of `x.bin`, `x.pkl`, `x.tar` the content decides."""
+    if is_checkpoint_name(path):
+        return True
+    suffix = path.suffix.lower()
+    # tutorials of PyTorch call checkpoints `x.tar`, though they are not tars
+    if suffix not in SUFFIXES and suffix != ".tar":
+        return False
+    try:
+        with open_file(path) as source:
+            return source.at(0, 4).startswith(STARTS) or _is_loaded(source, suffix)
+    except Damaged:
+        return False
+
+
+def _is_loaded(source: FileSlice, suffix: str) -> bool:
+    """Would torch.load unpack it as a tar, or import a name for it as an older pickle?"""
+    try:
+        _refuse_tar(source)
+    except Damaged:
+        return True
+    reader = PickleReader(source)
+    try:
+        reader.value()
+    except NotPickled:
+        pass
+    except Damaged as damage:
+        if damage.kind == "limit" or suffix in PICKLE_SUFFIXES:
+            return True
+    # any text has lines; an extension stands for nothing unless the program has registered one
+    return any(
+        name.module != "copyreg" and name.module.replace(".", "_").isidentifier()
+        for name in reader.names
+    )
+
+
+def check_file(
+    path: Path,
+    progress: Progress,
+    *,
+    read: Read | None = None,
+    allowed: frozenset[str] = frozenset(),
+) -> FileLayout:
+    """Check a file; what is wrong with it is in the result, never raised.
+
+    `read` is used instead of the reader of its format; tensors in `allowed` may be non-finite.
+    """
+    layout = FileLayout(path, ProblemList(path))
+    done = 0
+    lock = Lock()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            progress(count)
+
+    try:
+        with open_file(path) as source:
+            layout.size = source.size
+            try:
+                (read or parse)(source, layout, role_of_file(path.name))
+                layout.complete = True
+            except Damaged as damage:
+                layout.problems.add(damage.kind, damage.detail)
+            # also after damage: what was understood up to there is worth reading
+            scan(source, layout, advance)
+    except Damaged as damage:
+        layout.problems.add(damage.kind, damage.detail)
+    judge(layout, allowed)
+    # bytes between the tensors were not read; the bar counts the whole file
+    progress(max(0, layout.size - done))
+    return layout

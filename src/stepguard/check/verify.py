@@ -1,0 +1,441 @@
+"""`stepguard.verify`: is a checkpoint complete, finite and unaltered? Nothing in it is executed."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import xxhash
+
+from stepguard import __version__
+from stepguard._errors import ConfigError, StoreError
+from stepguard.check.bounded_file import ProblemList, open_file, special_name
+from stepguard.check.folders import (
+    FOLDER_FORMATS,
+    METADATA,
+    CheckedFolder,
+    CheckpointFiles,
+    check_store,
+    folder_format,
+)
+from stepguard.check.names import role_of_file
+from stepguard.check.scan import FileLayout, Progress
+from stepguard.check.torch_file import check_file, has_checkpoint_suffix, is_checkpoint_file
+from stepguard.checkpoints.seal import (
+    LAST_GOOD,
+    SEAL,
+    Health,
+    Seal,
+    SealedFile,
+    read_pointer,
+    seal_bytes,
+)
+from stepguard.records.checks import Problem, ProblemKind, Rate, Verification, Watched, Weight
+from stepguard.state.files import write_file
+
+# --- Find the checkpoints below a folder; links that lead out of the folder are not followed.
+
+QUARANTINE = "quarantine"
+SKIPPED = frozenset({QUARANTINE, "__pycache__", "node_modules", "site-packages"})
+DEEPEST = 30
+MOST_ENTRIES = 200_000
+
+
+def find_checkpoints(
+    root: Path, exclude: Collection[str] = ()
+) -> tuple[list[CheckpointFiles], list[Problem]]:
+    """Find every checkpoint at `root` (it may be one itself) and below it, but not in the folders
+    named in `exclude`; also return what is wrong with the folders themselves.
+    """
+    found: list[CheckpointFiles] = []
+    problems: list[Problem] = []
+
+    def report(path: Path, kind: ProblemKind, detail: str, severity: Weight = "warning") -> None:
+        problems.append(Problem(file=str(path), kind=kind, detail=detail, severity=severity))
+
+    todo = [(root, 0)]
+    listed = 0
+    while todo:
+        folder, depth = todo.pop()
+        if depth > DEEPEST:
+            report(folder, "limit", f"lies {depth} folders deep and was not searched")
+            continue
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError as error:
+            report(folder, "unreadable", f"cannot be listed: {error.strerror}")
+            continue
+        listed += len(entries)
+        if listed > MOST_ENTRIES:
+            report(folder, "limit", f"more than {MOST_ENTRIES:,} files; the rest was not searched")
+            continue
+        files = []
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.is_symlink():
+                if _is_followed(path, root, report):
+                    files.append(path)
+            elif entry.is_dir(follow_symlinks=False):
+                if not _is_skipped(path) and path.name not in exclude:
+                    todo.append((path, depth + 1))
+            # also a FIFO or device: it stands where a checkpoint is expected, and is reported
+            elif not path.name.startswith(".") or path.name == METADATA:
+                files.append(path)
+        if folder / LAST_GOOD in files:
+            problems.extend(check_store(folder))
+        found.extend(_checkpoints_in(folder, files))
+    # by numbers: step-9 before step-10
+    found.sort(key=lambda checkpoint: [_natural(part) for part in checkpoint.path.parts])
+    return found, problems
+
+
+def _checkpoints_in(folder: Path, files: list[Path]) -> list[CheckpointFiles]:
+    """Return the folder as one checkpoint, or each of its files that is one."""
+    kind = folder_format(files)
+    if not kind:
+        return [single_file(path) for path in files if is_checkpoint_file(path)]
+    if kind == "transformers":
+        files = [path for path in files if has_checkpoint_suffix(path)]
+    return [CheckpointFiles(folder, tuple(files), sum(map(_size, files)), kind)]
+
+
+def single_file(path: Path) -> CheckpointFiles:
+    """Return a file as a checkpoint of its own."""
+    return CheckpointFiles(path, (path,), _size(path))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _is_skipped(folder: Path) -> bool:
+    """Skip hidden and temporary folders, moved checkpoints, and the tensors of bad steps."""
+    if folder.name.startswith(".") or folder.name in SKIPPED:
+        return True
+    return folder.name == "incidents" and (folder.parent / "journal.jsonl").exists()
+
+
+def _is_followed(link: Path, root: Path, report: Callable[..., None]) -> bool:
+    """Is a link read as a file? Only into the same Hugging Face cache, and to a file below the
+    root that the search does not find; report other links to checkpoints.
+    """
+    target = Path(os.path.realpath(link))
+    # huggingface_hub keeps `snapshots/<revision>/<file>` as links to `blobs/<digest>`
+    snapshots = link.parent.parent
+    blobs = snapshots.parent.resolve() / "blobs"
+    if snapshots.name == "snapshots" and target.is_relative_to(blobs):
+        return target.is_file()
+    # such a folder is a checkpoint, and its reader refuses the link
+    if link.name in (SEAL, METADATA):
+        return True
+    if not has_checkpoint_suffix(link) and not target.is_dir():
+        return False
+    return _is_read_here(link, target, root.resolve(), report)
+
+
+def _is_read_here(link: Path, target: Path, root: Path, report: Callable[..., None]) -> bool:
+    if target.exists() and not target.is_file() and not target.is_dir():
+        detail = f"is a link to {special_name(target.stat().st_mode)}; it was not opened"
+        report(link, "link", detail, "error")
+    elif not target.is_relative_to(root):
+        detail = f"is a link out of the folder, to {target.name!r}; it was not followed"
+        report(link, "link", f"{detail}: verify its target by its own path", "error")
+    elif not target.exists():
+        report(link, "link", "is a link to nothing")
+    else:
+        folders = [each for each in (target, *target.parents) if each.is_relative_to(root)]
+        is_hidden = any(_is_skipped(folder) for folder in folders if folder != root)
+        if target.is_file():
+            return is_hidden or not is_checkpoint_file(target)
+        if is_hidden:
+            detail = f"is a link to {target.name!r}, where nothing was searched; give its own path"
+            report(link, "link", detail, "error")
+    return False
+
+
+def _natural(text: str) -> list[tuple[int, int, str]]:
+    """Split into words and numbers; a number sorts before a word."""
+    words = []
+    for number, word in re.findall(r"([0-9]+)|([^0-9]+)", text):
+        # int() of a name of thousands of digits is refused
+        words.append((1, 0, word) if word else (0, int(number[:18]), ""))
+    return words
+
+
+# --- Check any path: a file, a folder that is a checkpoint, or a folder that holds some.
+
+Plan = Callable[[int, int], None]
+"""Takes the number of checkpoints and of bytes before anything is read."""
+Watch = Callable[[str], bool]
+"""Takes the name of a tensor: is its range wanted?"""
+MOST_WATCHED = 200
+LONGEST_POINTER = 200
+"""Bytes: a larger file called `last-good` is somebody's checkpoint."""
+
+
+def check_path(
+    path: Path,
+    *,
+    plan: Plan | None = None,
+    progress: Progress | None = None,
+    watch: Watch | None = None,
+    exclude: Collection[str] = (),
+) -> Verification:
+    """Check what lies at `path`; problems are in the result, never raised."""
+    began = time.perf_counter()
+    if path.name == LAST_GOOD and path.is_file() and _size(path) <= LONGEST_POINTER:
+        try:
+            named = read_pointer(path.parent)
+        except StoreError as fault:
+            problem = Problem(file=str(path), kind="seal", detail=str(fault))
+            return Verification(path=str(path), format="pointer", problems=(problem,))
+        result = check_path(named, plan=plan, progress=progress, watch=watch)
+        return replace(result, pointer=str(path))
+    found = [single_file(path)]
+    problems: list[Problem] = []
+    if path.is_dir():
+        found, problems = find_checkpoints(path, exclude)
+    if plan is not None:
+        plan(len(found), sum(each.size for each in found))
+    parts = [check_checkpoint(each, progress or (lambda count: None), watch) for each in found]
+    if len(parts) == 1 and found[0].path == path and not problems:
+        return parts[0]
+    return _merged(path, parts, problems, time.perf_counter() - began)
+
+
+def _merged(
+    path: Path, parts: list[Verification], problems: list[Problem], seconds: float
+) -> Verification:
+    """Return the result of a folder from those of its checkpoints."""
+    roles: Counter[str] = Counter()
+    rates: list[Rate] = []
+    for part in parts:
+        roles.update(part.roles)
+        rates.extend(part.rates)
+        problems.extend(part.problems)
+    return Verification(
+        path=str(path),
+        format="folder",
+        problems=tuple(problems),
+        tensors=roles.total(),
+        bytes=sum(part.bytes for part in parts),
+        files=sum(part.files for part in parts),
+        roles=dict(sorted(roles.items())),
+        rates=tuple(rates),
+        seconds=seconds,
+        parts=tuple(parts),
+    )
+
+
+def check_checkpoint(
+    checkpoint: CheckpointFiles, progress: Progress, watch: Watch | None = None
+) -> Verification:
+    """Check one checkpoint."""
+    began = time.perf_counter()
+    path = checkpoint.path
+    listed = ProblemList(path)
+    if checkpoint.format:
+        checked = FOLDER_FORMATS[checkpoint.format](checkpoint, listed, progress)
+    else:
+        layout = check_file(path, progress)
+        checked = CheckedFolder([layout], layout.format)
+    problems = listed.all()
+    roles: Counter[str] = Counter()
+    rates: list[Rate] = []
+    for layout in checked.layouts:
+        problems.extend(layout.problems.all())
+        roles.update(tensor.role for tensor in layout.tensors)
+        rates.extend(layout.rates)
+    return Verification(
+        path=str(path),
+        format=checked.format,
+        problems=tuple(problems),
+        tensors=roles.total(),
+        bytes=sum(layout.size for layout in checked.layouts),
+        files=len(checked.layouts),
+        roles=dict(sorted(roles.items())),
+        step=_step(path, checked),
+        rates=tuple(rates),
+        watched=_watched(checked.layouts, watch),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _watched(layouts: Sequence[FileLayout], watch: Watch | None) -> tuple[Watched, ...]:
+    found: list[Watched] = []
+    if watch is None:
+        return ()
+    for layout in layouts:
+        for tensor in layout.tensors:
+            values = tensor.values
+            if values is not None and values.low <= values.high and watch(tensor.name):
+                watched = Watched(
+                    name=tensor.name,
+                    role=tensor.role,
+                    count=values.count,
+                    low=values.low,
+                    high=values.high,
+                )
+                found.append(watched)
+    return tuple(found[:MOST_WATCHED])
+
+
+def _step(path: Path, checked: CheckedFolder) -> int | None:
+    """Return the step by the folder, else by a file, else by the name."""
+    if checked.step is not None:
+        return checked.step
+    for layout in checked.layouts:
+        # the `step` in accelerate's random states counts micro-batches
+        if layout.step is not None and role_of_file(layout.path.name) != "rng":
+            return layout.step
+    # `checkpoint-500`, `step-1200`, `epoch=3-step=1200.ckpt`
+    numbers = re.findall(r"(?:step|checkpoint|ckpt|iter)[-_=]?(\d{1,12})", path.name.lower())
+    return int(numbers[-1]) if numbers else None
+
+
+# --- The public function, and learning rates that contradict a configuration.
+
+CLOSE = 1e-6
+"""Relative difference below which two learning rates are the same number written in two ways."""
+RATES = {
+    "max_lr": "the peak of OneCycleLR (max_lr)",
+    "initial_lr": "the base of its schedule (initial_lr)",
+    "base_lr": "the base of its schedule (base_lrs)",
+    "lr": "the learning rate (lr) at the moment it was saved",
+    "last_lr": "the learning rate (lr) at the moment it was saved",
+}
+"""Which stored rate a configuration means: OneCycleLR's peak, else the schedule's base, else lr."""
+
+
+def verify(
+    path: str | Path,
+    *,
+    lr: float | None = None,
+    plan: Plan | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Verification:
+    """Verify a checkpoint file, a checkpoint folder, or everything below a folder.
+
+        assert stepguard.verify("runs/a/checkpoints").ok
+
+    Reads `.pt` `.pth` `.bin` `.ckpt` (both formats of torch.save, plain pickles), safetensors,
+    sharded and transformers folders, DCP folders and sealed checkpoints. What is wrong is in
+    `.problems`. A path that does not exist, or that holds no checkpoint, raises ConfigError:
+    nothing was verified, so nothing is good. With `lr`, a checkpoint with another base learning
+    rate has a problem of kind `lr`.
+    """
+    found = verify_or_empty(path, lr=lr, plan=plan, progress=progress)
+    if not found.leaves and not found.problems:
+        raise ConfigError(nothing_in(path))
+    return found
+
+
+def verify_or_empty(
+    path: str | Path,
+    *,
+    lr: float | None = None,
+    plan: Plan | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Verification:
+    """Verify as `verify` does, but return an empty result for a folder without a checkpoint."""
+    where = Path(path)
+    if not where.exists() and not where.is_symlink():
+        raise ConfigError(
+            f"{where} does not exist; give a checkpoint file, a checkpoint folder or a run "
+            f"directory."
+        )
+    if lr is not None and not (math.isfinite(lr) and lr > 0):
+        raise ConfigError(f"lr={lr!r} is not a learning rate; give a positive number.")
+    found = check_path(where, plan=plan, progress=progress)
+    if lr is None:
+        return found
+    return with_lr(found, lr)
+
+
+def nothing_in(where: str | Path) -> str:
+    """Return the message for a folder without a checkpoint."""
+    return f"nothing to verify in {where}: it holds no checkpoint; give the folder or file of one."
+
+
+def with_lr(found: Verification, lr: float) -> Verification:
+    """Add a problem wherever the stored base learning rate is not `lr`."""
+    parts = tuple(with_lr(part, lr) for part in found.parts)
+    problems = list(found.problems)
+    for part in parts:
+        problems.extend(problem for problem in part.problems if problem.kind == "lr")
+    base = _base_rates(found.rates)
+    is_same = any(math.isclose(rate.value, lr, rel_tol=CLOSE) for rate in base)
+    if base and not parts and not is_same:
+        rate = base[0]
+        detail = f"{RATES[rate.kind]} is {rate.value:.4g}"
+        running = [each.value for each in found.rates if each.kind in ("lr", "last_lr")]
+        if running and rate.kind != "lr":
+            detail += f", running at {running[0]:.4g} when it was saved"
+        detail += f"; you gave {lr:.4g}. Loading this optimizer or scheduler state overrides what "
+        detail += "the configuration says"
+        problem = Problem(
+            file=rate.file, kind="lr", tensor=rate.name, detail=detail, role="optimizer"
+        )
+        problems.append(problem)
+    return replace(found, parts=parts, problems=tuple(problems))
+
+
+def _base_rates(rates: tuple[Rate, ...]) -> list[Rate]:
+    """Return the rates that a configuration speaks of."""
+    for kind in RATES:
+        chosen = [rate for rate in rates if rate.kind == kind]
+        if chosen:
+            return chosen
+    return []
+
+
+# --- Seal a folder that torch.distributed.checkpoint has written, so that no file in it can change.
+
+
+def seal_folder(folder: str | Path, *, step: int = 0) -> Path:
+    """Verify a DCP folder and seal it; returns the path of the seal.
+
+    Call it on one rank, after `dcp.save` has returned or the future of `dcp.async_save` is done.
+    StoreError where the folder is not good: no `.metadata`, a missing file, NaN.
+    """
+    where = Path(folder)
+    if not (where / METADATA).exists():
+        raise StoreError(f"{where} is not sealed: its save never finished (no {METADATA}).")
+    # an old seal would speak of the files before
+    (where / SEAL).unlink(missing_ok=True)
+    found = verify(where)
+    if not found.ok:
+        raise StoreError(f"{where} is not sealed, it is not good: {found.errors[0]}.")
+    files: dict[str, SealedFile] = {}
+    for path in sorted(where.iterdir()):
+        if path.is_file():
+            files[path.name] = SealedFile(size=_size(path), digest=file_digest(path))
+    seal = Seal(
+        step=step,
+        health=Health(loss=None, level=None, steps_watched=0, incidents=0, good=True),
+        files=files,
+        tensors={},
+        serial=0,
+        versions={"stepguard": __version__, "torch": torch.__version__},
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    write_file(where / SEAL, seal_bytes(seal))
+    return where / SEAL
+
+
+def file_digest(path: Path) -> str:
+    """Return the XXH3-128 of a file; Damaged if it is not a regular one that can be read."""
+    with open_file(path) as source:
+        return hashlib.file_digest(source, xxhash.xxh3_128).hexdigest()
