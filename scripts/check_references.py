@@ -252,10 +252,10 @@ class References:
     def items(self) -> set[str]:
         """Ids of what `stepguard check` looks at."""
         found = set()
-        for path in (self.root / "src/stepguard/preflight/items").glob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "item":
-                    found.add(ast.literal_eval(node.args[0]))
+        table = (self.root / "src/stepguard/check/preflight.py").read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(table)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Item":
+                found.add(ast.literal_eval(node.args[0]))
         return found
 
     def _item(self, span: str) -> str | None:

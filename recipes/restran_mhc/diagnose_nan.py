@@ -21,7 +21,7 @@ from pathlib import Path
 
 from configs.config import Config
 from stepguard import StepguardError
-from stepguard.preflight.doctor import examine
+from stepguard.check.doctor import examine
 from stepguard.records.incident import Section
 from stepguard.report import screen
 from stepguard.report.checks import render_examination

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sentinel", "state", "numerics"),
     ("checkpoints",),
     ("verification",),
-    ("locate", "preflight"),
+    ("locate", "check"),
     ("look", "whatif"),
     ("engine",),
     ("port",),

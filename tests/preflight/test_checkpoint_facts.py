@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from stepguard.preflight.inspection import read_checkpoint_facts
+from stepguard.check.inspection import read_checkpoint_facts
 
 WEIGHTS = {"head.weight": torch.ones(3, 2)}
 

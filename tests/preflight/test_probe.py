@@ -7,11 +7,11 @@ from collections import Counter
 import torch
 from torch import nn
 
-from stepguard.preflight.inspection import TracedStep, probe_precision
-from stepguard.preflight.subject import FrameworkFacts
+from stepguard.check.inspection import TracedStep, probe_precision
+from stepguard.check.subject import Framework
 
 CPU = torch.device("cpu")
-HALF = FrameworkFacts(name="half", openers=(lambda: torch.autocast("cpu", dtype=torch.bfloat16),))
+HALF = Framework(name="half", openers=(lambda: torch.autocast("cpu", dtype=torch.bfloat16),))
 
 
 def test_products_of_the_step_count_more_than_one_of_ours() -> None:
@@ -29,5 +29,5 @@ def test_one_product_in_the_context_without_a_step() -> None:
 
 
 def test_product_has_the_dtype_of_the_parameters_outside_a_context() -> None:
-    probe = probe_precision(nn.Linear(2, 2).double(), CPU, FrameworkFacts(), TracedStep())
+    probe = probe_precision(nn.Linear(2, 2).double(), CPU, Framework(), TracedStep())
     assert (probe.dtype, probe.autocast) == ("float64", None)

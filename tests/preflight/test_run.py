@@ -10,8 +10,7 @@ from torch import nn
 
 from preflight.asking import inside
 from stepguard import ConfigError
-from stepguard.preflight import Subject, check
-from stepguard.preflight.run import selected
+from stepguard.check.preflight import Subject, check, selected
 
 
 def test_items_are_chosen_by_id_section_or_pattern() -> None:

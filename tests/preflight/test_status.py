@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepguard.preflight.inspection import CheckContext, Inspection
-from stepguard.preflight.run import alignment, status_facts
-from stepguard.preflight.subject import Subject
+from stepguard.check.inspection import CheckContext, Inspection
+from stepguard.check.preflight import Subject, alignment, status_facts
 
 
 def inspect(**parts: Any) -> Inspection:

@@ -71,14 +71,14 @@ def test_result_survives_strict_json() -> None:
 
 
 def test_every_item_has_a_section() -> None:
-    from stepguard.preflight.items import ITEMS
+    from stepguard.check.preflight import ITEMS
 
     parts = {part for names in SECTIONS.values() for part in names}
     assert {item.id.partition(".")[0] for item in ITEMS} <= parts
 
 
 def test_every_item_is_in_the_docs() -> None:
-    from stepguard.preflight.items import ITEMS
+    from stepguard.check.preflight import ITEMS
 
     page = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
     points = [item.id for item in ITEMS if item.id.startswith("checklist.")]

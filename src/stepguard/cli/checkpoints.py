@@ -57,8 +57,8 @@ def verify(
     """Check checkpoints of any format: NaN, torn or altered files, missing shards. Runs no code
     from them.
     """
+    from stepguard.check.settings import configured_rate
     from stepguard.cli._results import verified
-    from stepguard.preflight.settings import configured_rate
     from stepguard.verification import nothing_in
 
     if lr is not None and config is not None:
@@ -295,8 +295,9 @@ def doctor(
     """Examine a run that will not train: its journal, capsules and checkpoints, and the exact next
     commands.
     """
+    from stepguard.check.doctor import examine
     from stepguard.cli._results import Bar
-    from stepguard.preflight.doctor import examine
+    from stepguard.report.checks import journal_section
 
     if not folder.is_dir():
         raise ConfigError(
@@ -312,6 +313,7 @@ def doctor(
             watch=watch or [],
             plan=bar.plan,
             progress=bar.advance,
+            journal=journal_section(folder),
         )
     if all(section.status == "not checked" for section in found.sections[:-1]):
         raise ConfigError(

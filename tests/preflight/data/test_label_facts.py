@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from preflight.asking import said
-from stepguard.preflight import Subject, check
-from stepguard.preflight.data import LabelFacts
+from stepguard.check.data import LabelFacts
+from stepguard.check.preflight import Subject, check
 
 
 def test_labels_of_a_jsonl_file_are_counted(tmp_path: Path) -> None:
@@ -53,6 +53,6 @@ def test_lengths_and_bounds_follow_the_examples() -> None:
     facts.take("first", {"labels": torch.tensor([-100, 4, 9])})
     facts.take("second", {"labels": torch.tensor([-100, -100])})
     facts.take("third", {"labels": torch.tensor([0.5])})
-    assert (facts.examples, facts.supervised, facts.total, facts.masked) == (2, 2, 5, 2)
-    assert (facts.low, facts.high) == ((4, "first"), (9, "first"))
-    assert (facts.shortest, facts.longest, facts.empty) == (2, 3, ["second"])
+    assert (facts.supervised, facts.total, facts.masked) == (2, 5, 2)
+    assert facts.bounds == [(4, "first"), (9, "first")]
+    assert (facts.lengths, facts.empty) == ([3, 2], {"second": 2})

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import os
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,41 +22,31 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import default_collate
 
 from stepguard._errors import ConfigError, StepguardError
-from stepguard.diagnose.case import plain as real_format
-from stepguard.diagnose.case import words
-from stepguard.preflight.data import (
+from stepguard.check.data import (
     DataFacts,
     LabelFacts,
     Progress,
     first_batch,
-    gather,
     is_map,
+    scan,
     source_of,
     validation_of,
 )
-from stepguard.preflight.project import Program, Project, read_program, read_project
-from stepguard.preflight.settings import (
+from stepguard.check.settings import (
     Launcher,
     Setting,
+    Tracked,
     find,
     number,
+    plain,
     read_launcher,
     read_settings,
 )
-from stepguard.preflight.subject import (
-    Answer,
-    DryRun,
-    FrameworkFacts,
-    NotApplicable,
-    NotGiven,
-    Subject,
-    Tracked,
-    dry_run,
-    one_line,
-    plain,
-    read_framework,
-)
-from stepguard.records.checks import Verification
+from stepguard.check.source import Source, files_below, program_files, read_source
+from stepguard.check.subject import Framework, Subject, read_framework
+from stepguard.diagnose.case import plain as real_format
+from stepguard.diagnose.case import words
+from stepguard.records.checks import Status, Verification
 from stepguard.state.batch import Step, named_tensors, total_loss, unwrapped
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
@@ -70,8 +62,44 @@ from stepguard.verification import (
 )
 from stepguard.verification import check_path as verify
 
-# --- Trace one forward and backward pass of the real step, leaving every object as it was.
+# --- Answers of an item: pass, warn or fail with evidence, or why there is no answer.
 
+
+class Answer(NamedTuple):
+    """What one item found."""
+
+    status: Status
+    evidence: tuple[str, ...] = ()
+    fix: str = ""
+
+
+class NotGiven(Exception):  # noqa: N818 (an answer, not a fault)
+    """Something the item needs was not given; the text says what to give."""
+
+
+class NotApplicable(Exception):  # noqa: N818 (an answer, not a fault)
+    """The item does not apply to this subject; the text says why."""
+
+
+def passed(*evidence: str) -> Answer:
+    return Answer("pass", evidence)
+
+
+def warned(*evidence: str, fix: str) -> Answer:
+    return Answer("warn", evidence, fix)
+
+
+def failed(*evidence: str, fix: str) -> Answer:
+    return Answer("fail", evidence, fix)
+
+
+def one_line(fault: Exception, most: int = 120) -> str:
+    """Type and text of an exception in one line, the text cut after `most` characters."""
+    text = " ".join(str(fault).split())
+    return f"{type(fault).__name__}: {text[:most]}"
+
+
+# --- Trace one forward and backward pass of the real step, leaving every object as it was.
 
 MATMULS = words(
     """
@@ -81,21 +109,12 @@ MATMULS = words(
     """
 )
 """The operations autocast is for: their dtype is the effective precision."""
-DIVISIONS = frozenset({"div", "div_", "true_divide", "reciprocal"})
-CROSS_ENTROPIES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss_nd"})
+DIVISIONS = words("div div_ true_divide reciprocal")
+CROSS_ENTROPIES = words("nll_loss_forward nll_loss2d_forward nll_loss nll_loss_nd")
 DELICATE = words("exp log logsumexp _softmax _log_softmax sqrt rsqrt pow cdist_forward")
 """Operations worth naming, because many incidents begin in one."""
 LARGEST_EPS = 1e-3
 """A larger number that is added is not an eps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Divisor:
-    """The smallest magnitude something was divided by, and where."""
-
-    least: float
-    dtype: str
-    source: str
 
 
 @dataclass(slots=True)
@@ -110,7 +129,8 @@ class TracedStep:
     """Output dtype of every matrix product and convolution of the forward pass."""
     ops: Counter[str] = field(default_factory=Counter)
     divisions: int = 0
-    divisor: Divisor | None = None
+    divisor: tuple[float, str, str] = (math.inf, "", "")
+    """The smallest magnitude something was divided by, its dtype, and where."""
     lost_eps: dict[str, str] = field(default_factory=dict)
     """Small numbers that were added without effect: `loss.py:12` -> `1e-08 in float32`."""
     classes: int | None = None
@@ -119,7 +139,7 @@ class TracedStep:
     """Mean and standard deviation of the target of a squared error; of several, of the one whose
     deviation is farthest from 1."""
     fault: str = ""
-    """The program's own exception."""
+    """The exception of the user's program."""
 
 
 class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -137,77 +157,56 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in DELICATE:
             self._step.ops[name.strip("_")] += 1
         if name in MATMULS:
-            self._multiplied(out)
+            # Attention returns its output first, and what its backward needs.
+            product = out[0] if isinstance(out, tuple) else out
+            self._step.dtypes[dtype_name(product.dtype)] += 1
         elif name in DIVISIONS:
-            self._divided(args[0] if name == "reciprocal" else args[1])
-        elif name == "add" and len(args) > 1:
-            self._added(args[0], args[1], out)
+            self._divided(args[name != "reciprocal"])
+        elif name == "add" and isinstance(args[1], float):
+            self._added(*args[:2], out)
         elif name in CROSS_ENTROPIES:
-            self._classified(args[0])
+            # Classes are the second dimension, behind the batch, if there is a batch.
+            self._step.classes = int(args[0].shape[:2][-1])
         elif name == "mse_loss":
             self._compared(args[1])
-        elif name in ("sub", "pow", "square"):
-            self._squared_error(name, args, out)
+        elif name == "sub":
+            targets = [one for one in args if isinstance(one, Tensor) and not one.requires_grad]
+            self._difference = (out, targets[0]) if len(targets) == 1 else (None, None)
+        elif (
+            name in ("pow", "square") and args[0] is self._difference[0] and args[1:] in ((), (2,))
+        ):
+            # A mean squared error written by hand: a difference, then its square.
+            self._compared(self._difference[1])
         return out
 
-    def _squared_error(self, name: str, args: Any, out: Any) -> None:
-        """A mean squared error written by hand: a difference, then its square."""
-        if name == "sub":
-            wanted = [one for one in args[:2] if isinstance(one, Tensor) and not one.requires_grad]
-            self._difference = (out, wanted[0]) if len(wanted) == 1 else (None, None)
-        elif args[0] is self._difference[0] and args[1:] in ((), (2,)):
-            self._compared(self._difference[1])
-
-    def _multiplied(self, out: Any) -> None:
-        # Attention returns its output first, and what its backward needs.
-        if isinstance(out, tuple):
-            out = out[0]
-        if isinstance(out, Tensor):
-            self._step.dtypes[dtype_name(out.dtype)] += 1
-
     def _divided(self, divisor: Any) -> None:
-        least, dtype = _least(divisor)
-        if least is None:
-            return
+        dtype = "a Python number"
+        if isinstance(divisor, Tensor):
+            if not divisor.numel() or divisor.is_complex() or divisor.dtype == torch.bool:
+                return
+            dtype = dtype_name(divisor.dtype)
+            divisor = divisor.detach().abs().min()
         self._step.divisions += 1
-        if self._step.divisor is None or least < self._step.divisor.least:
-            self._step.divisor = Divisor(least, dtype, _user_line())
+        if abs(float(divisor)) < self._step.divisor[0]:
+            self._step.divisor = (abs(float(divisor)), dtype, _user_line())
 
-    def _added(self, value: Any, eps: Any, out: Any) -> None:
+    def _added(self, value: Tensor, eps: float, out: Tensor) -> None:
         """Note an eps that is below the spacing of what it is added to."""
-        if not isinstance(eps, float) or not 0 < abs(eps) <= LARGEST_EPS:
-            return
-        if isinstance(value, Tensor) and value.is_floating_point() and torch.equal(value, out):
+        small = 0 < abs(eps) <= LARGEST_EPS
+        if small and value.is_floating_point() and torch.equal(value, out):
             self._step.lost_eps[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
 
-    def _classified(self, scores: Tensor) -> None:
-        # Classes are the second dimension, behind the batch, if there is a batch.
-        if scores.dim() == 1:
-            self._step.classes = int(scores.shape[0])
-        elif scores.dim() > 1:
-            self._step.classes = int(scores.shape[1])
-
     def _compared(self, target: Tensor) -> None:
-        if target.numel() > 1:
-            values = target.detach().float()
-            found, known = (float(values.mean()), float(values.std())), self._step.latent
-            if known is None or _off(found[1]) > _off(known[1]):
-                self._step.latent = found
+        if target.numel() < 2:
+            return
 
+        def off(latent: tuple[float, float]) -> float:
+            """How far the deviation is from 1, up or down."""
+            return abs(math.log(max(latent[1], 1e-30)))
 
-def _off(deviation: float) -> float:
-    """How far it is from 1, up or down."""
-    return abs(math.log(max(deviation, 1e-30)))
-
-
-def _least(divisor: Any) -> tuple[float | None, str]:
-    if isinstance(divisor, int | float):
-        return abs(float(divisor)), "a Python number"
-    if not isinstance(divisor, Tensor) or not divisor.numel():
-        return None, ""
-    if divisor.is_complex() or divisor.dtype == torch.bool:
-        return None, ""
-    return float(divisor.detach().abs().min()), dtype_name(divisor.dtype)
+        values = target.detach().float()
+        found = (float(values.mean()), float(values.std()))
+        self._step.latent = max(self._step.latent or found, found, key=off)
 
 
 def _user_line() -> str:
@@ -221,50 +220,59 @@ def _user_line() -> str:
     return ""
 
 
-def trace_step(subject: Subject, framework: FrameworkFacts, batch: Any) -> TracedStep:
+def trace_step(subject: Subject, framework: Framework, batch: Any) -> TracedStep:
     """Run forward in the real context, and backward. The program's exceptions become `fault`."""
     model = subject.model
     assert model is not None
     step = TracedStep()
+    eager: Any = nullcontext()
+    for module in model.modules():
+        # Compiled code runs no dispatch mode: run the model as it was written.
+        if "_orig_mod" in module._modules or compiled_call(module) is not None:
+            eager = torch.compiler.set_stance("force_eager")
     # A step may write into its batch.
-    copied = tree_map_only(Tensor, _copied, batch)
-    with left_alone(model, subject.optimizer), _eagerly(model):
+    copied = tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch
+    )
+    with left_alone(model, subject.optimizer), eager:
         try:
             with framework.opened(), _Tracer(step):
                 if subject.loss_fn is not None:
-                    output = subject.loss_fn(copied)
+                    loss = total_loss(subject.loss_fn(copied))
                 else:
-                    output = call_model(model, copied)
-            loss: Any
-            if subject.loss_fn is not None:
-                loss = total_loss(output)
-            else:
-                loss = getattr(output, "loss", None)
-                step.outputs_bad = nonfinite_outputs(output)
+                    output = _call_model(model, copied)
+                    loss = getattr(output, "loss", None)
+                    step.outputs_bad = nonfinite_outputs(output)
             if isinstance(loss, Tensor):
                 step.loss = float(loss.detach())
-                _backward(step, model, loss)
+                step.grad_norm = 0.0
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    _read_gradients(step, model)
         except Exception as fault:
             step.fault = one_line(fault, 160)
     return step
 
 
-def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
-    """Run a compiled model as it was written: compiled code runs no dispatch mode."""
-    eager: AbstractContextManager[Any] = nullcontext()
-    for module in model.modules():
-        if "_orig_mod" in module._modules or compiled_call(module) is not None:
-            eager = torch.compiler.set_stance("force_eager")
-    return eager
-
-
-def call_model(model: nn.Module, batch: Any) -> Any:
+def _call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model on a batch as it comes: keywords, positions, or one tensor."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, tuple | list):
         return model(*batch)
     return model(batch)
+
+
+def _read_gradients(step: TracedStep, model: nn.Module) -> None:
+    squares = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            # The gradient of a sparse embedding holds only the rows that were used.
+            grad = dense_values(parameter.grad.detach())
+            squares += float(grad.abs().double().square().sum())
+            if not is_finite(grad):
+                step.grads_bad.append(name)
+    step.grad_norm = squares**0.5
 
 
 @contextmanager
@@ -289,10 +297,6 @@ def left_alone(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
                 parameter.copy_(copies[id(parameter)])
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
 def nonfinite_outputs(output: Any) -> list[str]:
     """Names of the tensors in the output of a module that hold a NaN or an Inf."""
     bad = []
@@ -302,26 +306,89 @@ def nonfinite_outputs(output: Any) -> list[str]:
     return bad
 
 
-def _backward(step: TracedStep, model: nn.Module, loss: Tensor) -> None:
-    if not loss.requires_grad:
-        step.grad_norm = 0.0
-        return
-    loss.backward()  # type: ignore[no-untyped-call]
-    squares = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        # The gradient of a sparse embedding holds only the rows that were used.
-        grad = dense_values(parameter.grad.detach())
-        squares += float(grad.abs().double().square().sum())
-        if not is_finite(grad):
-            step.grads_bad.append(name)
-    step.grad_norm = squares**0.5
+# --- The effective precision: the dtype a matrix product really has where the model runs.
 
 
-# --- Facts a checkpoint on disk holds about the run that wrote it: shapes, configuration,
-# versions.
+class Probe(NamedTuple):
+    """What was run, where, and what came out."""
 
+    dtype: str
+    how: str
+    """A sentence with numbers: which operation, how often."""
+    device: str
+    autocast: str | None = None
+    """The dtype autocast has inside the context, None if it is off there."""
+
+
+def probe_precision(
+    model: nn.Module, device: torch.device, framework: Framework, step: TracedStep | None
+) -> Probe:
+    """Take the model's products in its real step; without a batch, one small product."""
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
+    operand = torch.ones(2, 2, device=device, dtype=next(floating, torch.get_default_dtype()))
+    autocast = None
+    with warnings.catch_warnings(), torch.no_grad():
+        # A framework may warn of a context that is opened outside of its training loop.
+        warnings.simplefilter("ignore")
+        with framework.opened():
+            dtype = dtype_name((operand @ operand).dtype)
+            if torch.is_autocast_enabled(device.type):
+                autocast = dtype_name(torch.get_autocast_dtype(device.type))
+    how = f"a matrix product in {framework.name} on {device.type} came out as {dtype}"
+    if step is not None and step.dtypes:
+        ((dtype, times),) = step.dtypes.most_common(1)
+        how = (
+            f"{times} of {step.dtypes.total()} matrix products of the real step on {device.type} "
+            f"came out as {dtype}"
+        )
+        autocast = autocast if autocast == dtype else None
+    return Probe(dtype, how, device.type, autocast)
+
+
+# --- The learning rate over the run, from a copy of the schedule.
+
+MOST_STEPS = 20_000
+
+
+def follows_metric(scheduler: Any) -> bool:
+    """True for ReduceLROnPlateau and its like, whose rate cannot be known beforehand."""
+    step = getattr(scheduler, "step", None)
+    return step is not None and "metrics" in inspect.signature(step).parameters
+
+
+def peak_rates(optimizer: Optimizer) -> list[float]:
+    """What each group is meant to run with."""
+    # OneCycleLR keeps its peak in `max_lr`, other schedules their base in `initial_lr`.
+    return [
+        float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+        for group in optimizer.param_groups
+    ]
+
+
+def dry_run(optimizer: Optimizer, scheduler: Any, steps: int) -> tuple[list[float], str]:
+    """The first group's rate before each step, from a copy, and the exception that ended it."""
+    twin = SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+    twin.param_groups.clear()
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        twin.param_groups.append(
+            copy.deepcopy(options) | {"params": [nn.Parameter(torch.zeros(1))]}
+        )
+    copied = copy.deepcopy(scheduler, {id(optimizer): twin})
+    rates = [float(twin.param_groups[0]["lr"])]
+    with warnings.catch_warnings():
+        # torch warns of a schedule that is stepped before its optimizer.
+        warnings.simplefilter("ignore")
+        try:
+            for _ in range(steps):
+                copied.step()
+                rates.append(float(twin.param_groups[0]["lr"]))
+        except Exception as fault:
+            return rates, one_line(fault)
+    return rates, ""
+
+
+# --- Facts a checkpoint on disk holds about the run that wrote it: shapes, configuration, versions.
 
 CONFIGS = ("config", "cfg", "hyper_parameters", "hparams", "args", "settings")
 MODELS = ("model", "state_dict", "model_state_dict", "net", "module", "weights")
@@ -352,30 +419,31 @@ class CheckpointFacts:
 def read_checkpoint_facts(path: Path) -> CheckpointFacts:
     """Read a file, or a folder of files as transformers, accelerate and stepguard write it."""
     facts = CheckpointFacts(path)
-    if path.is_file():
-        _read_file(facts, path)
-        folder = path.parent
-    else:
-        folder = path
-        for file in sorted(path.iterdir()):
-            if file.suffix == ".json":
-                _read_json(facts, file)
-            elif not file.name.startswith(NOT_THE_MODEL) and is_checkpoint_file(file):
-                _read_file(facts, file)
+    folder = path if path.is_dir() else path.parent
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.iterdir())
+    for file in files:
+        try:
+            if file.suffix == ".json" and file.stem in SETTINGS_FILES:
+                facts.config = facts.config or read_settings(file)
+            elif file.suffix == ".json" and file.stem == SEALED_FACTS:
+                _take(facts, read_settings(file))
+            elif file == path or _holds_the_model(file):
+                _take(facts, read_content(file))
+        except Damaged as fault:
+            facts.unread.append(f"{file.name}: {fault.kind}: {fault.detail[:140]}")
+        except ConfigError as fault:
+            facts.unread.append(str(fault))
     # Hydra keeps the configuration of a run beside its outputs.
-    file = folder / ".hydra" / "config.yaml"
-    if not facts.config and file.is_file():
-        facts.config = read_settings(file)
+    hydra = folder / ".hydra" / "config.yaml"
+    if not facts.config and hydra.is_file():
+        facts.config = read_settings(hydra)
     return facts
 
 
-def _read_file(facts: CheckpointFacts, file: Path) -> None:
-    try:
-        content = read_content(file)
-    except Damaged as fault:
-        facts.unread.append(f"{file.name}: {fault.kind}: {fault.detail[:140]}")
-        return
-    _take(facts, content)
+def _holds_the_model(file: Path) -> bool:
+    return is_checkpoint_file(file) and not file.name.startswith(NOT_THE_MODEL)
 
 
 def _take(facts: CheckpointFacts, content: Any) -> None:
@@ -383,139 +451,48 @@ def _take(facts: CheckpointFacts, content: Any) -> None:
     if not isinstance(content, Mapping):
         return
     for name in CONFIGS:
-        facts.config = facts.config or _plain_mapping(content.get(name))
+        found = _plain(content.get(name))
+        if isinstance(found, dict):
+            facts.config = facts.config or found
     for name in VERSIONS:
         found = content.get(name)
-        if isinstance(found, Mapping):
-            facts.versions |= dict(found)
-        elif found:
-            facts.versions[name] = str(found)
-    _take_shapes(facts, content)
-
-
-def _take_shapes(facts: CheckpointFacts, content: Mapping[Any, Any]) -> None:
+        if found:
+            facts.versions |= found if isinstance(found, dict) else {name: str(found)}
     tensors = _shapes(content)
-    # A file of tensors only may be one shard of several.
+    # A file of tensors only may be one shard of several; a sealed one names all tensors of a run.
     if len(tensors) == len(content):
-        facts.shapes |= _model_part(tensors)
-        return
+        sealed = {name: tensors[name] for name in tensors if name.startswith(SEALED_MODEL)}
+        for name, shape in (sealed or tensors).items():
+            facts.shapes[name.removeprefix(SEALED_MODEL)] = shape
     for name in MODELS:
         facts.shapes = facts.shapes or _shapes(content.get(name))
     facts.shapes = facts.shapes or tensors
 
 
-def _model_part(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The model's tensors of a sealed checkpoint, which names those of the optimizer as well."""
-    sealed = {}
-    for name, shape in shapes.items():
-        if name.startswith(SEALED_MODEL):
-            sealed[name.removeprefix(SEALED_MODEL)] = shape
-    return sealed or shapes
-
-
 def _shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
     found = {}
-    if isinstance(tensors, Mapping):
-        for name, tensor in tensors.items():
-            if isinstance(tensor, TensorRecord):
-                found[str(name)] = tuple(tensor.shape)
+    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else ():
+        if isinstance(tensor, TensorRecord):
+            found[str(name)] = tuple(tensor.shape)
     return found
 
 
-def _plain_mapping(value: Any) -> dict[str, Any]:
-    """Plain values of a dict, or of the attributes an object such as a Namespace would have."""
-    if isinstance(value, PickledObject):
-        value = value.entries or value.state
-    if not isinstance(value, dict):
-        return {}
-    return {str(key): _plain(part) for key, part in value.items() if _is_plain(part)}
-
-
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict | PickledObject):
-        return _plain_mapping(value)
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value if _is_plain(part)]
-    return value
+    """Dicts, lists, texts and numbers; an object such as a Namespace is the dict of its attributes.
 
-
-def _is_plain(value: Any) -> bool:
+    Everything else is `...`, and left out of what holds it.
+    """
     if isinstance(value, PickledObject):
-        return isinstance(value.entries or value.state, dict)
-    return value is None or isinstance(value, str | int | float | list | tuple | dict)
+        value = value.entries or value.state or ...
+    if isinstance(value, dict):
+        entries = {str(key): _plain(part) for key, part in value.items()}
+        return {key: part for key, part in entries.items() if part is not ...}
+    if isinstance(value, list | tuple):
+        return [part for part in map(_plain, value) if part is not ...]
+    return value if value is None or isinstance(value, str | int | float) else ...
 
 
-def _read_json(facts: CheckpointFacts, file: Path) -> None:
-    if file.stem not in (*SETTINGS_FILES, SEALED_FACTS):
-        return
-    try:
-        found = read_settings(file)
-    except ConfigError as fault:
-        facts.unread.append(str(fault))
-        return
-    if file.stem == SEALED_FACTS:
-        _take(facts, found)
-    else:
-        facts.config = facts.config or found
-
-
-# --- The effective precision: the dtype a matrix product really has where the model runs.
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What was run, where, and what came out."""
-
-    dtype: str
-    how: str
-    """A sentence with numbers: which operation, how often."""
-    device: str
-    autocast: str | None = None
-    """The dtype autocast has inside the context, None if it is off there."""
-
-
-def probe_precision(
-    model: nn.Module, device: torch.device, framework: FrameworkFacts, step: TracedStep | None
-) -> Probe:
-    """Take the model's own products in its real step; without a batch, one product of ours."""
-    dtype, autocast = _one_product(model, device, framework)
-    if step is None or not step.dtypes:
-        how = f"a matrix product in {framework.name} on {device.type} came out as {dtype}"
-        return Probe(dtype, how, device.type, autocast)
-    ((dtype, times),) = step.dtypes.most_common(1)
-    how = (
-        f"{times} of {step.dtypes.total()} matrix products of the real step on {device.type} "
-        f"came out as {dtype}"
-    )
-    if autocast != dtype:
-        autocast = None
-    return Probe(dtype, how, device.type, autocast)
-
-
-def _one_product(
-    model: nn.Module, device: torch.device, framework: FrameworkFacts
-) -> tuple[str, str | None]:
-    """Dtype of a small product of the parameters' dtype, and of autocast where it was run."""
-    dtype = torch.get_default_dtype()
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            dtype = parameter.dtype
-            break
-    operand = torch.ones(2, 2, device=device, dtype=dtype)
-    autocast = None
-    with warnings.catch_warnings(), torch.no_grad():
-        # A framework may warn of a context that is opened outside of its training loop.
-        warnings.simplefilter("ignore")
-        with framework.opened():
-            product = operand @ operand
-            if torch.is_autocast_enabled(device.type):
-                autocast = dtype_name(torch.get_autocast_dtype(device.type))
-    return dtype_name(product.dtype), autocast
-
-
-# --- Everything that is measured about a subject, each thing once and only if an item asks for
-# it.
-
+# --- Everything that is measured about a subject.
 
 BUILD = "give TARGET as module:function whose function returns"
 
@@ -552,30 +529,30 @@ class Inspection:
         self._progress = progress
         self._verified = verified
 
+    def _given(self, name: str) -> Any:
+        value = getattr(self.subject, name)
+        if value is None:
+            raise NotGiven(f"{BUILD} the {name}")
+        return value
+
     @property
     def model(self) -> nn.Module:
-        if self.subject.model is None:
-            raise NotGiven(f"{BUILD} the model")
-        return self.subject.model
+        model: nn.Module = self._given("model")
+        return model
 
     @property
     def optimizer(self) -> Optimizer:
-        if self.subject.optimizer is None:
-            raise NotGiven(f"{BUILD} the optimizer")
-        return self.subject.optimizer
+        optimizer: Optimizer = self._given("optimizer")
+        return optimizer
 
     @property
     def scheduler(self) -> Any:
-        if self.subject.scheduler is None:
-            raise NotGiven(f"{BUILD} the scheduler")
-        return self.subject.scheduler
+        return self._given("scheduler")
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """Empty if there is none."""
-        if self.subject.config is None:
-            return {}
-        return plain(self.subject.config)
+        return {} if self.subject.config is None else plain(self.subject.config)
 
     def needed_config(self) -> dict[str, Any]:
         if self.subject.config is None:
@@ -588,22 +565,18 @@ class Inspection:
     def number(self, meaning: str) -> float | None:
         return number(self.config, meaning)
 
-    @cached_property
+    @property
     def steps(self) -> int | None:
         """Optimizer steps of the run, if they are given or configured."""
-        found: float | None = self.subject.steps
-        if found is None:
-            found = self.number("steps")
-        if found is None or found <= 0:
-            return None
-        return int(found)
+        found = int(self.subject.steps or self.number("steps") or 0)
+        return found if found > 0 else None
 
     @cached_property
     def launcher(self) -> Launcher:
         return read_launcher(self.subject.launcher or {}, self.subject.launcher_name, os.environ)
 
     @cached_property
-    def framework(self) -> FrameworkFacts:
+    def framework(self) -> Framework:
         return read_framework(self.subject.autocast)
 
     @property
@@ -617,12 +590,11 @@ class Inspection:
     @cached_property
     def param_dtypes(self) -> dict[str, int]:
         """Elements by dtype, most common first."""
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for parameter in self.model.parameters():
             if parameter.is_floating_point():
-                name = real_format(str(parameter.dtype))
-                sizes[name] = sizes.get(name, 0) + parameter.numel()
-        return dict(sorted(sizes.items(), key=lambda pair: -pair[1]))
+                sizes[real_format(str(parameter.dtype))] += parameter.numel()
+        return dict(sizes.most_common())
 
     @property
     def device(self) -> torch.device:
@@ -633,11 +605,14 @@ class Inspection:
     @cached_property
     def batch(self) -> Any:
         """One batch: given, from the loader, or of the first examples of the dataset."""
-        if self.subject.batch is not None:
-            return self.subject.batch
+        batch, dataset = self.subject.batch, self.subject.dataset
         try:
             with kept_rng():
-                batch = self._first_batch()
+                if batch is None and self.subject.loader is not None:
+                    batch = first_batch(self.subject.loader)
+                elif batch is None and is_map(dataset) and len(dataset):
+                    size = min(len(dataset), int(self.number("batch_size") or 2))
+                    batch = default_collate([dataset[index] for index in range(size)])
         except Exception as fault:
             raise NotGiven(
                 f"the first batch could not be made ({one_line(fault, 100)}); return a `batch`"
@@ -645,15 +620,6 @@ class Inspection:
         if batch is None:
             raise NotGiven(f"{BUILD} a batch, loader or dataset")
         return batch
-
-    def _first_batch(self) -> Any:
-        if self.subject.loader is not None:
-            return first_batch(self.subject.loader)
-        dataset = self.subject.dataset
-        if dataset is None or not is_map(dataset) or not len(dataset):
-            return None
-        size = min(len(dataset), int(self.number("batch_size") or 2))
-        return default_collate([dataset[index] for index in range(size)])
 
     @cached_property
     def traced_step(self) -> TracedStep:
@@ -678,16 +644,15 @@ class Inspection:
         step = None
         with suppress(NotGiven):
             step = self.traced_step
-        opened = self.program.autocast if self.context.script is not None else ""
-        if step is None and opened and not self.framework.openers:
+        opened = ""
+        if self.context.script is not None and not self.framework.openers:
+            opened = self.program.autocast
+        if step is None and opened:
             raise NotGiven(
                 f"return `loss_fn` and a batch, or `autocast`: the program opens it at {opened}"
             )
         try:
             probe = probe_precision(self.model, self.device, self.framework, step)
-            if opened and not self.framework.openers and probe.dtype in self.param_dtypes:
-                probe = replace(probe, how=f"{probe.how}; autocast at {opened} did not change it")
-            return probe
         except StepguardError:
             raise
         except Exception as fault:
@@ -695,11 +660,14 @@ class Inspection:
                 f"{self.framework.name} cannot be opened here ({one_line(fault, 100)}); give the "
                 "one that works here"
             ) from fault
+        if opened and probe.dtype in self.param_dtypes:
+            probe = probe._replace(how=f"{probe.how}; autocast at {opened} did not change it")
+        return probe
 
     @cached_property
-    def schedule(self) -> DryRun:
-        """The schedule, tried on a copy."""
-        return dry_run(self.optimizer, self.scheduler, self.steps)
+    def schedule(self) -> tuple[list[float], str]:
+        """The schedule's rates, tried on a copy, and where it failed."""
+        return dry_run(self.optimizer, self.scheduler, min(self.steps or MOST_STEPS, MOST_STEPS))
 
     @cached_property
     def data(self) -> DataFacts:
@@ -710,7 +678,7 @@ class Inspection:
             )
         labels = LabelFacts(key=self.subject.label_key, ignore_index=self.subject.ignore_index)
         with kept_rng():
-            return gather(source, labels, self._progress)
+            return scan(source, labels, self._progress)
 
     @cached_property
     def validation(self) -> DataFacts:
@@ -718,14 +686,12 @@ class Inspection:
         if source is None:
             raise NotGiven("give --validation PATH, or return a `validation` dataset")
         with kept_rng():
-            return gather(source, LabelFacts(), self._progress)
+            return scan(source, LabelFacts(), self._progress)
 
     @cached_property
     def verified(self) -> Verification:
         """The checkpoint as `stepguard verify` sees it."""
-        if self._verified is not None:
-            return self._verified
-        return verify(self._checkpoint_path())
+        return self._verified or verify(self._checkpoint_path())
 
     @cached_property
     def checkpoint(self) -> CheckpointFacts:
@@ -742,43 +708,20 @@ class Inspection:
         return path
 
     @cached_property
-    def project(self) -> Project:
-        """The source below the folder the check was started in."""
-        leave_out: frozenset[Path] = frozenset()
-        if self.context.config_file is not None:
-            # A configuration in Python names all its keys, which is not a use of them.
-            leave_out = frozenset({self.context.config_file.resolve()})
-        return read_project(self.context.folder, leave_out=leave_out)
+    def project(self) -> Source:
+        """The source below the folder the check was started in.
+
+        A configuration in Python names all its keys, which is not a use of them.
+        """
+        files = files_below(self.context.folder)
+        own = self.context.config_file and self.context.config_file.resolve()
+        return read_source(self.context.folder, (f for f in files if f.resolve() != own))
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> Source:
         """The source of the program itself: its script, and what that imports from the folder."""
-        return read_program(self.context.folder, self.context.script)
-
-
-# --- Items: a stable id, a title, and a function that looks at the inspection and answers.
+        folder = self.context.folder
+        return read_source(folder, program_files(folder, self.context.script))
 
 
 Look = Callable[[Inspection], Answer]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """One thing that is checked."""
-
-    id: str
-    """Stable, `section.name`."""
-    title: str
-    """What is expected."""
-    look: Look
-    last: bool = False
-    """Run after all other items, because any of them may read a key of the configuration."""
-
-
-def item(id: str, title: str, *, last: bool = False) -> Callable[[Look], Item]:
-    """Turn a function of the inspection into an item; `items/__init__.py` collects them."""
-
-    def make(look: Look) -> Item:
-        return Item(id=id, title=title, look=look, last=last)
-
-    return make

@@ -1,0 +1,3 @@
+"""Checks of what lies on disk and of a training before it starts: verify, quarantine, doctor,
+preflight.
+"""

@@ -1,0 +1,272 @@
+"""Items about data: bad, missing, constant or far-off values, repeated examples, and targets."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from statistics import median
+
+from stepguard.check.data import LabelFacts, overlap
+from stepguard.check.inspection import (
+    Answer,
+    Inspection,
+    NotApplicable,
+    NotGiven,
+    failed,
+    passed,
+    warned,
+)
+from stepguard.diagnose.case import largest
+from stepguard.report.phrases import count, first_few
+
+OUTLIER = 1000.0
+"""Times the median example."""
+RARE = 0.1
+"""Of the examples."""
+LEAST_EXAMPLES = 8
+"""With fewer examples neither a constant column nor an outlier says anything."""
+
+
+def data_finite(run: Inspection) -> Answer:
+    data = run.data
+    if not data.nonfinite:
+        return passed(f"no NaN and no Inf in {data.scope}", *data.remarks)
+    return failed(
+        f"{count(len(data.nonfinite), 'place')} in {data.scope}: {first_few(data.nonfinite, 4)}",
+        fix="Repair or leave out these examples; clean before the model, never after (0 * NaN is "
+        "NaN).",
+    )
+
+
+def data_missing(run: Inspection) -> Answer:
+    # A column of texts may be empty by right.
+    columns = {key: column for key, column in run.data.columns.items() if column.numbers}
+    if not columns:
+        raise NotApplicable("the data has no columns of numbers")
+    gaps = []
+    for key, column in columns.items():
+        empty = len(column.missing)
+        if empty:
+            names = first_few(column.missing, 3)
+            gaps.append(f"{key}: {empty} of {empty + column.numbers} ({names})")
+    if gaps:
+        return warned(
+            f"empty values in {first_few(gaps, 4)}",
+            fix="Fill them or leave these examples out, and say which.",
+        )
+    return passed(f"no empty value in {run.data.scope}")
+
+
+def data_constant(run: Inspection) -> Answer:
+    data = run.data
+    said = []
+    names = list(data.constant)
+    columns = []
+    for key, column in data.columns.items():
+        # Masks are 0 or 1 throughout by right, and so are types of tokens and class maps: only a
+        # row that is unlike nearly all others is one that went wrong.
+        if column.high - column.low > 1 and len(column.flat) <= RARE * column.numbers:
+            names += column.flat
+        # Whole numbers are ids or classes, which may all be the same.
+        if column.measured and column.numbers >= LEAST_EXAMPLES and column.low == column.high:
+            columns.append(f"{key} = {column.low:g}")
+    if names:
+        said.append(f"{count(len(names), 'input')} in {data.scope}: {first_few(names, 4)}")
+    if columns:
+        said.append(f"the same value in every example: {first_few(columns, 4)}")
+    if not said:
+        return passed(f"no constant input in {data.scope}")
+    return warned(
+        *said,
+        fix="Look at these files: a failed recording or conversion. A constant has no variance.",
+    )
+
+
+def data_range(run: Inspection) -> Answer:
+    columns = {key: column for key, column in run.data.columns.items() if column.largest}
+    if not columns:
+        raise NotApplicable("the data has no real numbers")
+    dtype = "float64"
+    with suppress(NotGiven):
+        dtype = run.probe.dtype
+    outside = []
+    for key, (low, high) in run.subject.data_range.items():
+        column = run.data.columns[key]
+        if not column.numbers:
+            outside.append(f"data_range names {key!r}, which no example has")
+        elif column.low < low or column.high > high:
+            _, example = max(column.largest, default=(0.0, "unknown"))
+            outside.append(
+                f"{key} spans {column.low:.4g} to {column.high:.4g}, allowed is {low:g} to "
+                f"{high:g}; largest in {example}"
+            )
+    too_large = []
+    outliers = []
+    spans = []
+    for key, column in columns.items():
+        name = key or "value"
+        value, example = max(column.largest)
+        spans.append(f"{name} {column.low:.3g} to {column.high:.3g}")
+        if value > largest(dtype):
+            too_large.append(
+                f"{name} {value:.4g} in {example} is infinite in {dtype}, which the step runs in"
+            )
+        usual = median(size for size, _ in column.largest)
+        extremes = sorted(column.largest, reverse=True)
+        far = [f"{of} ({size:.4g})" for size, of in extremes if size > OUTLIER * usual]
+        # If most examples are all 0, any other is infinitely far from the median.
+        if far and usual > 0 and len(column.largest) >= LEAST_EXAMPLES:
+            total = f"{len(far)} of {len(column.largest)}"
+            outliers.append(
+                f"{name}: {total} beyond {OUTLIER:g} x {usual:.3g}, the usual: {first_few(far, 3)}"
+            )
+    if outside:
+        return failed(
+            *outside, fix="Correct the scaling of these examples, or the range that is declared."
+        )
+    if too_large:
+        return failed(*too_large, fix="Scale the inputs, or run in bfloat16 or float32.")
+    if outliers:
+        return warned(
+            *outliers, fix="Look at these examples: a wrong unit, a broken sensor, an extreme case."
+        )
+    return passed(first_few(spans, 4))
+
+
+def data_unreadable(run: Inspection) -> Answer:
+    data = run.data
+    if data.unreadable:
+        return failed(
+            f"{count(len(data.unreadable), 'example')} of {data.seen:,}: "
+            f"{first_few(data.unreadable, 3)}",
+            fix="Restore these files, or leave them out: the run dies when it comes to them.",
+        )
+    if not data.seen:
+        return failed(
+            f"the {data.what} gave no example", fix="Give a dataset or path that holds some."
+        )
+    return passed(f"{data.scope} can be read", *data.remarks)
+
+
+def data_duplicates(run: Inspection) -> Answer:
+    repeated = run.data.duplicates
+    if not repeated:
+        return passed(f"{run.data.scope}, all different")
+    share = 100 * len(repeated) / run.data.seen
+    return warned(
+        f"{count(len(repeated), 'repeated example')} ({share:.3g} %): {first_few(repeated, 4)}",
+        fix="Remove the repetitions, or weight them on purpose.",
+    )
+
+
+def data_leak(run: Inspection) -> Answer:
+    validation = run.validation
+    shared = overlap(run.data, validation)
+    if not shared:
+        return passed(
+            f"none of {validation.seen:,} validation examples is among {run.data.seen:,} training "
+            "examples"
+        )
+    return failed(
+        f"{count(len(shared), 'example')} of {validation.seen:,} in the validation data are "
+        f"training examples: {first_few(shared, 4)}",
+        fix="Split before augmenting, by source and not by row.",
+    )
+
+
+# --- Targets.
+
+
+def _labels(run: Inspection) -> LabelFacts:
+    """Statistics of the targets, for data that has integer targets."""
+    if run.data.labels.lengths:
+        return run.data.labels
+    usual = "key labels, label, target or y, nor in the last part of a tuple"
+    key = f"key {run.subject.label_key!r}" if run.subject.label_key else usual
+    raise NotApplicable(f"no integer targets under the {key}; --label-key names another")
+
+
+def labels_empty(run: Inspection) -> Answer:
+    labels = _labels(run)
+    share = f"{labels.supervised:,} of {labels.total:,} targets count"
+    if not labels.empty:
+        return passed(f"each of {run.data.scope} has a target that counts; {share}")
+    evidence = [
+        f"{count(len(labels.empty), 'example')} of {len(labels.lengths):,} without a target other "
+        f"than {labels.ignore_index}: {first_few(labels.empty)}"
+    ]
+    longest = max(labels.lengths)
+    full = list(labels.empty.values()).count(longest)
+    if full and min(labels.lengths) != longest:
+        evidence.append(
+            f"{full} of them fill the whole length of {longest}: the prompt alone was too long"
+        )
+    return failed(
+        *evidence,
+        share,
+        fix="Leave these examples out before batching, or cut the prompt and keep the answer "
+        "(truncation_side='left'); see `stepguard explain SG102`.",
+    )
+
+
+def labels_range(run: Inspection) -> Answer:
+    labels = _labels(run)
+    if not labels.bounds:
+        raise NotApplicable("no target counts")
+    (low, low_name), (high, high_name) = labels.bounds
+    spans = f"targets span {low} to {high}"
+    fix = "Correct the labels, the number of classes, or the ignore_index."
+    if low < 0:
+        return failed(
+            f"{spans}: {low} in example {low_name} is not a class and not the ignore_index", fix=fix
+        )
+    classes = None
+    with suppress(NotGiven):
+        classes = run.traced_step.classes
+    if classes is None:
+        return passed(f"{spans}; the number of classes was not seen in a cross-entropy")
+    if high >= classes:
+        return failed(
+            f"{spans}, but the loss has {classes} classes: {high} in example {high_name}", fix=fix
+        )
+    return passed(f"{spans}, the loss has {classes} classes")
+
+
+def labels_truncated(run: Inspection) -> Answer:
+    labels = _labels(run)
+    shortest, longest = min(labels.lengths), max(labels.lengths)
+    configured = run.number("max_length")
+    if labels.total == len(labels.lengths):
+        raise NotApplicable("the targets are single classes, not sequences")
+    if not labels.masked:
+        raise NotApplicable("every token counts: packed text has no end that could be cut off")
+    if configured is None and shortest == longest:
+        raise NotApplicable(
+            f"all examples are {longest} long, and no max_length is configured to compare with"
+        )
+    # From the configuration, else from the model, where transformers keeps it.
+    end = run.number("eos")
+    if end is None:
+        end = getattr(getattr(run.subject.model, "config", None), "eos_token_id", None)
+    limit = int(configured or longest)
+    cut = []
+    for name, length, token in labels.cuts:
+        if length >= limit and (end is None or token != end):
+            cut.append(name)
+    lengths = f"lengths {shortest} to {longest}, limit {limit}"
+    if configured is None and end is None:
+        lengths += (
+            " (the longest; name max_length and eos_token_id in the configuration to be exact)"
+        )
+        # One example is always the longest.
+        if len(cut) == 1:
+            cut = []
+    if not cut:
+        return passed(f"no answer ends at the limit; {lengths}")
+    how = "to the last token" if end is None else f"without the end token {end:g}"
+    return warned(
+        f"{count(len(cut), 'answer')} of {len(labels.lengths):,} run into the limit {how}: "
+        f"{first_few(cut)}",
+        lengths,
+        fix="Raise the maximal length, or leave out what is longer: a cut answer teaches to stop "
+        "nowhere.",
+    )
