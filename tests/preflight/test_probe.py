@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import nn
 
@@ -15,7 +13,8 @@ HALF = Framework(name="half", openers=(lambda: torch.autocast("cpu", dtype=torch
 
 
 def test_products_of_the_step_count_more_than_one_of_ours() -> None:
-    step = TracedStep(dtypes=Counter({"float16": 3, "float32": 1}))
+    step = TracedStep()
+    step.dtypes.update({"float16": 3, "float32": 1})
     probe = probe_precision(nn.Linear(2, 2), CPU, HALF, step)
     assert (probe.dtype, probe.autocast) == ("float16", None)
     assert probe.how == "3 of 4 matrix products of the real step on cpu came out as float16"

@@ -84,7 +84,7 @@ def test_only_a_test_of_the_loss_validates_the_loss(
 ) -> None:
     (tmp_path / "train.py").write_text(test.replace(": raise", ": print(1)"))
     program = read_source(tmp_path, [tmp_path / "train.py"])
-    assert ("isfinite" in program.loss_tests) is is_of_the_loss
+    assert ("isfinite" in program.places) is is_of_the_loss
 
 
 def test_another_script_of_the_folder_proves_nothing(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ import csv
 import hashlib
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ NAMING = ("id", "idx", "uid", "name", "file", "file_name", "filename", "path", "
 """Keys whose value names an example and is not part of its content."""
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 TOKEN_KEYS = ("input_ids", "tokens", "ids")
-LEAST_CONSTANT = 16
-"""Elements; a tensor with fewer may be constant by chance. Half as many ids do: they are whole."""
 
 Row = tuple[str, Any]
 """Name of an example, and its values; an exception where it cannot be read."""
@@ -331,23 +329,18 @@ def _is_list_of_numbers(values: Any) -> bool:
     return all(isinstance(part, int | float) for part in values)
 
 
-# --- One scan over the data: counts, ranges, and the names of the examples that stand out.
+# --- One scan over the data: ranges, and the names of the examples that stand out.
 
 
-@dataclass(slots=True)
-class Column:
-    """One key over all examples."""
+class Measured(NamedTuple):
+    """The range of one key of one example."""
 
-    numbers: int = 0
-    missing: list[str] = field(default_factory=list)
-    low: float = math.inf
-    high: float = -math.inf
-    measured: bool = False
-    """Single real numbers: a measurement, not an id or a class."""
-    largest: list[tuple[float, str]] = field(default_factory=list)
-    """Largest magnitude of each example, with its name."""
-    flat: list[str] = field(default_factory=list)
-    """Rows of whole numbers that are one value throughout: a text that is all padding."""
+    example: str
+    low: float
+    high: float
+    size: int
+    kind: str
+    """`real` for measurements and images, `ids` for other whole numbers, `bool`."""
 
 
 @dataclass(slots=True)
@@ -364,48 +357,46 @@ class LabelFacts:
     """Examples with at least one ignored target."""
     empty: dict[str, int] = field(default_factory=dict)
     """Examples without a target that counts, and their lengths."""
-    bounds: list[tuple[int, str]] = field(default_factory=list)
-    """The lowest and the highest target, each with its example."""
+    low: tuple[float, str] = (math.inf, "")
+    high: tuple[float, str] = (-math.inf, "")
     lengths: list[int] = field(default_factory=list)
     """Tokens of each example that are not padding."""
-    cuts: list[tuple[str, int, int | None]] = field(default_factory=list)
+    cuts: list[tuple[str, int, float]] = field(default_factory=list)
     """Examples that are supervised to their last token: name, length, last token."""
 
-    def take(self, name: str, tensors: dict[str, Tensor]) -> str | None:
-        """Count one example; returns the key of its targets."""
-        keys = [self.key] if self.key is not None else [key for key in LABEL_KEYS if key in tensors]
+    def find(self, tensors: dict[str, Tensor]) -> str:
+        """The key of the targets of an example; empty if it has none."""
+        wanted = LABEL_KEYS if self.key is None else (self.key,)
+        found = [key for key in wanted if key in tensors]
         # Of (x, y) and (x, lengths, y) the last part is the target.
-        if not keys and len(tensors) > 1 and all(key.isdigit() for key in tensors):
-            keys = [max(tensors, key=int)]
-        if not keys or keys[0] not in tensors:
-            return None
-        key = keys[0]
-        if tensors[key].is_floating_point() or tensors[key].is_complex():
-            return key
+        if self.key is None and len(tensors) > 1 and all(map(str.isdigit, tensors)):
+            found.append(max(tensors, key=int))
+        return found[0] if found else ""
+
+    def take(self, name: str, tensors: dict[str, Tensor], key: str) -> None:
+        """Count one example by the whole numbers under this key."""
         self.key = key
         labels = tensors[key].reshape(-1)
         counted = labels[labels != self.ignore_index]
         self.total += len(labels)
         self.supervised += len(counted)
         self.masked += len(counted) < len(labels)
+        attended = tensors.get("attention_mask", labels).reshape(-1) != 0
+        if "attention_mask" not in tensors or len(attended) != len(labels) or not attended.any():
+            attended = torch.ones(len(labels))
         # Padding may be on either side.
-        attended = torch.ones_like(labels)
-        mask = tensors.get("attention_mask")
-        if mask is not None and mask.numel() == len(labels) and mask.any():
-            attended = mask.reshape(-1)
         tokens = attended.nonzero().reshape(-1)
         self.lengths.append(len(tokens))
         if not len(counted):
             self.empty[name] = len(tokens)
-            return key
-        found = [*self.bounds, (int(counted.min()), name), (int(counted.max()), name)]
-        values = [value for value, _ in found]
-        self.bounds = [found[values.index(min(values))], found[values.index(max(values))]]
-        if len(labels) > 1 and int(labels[tokens[-1]]) != self.ignore_index:
-            ids = [tensors[key].reshape(-1) for key in TOKEN_KEYS if key in tensors][:1]
-            fits = bool(ids) and len(ids[0]) == len(labels)
-            self.cuts.append((name, len(tokens), int(ids[0][tokens[-1]]) if fits else None))
-        return key
+            return
+        self.low = min(self.low, (int(counted.min()), name))
+        self.high = max(self.high, (int(counted.max()), name))
+        if len(labels) > 1 and labels[tokens[-1]] != self.ignore_index:
+            known = [tensors[key].reshape(-1) for key in TOKEN_KEYS if key in tensors]
+            fitting = [ids for ids in known if len(ids) == len(labels)]
+            last = float(fitting[0][tokens[-1]]) if fitting else math.nan
+            self.cuts.append((name, len(tokens), last))
 
 
 @dataclass(slots=True)
@@ -417,10 +408,12 @@ class DataFacts:
     whole: int | None = None
     seen: int = 0
     nonfinite: list[str] = field(default_factory=list)
-    constant: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     duplicates: list[str] = field(default_factory=list)
-    columns: defaultdict[str, Column] = field(default_factory=lambda: defaultdict(Column))
+    missing: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    numbers: Counter[str] = field(default_factory=Counter)
+    """Examples that have numbers under a key."""
+    values: defaultdict[str, list[Measured]] = field(default_factory=lambda: defaultdict(list))
     prints: dict[bytes, str] = field(default_factory=dict)
     """Fingerprint of the content -> name of the first example that has it."""
     remarks: list[str] = field(default_factory=list)
@@ -455,59 +448,67 @@ def scan(source: DataSource, labels: LabelFacts, progress: Progress | None = Non
 
 def _take(facts: DataFacts, name: str, values: Any) -> None:
     tensors = dict(as_tensors(values))
-    # A digest of what the model sees: numbers and texts, without what names the example.
-    digest = hashlib.blake2b(digest_size=16)
-    for key in sorted(tensors):
-        if key.lower() not in NAMING:
-            tensor = tensors[key].contiguous()
-            digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            # numpy has no bfloat16, but every dtype is bytes; no elements have none to view.
-            if tensor.numel():
-                digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    for key, value in sorted(values.items(), key=str) if hasattr(values, "items") else ():
+    texts = {}
+    for key, value in values.items() if hasattr(values, "items") else ():
         if value is None or (isinstance(value, str) and not value):
-            facts.columns[str(key)].missing.append(name)
-        elif isinstance(value, str) and str(key).lower() not in NAMING:
-            digest.update(f"{key}={value}".encode())
-    first = facts.prints.setdefault(digest.digest(), name)
+            facts.missing[str(key)].append(name)
+        elif isinstance(value, str):
+            texts[str(key)] = value
+    first = facts.prints.setdefault(_fingerprint(tensors, texts), name)
     if first != name:
         facts.duplicates.append(f"{name} = {first}")
-    label = facts.labels.take(name, tensors)
+    label = facts.labels.find(tensors)
     for key, tensor in tensors.items():
-        if key == label and not tensor.is_floating_point():
-            facts.columns[key].numbers += 1
+        if key == label and not (tensor.is_floating_point() or tensor.is_complex()):
+            facts.labels.take(name, tensors, key)
+            facts.numbers[key] += 1
         elif tensor.numel():
+            facts.numbers[key] += 1
             _measure(facts, name, key, tensor)
+
+
+def _fingerprint(tensors: dict[str, Tensor], texts: dict[str, str]) -> bytes:
+    """A digest of what the model sees: numbers and texts, without what names the example."""
+    digest = hashlib.blake2b(digest_size=16)
+    for key in sorted(tensors.keys() | texts.keys()):
+        if key.lower() in NAMING:
+            continue
+        digest.update(f"{key}={texts.get(key, '')}".encode())
+        if key in tensors:
+            tensor = tensors[key].contiguous()
+            digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            # numpy has no bfloat16, but every dtype is bytes; a tensor without elements has none.
+            if tensor.numel():
+                digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()
 
 
 def _measure(facts: DataFacts, name: str, key: str, tensor: Tensor) -> None:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    place = f"{name} [{key}]" if key else name
-    column = facts.columns[key]
-    column.numbers += 1
-    whole = not tensor.is_floating_point()
     # A NaN makes both bounds NaN.
     low, high = float(tensor.min()), float(tensor.max())
-    if not (math.isfinite(low) and math.isfinite(high)):
-        bad = ~torch.isfinite(tensor)
-        first = bad.nonzero()[0].tolist()
-        kind = "NaN" if torch.isnan(tensor[tuple(first)]) else "Inf"
-        where = f": {kind} at {first}, {int(bad.sum()):,} of {tensor.numel():,} values"
-        facts.nonfinite.append(place + (where if tensor.numel() > 1 else f" is {kind}"))
+    if math.isfinite(low) and math.isfinite(high):
+        image = tensor.dtype == torch.uint8 and tensor.dim() >= 2
+        kind = "real" if tensor.is_floating_point() or image else "ids"
+        if tensor.dtype == torch.bool:
+            kind = "bool"
+        facts.values[key].append(Measured(name, low, high, tensor.numel(), kind))
         return
-    column.measured |= tensor.numel() == 1 and not whole and not low.is_integer()
-    column.low = min(column.low, low)
-    column.high = max(column.high, high)
-    ids = whole and not (tensor.dtype == torch.uint8 and tensor.dim() >= 2)
-    if not ids:
-        column.largest.append((max(abs(low), abs(high)), name))
-    if low == high and tensor.numel() >= (LEAST_CONSTANT // 2 if ids else LEAST_CONSTANT):
-        constant = f"{place} = {low:g} in all {tensor.numel():,} places"
-        if not ids:
-            facts.constant.append(constant)
-        elif tensor.dtype != torch.bool:
-            column.flat.append(constant)
+    bad = ~torch.isfinite(tensor)
+    first = bad.nonzero()[0].tolist()
+    kind = "NaN" if torch.isnan(tensor[tuple(first)]) else "Inf"
+    place = in_example(name, key)
+    if tensor.numel() == 1:
+        facts.nonfinite.append(f"{place} is {kind}")
+    else:
+        amount = f"{int(bad.sum()):,} of {tensor.numel():,} values"
+        facts.nonfinite.append(f"{place}: {kind} at {first}, {amount}")
+
+
+def in_example(name: str, key: str) -> str:
+    """`7 (id chat-7) [sound]`."""
+    return f"{name} [{key}]" if key else name
 
 
 def overlap(first: DataFacts, second: DataFacts) -> list[str]:

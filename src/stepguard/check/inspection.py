@@ -9,12 +9,12 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.utils.data import default_collate
 from stepguard._errors import ConfigError, StepguardError
 from stepguard.check.data import (
     DataFacts,
+    DataSource,
     LabelFacts,
     Progress,
     first_batch,
@@ -117,37 +118,34 @@ LARGEST_EPS = 1e-3
 """A larger number that is added is not an eps."""
 
 
-@dataclass(slots=True)
-class TracedStep:
-    """What one pass showed."""
+class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What one pass showed. While it is entered, it takes notes of the operations that run.
 
-    loss: float | None = None
-    outputs_bad: list[str] = field(default_factory=list)
-    grads_bad: list[str] = field(default_factory=list)
-    grad_norm: float | None = None
-    dtypes: Counter[str] = field(default_factory=Counter)
-    """Output dtype of every matrix product and convolution of the forward pass."""
-    ops: Counter[str] = field(default_factory=Counter)
-    divisions: int = 0
-    divisor: tuple[float, str, str] = (math.inf, "", "")
-    """The smallest magnitude something was divided by, its dtype, and where."""
-    lost_eps: dict[str, str] = field(default_factory=dict)
-    """Small numbers that were added without effect: `loss.py:12` -> `1e-08 in float32`."""
-    classes: int | None = None
-    """Number of classes of the cross-entropy, if there is one."""
-    latent: tuple[float, float] | None = None
-    """Mean and standard deviation of the target of a squared error; of several, of the one whose
-    deviation is farthest from 1."""
-    fault: str = ""
-    """The exception of the user's program."""
+    Only the forward pass is traced: the backward repeats its dtypes.
+    """
 
-
-class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Takes notes of the forward pass only: the backward repeats its dtypes."""
-
-    def __init__(self, step: TracedStep) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._step = step
+        self.loss: float | None = None
+        self.outputs_bad: list[str] = []
+        self.grads_bad: list[str] = []
+        self.grad_norm: float | None = None
+        self.dtypes: Counter[str] = Counter()
+        """Output dtype of every matrix product and convolution of the forward pass."""
+        self.ops: Counter[str] = Counter()
+        self.divisions = 0
+        self.divisor = (math.inf, "", "")
+        """The smallest magnitude something was divided by, its dtype, and where."""
+        self.lost_eps: dict[str, str] = {}
+        """Small numbers that were added without effect: `loss.py:12` -> `1e-08 in float32`."""
+        self.classes: int | None = None
+        """Number of classes of the cross-entropy, if there is one."""
+        self.latent = (0.0, 1.0)
+        """Mean and standard deviation of the target of a squared error; of several, of the one
+        whose deviation is farthest from 1."""
+        self.squared_errors = 0
+        self.fault = ""
+        """The exception of the user's program."""
         self._difference: tuple[Any, Any] = (None, None)
         """The last difference of a prediction and a target, and that target."""
 
@@ -155,28 +153,20 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in DELICATE:
-            self._step.ops[name.strip("_")] += 1
+            self.ops[name.strip("_")] += 1
         if name in MATMULS:
             # Attention returns its output first, and what its backward needs.
             product = out[0] if isinstance(out, tuple) else out
-            self._step.dtypes[dtype_name(product.dtype)] += 1
+            self.dtypes[dtype_name(product.dtype)] += 1
         elif name in DIVISIONS:
             self._divided(args[name != "reciprocal"])
-        elif name == "add" and isinstance(args[1], float):
-            self._added(*args[:2], out)
+        elif name == "add":
+            self._added(args, out)
         elif name in CROSS_ENTROPIES:
             # Classes are the second dimension, behind the batch, if there is a batch.
-            self._step.classes = int(args[0].shape[:2][-1])
-        elif name == "mse_loss":
-            self._compared(args[1])
-        elif name == "sub":
-            targets = [one for one in args if isinstance(one, Tensor) and not one.requires_grad]
-            self._difference = (out, targets[0]) if len(targets) == 1 else (None, None)
-        elif (
-            name in ("pow", "square") and args[0] is self._difference[0] and args[1:] in ((), (2,))
-        ):
-            # A mean squared error written by hand: a difference, then its square.
-            self._compared(self._difference[1])
+            self.classes = int(args[0].shape[:2][-1])
+        elif name in ("mse_loss", "sub", "pow", "square"):
+            self._squared_error(name, args, out)
         return out
 
     def _divided(self, divisor: Any) -> None:
@@ -186,27 +176,38 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
             dtype = dtype_name(divisor.dtype)
             divisor = divisor.detach().abs().min()
-        self._step.divisions += 1
-        if abs(float(divisor)) < self._step.divisor[0]:
-            self._step.divisor = (abs(float(divisor)), dtype, _user_line())
+        self.divisions += 1
+        if abs(float(divisor)) < self.divisor[0]:
+            self.divisor = (abs(float(divisor)), dtype, _user_line())
 
-    def _added(self, value: Tensor, eps: float, out: Tensor) -> None:
+    def _added(self, args: Any, out: Tensor) -> None:
         """Note an eps that is below the spacing of what it is added to."""
-        small = 0 < abs(eps) <= LARGEST_EPS
+        value, eps = args[:2]
+        small = isinstance(eps, float) and 0 < abs(eps) <= LARGEST_EPS
         if small and value.is_floating_point() and torch.equal(value, out):
-            self._step.lost_eps[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
+            self.lost_eps[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
 
-    def _compared(self, target: Tensor) -> None:
-        if target.numel() < 2:
+    def _squared_error(self, name: str, args: Any, out: Tensor) -> None:
+        """Of torch, or written by hand: a difference, then its square."""
+        target = None
+        if name == "mse_loss":
+            target = args[1]
+        elif name == "sub":
+            fixed = [one for one in args if isinstance(one, Tensor) and not one.requires_grad]
+            self._difference = (out, fixed[0]) if len(fixed) == 1 else (None, None)
+        elif args[0] is self._difference[0] and args[1:] in ((), (2,)):
+            target = self._difference[1]
+        if target is None or target.numel() < 2:
             return
+        values = target.detach().float()
+        found = (float(values.mean()), float(values.std()))
+        self.squared_errors += 1
 
         def off(latent: tuple[float, float]) -> float:
             """How far the deviation is from 1, up or down."""
             return abs(math.log(max(latent[1], 1e-30)))
 
-        values = target.detach().float()
-        found = (float(values.mean()), float(values.std()))
-        self._step.latent = max(self._step.latent or found, found, key=off)
+        self.latent = max(found, self.latent, key=off)
 
 
 def _user_line() -> str:
@@ -236,9 +237,9 @@ def trace_step(subject: Subject, framework: Framework, batch: Any) -> TracedStep
     )
     with left_alone(model, subject.optimizer), eager:
         try:
-            with framework.opened(), _Tracer(step):
+            with framework.opened(), step:
                 if subject.loss_fn is not None:
-                    loss = total_loss(subject.loss_fn(copied))
+                    loss: Any = total_loss(subject.loss_fn(copied))
                 else:
                     output = _call_model(model, copied)
                     loss = getattr(output, "loss", None)
@@ -392,7 +393,6 @@ def dry_run(optimizer: Optimizer, scheduler: Any, steps: int) -> tuple[list[floa
 
 CONFIGS = ("config", "cfg", "hyper_parameters", "hparams", "args", "settings")
 MODELS = ("model", "state_dict", "model_state_dict", "net", "module", "weights")
-VERSIONS = ("versions", "version", "pytorch-lightning_version", "torch_version")
 NOT_THE_MODEL = ("training_args", "rng_state", "random_states", "optimizer", "scheduler")
 """Files of a folder that hold no tensors of the model."""
 SETTINGS_FILES = ("args", "hparams", "settings", "run_config", "training_args", "train_config")
@@ -454,10 +454,8 @@ def _take(facts: CheckpointFacts, content: Any) -> None:
         found = _plain(content.get(name))
         if isinstance(found, dict):
             facts.config = facts.config or found
-    for name in VERSIONS:
-        found = content.get(name)
-        if found:
-            facts.versions |= found if isinstance(found, dict) else {name: str(found)}
+    if isinstance(content.get("versions"), Mapping):
+        facts.versions |= content["versions"]
     tensors = _shapes(content)
     # A file of tensors only may be one shard of several; a sealed one names all tensors of a run.
     if len(tensors) == len(content):
@@ -529,25 +527,22 @@ class Inspection:
         self._progress = progress
         self._verified = verified
 
-    def _given(self, name: str) -> Any:
-        value = getattr(self.subject, name)
-        if value is None:
+    def _part(self, name: str) -> Any:
+        if getattr(self.subject, name) is None:
             raise NotGiven(f"{BUILD} the {name}")
-        return value
+        return getattr(self.subject, name)
 
     @property
     def model(self) -> nn.Module:
-        model: nn.Module = self._given("model")
-        return model
+        return cast(nn.Module, self._part("model"))
 
     @property
     def optimizer(self) -> Optimizer:
-        optimizer: Optimizer = self._given("optimizer")
-        return optimizer
+        return cast(Optimizer, self._part("optimizer"))
 
     @property
     def scheduler(self) -> Any:
-        return self._given("scheduler")
+        return self._part("scheduler")
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -646,7 +641,7 @@ class Inspection:
             step = self.traced_step
         opened = ""
         if self.context.script is not None and not self.framework.openers:
-            opened = self.program.autocast
+            opened = self.program.places.get("autocast", "")
         if step is None and opened:
             raise NotGiven(
                 f"return `loss_fn` and a batch, or `autocast`: the program opens it at {opened}"
@@ -669,24 +664,22 @@ class Inspection:
         """The schedule's rates, tried on a copy, and where it failed."""
         return dry_run(self.optimizer, self.scheduler, min(self.steps or MOST_STEPS, MOST_STEPS))
 
-    @cached_property
-    def data(self) -> DataFacts:
-        source = source_of(self.subject)
+    def _scanned(self, source: DataSource | None, labels: LabelFacts, give: str) -> DataFacts:
         if source is None:
-            raise NotGiven(
-                f"give --data PATH, or {BUILD.removeprefix('give ')} a dataset, loader or batch"
-            )
-        labels = LabelFacts(key=self.subject.label_key, ignore_index=self.subject.ignore_index)
+            raise NotGiven(give)
         with kept_rng():
             return scan(source, labels, self._progress)
 
     @cached_property
+    def data(self) -> DataFacts:
+        labels = LabelFacts(key=self.subject.label_key, ignore_index=self.subject.ignore_index)
+        give = f"give --data PATH, or {BUILD.removeprefix('give ')} a dataset, loader or batch"
+        return self._scanned(source_of(self.subject), labels, give)
+
+    @cached_property
     def validation(self) -> DataFacts:
-        source = validation_of(self.subject)
-        if source is None:
-            raise NotGiven("give --validation PATH, or return a `validation` dataset")
-        with kept_rng():
-            return scan(source, LabelFacts(), self._progress)
+        give = "give --validation PATH, or return a `validation` dataset"
+        return self._scanned(validation_of(self.subject), LabelFacts(), give)
 
     @cached_property
     def verified(self) -> Verification:
@@ -722,6 +715,3 @@ class Inspection:
         """The source of the program itself: its script, and what that imports from the folder."""
         folder = self.context.folder
         return read_source(folder, program_files(folder, self.context.script))
-
-
-Look = Callable[[Inspection], Answer]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from statistics import median
 
-from stepguard.check.data import LabelFacts, overlap
+from stepguard.check.data import LabelFacts, Measured, in_example, overlap
 from stepguard.check.inspection import (
     Answer,
     Inspection,
@@ -24,6 +25,8 @@ RARE = 0.1
 """Of the examples."""
 LEAST_EXAMPLES = 8
 """With fewer examples neither a constant column nor an outlier says anything."""
+LEAST_ELEMENTS = {"real": 16, "ids": 8}
+"""A tensor with fewer may be constant by chance."""
 
 
 def data_finite(run: Inspection) -> Answer:
@@ -38,37 +41,45 @@ def data_finite(run: Inspection) -> Answer:
 
 
 def data_missing(run: Inspection) -> Answer:
-    # A column of texts may be empty by right.
-    columns = {key: column for key, column in run.data.columns.items() if column.numbers}
-    if not columns:
+    data = run.data
+    if not data.numbers:
         raise NotApplicable("the data has no columns of numbers")
     gaps = []
-    for key, column in columns.items():
-        empty = len(column.missing)
-        if empty:
-            names = first_few(column.missing, 3)
-            gaps.append(f"{key}: {empty} of {empty + column.numbers} ({names})")
+    for key, names in data.missing.items():
+        # A column of texts may be empty by right.
+        if data.numbers[key]:
+            total = len(names) + data.numbers[key]
+            gaps.append(f"{key}: {len(names)} of {total} ({first_few(names, 3)})")
     if gaps:
         return warned(
             f"empty values in {first_few(gaps, 4)}",
             fix="Fill them or leave these examples out, and say which.",
         )
-    return passed(f"no empty value in {run.data.scope}")
+    return passed(f"no empty value in {data.scope}")
 
 
 def data_constant(run: Inspection) -> Answer:
     data = run.data
     said = []
-    names = list(data.constant)
+    names = []
     columns = []
-    for key, column in data.columns.items():
+    for key, values in data.values.items():
+        low, high = _span(values)
+        places: dict[str, list[str]] = {"real": [], "ids": []}
+        for name, least, most, size, kind in values:
+            # The chance that whole numbers agree is smaller.
+            if least == most and size >= LEAST_ELEMENTS.get(kind, math.inf):
+                place = in_example(name, key)
+                places[kind].append(f"{place} = {least:g} in all {size:,} places")
+        names += places["real"]
         # Masks are 0 or 1 throughout by right, and so are types of tokens and class maps: only a
         # row that is unlike nearly all others is one that went wrong.
-        if column.high - column.low > 1 and len(column.flat) <= RARE * column.numbers:
-            names += column.flat
+        if high - low > 1 and len(places["ids"]) <= RARE * len(values):
+            names += places["ids"]
         # Whole numbers are ids or classes, which may all be the same.
-        if column.measured and column.numbers >= LEAST_EXAMPLES and column.low == column.high:
-            columns.append(f"{key} = {column.low:g}")
+        measured = values[0].kind == "real" and values[0].size == 1 and not low.is_integer()
+        if measured and low == high and len(values) >= LEAST_EXAMPLES:
+            columns.append(f"{key} = {low:g}")
     if names:
         said.append(f"{count(len(names), 'input')} in {data.scope}: {first_few(names, 4)}")
     if columns:
@@ -81,55 +92,64 @@ def data_constant(run: Inspection) -> Answer:
     )
 
 
+def _span(values: list[Measured]) -> tuple[float, float]:
+    return min(value.low for value in values), max(value.high for value in values)
+
+
+def _magnitudes(values: list[Measured]) -> list[tuple[float, str]]:
+    """Largest magnitude of each example with real numbers, the largest first."""
+    real = [value for value in values if value.kind == "real"]
+    return sorted(((max(-v.low, v.high), v.example) for v in real), reverse=True)
+
+
 def data_range(run: Inspection) -> Answer:
-    columns = {key: column for key, column in run.data.columns.items() if column.largest}
-    if not columns:
-        raise NotApplicable("the data has no real numbers")
-    dtype = "float64"
-    with suppress(NotGiven):
-        dtype = run.probe.dtype
+    values = run.data.values
     outside = []
     for key, (low, high) in run.subject.data_range.items():
-        column = run.data.columns[key]
-        if not column.numbers:
+        if not values[key]:
             outside.append(f"data_range names {key!r}, which no example has")
-        elif column.low < low or column.high > high:
-            _, example = max(column.largest, default=(0.0, "unknown"))
-            outside.append(
-                f"{key} spans {column.low:.4g} to {column.high:.4g}, allowed is {low:g} to "
-                f"{high:g}; largest in {example}"
-            )
-    too_large = []
-    outliers = []
-    spans = []
-    for key, column in columns.items():
-        name = key or "value"
-        value, example = max(column.largest)
-        spans.append(f"{name} {column.low:.3g} to {column.high:.3g}")
-        if value > largest(dtype):
-            too_large.append(
-                f"{name} {value:.4g} in {example} is infinite in {dtype}, which the step runs in"
-            )
-        usual = median(size for size, _ in column.largest)
-        extremes = sorted(column.largest, reverse=True)
-        far = [f"{of} ({size:.4g})" for size, of in extremes if size > OUTLIER * usual]
-        # If most examples are all 0, any other is infinitely far from the median.
-        if far and usual > 0 and len(column.largest) >= LEAST_EXAMPLES:
-            total = f"{len(far)} of {len(column.largest)}"
-            outliers.append(
-                f"{name}: {total} beyond {OUTLIER:g} x {usual:.3g}, the usual: {first_few(far, 3)}"
-            )
+            continue
+        least, most = _span(values[key])
+        if least < low or most > high:
+            said = f"{key} spans {least:.4g} to {most:.4g}, allowed is {low:g} to {high:g}"
+            outside.append(f"{said}; largest in {_magnitudes(values[key])[0][1]}")
     if outside:
         return failed(
             *outside, fix="Correct the scaling of these examples, or the range that is declared."
         )
+    sizes = {key: _magnitudes(found) for key, found in values.items()}
+    sizes = {key: found for key, found in sizes.items() if found}
+    if not sizes:
+        raise NotApplicable("the data has no real numbers")
+    dtype = "float64"
+    with suppress(NotGiven):
+        dtype = run.probe.dtype
+    too_large = [
+        f"{key or 'value'} {found[0][0]:.4g} in {found[0][1]} is infinite in {dtype}, which the "
+        "step runs in"
+        for key, found in sizes.items()
+        if found[0][0] > largest(dtype)
+    ]
     if too_large:
         return failed(*too_large, fix="Scale the inputs, or run in bfloat16 or float32.")
+    outliers = [said for key, found in sizes.items() if (said := _outliers(key, found))]
     if outliers:
-        return warned(
-            *outliers, fix="Look at these examples: a wrong unit, a broken sensor, an extreme case."
-        )
+        return warned(*outliers[:4], fix="Look at these examples: a wrong unit or a corrupt value.")
+    spans = []
+    for key in sizes:
+        low, high = _span(values[key])
+        spans.append(f"{key or 'values'} {low:.3g} to {high:.3g}")
     return passed(first_few(spans, 4))
+
+
+def _outliers(key: str, sizes: list[tuple[float, str]]) -> str:
+    usual = median(size for size, _ in sizes)
+    far = [f"{name} ({size:.4g})" for size, name in sizes if size > OUTLIER * usual]
+    # If most examples are all 0, any other is infinitely far from the median.
+    if not far or not usual or len(sizes) < LEAST_EXAMPLES:
+        return ""
+    beyond = f"{len(far)} of {len(sizes)} beyond {OUTLIER:g} x {usual:.3g}, the usual"
+    return f"{key or 'values'}: {beyond}: {first_few(far, 3)}"
 
 
 def data_unreadable(run: Inspection) -> Answer:
@@ -210,9 +230,9 @@ def labels_empty(run: Inspection) -> Answer:
 
 def labels_range(run: Inspection) -> Answer:
     labels = _labels(run)
-    if not labels.bounds:
+    if not labels.supervised:
         raise NotApplicable("no target counts")
-    (low, low_name), (high, high_name) = labels.bounds
+    (low, low_name), (high, high_name) = labels.low, labels.high
     spans = f"targets span {low} to {high}"
     fix = "Correct the labels, the number of classes, or the ignore_index."
     if low < 0:
@@ -248,10 +268,7 @@ def labels_truncated(run: Inspection) -> Answer:
     if end is None:
         end = getattr(getattr(run.subject.model, "config", None), "eos_token_id", None)
     limit = int(configured or longest)
-    cut = []
-    for name, length, token in labels.cuts:
-        if length >= limit and (end is None or token != end):
-            cut.append(name)
+    cut = [name for name, length, last in labels.cuts if length >= limit and last != end]
     lengths = f"lengths {shortest} to {longest}, limit {limit}"
     if configured is None and end is None:
         lengths += (

@@ -31,6 +31,7 @@ from stepguard.check.settings import (
     spells_number,
     unread,
 )
+from stepguard.check.source import FINITE_TESTS, NORM_NAMES
 from stepguard.report.phrases import count, first_few, size
 from stepguard.state.files import free_memory
 from stepguard.tensors.names import optimizer_parameters
@@ -235,9 +236,10 @@ def _guarded_at(run: Inspection) -> str:
         raise NotGiven("give TARGET as module:function, or a configuration in the project's folder")
     if not run.program.files:
         raise NotGiven("start the check in the project's folder: there is no source below this one")
-    if run.program.guard:
-        _needs_script(run, f"a guard at {run.program.guard}")
-    return run.program.guard
+    place = run.program.places.get("guard", "")
+    if place:
+        _needs_script(run, f"a guard at {place}")
+    return place
 
 
 def _needs_script(run: Inspection, found: str) -> None:
@@ -252,8 +254,8 @@ def checklist_clip(run: Inspection) -> Answer:
     value, said = _guarded_or_configured(run, "clip_norm", "clip")
     place = ""
     if value is None and run.context.script is not None:
-        value = run.program.clip_norm
-        place = run.program.clipping or _guard_setting(run, "clip_norm")[1]
+        unclipped = _guard_setting(run, "clip_norm")
+        value, place = run.program.settings.get("clipping", unclipped)
         said = f"the program clips at {place}" + (f" to {value:g}" if value is not None else "")
     if not place and not value:
         if run.subject.config is None and run.subject.guard is None and run.context.script is None:
@@ -282,7 +284,7 @@ def checklist_loss_checked(run: Inspection) -> Answer:
     place = _guarded_at(run)
     if place:
         return passed(f"stepguard reads the loss and every gradient of each step ({place})")
-    tests = run.program.loss_tests
+    tests = {name: at for name, at in run.program.places.items() if name in FINITE_TESTS}
     said = ", ".join(f"{name} at {place}" for name, place in tests.items())
     if "isfinite" in tests or {"isnan", "isinf"} <= tests.keys():
         _needs_script(run, said)
@@ -301,9 +303,11 @@ def checklist_norms(run: Inspection) -> Answer:
     place = _guarded_at(run)
     if place:
         return passed(f"stepguard records the norm of every step ({place})")
-    for name, place in run.program.norms.items():
-        _needs_script(run, f"{name} at {place}")
-        return passed(f"{name} at {place}")
+    for name in NORM_NAMES:
+        place = run.program.places.get(name, "")
+        if place:
+            _needs_script(run, f"{name} at {place}")
+            return passed(f"{name} at {place}")
     return warned(
         f"no gradient norm is computed in {count(run.program.files, 'source file')}",
         fix="guard = stepguard.watch(model, optimizer) records it; clip_grad_norm_ returns it.",

@@ -667,7 +667,7 @@ def checklist_divisions(run: Inspection) -> Answer:
 
 
 def checklist_latents(run: Inspection) -> Answer:
-    if run.traced_step.latent is None:
+    if not run.traced_step.squared_errors:
         raise NotApplicable("the step has no squared error")
     mean, deviation = run.traced_step.latent
     said = f"target of the squared error: mean {mean:.3g}, standard deviation {deviation:.3g}"

@@ -36,7 +36,6 @@ from stepguard.check.settings import READERS as CONFIG_KINDS
 from stepguard.check.settings import (
     Tracked,
     UnquotedNumber,
-    contradiction,
     flat,
     plain,
     read_settings,
@@ -261,29 +260,7 @@ def status_facts(run: Inspection) -> tuple[tuple[str, str], ...]:
     for place, dtype in step.asked(run).items():
         facts.append(("asked for", f"{dtype or step.NO_DTYPE} by {place}"))
     if run.subject.model is not None:
-        try:
-            probe = run.probe
-        except (NotGiven, NotApplicable) as why:
-            facts.append(("mixed precision", f"not probed: {why}"))
-        else:
-            amp = "no"
-            # Autocast inside of loss_fn is not seen from here, but its products are.
-            if probe.autocast:
-                amp = f"yes, autocast to {probe.autocast}"
-            elif probe.dtype != next(iter(run.param_dtypes), "float32"):
-                amp = f"yes, {probe.dtype} inside the step"
-            scale = "none"
-            if hasattr(run.scaler, "get_scale"):
-                scale = f"scale {run.scaler.get_scale():g}"
-            sizes = ", ".join(f"{size:,} {name}" for name, size in run.param_dtypes.items())
-            facts += [
-                ("AMP enabled", amp),
-                ("FP16 enabled", "yes" if probe.dtype == "float16" else "no"),
-                ("mixed precision", f"{probe.dtype} (probed: {probe.how})"),
-                ("parameters", sizes or "none"),
-                ("GradScaler", scale),
-                ("device", str(run.device)),
-            ]
+        facts += _precision_facts(run)
     optimizer, setting = run.subject.optimizer, run.setting("lr")
     if optimizer is not None:
         now = float(optimizer.param_groups[0]["lr"])
@@ -299,6 +276,31 @@ def status_facts(run: Inspection) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
+def _precision_facts(run: Inspection) -> list[tuple[str, str]]:
+    try:
+        probe = run.probe
+    except (NotGiven, NotApplicable) as why:
+        return [("mixed precision", f"not probed: {why}")]
+    amp = "no"
+    # Autocast inside of loss_fn is not seen from here, but its products are.
+    if probe.autocast:
+        amp = f"yes, autocast to {probe.autocast}"
+    elif probe.dtype != next(iter(run.param_dtypes), "float32"):
+        amp = f"yes, {probe.dtype} inside the step"
+    scale = "none"
+    if hasattr(run.scaler, "get_scale"):
+        scale = f"scale {run.scaler.get_scale():g}"
+    sizes = ", ".join(f"{size:,} {name}" for name, size in run.param_dtypes.items())
+    return [
+        ("AMP enabled", amp),
+        ("FP16 enabled", "yes" if probe.dtype == "float16" else "no"),
+        ("mixed precision", f"{probe.dtype} (probed: {probe.how})"),
+        ("parameters", sizes or "none"),
+        ("GradScaler", scale),
+        ("device", str(run.device)),
+    ]
+
+
 LAUNCH_FACTS = {
     "distributed type": "distributed_type",
     "processes": "num_processes",
@@ -308,25 +310,15 @@ LAUNCH_FACTS = {
 
 def alignment(run: Inspection) -> tuple[Alignment, tuple[str, ...]]:
     """`aligned` only if a probe in the real context agrees with every place that asks."""
-    contradicted = contradiction(run.config)
-    if contradicted:
-        return "contradicted", (contradicted,)
+    precision = selected(["precision.configured", "precision.effective"], ())
+    configured, effective = (run_item(item, run) for item in precision)
+    for outcome in (configured, effective):
+        if outcome.status == "fail":
+            return "contradicted", outcome.evidence
     places = step.asked(run)
-    named = set(places.values()) - {None}
-    if len(named) > 1:
-        return "contradicted", tuple(f"{place}: {dtype}" for place, dtype in places.items())
-    if run.subject.model is None:
-        return "unproven", ("no model was given, so nothing was probed",)
-    try:
-        real = run.probe.dtype
-    except (NotGiven, NotApplicable) as why:
-        return "unproven", (str(why),)
-    wrong = step.disagreeing(run)
-    if wrong:
-        return "contradicted", tuple(f"{place}: {wrong[place]}, probed {real}" for place in wrong)
-    if not named:
-        return "unproven", (f"nothing asks for a precision; the step runs in {real}",)
-    return "aligned", (f"{' and '.join(places)} ask for {real}, and the probe agrees",)
+    if effective.status == "not_checked" or not any(places.values()):
+        return "unproven", (*configured.evidence, *effective.evidence)
+    return "aligned", (f"{' and '.join(places)} ask for {run.probe.dtype}, and the probe agrees",)
 
 
 # --- TARGET of `stepguard check`: a build function, a configuration file, or data.
@@ -376,12 +368,7 @@ def _built(
     tracked = None
     with importable():
         build = import_function(target, ConfigError)
-        try:
-            found = inspect.signature(build).parameters.values()
-        except (TypeError, ValueError):
-            # Functions written in C may have no signature.
-            found = ()
-        parameters = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        parameters = _parameters(build)
         needed = [p.name for p in parameters if p.default is p.empty]
         if len(needed) > 1:
             raise ConfigError(
@@ -405,6 +392,15 @@ def _built(
         subject = replace(subject, config=settings)
     # A package without an __init__.py has no file.
     return subject, replace(context, tracked=tracked, script=Path(script) if script else None)
+
+
+def _parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        found = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError):
+        # Functions written in C may have no signature.
+        return []
+    return [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def call_build(build: Callable[..., Any], target: str, tracked: Tracked | None = None) -> Any:

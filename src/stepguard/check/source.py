@@ -25,6 +25,7 @@ SETTINGS = frozenset({"GuardConfig", "Policy"})
 FINITE_TESTS = ("isfinite", "isnan", "isinf")
 NORM_NAMES = ("clip_grad_norm_", "get_total_norm", "grad_norm", "total_norm", "vector_norm")
 CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_gradients")
+LIMITS = ("max_norm", "clip_value")
 NOT_THE_LOSS = frozenset({"fn", "func", "function", "scale", "weight", "weights", "mask"})
 """Last words of names such as `loss_scale` that are not the loss itself."""
 CONTAINERS = (ast.Dict, ast.DictComp, ast.Lambda)
@@ -42,17 +43,12 @@ class Source:
     """Attributes, strings and names that are used; names that are only assigned do not count."""
     imports: set[str] = field(default_factory=set)
     """First parts of imported names, of modules and from modules."""
-    guard: str = ""
-    loss_tests: dict[str, str] = field(default_factory=dict)
-    """`isfinite`, `isnan`, `isinf`, where they are asked of the loss."""
-    norms: dict[str, str] = field(default_factory=dict)
-    clipping: str = ""
-    clip_norm: float | None = None
-    """None where it is not written as a number."""
-    autocast: str = ""
+    places: dict[str, str] = field(default_factory=dict)
+    """First place of `guard`, of `autocast`, of norms by name, and of `isfinite`, `isnan`, `isinf`
+    where they are asked of the loss."""
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """Keywords of stepguard's GuardConfig and Policy, with the value and the place; None for a
-    value that is not written there."""
+    """Keywords of stepguard's GuardConfig and Policy, and `clipping`, with the value and the place;
+    None for a value that is not written there."""
 
 
 def read_source(folder: Path, paths: Iterable[Path]) -> Source:
@@ -190,9 +186,9 @@ class _FileReader:
             self._found.mentions.add(mentioned)
             # A norm that is computed and dropped is not monitored.
             if mentioned in NORM_NAMES and node not in unused:
-                self._found.norms.setdefault(mentioned, place)
+                self._found.places.setdefault(mentioned, place)
             if any(self._is_ours(base, GUARDS) for base in getattr(node, "bases", ())):
-                self._found.guard = self._found.guard or place
+                self._found.places.setdefault("guard", place)
             if isinstance(node, ast.Call):
                 self._call(node, place)
 
@@ -219,31 +215,27 @@ class _FileReader:
     def _call(self, call: ast.Call, place: str) -> None:
         found, called = self._found, _called(call)
         if self._is_ours(call.func, GUARDS):
-            found.guard = found.guard or place
+            found.places.setdefault("guard", place)
         if called == "autocast":
-            found.autocast = found.autocast or place
-        if called in CLIPPING and not found.clipping:
-            found.clipping = place
-            limits = [
-                word.value for word in call.keywords if word.arg in ("max_norm", "clip_value")
-            ]
-            for limit in (*limits, *call.args[1:2]):
-                norm = self._written(limit)
-                found.clip_norm = norm if isinstance(norm, int | float) else None
+            found.places.setdefault("autocast", place)
+        if called in CLIPPING:
+            named = [word.value for word in call.keywords if word.arg in LIMITS]
+            limit = next(iter(named + call.args[1:2]), None)
+            found.settings.setdefault("clipping", (self._written(limit), place))
         if self._is_ours(call.func, SETTINGS):
             for word in call.keywords:
                 if word.arg and getattr(word.value, "value", "") is not None:
                     found.settings.setdefault(word.arg, (self._written(word.value), place))
         if called in self._testers and any(map(self._is_loss, _values_in(call))):
             for test in self._testers[called]:
-                found.loss_tests.setdefault(test, place)
+                found.places.setdefault(test, place)
 
     def _is_loss(self, name: str) -> bool:
         words = name.lower().split("_")
         named = "loss" in words or "losses" in words
         return name in self._losses or (named and words[-1] not in NOT_THE_LOSS)
 
-    def _written(self, value: ast.AST) -> Any:
+    def _written(self, value: Any) -> Any:
         """What is written there; None where it is computed."""
         try:
             return self._numbers.get(getattr(value, "id", "")) or ast.literal_eval(value)

@@ -72,37 +72,36 @@ def subject_of(built: Any, named: str) -> Subject:
     """Make a Subject of whatever a build function returns; ConfigError says what is wrong."""
     if isinstance(built, Subject):
         return built
-    parts: Mapping[Any, Any] = {}
-    if isinstance(built, Mapping):
-        parts = built
-    elif isinstance(built, tuple | list) and built and isinstance(built[0], nn.Module):
-        parts = _parts_of_tuple(built, named)
-    elif _is_guard(built):
-        parts = {"guard": built}
     # A transformers Trainer, recognised by its parts, so that nothing is imported.
-    elif isinstance(getattr(built, "model", None), nn.Module) and hasattr(built, "args"):
+    if isinstance(getattr(built, "model", None), nn.Module) and hasattr(built, "args"):
         return _from_trainer(built)
+    values: dict[Any, Any] = {}
+    if isinstance(built, Mapping):
+        values = dict(built)
+    elif isinstance(built, tuple | list) and built and isinstance(built[0], nn.Module):
+        values = _parts_of_tuple(built, named)
+    elif _is_guard(built):
+        values = {"guard": built}
     else:
         raise ConfigError(f"{named} returned {_described(built)}; {WANTED}.")
     known = [entry.name for entry in fields(Subject)]
-    for name in parts:
+    for name in values:
         if name not in known:
             raise ConfigError(
                 f"{named} returned the key {str(name)!r}, which is not known; use "
                 f"{', '.join(known)}."
             )
-    values = dict(parts)
     for name in ("model", "optimizer", "scheduler", "scaler"):
         # A guard holds what it was made for.
-        if values.get(name) is None and hasattr(values.get("guard"), name):
-            values[name] = getattr(values["guard"], name)
-    values["optimizer"] = _unwrapped(values.get("optimizer"))
+        if values.get(name) is None:
+            values[name] = getattr(values.get("guard"), name, None)
+    values["optimizer"] = _unwrapped(values["optimizer"])
     for name, kind in (("model", nn.Module), ("optimizer", Optimizer)):
-        if values.get(name) is not None and not isinstance(values[name], kind):
+        if not isinstance(values[name], kind | None):
             raise ConfigError(
                 f"{named}: {name} is {_described(values[name])}, not a {kind.__name__}; {WANTED}."
             )
-    loss_fn = values.get("loss_fn")
+    loss_fn = values.get("loss_fn", callable)
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"{named}: loss_fn is {_described(loss_fn)}; give a function of a batch.")
     return Subject(**values)

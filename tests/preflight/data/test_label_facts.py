@@ -50,9 +50,8 @@ def test_left_padding_does_not_hide_a_cut_answer() -> None:
 
 def test_lengths_and_bounds_follow_the_examples() -> None:
     facts = LabelFacts()
-    facts.take("first", {"labels": torch.tensor([-100, 4, 9])})
-    facts.take("second", {"labels": torch.tensor([-100, -100])})
-    facts.take("third", {"labels": torch.tensor([0.5])})
+    facts.take("first", {"labels": torch.tensor([-100, 4, 9])}, "labels")
+    facts.take("second", {"labels": torch.tensor([-100, -100])}, "labels")
     assert (facts.supervised, facts.total, facts.masked) == (2, 5, 2)
-    assert facts.bounds == [(4, "first"), (9, "first")]
+    assert (facts.low, facts.high) == ((4, "first"), (9, "first"))
     assert (facts.lengths, facts.empty) == ([3, 2], {"second": 2})
