@@ -253,9 +253,9 @@ class References:
         """Ids of what `stepguard check` looks at."""
         found = set()
         table = (self.root / "src/stepguard/check/preflight.py").read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(table)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Item":
-                found.add(ast.literal_eval(node.args[0]))
+        for node in ast.parse(table).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TITLES":
+                found |= ast.literal_eval(node.value).keys()
         return found
 
     def _item(self, span: str) -> str | None:

@@ -11,18 +11,12 @@ from torch import nn
 
 from preflight.asking import inside
 from stepguard.check.inspection import CheckContext, Inspection
-from stepguard.check.preflight import Subject, check, run_item, selected
+from stepguard.check.preflight import Subject, check, run_item
 from stepguard.check.source import files_below, read_source
-from stepguard.records.checks import Outcome
 
 ITEMS = ("checklist.loss_checked", "checklist.norms", "checklist.recovery")
 GUARDED = ("pass", "pass", "pass")
 UNGUARDED = ("warn", "warn", "warn")
-
-
-def answer(run: Inspection, name: str) -> Outcome:
-    (item,) = selected([name], ())
-    return run_item(item, run)
 
 
 def statuses(folder: Path, source: str, *, known: bool = True) -> tuple[str, ...]:
@@ -30,7 +24,7 @@ def statuses(folder: Path, source: str, *, known: bool = True) -> tuple[str, ...
     script.write_text(source)
     context = CheckContext(folder, script=script if known else None)
     run = Inspection(Subject(model=nn.Linear(2, 2)), context)
-    return tuple(answer(run, item).status for item in ITEMS)
+    return tuple(run_item(item, run).status for item in ITEMS)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +133,7 @@ def test_clipping_of_the_program_counts_and_the_fix_is_what_is_expected(
     script = tmp_path / "train.py"
     script.write_text(source)
     run = Inspection(Subject(model=nn.Linear(2, 2)), CheckContext(tmp_path, script=script))
-    outcome = answer(run, "checklist.clip")
+    outcome = run_item("checklist.clip", run)
     assert outcome.status == status and words in outcome.evidence[0]
     if status == "warn":
         assert "0.5" in outcome.fix and "1.0" not in outcome.fix
@@ -197,7 +191,7 @@ def test_settings_of_a_guard_are_those_that_the_program_writes(
     script.write_text(SETTINGS.format(given))
     run = Inspection(Subject(model=nn.Linear(2, 2)), CheckContext(tmp_path, script=script))
     items = ("checklist.clip", "checklist.checkpoints", "checklist.recovery")
-    said = [" ".join(answer(run, item).evidence) for item in items]
+    said = [" ".join(run_item(item, run).evidence) for item in items]
 
     assert clip in said[0]
     assert checkpoints in said[1]
@@ -209,10 +203,10 @@ def test_precision_of_a_program_that_opens_autocast_is_not_guessed(tmp_path: Pat
     script.write_text("with torch.autocast('cpu'):\n    loss = f(x)\n")
     model, context = nn.Linear(2, 2), CheckContext(tmp_path, script=script)
     unseen = Inspection(Subject(model=model), context)
-    assert answer(unseen, "precision.effective").status == "not_checked"
-    assert answer(unseen, "scaler.missing").status == "not_checked"
+    assert run_item("precision.effective", unseen).status == "not_checked"
+    assert run_item("scaler.missing", unseen).status == "not_checked"
 
     batch = torch.ones(1, 2)
     seen = Inspection(Subject(model=model, batch=batch, loss_fn=lambda x: model(x).sum()), context)
-    (said,) = answer(seen, "precision.effective").evidence
+    (said,) = run_item("precision.effective", seen).evidence
     assert said.endswith("came out as float32; autocast at train.py:1 did not change it")

@@ -149,7 +149,9 @@ def source_of(subject: Subject) -> DataSource | None:
             return _source(given, subject.examples)
     if subject.loader is not None:
         return DataSource(
-            "loader", _of_loader(subject.loader), most=subject.examples or MOST_OF_A_STREAM
+            "loader",
+            _of_stream(subject.loader, batched=True),
+            most=subject.examples or MOST_OF_A_STREAM,
         )
     if subject.batch is not None:
         return DataSource("batch", _of_batch(subject.batch, "batch"))
@@ -219,10 +221,14 @@ def _of_map(dataset: Any) -> Iterator[Row]:
             yield str(index), fault
 
 
-def _of_stream(stream: Iterable[Any]) -> Iterator[Row]:
+def _of_stream(stream: Any, *, batched: bool = False) -> Iterator[Row]:
     try:
-        for index, values in enumerate(stream):
-            yield _named(index, values)
+        with kept_generators(stream):
+            for index, values in enumerate(stream):
+                if batched:
+                    yield from _of_batch(values, f"batch {index}")
+                else:
+                    yield _named(index, values)
     except Exception as fault:
         yield "stream", fault
 
@@ -233,15 +239,6 @@ def _named(index: int, values: Any) -> Row:
         if isinstance(values.get(key), str | int):
             return f"{index} ({key} {values[key]})", values
     return str(index), values
-
-
-def _of_loader(loader: Any) -> Iterator[Row]:
-    try:
-        with kept_generators(loader):
-            for index, batch in enumerate(loader):
-                yield from _of_batch(batch, f"batch {index}")
-    except Exception as fault:
-        yield "loader", fault
 
 
 def _of_batch(batch: Any, name: str) -> Iterator[Row]:

@@ -19,7 +19,7 @@ from torch import nn
 from stepguard._errors import CapsuleError, ConfigError, StoreError
 from stepguard.check.inspection import CheckContext, Inspection, nonfinite_outputs, trace_step
 from stepguard.check.items_step import floating_tensors, judge_step
-from stepguard.check.preflight import call_build, run_item, selected
+from stepguard.check.preflight import call_build, run_item
 from stepguard.check.settings import as_number, flat, read_settings
 from stepguard.check.subject import Framework, Subject, subject_of
 from stepguard.checkpoints.seal import read_pointer
@@ -95,12 +95,12 @@ def _configuration(file: Path, settings: dict[str, Any], best: Verification | No
     run = Inspection(
         Subject(config=settings), CheckContext(Path.cwd(), config_file=file), verified=best
     )
-    for item in selected(("config.types", "config.values", "lr.checkpoint"), ()):
-        outcome = run_item(item, run)
+    for name in ("config.types", "config.values", "lr.checkpoint"):
+        outcome = run_item(name, run)
         if outcome.status in ("fail", "warn"):
             lines += [*outcome.evidence, f"fix: {outcome.fix}"]
             # Many programs convert what they read, so a number in quotes does not stop a run.
-            if item.id != "config.types":
+            if name != "config.types":
                 status = "failed"
             elif status == "fine":
                 status = "warning"
@@ -178,8 +178,7 @@ def _fresh_model(subject: Subject, fault: str) -> Section:
     """Are the first values of the model finite?"""
     if fault:
         return Section(title="fresh model", status="failed", lines=(fault,))
-    (item,) = selected(["model.stored_finite"], ())
-    outcome = run_item(item, Inspection(subject, CheckContext(Path.cwd())))
+    outcome = run_item("model.stored_finite", Inspection(subject, CheckContext(Path.cwd())))
     said = f"{type(subject.model).__name__}: {', '.join(outcome.evidence)}"
     return Section(title="fresh model", status=STATUSES[outcome.status], lines=(said,))
 

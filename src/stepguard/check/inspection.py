@@ -592,6 +592,17 @@ class Inspection:
         return dict(sizes.most_common())
 
     @property
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """What the optimizer keeps; empty without one, and before its first step."""
+        found = {}
+        states = self.subject.optimizer.state.values() if self.subject.optimizer else ()
+        for index, state in enumerate(states):
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor):
+                    found[f"opt:{key} of parameter {index}"] = value
+        return found
+
+    @property
     def device(self) -> torch.device:
         for parameter in self.model.parameters():
             return parameter.device

@@ -117,39 +117,41 @@ def data_range(run: Inspection) -> Answer:
         return failed(
             *outside, fix="Correct the scaling of these examples, or the range that is declared."
         )
-    sizes = {key: _magnitudes(found) for key, found in values.items()}
-    sizes = {key: found for key, found in sizes.items() if found}
-    if not sizes:
-        raise NotApplicable("the data has no real numbers")
     dtype = "float64"
     with suppress(NotGiven):
         dtype = run.probe.dtype
-    too_large = [
-        f"{key or 'value'} {found[0][0]:.4g} in {found[0][1]} is infinite in {dtype}, which the "
-        "step runs in"
-        for key, found in sizes.items()
-        if found[0][0] > largest(dtype)
-    ]
+    too_large = []
+    outliers = []
+    spans = []
+    for key, found in values.items():
+        sizes = _magnitudes(found)
+        if not sizes:
+            continue
+        name = key or "values"
+        largest_size, example = sizes[0]
+        if largest_size > largest(dtype):
+            said = f"{name} {largest_size:.4g} in {example} is infinite in {dtype}"
+            too_large.append(f"{said}, which the step runs in")
+        outliers += _outliers(name, sizes)
+        low, high = _span(found)
+        spans.append(f"{name} {low:.3g} to {high:.3g}")
+    if not spans:
+        raise NotApplicable("the data has no real numbers")
     if too_large:
         return failed(*too_large, fix="Scale the inputs, or run in bfloat16 or float32.")
-    outliers = [said for key, found in sizes.items() if (said := _outliers(key, found))]
     if outliers:
         return warned(*outliers[:4], fix="Look at these examples: a wrong unit or a corrupt value.")
-    spans = []
-    for key in sizes:
-        low, high = _span(values[key])
-        spans.append(f"{key or 'values'} {low:.3g} to {high:.3g}")
     return passed(first_few(spans, 4))
 
 
-def _outliers(key: str, sizes: list[tuple[float, str]]) -> str:
+def _outliers(name: str, sizes: list[tuple[float, str]]) -> list[str]:
     usual = median(size for size, _ in sizes)
-    far = [f"{name} ({size:.4g})" for size, name in sizes if size > OUTLIER * usual]
+    far = [f"{example} ({size:.4g})" for size, example in sizes if size > OUTLIER * usual]
     # If most examples are all 0, any other is infinitely far from the median.
     if not far or not usual or len(sizes) < LEAST_EXAMPLES:
-        return ""
+        return []
     beyond = f"{len(far)} of {len(sizes)} beyond {OUTLIER:g} x {usual:.3g}, the usual"
-    return f"{key or 'values'}: {beyond}: {first_few(far, 3)}"
+    return [f"{name}: {beyond}: {first_few(far, 3)}"]
 
 
 def data_unreadable(run: Inspection) -> Answer:

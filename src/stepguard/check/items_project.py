@@ -34,7 +34,6 @@ from stepguard.check.settings import (
 from stepguard.check.source import FINITE_TESTS, NORM_NAMES
 from stepguard.report.phrases import count, first_few, size
 from stepguard.state.files import free_memory
-from stepguard.tensors.names import optimizer_parameters
 
 # --- The configuration and the launcher.
 
@@ -458,15 +457,16 @@ def _bytes_needed(run: Inspection) -> tuple[int, int, int, str]:
     gradients = total(p for p in run.model.parameters() if p.requires_grad)
     if optimizer is None:
         return weights, gradients, 2 * gradients, "two moments assumed"
-    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    held = total(v for state in states for v in state.values() if isinstance(v, torch.Tensor))
+    held = total(run.optimizer_tensors.values())
     if held:
         return weights, gradients, held, "as it is"
     name = type(optimizer).__name__.lower()
     slots = SLOTS.get(name, 0)
     if name in ("sgd", "rmsprop") and optimizer.param_groups[0].get("momentum"):
         slots += 1
-    trained = total(p for p in optimizer_parameters(optimizer) if p.requires_grad)
+    trained = total(
+        p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    )
     return weights, gradients, slots * trained, f"{slots} slots a parameter"
 
 

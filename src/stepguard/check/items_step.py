@@ -346,7 +346,7 @@ def _gain_at_zero(module: nn.Module, epsilon: float, dtype: str) -> float:
             warnings.simplefilter("ignore")
             with suppress(RuntimeError, ValueError, TypeError, AttributeError):
                 layer = copy.deepcopy(module).requires_grad_(True)
-                if weight is not None:
+                if isinstance(layer.weight, Tensor):
                     # A weight of 0 would hide the gradient.
                     nn.init.ones_(layer.weight)
                 value = torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=True)
@@ -431,29 +431,32 @@ def lr_schedule(run: Inspection) -> Answer:
         )
     if not math.isfinite(sum(rates)) or last < 0:
         return failed(numbers, fix="Clamp the schedule's factor to 0 and above.")
-    configured, said = peak, ""
-    with suppress(NotGiven):
-        configured, said = configured_rate(run)
-    if whole and peak > configured * (1 + CLOSE):
-        return failed(
-            numbers,
-            f"{said} is exceeded",
-            fix="Give the schedule the configured peak, not a multiple.",
-        )
-    floor = run.number("min_lr")
-    if whole and floor is not None and floor < configured and last < FAR_BELOW * floor:
-        below = f"the schedule ends at {last:.3g}, {floor / max(last, 1e-45):.3g} times below it"
-        return failed(
-            numbers,
-            f"{run.setting('min_lr')} is meant as a learning rate, but {below}",
-            fix="A LambdaLR takes factors: use max(factor, min_lr / lr), or "
-            "CosineAnnealingLR(eta_min=min_lr).",
-        )
     if peak == 0:
         return warned(
             numbers, "the learning rate is 0 throughout", fix="Check the base rate and the factor."
         )
-    return passed(numbers)
+    problem = _missed_rate(run, peak, last) if whole else None
+    return problem._replace(evidence=(numbers, *problem.evidence)) if problem else passed(numbers)
+
+
+def _missed_rate(run: Inspection, peak: float, last: float) -> Answer | None:
+    """Compare peak and end of a schedule with the configuration."""
+    configured, said = peak, ""
+    with suppress(NotGiven):
+        configured, said = configured_rate(run)
+    if peak > configured * (1 + CLOSE):
+        return failed(
+            f"{said} is exceeded", fix="Give the schedule the configured peak, not a multiple."
+        )
+    floor = run.number("min_lr")
+    if floor is None or floor >= configured or last >= FAR_BELOW * floor:
+        return None
+    below = f"the schedule ends at {last:.3g}, {floor / max(last, 1e-45):.3g} times below it"
+    return failed(
+        f"{run.setting('min_lr')} is meant as a learning rate, but {below}",
+        fix="A LambdaLR takes factors: use max(factor, min_lr / lr), or "
+        "CosineAnnealingLR(eta_min=min_lr).",
+    )
 
 
 def lr_checkpoint(run: Inspection) -> Answer:
@@ -544,17 +547,13 @@ LARGEST_DEVIATION = 10.0
 
 
 def model_stored_finite(run: Inspection) -> Answer:
-    tensors = {f"param:{name}": value for name, value in run.model.named_parameters()}
+    tensors: dict[str, Tensor] = {f"param:{n}": value for n, value in run.model.named_parameters()}
     for prefix, module in run.model.named_modules():
         # Other buffers may hold -inf or NaN on purpose: a mask, a sentinel.
         if keeps_statistics(module):
             for name, value in module.named_buffers(prefix, recurse=False):
                 tensors[f"buffer:{name}"] = value
-    states = run.subject.optimizer.state.values() if run.subject.optimizer else ()
-    for index, state in enumerate(states):
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, Tensor):
-                tensors[f"opt:{key} of parameter {index}"] = value
+    tensors |= run.optimizer_tensors
     bad = []
     for name, tensor in tensors.items():
         real = tensor.is_floating_point() or tensor.is_complex()

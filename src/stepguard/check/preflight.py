@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stepguard._errors import ConfigError, StepguardError
 from stepguard.check import items_data as data
@@ -48,132 +48,59 @@ from stepguard.state.capsule import import_function, importable
 __all__ = ["Subject", "Tracked", "check"]
 
 
-class Item(NamedTuple):
-    """One thing that is checked. The first part of the id is its section, such as `checklist`."""
-
-    id: str
-    title: str
-    """What is expected."""
-    look: Callable[[Inspection], Answer]
-    last: bool = False
-    """Run after all other items, because any of them may read a key of the configuration."""
-
-
-ITEMS = (
-    Item(
-        "precision.configured",
-        "every place asks for the same precision",
-        step.precision_configured,
-    ),
-    Item(
-        "precision.effective",
-        "the step really runs in the configured precision",
-        step.precision_effective,
-    ),
-    Item("precision.unnamed", "mixed precision names its dtype", step.precision_unnamed),
-    Item("precision.weights", "parameters have the configured dtype", step.precision_weights),
-    Item("scaler.missing", "float16 has a loss scale", step.scaler_missing),
-    Item("scaler.fits", "the GradScaler is on and fits the dtypes", step.scaler_fits),
-    Item(
-        "optimizer.eps",
-        "the optimizer's eps survives the parameters' dtype",
-        step.optimizer_eps,
-    ),
-    Item(
-        "optimizer.parameters",
-        "the optimizer holds the model's parameters",
-        step.optimizer_parameters,
-    ),
-    Item(
-        "optimizer.stalled",
-        "updates of size lr survive the weights' dtype",
-        step.optimizer_stalled,
-    ),
-    Item("norm.eps", "norm layers survive a row of zeros", step.norm_eps),
-    Item("lr.config", "the optimizer has the configured learning rate", step.lr_config),
-    Item(
-        "lr.schedule",
-        "the schedule keeps to the configured rates to the end",
-        step.lr_schedule,
-    ),
-    Item(
-        "lr.checkpoint",
-        "loading the checkpoint keeps the configured learning rate",
-        step.lr_checkpoint,
-    ),
-    Item("config.types", "numbers are numbers", project.config_types),
-    Item("config.values", "values are possible", project.config_values),
-    Item(
-        "config.unread",
-        "every key of the configuration is read",
-        project.config_unread,
-        last=True,
-    ),
-    Item(
-        "config.changed",
-        "the configuration equals the checkpoint's",
-        project.config_changed,
-    ),
-    Item("launcher.agrees", "launcher and program agree", project.launcher_agrees),
-    Item("labels.empty", "every example has a target that counts", data.labels_empty),
-    Item("labels.range", "targets are classes of the loss", data.labels_range),
-    Item("labels.truncated", "answers are not cut off", data.labels_truncated),
-    Item("data.finite", "inputs are finite", data.data_finite),
-    Item("data.missing", "no value is missing", data.data_missing),
-    Item("data.constant", "inputs vary", data.data_constant),
-    Item("data.range", "values lie where they are expected", data.data_range),
-    Item("data.unreadable", "every example can be read", data.data_unreadable),
-    Item("data.duplicates", "no example is repeated", data.data_duplicates),
-    Item("data.leak", "training and validation data are disjoint", data.data_leak),
-    Item("model.stored_finite", "stored weights and state are finite", step.model_stored_finite),
-    Item("model.fresh_forward", "one step of the model is finite", step.model_fresh_forward),
-    Item("scalars.limit", "watched values are within their limits", step.scalars_limit),
-    Item("checkpoint.sound", "the checkpoint is whole and finite", project.checkpoint_sound),
-    Item("checkpoint.fits", "the checkpoint fits the model", project.checkpoint_fits),
-    Item("code.current", "code and versions in use", project.code_current),
-    Item("disk.space", "the disk holds the checkpoints", project.disk_space),
-    Item("memory.estimate", "the step fits into memory", project.memory_estimate),
-    Item("checklist.lr", "learning rate suits the size (5e-5 or lower)", step.checklist_lr),
-    Item(
-        "checklist.clip",
-        "gradients are clipped (to 0.5 or lower; under Adam to any norm)",
-        project.checklist_clip,
-    ),
-    Item(
-        "checklist.loss_checked",
-        "the loss is validated before the update",
-        project.checklist_loss_checked,
-    ),
-    Item("checklist.divisions", "divisors stay away from 0", step.checklist_divisions),
-    Item(
-        "checklist.latents",
-        "latents are normalised before the squared error",
-        step.checklist_latents,
-    ),
-    Item(
-        "checklist.warmup",
-        "warmup is long enough (2000 steps or 1 %)",
-        step.checklist_warmup,
-    ),
-    Item(
-        "checklist.accumulation",
-        "gradient accumulation (2 to 4) is in effect",
-        project.checklist_accumulation,
-        last=True,
-    ),
-    Item("checklist.norms", "gradient norms are monitored", project.checklist_norms),
-    Item(
-        "checklist.checkpoints",
-        "checkpoints every 1000 steps or more often",
-        project.checklist_checkpoints,
-    ),
-    Item(
-        "checklist.recovery",
-        "automatic recovery from the last good state",
-        project.checklist_recovery,
-    ),
-)
-"""All items, in the order they are shown."""
+TITLES = {
+    "precision.configured": "every place asks for the same precision",
+    "precision.effective": "the step really runs in the configured precision",
+    "precision.unnamed": "mixed precision names its dtype",
+    "precision.weights": "parameters have the configured dtype",
+    "scaler.missing": "float16 has a loss scale",
+    "scaler.fits": "the GradScaler is on and fits the dtypes",
+    "optimizer.eps": "the optimizer's eps survives the parameters' dtype",
+    "optimizer.parameters": "the optimizer holds the model's parameters",
+    "optimizer.stalled": "updates of size lr survive the weights' dtype",
+    "norm.eps": "norm layers survive a row of zeros",
+    "lr.config": "the optimizer has the configured learning rate",
+    "lr.schedule": "the schedule keeps to the configured rates to the end",
+    "lr.checkpoint": "loading the checkpoint keeps the configured learning rate",
+    "config.types": "numbers are numbers",
+    "config.values": "values are possible",
+    "config.unread": "every key of the configuration is read",
+    "config.changed": "the configuration equals the checkpoint's",
+    "launcher.agrees": "launcher and program agree",
+    "labels.empty": "every example has a target that counts",
+    "labels.range": "targets are classes of the loss",
+    "labels.truncated": "answers are not cut off",
+    "data.finite": "inputs are finite",
+    "data.missing": "no value is missing",
+    "data.constant": "inputs vary",
+    "data.range": "values lie where they are expected",
+    "data.unreadable": "every example can be read",
+    "data.duplicates": "no example is repeated",
+    "data.leak": "training and validation data are disjoint",
+    "model.stored_finite": "stored weights and state are finite",
+    "model.fresh_forward": "one step of the model is finite",
+    "scalars.limit": "watched values are within their limits",
+    "checkpoint.sound": "the checkpoint is whole and finite",
+    "checkpoint.fits": "the checkpoint fits the model",
+    "code.current": "code and versions in use",
+    "disk.space": "the disk holds the checkpoints",
+    "memory.estimate": "the step fits into memory",
+    "checklist.lr": "learning rate suits the size (5e-5 or lower)",
+    "checklist.clip": "gradients are clipped (to 0.5 or lower; under Adam to any norm)",
+    "checklist.loss_checked": "the loss is validated before the update",
+    "checklist.divisions": "divisors stay away from 0",
+    "checklist.latents": "latents are normalised before the squared error",
+    "checklist.warmup": "warmup is long enough (2000 steps or 1 %)",
+    "checklist.accumulation": "gradient accumulation (2 to 4) is in effect",
+    "checklist.norms": "gradient norms are monitored",
+    "checklist.checkpoints": "checkpoints every 1000 steps or more often",
+    "checklist.recovery": "automatic recovery from the last good state",
+}
+"""Ids in the order they are shown, and what is expected. The function of `lr.config` is `lr_config`
+in one of the modules of items; `checklist` and the other first parts are what `--only` selects by.
+"""
+LAST = ("config.unread", "checklist.accumulation")
+"""Run after all other items, because any of them may read a key of the configuration."""
 
 
 def check(
@@ -200,30 +127,29 @@ def check(
             context = replace(context, script=Path(started))
     run = Inspection(subject, context, progress)
     chosen = selected(only, skip)
-    answered = {item: run_item(item, run) for item in sorted(chosen, key=lambda item: item.last)}
+    answered = {name: run_item(name, run) for name in sorted(chosen, key=LAST.__contains__)}
     result = Preflight(
         target=target,
-        outcomes=tuple(answered[item] for item in chosen),
+        outcomes=tuple(answered[name] for name in chosen),
         alignment_why=("precision was not checked",),
     )
     # The probe runs the model: not for a check that leaves precision out.
-    if any(item.id.startswith("precision.") for item in chosen):
+    if any(name.startswith("precision.") for name in chosen):
         aligned, why = alignment(run)
         facts = status_facts(run)
         result = replace(result, facts=facts, alignment=aligned, alignment_why=why)
     return result
 
 
-def selected(only: Iterable[str], skip: Iterable[str]) -> list[Item]:
+def selected(only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[str]:
     """The items that these ids, sections or patterns leave; one that matches none is a mistake."""
-    ids = [item.id for item in ITEMS]
 
     def matching(patterns: Iterable[str]) -> set[str]:
         found: set[str] = set()
         for pattern in patterns:
-            matches = {*fnmatch.filter(ids, pattern), *fnmatch.filter(ids, f"{pattern}.*")}
+            matches = {*fnmatch.filter(TITLES, pattern), *fnmatch.filter(TITLES, f"{pattern}.*")}
             if not matches:
-                sections = sorted({item.partition(".")[0] for item in ids})
+                sections = sorted({name.partition(".")[0] for name in TITLES})
                 raise ConfigError(
                     f"{pattern!r} is not an item; use an id such as 'lr.config', or one of "
                     f"{', '.join(sections)}."
@@ -231,14 +157,16 @@ def selected(only: Iterable[str], skip: Iterable[str]) -> list[Item]:
             found |= matches
         return found
 
-    chosen = (matching(only) or set(ids)) - matching(skip)
-    return [item for item in ITEMS if item.id in chosen]
+    chosen = (matching(only) or TITLES.keys()) - matching(skip)
+    return [name for name in TITLES if name in chosen]
 
 
-def run_item(item: Item, run: Inspection) -> Outcome:
+def run_item(name: str, run: Inspection) -> Outcome:
     """Run one item. Its own exception is a warning, so that it does not hide the other items."""
     try:
-        answer = item.look(run)
+        function = name.replace(".", "_")
+        (module,) = (module for module in (data, project, step) if hasattr(module, function))
+        answer: Answer = getattr(module, function)(run)
     except NotGiven as missing:
         answer = Answer("not_checked", (str(missing),))
     except NotApplicable as why:
@@ -247,8 +175,8 @@ def run_item(item: Item, run: Inspection) -> Outcome:
         raise
     except Exception as fault:
         said = f"this check itself failed: {one_line(fault, 160)}"
-        answer = Answer("warn", (said,), f"Leave it out with --skip {item.id}, and report it.")
-    return Outcome(id=item.id, title=item.title, **answer._asdict())
+        answer = Answer("warn", (said,), f"Leave it out with --skip {name}, and report it.")
+    return Outcome(id=name, title=TITLES[name], **answer._asdict())
 
 
 # --- The state a run would start in, read from the live objects, and whether all settings agree.
@@ -310,8 +238,8 @@ LAUNCH_FACTS = {
 
 def alignment(run: Inspection) -> tuple[Alignment, tuple[str, ...]]:
     """`aligned` only if a probe in the real context agrees with every place that asks."""
-    precision = selected(["precision.configured", "precision.effective"], ())
-    configured, effective = (run_item(item, run) for item in precision)
+    configured = run_item("precision.configured", run)
+    effective = run_item("precision.effective", run)
     for outcome in (configured, effective):
         if outcome.status == "fail":
             return "contradicted", outcome.evidence

@@ -33,14 +33,14 @@ class Tracked(MutableMapping[str, Any]):
         self, values: Mapping[str, Any], *, _prefix: str = "", _read: set[str] | None = None
     ) -> None:
         # Attributes are keys of the configuration, so these go around `__setattr__`.
-        read = set() if _read is None else _read
-        wrapped = {key: _wrap(value, f"{_prefix}{key}", read) for key, value in values.items()}
-        self.__dict__.update(_values=wrapped, _prefix=_prefix, _read=read)
+        if _read is None:
+            values, _read = copy.deepcopy(plain(values)), set()
+        self.__dict__.update(_values=values, _prefix=_prefix, _read=_read)
 
     def __getitem__(self, key: str) -> Any:
         value = self._values[key]
         self._read.add(f"{self._prefix}{key}")
-        return value
+        return _wrap(value, f"{self._prefix}{key}", self._read)
 
     def __getattr__(self, name: str) -> Any:
         # copy, pickle and inspect ask every object for such names.
@@ -52,7 +52,7 @@ class Tracked(MutableMapping[str, Any]):
             raise AttributeError(f"the configuration has no {self._prefix}{name}") from None
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._values[key] = _wrap(value, f"{self._prefix}{key}", self._read)
+        self._values[key] = value
         self._read.add(f"{self._prefix}{key}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -78,11 +78,11 @@ class Tracked(MutableMapping[str, Any]):
         return Tracked(copy.deepcopy(self._values, memo), _prefix=self._prefix, _read=self._read)
 
     def __copy__(self) -> Tracked:
-        return Tracked(self._values, _prefix=self._prefix, _read=self._read)
+        return Tracked(dict(self._values), _prefix=self._prefix, _read=self._read)
 
 
 def _wrap(value: Any, key: str, read: set[str]) -> Any:
-    if isinstance(value, Mapping) and not isinstance(value, Tracked):
+    if isinstance(value, Mapping):
         return Tracked(value, _prefix=f"{key}.", _read=read)
     if _is_list_of_mappings(value):
         return [_wrap(part, f"{key}.{position}", read) for position, part in enumerate(value)]
@@ -100,7 +100,7 @@ def plain(settings: Any) -> dict[str, Any]:
     if isinstance(settings, Tracked):
         settings = settings._values
     if isinstance(settings, Mapping):
-        return {key: _unwrap(value) for key, value in settings.items()}
+        return dict(settings)
     if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
         return dataclasses.asdict(settings)
     if hasattr(settings, "__dict__") and not isinstance(settings, type):
@@ -108,14 +108,6 @@ def plain(settings: Any) -> dict[str, Any]:
     raise ConfigError(
         f"config is a {type(settings).__name__}; give a mapping, a dataclass or a namespace."
     )
-
-
-def _unwrap(value: Any) -> Any:
-    if isinstance(value, Tracked):
-        return plain(value)
-    if isinstance(value, list):
-        return [_unwrap(part) for part in value]
-    return value
 
 
 def unread(settings: Tracked) -> list[str]:
@@ -288,7 +280,7 @@ def wanted(settings: Mapping[str, Any]) -> tuple[str | None, str] | None:
 
 def contradiction(settings: Mapping[str, Any]) -> str:
     """Name two settings of one configuration that exclude each other; empty if there are none."""
-    asked = []
+    asked: list[tuple[str | None, Setting]] = []
     named = find(settings, "mixed_precision")
     if named is not None and meant(named.value) is not None:
         asked.append((meant(named.value), named))

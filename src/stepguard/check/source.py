@@ -163,27 +163,14 @@ class _FileReader:
         """`CLIP = 0.5` at the top of the module."""
 
     def read(self, tree: ast.Module, name: str) -> None:
-        assigned = []
         unused = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self._import(node)
-            elif isinstance(node, ast.Assign):
-                assigned += [(target, node.value) for target in node.targets]
-            elif _called(node) in ("backward", "manual_backward"):
-                self._losses |= _values_in(node)
-            elif isinstance(node, ast.Expr):
-                unused.add(getattr(node.value, "func", None))
-        for target, value in assigned * 2:
-            if isinstance(target, ast.Name) and not isinstance(value, CONTAINERS):
-                if any(map(self._is_loss, _values_in(value))):
-                    self._losses.add(target.id)
-                if isinstance(value, ast.Constant) and not target.col_offset:
-                    self._numbers[target.id] = value.value
+        self._name_values(tree)
         for node in ast.walk(tree):
             place = f"{name}:{getattr(node, 'lineno', 0)}"
             mentioned = _mentioned(node)
             self._found.mentions.add(mentioned)
+            if isinstance(node, ast.Expr):
+                unused.add(getattr(node.value, "func", None))
             # A norm that is computed and dropped is not monitored.
             if mentioned in NORM_NAMES and node not in unused:
                 self._found.places.setdefault(mentioned, place)
@@ -192,12 +179,29 @@ class _FileReader:
             if isinstance(node, ast.Call):
                 self._call(node, place)
 
+    def _name_values(self, tree: ast.Module) -> None:
+        """Which names are stepguard's, which are a loss, and which are a number."""
+        assigned = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self._import(node)
+            elif isinstance(node, ast.Assign) and not isinstance(node.value, CONTAINERS):
+                assigned += [(target, node.value) for target in node.targets]
+            elif _called(node) in ("backward", "manual_backward"):
+                self._losses |= _values_in(node)
+        for target, value in assigned * 2:
+            name = getattr(target, "id", "")
+            if any(map(self._is_loss, _values_in(value))):
+                self._losses.add(name)
+            if isinstance(value, ast.Constant) and not target.col_offset:
+                self._numbers[name] = value.value
+
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
         module = getattr(node, "module", None) or ""
         for alias in node.names:
             self._found.imports |= {module.partition(".")[0], alias.name.partition(".")[0]}
             whole = f"{module}.{alias.name}".strip(".")
-            if whole.partition(".")[0] != "stepguard" or getattr(node, "level", 0):
+            if whole.partition(".")[0] != "stepguard" or getattr(node, "level", None):
                 continue
             if alias.name == "*":
                 self._ours |= {name: name for name in GUARDS | SETTINGS}

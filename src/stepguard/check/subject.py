@@ -85,12 +85,10 @@ def subject_of(built: Any, named: str) -> Subject:
     else:
         raise ConfigError(f"{named} returned {_described(built)}; {WANTED}.")
     known = [entry.name for entry in fields(Subject)]
-    for name in values:
-        if name not in known:
-            raise ConfigError(
-                f"{named} returned the key {str(name)!r}, which is not known; use "
-                f"{', '.join(known)}."
-            )
+    for name in values.keys() - known:
+        raise ConfigError(
+            f"{named} returned the key {str(name)!r}, which is not known; use {', '.join(known)}."
+        )
     for name in ("model", "optimizer", "scheduler", "scaler"):
         # A guard holds what it was made for.
         if values.get(name) is None:
@@ -101,7 +99,7 @@ def subject_of(built: Any, named: str) -> Subject:
             raise ConfigError(
                 f"{named}: {name} is {_described(values[name])}, not a {kind.__name__}; {WANTED}."
             )
-    loss_fn = values.get("loss_fn", callable)
+    loss_fn = values.get("loss_fn")
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"{named}: loss_fn is {_described(loss_fn)}; give a function of a batch.")
     return Subject(**values)
@@ -264,10 +262,10 @@ def read_framework(given: Any) -> Framework:
         if getattr(args, flag, False):
             found = replace(found, dtype=meant(flag), said=f"TrainingArguments({flag}=True)")
     for fact, names in FACTS.items():
-        for holder in (owner, given, args):
-            for name in names:
-                if getattr(holder, name, None) is not None:
-                    found.facts.setdefault(fact, getattr(holder, name))
+        values = [getattr(holder, name, None) for holder in (owner, given, args) for name in names]
+        known = [value for value in values if value is not None]
+        if known:
+            found.facts[fact] = known[0]
     return found
 
 

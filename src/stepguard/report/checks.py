@@ -31,8 +31,8 @@ from stepguard.report.health import concerns
 from stepguard.report.live import judge_run
 from stepguard.report.phrases import count, first_few, size
 from stepguard.report.screen import Name, Unbroken, middle, titled
-from stepguard.report.story import read_story
-from stepguard.report.summary import changed_settings, group_incidents
+from stepguard.report.story import Run, read_story
+from stepguard.report.summary import IncidentGroup, changed_settings, group_incidents
 
 # --- `stepguard doctor`: its section about the journal, and all sections.
 
@@ -62,21 +62,7 @@ def journal_section(folder: Path) -> Section | None:
     head += "it has not ended" if verdict == "waiting" else verdict
     if run.torn:
         head += f"; {count(run.torn, 'line')} cannot be read"
-    known = [str(run.header[name]) for name in ("optimizer", "schedule") if run.header.get(name)]
-    rates = run.steps.values("lr")
-    if len(rates):
-        known.append(f"learning rate {rates[0]:.4g} at first, {rates[-1]:.4g} at last")
-    changed = [f"{name}={value}" for name, value in changed_settings(run.header).items()]
-    if changed:
-        known.append(f"settings: {first_few(changed, MOST_KINDS)}")
-    lines = [head, ", ".join(known)]
-    for group in group_incidents(run)[:MOST_KINDS]:
-        steps = f"step {group.first_step:,}"
-        if group.count > 1:
-            steps = f"{group.count} times, steps {group.first_step:,} to {group.last_step:,}"
-        cause = f" ({group.code} {group.title})" if group.code else ""
-        where = f", {group.where}" if group.where else ""
-        lines.append(f"{steps}: {group.summary}{cause}{where}")
+    lines = [head, _ran_with(run), *map(_kind_of_incident, group_incidents(run)[:MOST_KINDS])]
     lines += [concern.text for concern in concerns(run)]
     lines += [
         f"another guard of this run wrote to {other}; examine it too" for other in story.elsewhere
@@ -88,6 +74,27 @@ def journal_section(folder: Path) -> Section | None:
         return Section(title="journal", status="fine", lines=shown)
     command = f"stepguard report {shlex.quote(str(folder))}"
     return Section(title="journal", status="warning", lines=shown, commands=(command,))
+
+
+def _ran_with(run: Run) -> str:
+    """Optimizer, schedule, learning rates and settings, as far as they are known."""
+    known = [str(run.header[name]) for name in ("optimizer", "schedule") if run.header.get(name)]
+    rates = run.steps.values("lr")
+    if len(rates):
+        known.append(f"learning rate {rates[0]:.4g} at first, {rates[-1]:.4g} at last")
+    changed = [f"{name}={value}" for name, value in changed_settings(run.header).items()]
+    if changed:
+        known.append(f"settings: {first_few(changed, MOST_KINDS)}")
+    return ", ".join(known)
+
+
+def _kind_of_incident(group: IncidentGroup) -> str:
+    steps = f"step {group.first_step:,}"
+    if group.count > 1:
+        steps = f"{group.count} times, steps {group.first_step:,} to {group.last_step:,}"
+    cause = f" ({group.code} {group.title})" if group.code else ""
+    where = f", {group.where}" if group.where else ""
+    return f"{steps}: {group.summary}{cause}{where}"
 
 
 def render_examination(
@@ -273,14 +280,18 @@ def _verification_table(leaves: Sequence[tuple[Verification, Verification]], wid
         table.add_column(title, justify="left" if title == "format" else "right", no_wrap=True)
     table.add_column("result", no_wrap=True)
     for row, (leaf, result) in enumerate(leaves):
-        # The folder that was asked for and the way down from it: `run/step-3`.
-        above = result.path.rstrip("/").rpartition("/")[0]
-        name = leaf.path.removeprefix(f"{above}/") if leaf is not result else leaf.path
-        if leaf.pointer:
-            name = f"{leaf.pointer} -> {name.rpartition('/')[2]}"
+        name = _short_name(leaf, result)
         cells = [columns[title][row] for title in shown]
         table.add_row(Name(f" {name}"), *cells, verdicts[row])
     return table
+
+
+def _short_name(leaf: Verification, result: Verification) -> str:
+    """The folder that was asked for and the way down from it: `run/step-3`."""
+    above = result.path.rstrip("/").rpartition("/")[0]
+    if leaf.pointer:
+        return f"{leaf.pointer} -> {leaf.path.rpartition('/')[2]}"
+    return leaf.path if leaf is result else leaf.path.removeprefix(f"{above}/")
 
 
 def _verdict(leaf: Verification) -> Text:
@@ -441,15 +452,7 @@ def render_ledger(
             lines.append(" " + "  ".join(cells))
     if len(entries) > MOST_SAMPLES:
         lines.append(f"and {len(entries) - MOST_SAMPLES} more; --json lists all")
-    sums = totals(entries)
-    steps = count(sums["steps"], "step")
-    said = f"{steps} lost samples; how many is not known"
-    if sums["of"]:
-        said = f"{count(sums['lost'], 'sample')} lost in {steps}, of {sums['of']:,} in them"
-        seen = round(seen_steps * sums["of"] / sums["steps"])
-        if seen > sums["of"]:
-            said += f"; {sums['lost'] / seen:.2%} of about {seen:,} seen"
-    lines += ["", said]
+    lines += ["", _sums(totals(entries), seen_steps)]
     again = [suspect for suspect in suspects(entries) if suspect.times > 1]
     if again:
         listed = (f"{middle(s.name, LONGEST_NAME)} {s.times} times" for s in again)
@@ -459,6 +462,15 @@ def render_ledger(
             f"{count(unread, 'line')} could not be read: a crash while writing, or a full disk"
         )
     return "".join(line.rstrip() + "\n" for line in lines)
+
+
+def _sums(sums: dict[str, int], seen_steps: int) -> str:
+    steps = count(sums["steps"], "step")
+    if not sums["of"]:
+        return f"{steps} lost samples; how many is not known"
+    seen = round(seen_steps * sums["of"] / sums["steps"])
+    share = f"; {sums['lost'] / seen:.2%} of about {seen:,} seen" if seen > sums["of"] else ""
+    return f"{count(sums['lost'], 'sample')} lost in {steps}, of {sums['of']:,} in them{share}"
 
 
 def _ledger_row(entry: BadSamples) -> tuple[str, ...]:

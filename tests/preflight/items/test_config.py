@@ -14,7 +14,7 @@ from torch import nn
 
 from preflight.asking import CONFIG, HEALTHY, ask, ask_one, assert_found, built, saved, written
 from stepguard.check.inspection import CheckContext, Inspection
-from stepguard.check.preflight import Subject, run_item, selected
+from stepguard.check.preflight import Subject, run_item
 from stepguard.check.settings import read_settings
 
 FAULTS = [
@@ -107,8 +107,7 @@ def test_unquoted_exponent_is_a_number_where_the_program_takes_it_for_one(
         optimizer = torch.optim.SGD(model.parameters(), lr=2e-3)
     subject = Subject(model=model, optimizer=optimizer, config=read_settings(tmp_path / "c.yaml"))
     run = Inspection(subject, CheckContext(tmp_path, script=tmp_path / "train.py"))
-    (item,) = selected(["config.types"], ())
-    outcome = run_item(item, run)
+    outcome = run_item("config.types", run)
     assert outcome.status == status, outcome
     if status == "warn":
         assert "1.0e-4 instead of 1e-4" in outcome.fix
