@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from stepguard.check.inspection import TracedStep, probe_precision
-from stepguard.check.subject import Framework
+from stepguard.check.subject import FrameworkContext
 
 CPU = torch.device("cpu")
-HALF = Framework(name="half", openers=(lambda: torch.autocast("cpu", dtype=torch.bfloat16),))
+HALF = FrameworkContext(name="half", openers=(lambda: torch.autocast("cpu", dtype=torch.bfloat16),))
 
 
 def test_products_of_the_step_count_more_than_one_of_ours() -> None:
@@ -28,5 +28,5 @@ def test_one_product_in_the_context_without_a_step() -> None:
 
 
 def test_product_has_the_dtype_of_the_parameters_outside_a_context() -> None:
-    probe = probe_precision(nn.Linear(2, 2).double(), CPU, Framework(), TracedStep())
+    probe = probe_precision(nn.Linear(2, 2).double(), CPU, FrameworkContext(), TracedStep())
     assert (probe.dtype, probe.autocast) == ("float64", None)

@@ -21,7 +21,7 @@ from stepguard.check.inspection import CheckContext, Inspection, nonfinite_outpu
 from stepguard.check.items_step import floating_tensors, judge_step
 from stepguard.check.preflight import call_build, run_item
 from stepguard.check.settings import as_number, flat, read_settings
-from stepguard.check.subject import Framework, Subject, subject_of
+from stepguard.check.subject import FrameworkContext, Subject, subject_of
 from stepguard.checkpoints.seal import read_pointer
 from stepguard.records.checks import Status, Verification
 from stepguard.records.incident import Examination, Section, SectionStatus, not_checked
@@ -207,7 +207,7 @@ def _forward_pass(subject: Subject) -> Section:
     handles = [module.register_forward_hook(hook) for module in names]
     model.eval()
     try:
-        step = trace_step(Subject(model=model, batch=inputs), Framework(), inputs)
+        step = trace_step(Subject(model=model, batch=inputs), FrameworkContext(), inputs)
     finally:
         for handle in handles:
             handle.remove()

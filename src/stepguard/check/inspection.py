@@ -44,7 +44,7 @@ from stepguard.check.settings import (
     read_settings,
 )
 from stepguard.check.source import Source, files_below, program_files, read_source
-from stepguard.check.subject import Framework, Subject, read_framework
+from stepguard.check.subject import FrameworkContext, Subject, read_framework
 from stepguard.diagnose.case import plain as real_format
 from stepguard.diagnose.case import words
 from stepguard.records.checks import Status, Verification
@@ -221,7 +221,7 @@ def _user_line() -> str:
     return ""
 
 
-def trace_step(subject: Subject, framework: Framework, batch: Any) -> TracedStep:
+def trace_step(subject: Subject, framework: FrameworkContext, batch: Any) -> TracedStep:
     """Run forward in the real context, and backward. The program's exceptions become `fault`."""
     model = subject.model
     assert model is not None
@@ -322,7 +322,7 @@ class Probe(NamedTuple):
 
 
 def probe_precision(
-    model: nn.Module, device: torch.device, framework: Framework, step: TracedStep | None
+    model: nn.Module, device: torch.device, framework: FrameworkContext, step: TracedStep | None
 ) -> Probe:
     """Take the model's products in its real step; without a batch, one small product."""
     floating = (p.dtype for p in model.parameters() if p.is_floating_point())
@@ -571,7 +571,7 @@ class Inspection:
         return read_launcher(self.subject.launcher or {}, self.subject.launcher_name, os.environ)
 
     @cached_property
-    def framework(self) -> Framework:
+    def framework(self) -> FrameworkContext:
         return read_framework(self.subject.autocast)
 
     @property

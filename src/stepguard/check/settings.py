@@ -288,8 +288,8 @@ def contradiction(settings: Mapping[str, Any]) -> str:
         flag = find(settings, name)
         if flag is not None and _is_on(flag):
             asked.append((dtype, flag))
-    for dtype, setting in asked[1:]:
-        if dtype != asked[0][0]:
+    for other, setting in asked[1:]:
+        if other != asked[0][0]:
             return f"{asked[0][1]} and {setting} exclude each other"
     return ""
 

@@ -75,15 +75,7 @@ def subject_of(built: Any, named: str) -> Subject:
     # A transformers Trainer, recognised by its parts, so that nothing is imported.
     if isinstance(getattr(built, "model", None), nn.Module) and hasattr(built, "args"):
         return _from_trainer(built)
-    values: dict[Any, Any] = {}
-    if isinstance(built, Mapping):
-        values = dict(built)
-    elif isinstance(built, tuple | list) and built and isinstance(built[0], nn.Module):
-        values = _parts_of_tuple(built, named)
-    elif _is_guard(built):
-        values = {"guard": built}
-    else:
-        raise ConfigError(f"{named} returned {_described(built)}; {WANTED}.")
+    values = _parts(built, named)
     known = [entry.name for entry in fields(Subject)]
     for name in values.keys() - known:
         raise ConfigError(
@@ -96,17 +88,22 @@ def subject_of(built: Any, named: str) -> Subject:
     values["optimizer"] = _unwrapped(values["optimizer"])
     for name, kind in (("model", nn.Module), ("optimizer", Optimizer)):
         if not isinstance(values[name], kind | None):
-            raise ConfigError(
-                f"{named}: {name} is {_described(values[name])}, not a {kind.__name__}; {WANTED}."
-            )
+            wrong = _described(values[name])
+            raise ConfigError(f"{named}: {name} is {wrong}, not a {kind.__name__}; {WANTED}.")
     loss_fn = values.get("loss_fn")
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"{named}: loss_fn is {_described(loss_fn)}; give a function of a batch.")
     return Subject(**values)
 
 
-def _parts_of_tuple(built: Any, named: str) -> dict[str, Any]:
-    """The model comes first; each further part is known by what it is."""
+def _parts(built: Any, named: str) -> dict[Any, Any]:
+    """Of a tuple, the model comes first; each further part is known by what it is."""
+    if isinstance(built, Mapping):
+        return dict(built)
+    if _is_guard(built):
+        return {"guard": built}
+    if not isinstance(built, tuple | list) or not built or not isinstance(built[0], nn.Module):
+        raise ConfigError(f"{named} returned {_described(built)}; {WANTED}.")
     parts = {"model": built[0]}
     for position, value in enumerate(built[1:], start=2):
         if value is None:
@@ -204,7 +201,7 @@ FACTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Framework:
+class FrameworkContext:
     """What opens the context, and what its owner declares."""
 
     name: str = "no context"
@@ -225,10 +222,10 @@ class Framework:
             yield
 
 
-def read_framework(given: Any) -> Framework:
+def read_framework(given: Any) -> FrameworkContext:
     """Read what the subject calls `autocast`: a function, or the object of any framework."""
     if given is None:
-        return Framework()
+        return FrameworkContext()
     kind = type(given).__name__
     args = getattr(given, "args", None)
     # A transformers Trainer keeps its Accelerator, Lightning and Fabric keep a precision plugin.
@@ -236,7 +233,7 @@ def read_framework(given: Any) -> Framework:
     plugin = getattr(given, "precision_plugin", getattr(given, "_precision", None))
     opener = getattr(owner, "autocast", getattr(plugin, "forward_context", None))
     if opener is None and callable(given):
-        return Framework("the given context", (given,))
+        return FrameworkContext("the given context", (given,))
     if not callable(opener):
         raise ConfigError(
             f"autocast is a {kind}; give a function that opens the context, such as lambda: "
@@ -244,7 +241,7 @@ def read_framework(given: Any) -> Framework:
             "Trainer."
         )
     openers = [getattr(given, "compute_loss_context_manager", None), opener]
-    found = Framework(
+    found = FrameworkContext(
         f"the context of {kind}",
         tuple(filter(None, openers)),
         scaler=getattr(owner, "scaler", getattr(plugin, "scaler", None)),
@@ -261,12 +258,18 @@ def read_framework(given: Any) -> Framework:
     for flag in ("bf16", "fp16"):
         if getattr(args, flag, False):
             found = replace(found, dtype=meant(flag), said=f"TrainingArguments({flag}=True)")
-    for fact, names in FACTS.items():
-        values = [getattr(holder, name, None) for holder in (owner, given, args) for name in names]
-        known = [value for value in values if value is not None]
-        if known:
-            found.facts[fact] = known[0]
+    found.facts.update(_facts_of((owner, given, args)))
     return found
+
+
+def _facts_of(holders: Iterable[Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for holder in holders:
+        for fact, names in FACTS.items():
+            for name in names:
+                if getattr(holder, name, None) is not None:
+                    facts.setdefault(fact, getattr(holder, name))
+    return facts
 
 
 def default_dtypes() -> str:
