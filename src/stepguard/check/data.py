@@ -289,7 +289,7 @@ def as_tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         # An int of Python has no largest value, one of torch has 64 bits.
         fits = not isinstance(values, int) or abs(values) < 2**63
         yield prefix, torch.tensor(values, dtype=None if fits else torch.float64)
-    elif hasattr(values, "__array_interface__"):
+    elif hasattr(values, "__array__") or hasattr(values, "__array_interface__"):
         import numpy
 
         array = numpy.asarray(values)

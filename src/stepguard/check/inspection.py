@@ -159,8 +159,8 @@ class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
             product = out[0] if isinstance(out, tuple) else out
             self.dtypes[dtype_name(product.dtype)] += 1
         elif name in DIVISIONS:
-            self._divided(args[name != "reciprocal"])
-        elif name == "add":
+            self._divided(args[0] if name == "reciprocal" else args[1])
+        elif name == "add" and len(args) > 1:
             self._added(args, out)
         elif name in CROSS_ENTROPIES:
             # Classes are the second dimension, behind the batch, if there is a batch.

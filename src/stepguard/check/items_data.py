@@ -253,6 +253,15 @@ def labels_range(run: Inspection) -> Answer:
     return passed(f"{spans}, the loss has {classes} classes")
 
 
+def _end_token(run: Inspection) -> int | None:
+    """From the configuration, else from the model, where transformers keeps it."""
+    found = run.number("eos")
+    if found is None:
+        found = getattr(getattr(run.subject.model, "config", None), "eos_token_id", None)
+    # transformers may keep a list of several.
+    return int(found) if isinstance(found, int | float) else None
+
+
 def labels_truncated(run: Inspection) -> Answer:
     labels = _labels(run)
     shortest, longest = min(labels.lengths), max(labels.lengths)
@@ -265,10 +274,7 @@ def labels_truncated(run: Inspection) -> Answer:
         raise NotApplicable(
             f"all examples are {longest} long, and no max_length is configured to compare with"
         )
-    # From the configuration, else from the model, where transformers keeps it.
-    end = run.number("eos")
-    if end is None:
-        end = getattr(getattr(run.subject.model, "config", None), "eos_token_id", None)
+    end = _end_token(run)
     limit = int(configured or longest)
     cut = [name for name, length, last in labels.cuts if length >= limit and last != end]
     lengths = f"lengths {shortest} to {longest}, limit {limit}"
@@ -281,7 +287,7 @@ def labels_truncated(run: Inspection) -> Answer:
             cut = []
     if not cut:
         return passed(f"no answer ends at the limit; {lengths}")
-    how = "to the last token" if end is None else f"without the end token {end:g}"
+    how = "to the last token" if end is None else f"without the end token {end}"
     return warned(
         f"{count(len(cut), 'answer')} of {len(labels.lengths):,} run into the limit {how}: "
         f"{first_few(cut)}",

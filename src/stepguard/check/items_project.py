@@ -222,7 +222,7 @@ def _guard_setting(run: Inspection, name: str) -> tuple[Any, str]:
 def _guarded_or_configured(run: Inspection, name: str, meaning: str) -> tuple[float | None, str]:
     """A number of the GuardConfig, else of the configuration, and which of them names it."""
     value, place = _guard_setting(run, name)
-    if value is not None:
+    if isinstance(value, int | float):
         return float(value), f"GuardConfig.{name}={value:.12g}{place and f' at {place}'}"
     return run.number(meaning), str(run.setting(meaning))
 
@@ -256,7 +256,7 @@ def checklist_clip(run: Inspection) -> Answer:
         unclipped = _guard_setting(run, "clip_norm")
         value, place = run.program.settings.get("clipping", unclipped)
         said = f"the program clips at {place}" + (f" to {value:g}" if value is not None else "")
-    if not place and not value:
+    if not place and (value or 0) <= 0:
         if run.subject.config is None and run.subject.guard is None and run.context.script is None:
             raise NotGiven("give TARGET as module:function, --config FILE, or return `guard`")
         return warned(
@@ -475,7 +475,7 @@ def disk_space(run: Inspection) -> Answer:
     given = run.subject.run_dir or (setting and setting.value)
     if not given:
         raise NotGiven("give --run-dir PATH")
-    folder = Path(given).absolute()
+    folder = Path(str(given)).absolute()
     while not folder.exists():
         folder = folder.parent
     weights, _, state, how = _bytes_needed(run)
