@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from scripts.picture import ROOT, WIDTH, svg_format, theme
 
-from stepguard.preflight.run import Request, check, resolve
+from stepguard.check.preflight import check, resolve
 from stepguard.report.checks import paint_preflight
 from stepguard.report.screen import paper
 
@@ -35,12 +35,9 @@ def picture() -> str:
     console = paper(width=WIDTH, colour=True, record=True)
     torch.manual_seed(0)
     with contextlib.chdir(PROJECT):
-        request = Request(
-            target="tinychat.faults:several_at_once",
-            config=Path("config.json"),
-            launcher=Path("launch.json"),
+        subject, context = resolve(
+            "tinychat.faults:several_at_once", Path("config.json"), Path("launch.json")
         )
-        subject, context = resolve(request)
         result = check(subject, only=SHOWN, target="train:build", context=context)
     paint_preflight(console, result)
     return console.export_svg(

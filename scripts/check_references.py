@@ -252,10 +252,10 @@ class References:
     def items(self) -> set[str]:
         """Ids of what `stepguard check` looks at."""
         found = set()
-        for path in (self.root / "src/stepguard/preflight/items").glob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "item":
-                    found.add(ast.literal_eval(node.args[0]))
+        table = (self.root / "src/stepguard/check/preflight.py").read_text(encoding="utf-8")
+        for node in ast.parse(table).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TITLES":
+                found |= ast.literal_eval(node.value).keys()
         return found
 
     def _item(self, span: str) -> str | None:

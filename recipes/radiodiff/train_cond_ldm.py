@@ -35,8 +35,8 @@ from denoising_diffusion_pytorch.settings import (
 )
 from denoising_diffusion_pytorch.stages import Stages, build_stages
 from stepguard import GuardConfig
+from stepguard.check.settings import plain
 from stepguard.numerics import events
-from stepguard.preflight.subject import plain
 
 Batch = dict[str, Tensor]
 

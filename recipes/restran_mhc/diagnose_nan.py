@@ -21,10 +21,10 @@ from pathlib import Path
 
 from configs.config import Config
 from stepguard import StepguardError
-from stepguard.preflight.doctor import examine
+from stepguard.check.doctor import examine
 from stepguard.records.incident import Section
 from stepguard.report import screen
-from stepguard.report.checks import render_examination
+from stepguard.report.checks import journal_section, render_examination
 
 HERE = Path(__file__).resolve().parent
 EXITS = {"corrupt": 1, "failed": 1}
@@ -78,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 build="train:build",
                 watch=["*alpha*"],
                 exclude=[BACKUP],
+                journal=journal_section(folder),
             )
     except (StepguardError, OSError) as fault:
         print(f"diagnose_nan.py: {fault}", file=sys.stderr)

@@ -28,13 +28,10 @@ def banned(paths: Iterable[PurePosixPath]) -> list[str]:
 
 
 def repeated(paths: Iterable[PurePosixPath]) -> dict[str, list[str]]:
-    """Base names that occur twice below one top-level package.
-
-    `__init__` is left out, and so are preflight items, which bear the name of what they judge.
-    """
+    """Base names that occur twice below one top-level package; `__init__` is left out."""
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     for path in paths:
-        if path.stem != "__init__" and "items" not in path.parts:
+        if path.stem != "__init__":
             places[path.parts[0], path.name].append(str(path))
     return {name: found for (_, name), found in places.items() if len(found) > 1}
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from stepguard._errors import ConfigError
-from stepguard.preflight import Tracked
-from stepguard.preflight.run import Request, check, resolve
+from stepguard.check.preflight import check, resolve
+from stepguard.check.settings import Tracked
 from stepguard.records.checks import Outcome, Preflight
 from stepguard.state.capsule import import_function, importable
 
@@ -43,8 +43,7 @@ def ask(
 ) -> Preflight:
     """`stepguard check TARGET` in the project's folder."""
     with inside(PROJECT):
-        request = Request(target=target, config=config, launcher=launcher, given=given)
-        subject, context = resolve(request)
+        subject, context = resolve(target, config, launcher, **given)
         return check(subject, only=only, target=target, context=context)
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from stepguard.preflight.subject import failed, listed, one_line, passed
+from stepguard.check.inspection import failed, one_line, passed
 
 
 def test_exception_is_one_short_line() -> None:
     fault = ValueError("first line\n   and    more of it")
     assert one_line(fault, 14) == "ValueError: first line and"
-
-
-def test_no_names_are_no_sentence() -> None:
-    assert listed("missing", []) == []
-    assert listed("missing", ["a", "b", "c"], 2) == ["missing: a, b and 1 more"]
 
 
 def test_only_what_is_wrong_needs_a_fix() -> None:

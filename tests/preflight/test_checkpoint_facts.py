@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from stepguard.preflight.inspection import read_checkpoint_facts
+from stepguard.check.inspection import read_checkpoint_facts
 
 WEIGHTS = {"head.weight": torch.ones(3, 2)}
 
@@ -18,14 +18,13 @@ def test_file_with_state_configuration_and_versions_is_read(tmp_path: Path) -> N
     content = {
         "state_dict": WEIGHTS,
         "hyper_parameters": Namespace(lr=0.1, layers=[1, 2], path=Path("x")),
-        "pytorch-lightning_version": "2.6",
         "versions": {"torch": "2.0"},
     }
     torch.save(content, tmp_path / "last.ckpt")
     facts = read_checkpoint_facts(tmp_path / "last.ckpt")
     assert facts.shapes == {"head.weight": (3, 2)}
     assert facts.config == {"lr": 0.1, "layers": [1, 2]}
-    assert facts.versions == {"torch": "2.0", "pytorch-lightning_version": "2.6"}
+    assert facts.versions == {"torch": "2.0"}
 
 
 def test_bare_state_is_the_model(tmp_path: Path) -> None:

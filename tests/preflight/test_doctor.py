@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from preflight.doctored import project_in
+from stepguard.check.doctor import best_of, examine
 from stepguard.check.verify import check_path
-from stepguard.preflight.doctor import best_of, examine
 from stepguard.records.incident import Examination, Section
+from stepguard.report.checks import journal_section
 from verification import saved
 
 
@@ -124,6 +125,6 @@ def test_newest_good_checkpoint_is_the_best(project: Path) -> None:
 
 def test_journal_without_a_line_of_stepguard_is_a_warning(project: Path) -> None:
     Path("run/journal.jsonl").write_text("rubbish\n")
-    found = section(examine(Path("run"), config=None, build=None, watch=[]), "journal")
-    assert found.status == "warning"
+    found = journal_section(Path("run"))
+    assert found is not None and found.status == "warning"
     assert "0 steps, 0 incidents" in found.lines[0] and "1 line cannot be read" in found.lines[0]

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from stepguard import ConfigError
-from stepguard.preflight import Subject, check
-from stepguard.preflight.inspection import Probe
-from stepguard.preflight.items.precision import emulated
-from stepguard.preflight.subject import read_framework, subject_of
+from stepguard.check.inspection import Probe
+from stepguard.check.items_step import emulated
+from stepguard.check.preflight import Subject, check
+from stepguard.check.subject import read_framework, subject_of
 
 
 @pytest.fixture

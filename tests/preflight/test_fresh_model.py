@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from preflight.doctored import project_in
 from stepguard import ConfigError
-from stepguard.preflight.doctor import FreshModel
+from stepguard.check.doctor import examine
+from stepguard.records.incident import Section
+from stepguard.state.capsule import importable
 
 
 @pytest.fixture(autouse=True)
 def _project(tmp_path: Path) -> Iterator[None]:
     with project_in(tmp_path):
         yield
+
+
+def sections(function: str) -> tuple[Section, Section]:
+    """About the values of the fresh model, and about its forward pass."""
+    found = examine(Path("run"), config=None, build=f"doctored_project:{function}", watch=[])
+    values, forward = (s for s in found.sections if s.title in ("fresh model", "forward pass"))
+    return values, forward
 
 
 @pytest.mark.parametrize(
@@ -34,24 +46,26 @@ def _project(tmp_path: Path) -> Iterator[None]:
     ],
 )
 def test_sections_say_what_was_found(function: str, values: str, forward: str) -> None:
-    fresh = FreshModel(f"doctored_project:{function}")
-    assert values in fresh.values_section().lines[0]
-    assert forward in fresh.forward_section().lines[0]
+    about_values, about_forward = sections(function)
+    assert values in about_values.lines[0]
+    assert forward in about_forward.lines[0]
 
 
 def test_inputs_that_do_not_fit_fail_the_forward_pass() -> None:
-    section = FreshModel("doctored_project:with_wrong_inputs").forward_section()
+    _, section = sections("with_wrong_inputs")
     assert section.status == "failed"
     assert section.lines[0].startswith("the step raised RuntimeError: ")
 
 
-def test_no_hook_stays_on_the_model() -> None:
-    fresh = FreshModel("doctored_project:with_inputs")
-    fresh.forward_section()
-    assert fresh.model is not None
-    assert not any(module._forward_hooks for module in fresh.model.modules())
+def test_no_hook_stays_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 4)
+    with importable():
+        module = import_module("doctored_project")
+    monkeypatch.setattr(module, "model", lambda: (model, torch.ones(2, 4)))
+    assert sections("model")[1].status == "fine"
+    assert not model._forward_hooks
 
 
 def test_function_that_cannot_be_imported_is_a_usage_error() -> None:
     with pytest.raises(ConfigError, match="has no function 'nothing'"):
-        FreshModel("doctored_project:nothing")
+        sections("nothing")

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from stepguard import ConfigError
-from stepguard.preflight.inspection import CheckContext, Inspection
-from stepguard.preflight.subject import NotApplicable, NotGiven, Subject
+from stepguard.check.inspection import CheckContext, Inspection, NotApplicable, NotGiven
+from stepguard.check.preflight import Subject
 from stepguard.records.checks import Verification
 
 

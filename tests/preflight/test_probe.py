@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import nn
 
-from stepguard.preflight.inspection import TracedStep, probe_precision
-from stepguard.preflight.subject import FrameworkFacts
+from stepguard.check.inspection import TracedStep, probe_precision
+from stepguard.check.subject import FrameworkContext
 
 CPU = torch.device("cpu")
-HALF = FrameworkFacts(name="half", openers=(lambda: torch.autocast("cpu", dtype=torch.bfloat16),))
+HALF = FrameworkContext(name="half", openers=(lambda: torch.autocast("cpu", dtype=torch.bfloat16),))
 
 
 def test_products_of_the_step_count_more_than_one_of_ours() -> None:
-    step = TracedStep(dtypes=Counter({"float16": 3, "float32": 1}))
+    step = TracedStep()
+    step.dtypes.update({"float16": 3, "float32": 1})
     probe = probe_precision(nn.Linear(2, 2), CPU, HALF, step)
     assert (probe.dtype, probe.autocast) == ("float16", None)
     assert probe.how == "3 of 4 matrix products of the real step on cpu came out as float16"
@@ -29,5 +28,5 @@ def test_one_product_in_the_context_without_a_step() -> None:
 
 
 def test_product_has_the_dtype_of_the_parameters_outside_a_context() -> None:
-    probe = probe_precision(nn.Linear(2, 2).double(), CPU, FrameworkFacts(), TracedStep())
+    probe = probe_precision(nn.Linear(2, 2).double(), CPU, FrameworkContext(), TracedStep())
     assert (probe.dtype, probe.autocast) == ("float64", None)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from preflight.asking import inside
-from stepguard.preflight import Subject, check
+from stepguard.check.preflight import Subject, check
 from stepguard.records.checks import Preflight
 
 LINEAR = nn.Linear(3, 3)

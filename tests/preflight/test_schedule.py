@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from stepguard.preflight import subject
-from stepguard.preflight.subject import dry_run, follows_metric, peak_rates
+from stepguard.check import inspection, items_step
+from stepguard.check.inspection import dry_run, follows_metric, peak_rates
+from stepguard.check.preflight import Subject, check
 
 
 def adam(lr: float = 1e-3) -> torch.optim.Optimizer:
@@ -19,25 +20,29 @@ def test_peak_and_end_are_found_and_the_real_schedule_is_not_moved() -> None:
     optimizer = adam()
     one_cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=100, pct_start=0.3)
     before = one_cycle.state_dict() | {"rate": optimizer.param_groups[0]["lr"]}
-    found = dry_run(optimizer, one_cycle, 99)
-    assert found.peak == pytest.approx(1e-2)
-    assert (found.peak_step, found.whole) == (29, True)
-    assert found.first == pytest.approx(4e-4) and found.last < 1e-6
+    rates, fault = dry_run(optimizer, one_cycle, 99)
+    assert (len(rates), fault) == (100, "")
+    assert (max(rates), rates.index(max(rates))) == (pytest.approx(1e-2), 29)
+    assert rates[0] == pytest.approx(4e-4) and rates[-1] < 1e-6
     assert one_cycle.state_dict() | {"rate": optimizer.param_groups[0]["lr"]} == before
 
 
 def test_schedule_that_is_too_short_says_where_it_fails() -> None:
     optimizer = adam()
-    found = dry_run(optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10), 20)
-    assert found.fault_step == 11 and found.fault.startswith("ValueError: Tried to step")
+    rates, fault = dry_run(optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10), 20)
+    assert len(rates) == 11 and fault.startswith("ValueError: Tried to step")
 
 
 def test_long_run_is_not_tried_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "MOST_STEPS", 5)
+    monkeypatch.setattr(inspection, "MOST_STEPS", 5)
+    monkeypatch.setattr(items_step, "MOST_STEPS", 5)
     optimizer = adam()
-    found = dry_run(optimizer, lr_scheduler.ConstantLR(optimizer), 6)
-    assert (found.steps, found.whole) == (5, False)
-    assert dry_run(optimizer, lr_scheduler.ConstantLR(optimizer), None).whole is False
+    for steps in (6, None):
+        subject = Subject(
+            optimizer=optimizer, scheduler=lr_scheduler.ConstantLR(optimizer), steps=steps
+        )
+        (said,) = check(subject, only=["lr.schedule"]).outcome("lr.schedule").evidence
+        assert said.endswith("5 steps tried (the length of the run is not configured)")
 
 
 def test_rate_that_is_meant_is_the_peak_of_one_cycle_else_the_base() -> None:

@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from stepguard.preflight.subject import (
-    available_memory,
-    gradient_bytes,
-    model_bytes,
-    optimizer_bytes,
-)
+from stepguard.check.items_project import available_memory
+from stepguard.check.preflight import Subject, check
 
 MODEL = nn.BatchNorm1d(4)
 """8 parameters, and buffers of 8 floats and one integer."""
 
 
+def estimate(model: nn.Module, optimizer: Any = None) -> str:
+    subject = Subject(model=model, optimizer=optimizer)
+    return check(subject, only=["memory.estimate"]).outcome("memory.estimate").evidence[0]
+
+
 def test_model_counts_buffers_and_gradients_count_what_is_trained() -> None:
-    assert model_bytes(MODEL) == 8 * 4 + 8 * 4 + 8
-    assert gradient_bytes(MODEL) == 8 * 4
-    assert gradient_bytes(nn.Linear(2, 2).requires_grad_(False)) == 0
+    assert "weights 72 B, gradients 32 B," in estimate(MODEL)
+    assert "gradients 0 B," in estimate(nn.Linear(2, 2).requires_grad_(False))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_state_is_estimated_by_the_kind_of_optimizer(
 ) -> None:
     optimizer = kind(MODEL.parameters(), lr=0.1, **options)
     optimizer.state.clear()
-    assert optimizer_bytes(MODEL, optimizer) == (slots * 32, f"{slots} slots a parameter")
+    assert f"optimizer {slots * 32} B ({slots} slots a parameter)" in estimate(MODEL, optimizer)
 
 
 def test_state_that_exists_is_measured() -> None:
@@ -48,8 +48,8 @@ def test_state_that_exists_is_measured() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model.weight.grad = torch.ones(2, 2)
     optimizer.step()
-    assert optimizer_bytes(model, optimizer) == (2 * 16 + 4, "as it is")
-    assert optimizer_bytes(model, None) == (32, "two moments assumed")
+    assert "optimizer 36 B (as it is)" in estimate(model, optimizer)
+    assert "optimizer 32 B (two moments assumed)" in estimate(model)
 
 
 def test_free_memory_of_the_host_is_known() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepguard.preflight.inspection import CheckContext, Inspection
-from stepguard.preflight.run import alignment, status_facts
-from stepguard.preflight.subject import Subject
+from stepguard.check.inspection import CheckContext, Inspection
+from stepguard.check.preflight import Subject, alignment, status_facts
 
 
 def inspect(**parts: Any) -> Inspection:
@@ -25,23 +24,22 @@ def test_places_that_disagree_contradict_without_a_probe() -> None:
     run = inspect(config={"bf16": True}, launcher={"mixed_precision": "fp16"})
     kind, why = alignment(run)
     assert kind == "contradicted"
-    assert why[0] == "the configuration (bf16=True): bfloat16"
+    assert why[0] == "the configuration (bf16=True) asks for bfloat16"
 
 
 def test_nothing_is_proven_without_a_model_or_a_wish() -> None:
     assert alignment(inspect(config={"bf16": True}))[0] == "unproven"
     kind, why = alignment(inspect(model=nn.Linear(2, 2)))
-    assert (kind, why) == (
-        "unproven",
-        ("nothing asks for a precision; the step runs in float32",),
-    )
+    assert kind == "unproven"
+    assert why[0].endswith("that names a precision") and why[1].endswith("came out as float32")
 
 
 def test_probe_decides_between_aligned_and_contradicted() -> None:
     config = {"bf16": True}
     assert alignment(inspect(model=nn.Linear(2, 2), config=config, autocast=half))[0] == "aligned"
     kind, why = alignment(inspect(model=nn.Linear(2, 2), config=config))
-    assert kind == "contradicted" and why[0].endswith("bfloat16, probed float32")
+    assert kind == "contradicted" and why[0].endswith("came out as float32")
+    assert why[1].endswith("asks for bfloat16")
 
 
 def test_facts_are_of_the_live_objects() -> None:

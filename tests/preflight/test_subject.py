@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stepguard
 from stepguard import ConfigError
-from stepguard.preflight import check
-from stepguard.preflight.subject import Subject, subject_of
+from stepguard.check.preflight import Subject, check
+from stepguard.check.subject import subject_of
 
 MODEL = nn.Linear(2, 2)
 

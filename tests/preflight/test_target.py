@@ -9,12 +9,12 @@ import pytest
 
 from preflight.asking import PROJECT, ask, inside, written
 from stepguard import ConfigError
-from stepguard.preflight.run import Request, check, resolve
+from stepguard.check.preflight import check, resolve
 
 
 def given(target: str, **more: Any) -> Any:
     with inside(PROJECT):
-        return resolve(Request(target=target, **more))
+        return resolve(target, **more)
 
 
 def test_configuration_alone_is_checked_as_far_as_it_goes() -> None:
@@ -43,7 +43,7 @@ def test_points_of_the_checklist_are_judged_by_a_configuration_alone(tmp_path: P
 def test_source_is_not_judged_where_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with inside(tmp_path):
-        subject, context = resolve(Request(target="config.json"))
+        subject, context = resolve("config.json")
         result = check(subject, only=["checklist.norms"], context=context)
     assert result.outcome("checklist.norms").status == "not_checked"
 
@@ -98,13 +98,13 @@ def test_build_function_that_raises_is_told_with_its_error(tmp_path: Path) -> No
         inside(tmp_path),
         pytest.raises(ConfigError, match="broken_build:build raised RuntimeError: no GPU here"),
     ):
-        resolve(Request(target="broken_build:build"))
+        resolve("broken_build:build")
 
 
 def test_file_of_an_unknown_kind_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.doc").touch()
     with inside(tmp_path), pytest.raises(ConfigError, match=r"files of kind \.doc are not known"):
-        resolve(Request(target="a.doc"))
+        resolve("a.doc")
 
 
 def test_number_that_yaml_reads_as_text_is_named_where_the_program_fails_on_it(
@@ -113,7 +113,7 @@ def test_number_that_yaml_reads_as_text_is_named_where_the_program_fails_on_it(
     (tmp_path / "yaml_build.py").write_text("def build(config):\n    return config['lr'] * 0.5\n")
     (tmp_path / "c.yaml").write_text("lr: 2e-3\n")
     with inside(tmp_path), pytest.raises(ConfigError) as raised:
-        resolve(Request(target="yaml_build:build", config=Path("c.yaml")))
+        resolve("yaml_build:build", Path("c.yaml"))
     said = str(raised.value)
     assert (
         "raised TypeError: can't multiply sequence by non-int of type 'float' (lr: 2e-3 is" in said

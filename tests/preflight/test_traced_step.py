@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from preflight.asking import CONFIG, inside
-from stepguard.preflight import Subject, Tracked, check
-from stepguard.preflight.subject import unread
+from stepguard.check.preflight import Subject, Tracked, check
+from stepguard.check.settings import unread
 
 
 class Stateful(nn.Module):

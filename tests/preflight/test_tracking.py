@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepguard.preflight import Tracked
-from stepguard.preflight.subject import plain, unread
+from stepguard.check.settings import Tracked, plain, unread
 
 VALUES: dict[str, Any] = {
     "lr": 1.0,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recipe_latent_dlm import places, quiet, settings
-from stepguard.preflight.subject import unread
+from stepguard.check.settings import unread
 
 # --- configurations
 # --------------------------------------------------------------------------------------------------

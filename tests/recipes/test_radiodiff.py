@@ -11,8 +11,8 @@ import torch
 
 from recipe_process import run
 from stepguard import verify
+from stepguard.check.settings import unread
 from stepguard.journal import read_run
-from stepguard.preflight.subject import unread
 
 TINY = (
     "model.image_size=16",
@@ -99,8 +99,8 @@ def test_the_reports_block_of_settings_is_read_as_numbers(folder: Path, tmp_path
 
 
 def test_the_checklist_knows_that_the_run_will_be_guarded(folder: Path, tmp_path: Path) -> None:
-    from stepguard.preflight import check
-    from stepguard.preflight.subject import subject_of
+    from stepguard.check.preflight import check
+    from stepguard.check.subject import subject_of
     from train_cond_ldm import build
 
     made = build(settings(folder, f"trainer.results_folder={tmp_path}"))
@@ -134,7 +134,7 @@ def test_a_run_whose_batches_are_all_bad_stops(folder: Path) -> None:
 def test_a_resumed_run_says_what_is_configured_otherwise_and_uses_the_configured_rate(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from stepguard.preflight import Subject, check
+    from stepguard.check.preflight import Subject, check
 
     started(folder, f"trainer.results_folder={tmp_path}")
     resume = ("trainer.enable_resume=True", "trainer.resume_milestone=1", "trainer.lr=2e-3")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipe_process import run
-from stepguard.preflight.subject import unread
+from stepguard.check.settings import unread
 
 TINY = (
     "model.hidden_size=16",
@@ -267,7 +267,7 @@ def test_ctrl_c_does_not_save_a_state_that_is_not_finite(folder: Path, tmp_path:
 
 def test_the_checks_of_the_settings_can_be_run_by_themselves(folder: Path, tmp_path: Path) -> None:
     from homework.sft import build
-    from stepguard.preflight import check
+    from stepguard.check.preflight import check
 
     found = check(build(settings(folder, tmp_path, *HALF)), only=("optimizer", "labels"))
 

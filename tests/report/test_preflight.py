@@ -71,16 +71,16 @@ def test_result_survives_strict_json() -> None:
 
 
 def test_every_item_has_a_section() -> None:
-    from stepguard.preflight.items import ITEMS
+    from stepguard.check.preflight import TITLES
 
     parts = {part for names in SECTIONS.values() for part in names}
-    assert {item.id.partition(".")[0] for item in ITEMS} <= parts
+    assert {name.partition(".")[0] for name in TITLES} <= parts
 
 
 def test_every_item_is_in_the_docs() -> None:
-    from stepguard.preflight.items import ITEMS
+    from stepguard.check.preflight import TITLES
 
     page = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
-    points = [item.id for item in ITEMS if item.id.startswith("checklist.")]
+    points = [name for name in TITLES if name.startswith("checklist.")]
     assert len(points) == 10
-    assert [item.id for item in ITEMS if item.id not in points and f"`{item.id}`" not in page] == []
+    assert [name for name in TITLES if name not in points and f"`{name}`" not in page] == []

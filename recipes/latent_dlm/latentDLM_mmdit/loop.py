@@ -21,7 +21,7 @@ from tqdm import tqdm
 from latentDLM_mmdit.pairs import Batch
 from latentDLM_mmdit.ranks import equal_weights
 from latentDLM_mmdit.session import Session
-from stepguard.preflight.subject import plain, unread
+from stepguard.check.settings import plain, unread
 from stepguard.records.codec import dumps
 
 CONDITIONAL = ("training.mode_weights", "training.sequential_schedule", "data.initial_scan_limit")

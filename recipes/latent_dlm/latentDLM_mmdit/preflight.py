@@ -7,8 +7,8 @@ from __future__ import annotations
 from latentDLM_mmdit.guarded import guard_settings
 from latentDLM_mmdit.pairs import folders
 from latentDLM_mmdit.session import Session
-from stepguard.preflight import Subject, check
-from stepguard.preflight.subject import plain
+from stepguard.check.preflight import Subject, check
+from stepguard.check.settings import plain
 
 LOOKED_AT = (
     "precision",

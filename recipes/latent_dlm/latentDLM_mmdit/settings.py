@@ -11,7 +11,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from stepguard.preflight import Tracked
+from stepguard.check.settings import Tracked
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,7 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 Settings = Any
-"""Nested settings with attribute access; reads are remembered (`stepguard.preflight.Tracked`)."""
+"""Nested settings with attribute access; `stepguard.check.settings.Tracked` remembers reads."""
 
 
 def load_config(name: str, overrides: Sequence[str] = (), folder: Path = CONFIGS) -> Settings:
@@ -89,6 +89,6 @@ def from_command_line(
 
 
 def _plain(config: Settings) -> dict[str, Any]:
-    from stepguard.preflight.subject import plain
+    from stepguard.check.settings import plain
 
     return plain(config)

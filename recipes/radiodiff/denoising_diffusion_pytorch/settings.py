@@ -11,11 +11,11 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from omegaconf import OmegaConf
 
-from stepguard.preflight import Subject, Tracked, check
-from stepguard.preflight.subject import plain
+from stepguard.check.preflight import Subject, Tracked, check
+from stepguard.check.settings import plain
 
 Settings = Any
-"""Nested settings with attribute access; reads are remembered (`stepguard.preflight.Tracked`)."""
+"""Nested settings with attribute access; `stepguard.check.settings.Tracked` remembers reads."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Settings:

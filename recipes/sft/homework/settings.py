@@ -13,12 +13,11 @@ import torch
 from omegaconf import OmegaConf
 from transformers import TrainingArguments
 
+from stepguard.check.settings import Tracked, plain
 from stepguard.integrations.transformers import half_precision
-from stepguard.preflight import Tracked
-from stepguard.preflight.subject import plain
 
 Settings = Any
-"""Nested settings with attribute access; reads are remembered (`stepguard.preflight.Tracked`)."""
+"""Nested settings with attribute access; `stepguard.check.settings.Tracked` remembers reads."""
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "train.yaml"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "stepguard")

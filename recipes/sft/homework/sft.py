@@ -38,6 +38,7 @@ from homework.settings import CONFIG, Settings, arguments, load_config, record
 from homework.status import looked_at, subject
 from homework.verdict import Scores, verdict
 from stepguard import GuardConfig, Incident, Policy, TrainingHalted
+from stepguard.check.preflight import Subject
 from stepguard.integrations.transformers import (
     GradientMonitoringCallback,
     SaveRefused,
@@ -45,7 +46,6 @@ from stepguard.integrations.transformers import (
     guard,
     safe_compute_loss,
 )
-from stepguard.preflight import Subject
 
 CURED_BY_FLOAT32 = ("SG502",)
 """Skipping does not help: every update of these weights makes NaN again."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from stepguard.preflight import Subject, check
-from stepguard.preflight.subject import subject_of
+from stepguard.check.preflight import Subject, check
+from stepguard.check.subject import subject_of
 from stepguard.records.checks import Preflight
 
 LOOKED_AT = ("labels", "data", "precision", "scaler", "optimizer")

@@ -1,1 +1,1 @@
-"""Checks outside the training step: verify and quarantine checkpoints without executing them."""
+"""Checks of what lies on disk, and of a training before it starts. Nothing is executed."""

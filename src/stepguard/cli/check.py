@@ -6,16 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
 from stepguard._errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError
 from stepguard.cli._results import echo
-
-if TYPE_CHECKING:
-    from stepguard.preflight.run import Request
-    from stepguard.records.checks import Preflight
 
 Progress = Callable[[int, int | None], None]
 
@@ -49,7 +45,7 @@ IgnoreIndex = Annotated[
     int | None, typer.Option(metavar="N", help="Target value that does not count (-100).")
 ]
 Examples = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Scan at most so many examples.")
+    int | None, typer.Option(min=1, metavar="N", help="Scan at most this many examples.")
 ]
 Only = Annotated[list[str], typer.Option(metavar="ITEM", help="Only this id, section or pattern.")]
 Skip = Annotated[list[str], typer.Option(metavar="ITEM", help="Not this id, section or pattern.")]
@@ -77,51 +73,47 @@ def check(
     """Check a run before it starts: precision, learning rate, labels, data, disk. Exit code 5 if it
     fails.
     """
-    from stepguard.preflight.run import Request
-
-    given: dict[str, object] = {
-        "data": data,
-        "validation": validation,
-        "checkpoint": checkpoint,
-        "run_dir": run_dir,
-        "watch": _limits(watch),
-        "label_key": label_key,
-        "ignore_index": ignore_index,
-        "examples": examples,
-    }
-    request = Request(target=target, config=config, launcher=launcher, given=given)
-    result = _checked(request, tuple(only), tuple(skip), quiet=as_json)
-    _show(result, as_json=as_json)
-    if not result.ok or (strict and result.of("warn")):
-        raise typer.Exit(EXIT_PREFLIGHT)
-    raise typer.Exit(EXIT_OK)
-
-
-def _checked(
-    request: Request, only: tuple[str, ...], skip: tuple[str, ...], *, quiet: bool
-) -> Preflight:
-    from stepguard.preflight.run import check as check_subject
-    from stepguard.preflight.run import resolve, selected
+    from stepguard.check import preflight
+    from stepguard.records.codec import dumps, to_plain
+    from stepguard.report import screen
+    from stepguard.report.checks import paint_preflight
 
     # A misspelt item is an error before anything is built.
-    selected(only, skip)
+    preflight.selected(only, skip)
     with ExitStack() as stack:
-        if quiet:
+        if as_json:
             # What the program prints must not get into the JSON.
             stack.enter_context(redirect_stdout(sys.stderr))
-        subject, context = resolve(request)
+        subject, context = preflight.resolve(
+            target,
+            config,
+            launcher,
+            data=data,
+            validation=validation,
+            checkpoint=checkpoint,
+            run_dir=run_dir,
+            watch=_limits(watch),
+            label_key=label_key,
+            ignore_index=ignore_index,
+            examples=examples,
+        )
         # A guard that the build function returned has hooks, and perhaps a journal.
         if hasattr(subject.guard, "close"):
             stack.callback(subject.guard.close)
         progress = stack.enter_context(_bar(sys.stderr))
-        return check_subject(
-            subject,
-            only=only,
-            skip=skip,
-            target=request.target,
-            context=context,
-            progress=progress,
+        result = preflight.check(
+            subject, only=only, skip=skip, target=target, context=context, progress=progress
         )
+    out = sys.stdout
+    if as_json:
+        echo(dumps({**to_plain(result), "ok": result.ok}))
+    else:
+        unicode = screen.takes_unicode(out)
+        text = screen.draw(out, lambda console: paint_preflight(console, result, unicode=unicode))
+        screen.put(text, out)
+    if not result.ok or (strict and result.of("warn")):
+        raise typer.Exit(EXIT_PREFLIGHT)
+    raise typer.Exit(EXIT_OK)
 
 
 def _limits(words: list[str]) -> dict[str, float]:
@@ -130,16 +122,15 @@ def _limits(words: list[str]) -> dict[str, float]:
     for word in words:
         pattern, _, number = word.rpartition("=")
         try:
-            limit = float(number)
+            limits[pattern] = float(number)
         except ValueError:
-            limit = 0.0
+            pattern = ""
         # Written so that a NaN is refused as well.
-        if not pattern or not limit > 0:
+        if not pattern or not limits[pattern] > 0:
             raise ConfigError(
                 f"--watch {word!r} must look like PATTERN=LIMIT, as in '*.alpha=10', with a limit "
                 "above 0."
             )
-        limits[pattern] = limit
     return limits
 
 
@@ -157,21 +148,3 @@ def _bar(stream: TextIO) -> Iterator[Progress | None]:
     with Bar(console=Console(file=stream), transient=True) as bar:
         task = bar.add_task("reading examples", total=None, visible=False)
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
-
-
-def _show(result: Preflight, *, as_json: bool) -> None:
-    from stepguard.records.codec import dumps, to_plain
-    from stepguard.report import screen
-    from stepguard.report.checks import render_preflight
-
-    if as_json:
-        echo(dumps({**to_plain(result), "ok": result.ok}))
-        return
-    out = sys.stdout
-    text = render_preflight(
-        result,
-        width=screen.columns(out),
-        colour=screen.wants_colour(out),
-        unicode=screen.takes_unicode(out),
-    )
-    screen.put(text, out)

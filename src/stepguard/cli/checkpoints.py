@@ -57,8 +57,8 @@ def verify(
     """Check checkpoints of any format: NaN, torn or altered files, missing shards. Runs no code
     from them.
     """
+    from stepguard.check.settings import configured_rate
     from stepguard.check.verify import nothing_in
-    from stepguard.preflight.settings import configured_rate
     from stepguard.report.checks import render_results
 
     exclude(lr=lr is not None, config=config)
@@ -275,9 +275,9 @@ def doctor(
     """Examine a run that will not train: its journal, capsules and checkpoints, and the exact next
     commands.
     """
-    from stepguard.preflight.doctor import examine
+    from stepguard.check.doctor import examine
     from stepguard.records.codec import to_plain
-    from stepguard.report.checks import render_examination
+    from stepguard.report.checks import journal_section, render_examination
 
     if not folder.is_dir():
         raise ConfigError(
@@ -292,6 +292,7 @@ def doctor(
             watch=watch or [],
             plan=bar.plan,
             progress=bar.advance,
+            journal=journal_section(folder),
         )
     if all(section.status == "not checked" for section in found.sections[:-1]):
         raise ConfigError(

@@ -1,10 +1,11 @@
-"""Verified checkpoints for a terminal: one line each, then what is wrong with them."""
+"""Checks for a terminal: a preflight, a doctor's sections, verified checkpoints, bad samples."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from io import StringIO
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -13,6 +14,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from stepguard._errors import JournalError
 from stepguard.records.checks import (
     BadSamples,
     Identity,
@@ -24,12 +26,18 @@ from stepguard.records.checks import (
 )
 from stepguard.records.codec import printable, to_jsonable
 from stepguard.records.incident import Examination, Section
-from stepguard.report import phrases, screen
+from stepguard.report import screen
+from stepguard.report.health import concerns
+from stepguard.report.live import judge_run
+from stepguard.report.phrases import count, first_few, size
 from stepguard.report.screen import Name, Unbroken, middle, titled
+from stepguard.report.story import Run, read_story
+from stepguard.report.summary import IncidentGroup, changed_settings, group_incidents
 
-# --- The sections of `stepguard doctor` for a terminal.
+# --- `stepguard doctor`: its section about the journal, and all sections.
 
-
+MOST_KINDS = 8
+"""Kinds of incidents, and settings, that the doctor lists."""
 VERDICT_STYLES = {
     "fine": "green",
     "warning": "yellow",
@@ -39,51 +47,75 @@ VERDICT_STYLES = {
 }
 
 
+def journal_section(folder: Path) -> Section | None:
+    """What the run itself has written down: its setting, its end, its incidents by kind."""
+    if not (folder / "journal.jsonl").is_file():
+        return None
+    try:
+        story = read_story(folder)
+    except (JournalError, OSError) as fault:
+        said = f"it cannot be read: {str(fault).splitlines()[0]}"
+        return Section(title="journal", status="warning", lines=(said,))
+    run = story.latest
+    verdict = judge_run(run, (), None, now=True)
+    head = f"{count(len(run.steps), 'step')}, {count(len(run.incidents), 'incident')}; "
+    head += "it has not ended" if verdict == "waiting" else verdict
+    if run.torn:
+        head += f"; {count(run.torn, 'line')} cannot be read"
+    lines = [head, _ran_with(run), *map(_kind_of_incident, group_incidents(run)[:MOST_KINDS])]
+    lines += [concern.text for concern in concerns(run)]
+    lines += [
+        f"another guard of this run wrote to {other}; examine it too" for other in story.elsewhere
+    ]
+    shown = tuple(filter(None, lines))
+    # A killed run tears the last line; a file of which no line can be read is something else.
+    readable = len(run.steps) > 0 or not run.torn
+    if verdict in ("healthy", "waiting") and not run.incidents and readable:
+        return Section(title="journal", status="fine", lines=shown)
+    command = f"stepguard report {shlex.quote(str(folder))}"
+    return Section(title="journal", status="warning", lines=shown, commands=(command,))
+
+
+def _ran_with(run: Run) -> str:
+    """Optimizer, schedule, learning rates and settings, as far as they are known."""
+    known = [str(run.header[name]) for name in ("optimizer", "schedule") if run.header.get(name)]
+    rates = run.steps.values("lr")
+    if len(rates):
+        known.append(f"learning rate {rates[0]:.4g} at first, {rates[-1]:.4g} at last")
+    changed = [f"{name}={value}" for name, value in changed_settings(run.header).items()]
+    if changed:
+        known.append(f"settings: {first_few(changed, MOST_KINDS)}")
+    return ", ".join(known)
+
+
+def _kind_of_incident(group: IncidentGroup) -> str:
+    steps = f"step {group.first_step:,}"
+    if group.count > 1:
+        steps = f"{group.count} times, steps {group.first_step:,} to {group.last_step:,}"
+    cause = f" ({group.code} {group.title})" if group.code else ""
+    where = f", {group.where}" if group.where else ""
+    return f"{steps}: {group.summary}{cause}{where}"
+
+
 def render_examination(
     found: Examination, *, width: int, colour: bool, unicode: bool = True
 ) -> str:
     """The whole screen as text."""
     console = screen.paper(width=width, colour=colour)
-    paint_examination(console, found, unicode=unicode)
-    assert isinstance(console.file, StringIO)
-    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
-
-
-def paint_examination(console: Console, found: Examination, *, unicode: bool = True) -> None:
-    console.print(titled(f"stepguard doctor: {found.path}", width=console.width, unicode=unicode))
+    console.print(titled(f"stepguard doctor: {found.path}", width=width, unicode=unicode))
     for number, section in enumerate(found.sections, start=1):
-        _section(console, number, section)
+        status = (section.status, VERDICT_STYLES[section.status])
+        console.print(Text.assemble(f" {number}. ", (section.title, "bold"), "  ", status))
+        for line in section.lines:
+            console.print(Padding(Unbroken(line), (0, 0, 0, 4)))
+        for command in section.commands:
+            # never broken, so that it can be copied
+            console.print(Text(f"    $ {command}", style="bold"), soft_wrap=True)
+        console.print()
+    return screen.text_on(console)
 
 
-def _section(console: Console, number: int, section: Section) -> None:
-    console.print(
-        Text.assemble(
-            f" {number}. ",
-            (section.title, "bold"),
-            "  ",
-            (section.status, VERDICT_STYLES[section.status]),
-        ),
-    )
-    _indented(console, section)
-    for command in section.commands:
-        # never broken, so that it can be copied
-        console.print(Text(f"    $ {command}", style="bold"), soft_wrap=True)
-    console.print()
-
-
-def _indented(console: Console, section: Section) -> None:
-    grid = Table.grid(padding=(0, 0, 0, 0))
-    grid.add_column(width=4)
-    grid.add_column()
-    for line in section.lines:
-        grid.add_row("", Unbroken(line))
-    if section.lines:
-        console.print(grid)
-
-
-# --- A preflight for a terminal: the state, a table of what fails, warns and passes, and a
-# summary.
-
+# --- A preflight: the state, a table of what fails, warns and passes, and a summary.
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "precision": ("precision", "scaler"),
@@ -119,35 +151,47 @@ def render_preflight(
     """The whole screen as text."""
     console = screen.paper(width=width, colour=colour)
     paint_preflight(console, result, unicode=unicode)
-    assert isinstance(console.file, StringIO)
-    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
+    return screen.text_on(console)
 
 
 def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True) -> None:
     """Print state, sections and summary; a section without an outcome is left out."""
-    title = "stepguard check"
-    if result.target:
-        title += f": {result.target}"
-    _title(console, title, unicode)
+
+    def title(text: str) -> None:
+        console.print(titled(text, width=console.width, unicode=unicode))
+
+    title(f"stepguard check: {result.target}".removesuffix(": "))
     if result.facts:
         console.print(_state(result))
     checked = result.of("pass", "warn", "fail", "not_applicable")
     for heading, parts in SECTIONS.items():
         inside = [outcome for outcome in checked if outcome.section in parts]
         if inside:
-            _title(console, heading, unicode)
-            console.print(_table(inside))
-    missing = result.of("not_checked")
-    if missing:
-        _title(console, "not checked", unicode)
-        console.print(_missing(missing))
-    line = "─" if unicode else "-"
-    console.print(Rule(characters=line, style="dim"))
-    console.print(_summary(result))
-
-
-def _title(console: Console, text: str, unicode: bool) -> None:
-    console.print(titled(text, width=console.width, unicode=unicode))
+            title(heading)
+            console.print(_outcomes(inside))
+    # Grouped by what to give, so that ten items that wait for one thing are one line.
+    waiting: dict[str, list[str]] = {}
+    for outcome in result.of("not_checked"):
+        waiting.setdefault(" ".join(outcome.evidence[:1]), []).append(outcome.id)
+    if waiting:
+        title("not checked")
+    for give, ids in waiting.items():
+        console.print(Unbroken(f" {give}"))
+        console.print(Padding(Unbroken(", ".join(ids), "dim"), (0, 0, 0, 4)))
+    console.print(Rule(characters="─" if unicode else "-", style="dim"))
+    verdict, style, names = "ready", "green", ""
+    failed, warned = result.of("fail"), result.of("warn")
+    if failed:
+        verdict, style = "not ready", "bold red"
+        names = f" ({', '.join(outcome.id for outcome in failed)})"
+    elif warned:
+        verdict, style = "ready, with warnings", "bold yellow"
+    counts = (
+        f": {len(failed)} failed{names}, {len(warned)} warned, {len(result.of('pass'))} passed, "
+        f"{len(result.of('not_applicable'))} not applicable, "
+        f"{len(result.of('not_checked'))} not checked"
+    )
+    console.print(Text.assemble((f" {verdict}", style), counts))
 
 
 def _state(result: Preflight) -> RenderableType:
@@ -156,77 +200,34 @@ def _state(result: Preflight) -> RenderableType:
     grid.add_column()
     before = ""
     for name, value in result.facts:
-        label = ""
         # Several values of one name: the name stands at the first.
-        if name != before:
-            label = f" {name}"
-        grid.add_row(label, Unbroken(value))
+        grid.add_row("" if name == before else f" {name}", Unbroken(value))
         before = name
-    text, style = ALIGNED[result.alignment]
-    lines = [Unbroken(text, style)]
+    lines = [Unbroken(*ALIGNED[result.alignment])]
     lines += [Unbroken(why, "dim") for why in result.alignment_why]
     grid.add_row(" status", Group(*lines))
     return grid
 
 
-def _table(outcomes: Iterable[Outcome]) -> RenderableType:
+def _outcomes(outcomes: Iterable[Outcome]) -> RenderableType:
+    """What was found; for a warning or failure also what is expected and how to fix it."""
     table = Table.grid(padding=(0, 1, 0, 0), expand=True)
     table.add_column(width=5, no_wrap=True)
     table.add_column(width=ID_WIDTH)
     table.add_column(ratio=1)
     for outcome in outcomes:
         word, style = STATUS_STYLES[outcome.status]
-        table.add_row(Text(f" {word}", style=style), Name(outcome.id), _lines(outcome, style))
+        wrong = outcome.status in ("warn", "fail")
+        lines = [Unbroken(sentence, "" if wrong else "dim") for sentence in outcome.evidence]
+        if wrong:
+            lines.insert(0, Unbroken(f"expected: {outcome.title}", style))
+        if outcome.fix:
+            lines.append(Unbroken(Text.assemble(("fix: ", "bold cyan"), outcome.fix)))
+        table.add_row(Text(f" {word}", style=style), Name(outcome.id), Group(*lines))
     return table
 
 
-def _lines(outcome: Outcome, style: str) -> Group:
-    """What was found; for a warning or failure also what is expected and how to fix it."""
-    if outcome.status in ("pass", "not_applicable"):
-        return Group(*[Unbroken(sentence, "dim") for sentence in outcome.evidence])
-    lines = [Unbroken(f"expected: {outcome.title}", style)]
-    lines += [Unbroken(sentence) for sentence in outcome.evidence]
-    if outcome.fix:
-        lines.append(Unbroken(Text.assemble(("fix: ", "bold cyan"), outcome.fix)))
-    return Group(*lines)
-
-
-def _missing(outcomes: Iterable[Outcome]) -> RenderableType:
-    """Group by what to give, so that ten items that wait for one thing are one line."""
-    waiting: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        give = " ".join(outcome.evidence[:1])
-        waiting.setdefault(give, []).append(outcome.id)
-    lines: list[RenderableType] = []
-    for give, ids in waiting.items():
-        lines.append(Unbroken(f" {give}"))
-        lines.append(Padding(Unbroken(", ".join(ids), "dim"), (0, 0, 0, 4)))
-    return Group(*lines)
-
-
-def _summary(result: Preflight) -> Text:
-    failed = result.of("fail")
-    warned = result.of("warn")
-    verdict = "ready"
-    style = "green"
-    names = ""
-    if failed:
-        verdict = "not ready"
-        style = "bold red"
-        names = f" ({', '.join(outcome.id for outcome in failed)})"
-    elif warned:
-        verdict = "ready, with warnings"
-        style = "bold yellow"
-    counts = (
-        f": {len(failed)} failed{names}, {len(warned)} warned, {len(result.of('pass'))} passed, "
-        f"{len(result.of('not_applicable'))} not applicable, "
-        f"{len(result.of('not_checked'))} not checked"
-    )
-    return Text.assemble((f" {verdict}", style), counts)
-
-
-# --- Verified checkpoints for a terminal: one line each, then what is wrong with them.
-
+# --- Verified checkpoints: one line each, then what is wrong with them.
 
 MOST_LISTED = 12
 """Problems shown for one checkpoint; `--json` has all."""
@@ -234,182 +235,130 @@ NAME_WIDTH = 24
 """Columns that a name gets at least."""
 GAP = 2
 """Blanks between two columns."""
-ORDER = ("format", "step", "tensors", "size")
-"""Optional columns from left to right."""
-IMPORTANCE = ("format", "size", "step", "tensors")
-"""In a narrow window the last ones are left out first."""
 UNSAFE = frozenset({"hostile", "global"})
 """Kinds of a file that may be complete and finite, but could run code when it is loaded."""
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 def render_results(results: Sequence[Verification], *, width: int, colour: bool) -> str:
-    """Render the whole screen as text."""
+    """A table of all checkpoints, the problems of each, and one line that sums up."""
     console = screen.paper(width=width, colour=colour)
-    print_results(console, results)
-    assert isinstance(console.file, StringIO)
-    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
-
-
-def print_results(console: Console, results: Sequence[Verification]) -> None:
-    """Print a table of all checkpoints, the problems of each, and one line that sums up."""
-    if any(result.leaves for result in results):
-        console.print(_verification_table(results, console.width))
+    leaves = [(leaf, result) for result in results for leaf in result.leaves]
+    if leaves:
+        console.print(_verification_table(leaves, width))
+    for leaf, _ in leaves:
+        _print_problems(console, leaf.path, leaf.problems)
     for result in results:
-        for leaf in result.leaves:
-            if leaf.problems:
-                _print_details(console, leaf.path, leaf.problems)
-    for result in results:
-        own = _own_problems(result)
-        if own:
-            _print_details(console, result.path, own)
+        if result.format == "folder":
+            # Those that belong to none of the folder's checkpoints.
+            inside = {problem for part in result.parts for problem in part.problems}
+            _print_problems(console, result.path, [p for p in result.problems if p not in inside])
     console.print()
-    console.print(conclusion(results))
+    console.print(_conclusion([leaf for leaf, _ in leaves], sum(r.seconds for r in results)))
+    return screen.text_on(console)
 
 
-def _own_problems(result: Verification) -> list[Problem]:
-    """Return the problems of a folder that belong to none of its checkpoints."""
-    if result.format != "folder":
-        return []
-    inside: set[Problem] = set()
-    for part in result.parts:
-        inside.update(part.problems)
-    return [problem for problem in result.problems if problem not in inside]
-
-
-def _verification_table(results: Sequence[Verification], width: int) -> Table:
+def _verification_table(leaves: Sequence[tuple[Verification, Verification]], width: int) -> Table:
     """Draw one line a checkpoint; in a narrow window with fewer columns, `--json` has them all."""
-    names = []
-    rows = []
-    verdicts = []
-    for result in results:
-        for leaf in result.leaves:
-            name = below(leaf.path, result.path)
-            if leaf.pointer:
-                name = f"{leaf.pointer} -> {name.rpartition('/')[2]}"
-            names.append(name)
-            rows.append(_cells(leaf))
-            verdicts.append(verdict(leaf))
+    verdicts = [_verdict(leaf) for leaf, _ in leaves]
     room = width - NAME_WIDTH - GAP - max(map(len, verdicts))
-    shown = _columns_that_fit(rows, room)
+    # The most important first: what does not fit any more is dropped.
+    columns = {
+        "format": [leaf.format for leaf, _ in leaves],
+        "size": [size(leaf.bytes) for leaf, _ in leaves],
+        "step": ["" if leaf.step is None else f"{leaf.step:,}" for leaf, _ in leaves],
+        "tensors": [f"{leaf.tensors:,}" for leaf, _ in leaves],
+    }
+    for title, cells in list(columns.items()):
+        room -= GAP + max(len(title), *map(len, cells))
+        if room < 0:
+            del columns[title]
     table = Table(box=None, header_style="dim", padding=(0, GAP, 0, 0), pad_edge=False)
     table.add_column(" checkpoint", ratio=1)
-    for column in shown:
-        is_text = column == "format"
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+    shown = [title for title in ("format", "step", "tensors", "size") if title in columns]
+    for title in shown:
+        table.add_column(title, justify="left" if title == "format" else "right", no_wrap=True)
     table.add_column("result", no_wrap=True)
-    for name, row, result_text in zip(names, rows, verdicts, strict=True):
-        table.add_row(Name(f" {name}"), *(row[column] for column in shown), result_text)
+    for row, (leaf, result) in enumerate(leaves):
+        name = _short_name(leaf, result)
+        cells = [columns[title][row] for title in shown]
+        table.add_row(Name(f" {name}"), *cells, verdicts[row])
     return table
 
 
-def _cells(leaf: Verification) -> dict[str, str]:
-    return {
-        "format": leaf.format,
-        "size": phrases.size(leaf.bytes),
-        "step": "" if leaf.step is None else f"{leaf.step:,}",
-        "tensors": f"{leaf.tensors:,}",
-    }
+def _short_name(leaf: Verification, result: Verification) -> str:
+    """The folder that was asked for and the way down from it: `run/step-3`."""
+    above = result.path.rstrip("/").rpartition("/")[0]
+    if leaf.pointer:
+        return f"{leaf.pointer} -> {leaf.path.rpartition('/')[2]}"
+    return leaf.path if leaf is result else leaf.path.removeprefix(f"{above}/")
 
 
-def _columns_that_fit(rows: Sequence[dict[str, str]], room: int) -> list[str]:
-    fitting = set()
-    for column in IMPORTANCE:
-        room -= GAP + max(len(column), *(len(row[column]) for row in rows))
-        if room >= 0:
-            fitting.add(column)
-    return [column for column in ORDER if column in fitting]
-
-
-def below(path: str, asked: str) -> str:
-    """Shorten a path to the folder that was asked for and the way down from it: `run/step-3`."""
-    folder = asked.rstrip("/")
-    inner = path.removeprefix(f"{folder}/")
-    if inner == path:
-        return path
-    name = folder.rpartition("/")[2]
-    return f"{name}/{inner}" if name else inner
-
-
-def verdict(leaf: Verification) -> Text:
+def _verdict(leaf: Verification) -> Text:
     """Return `good`, or how many errors and warnings there are."""
     if not leaf.problems:
         return Text("good", style="green")
     if leaf.ok:
-        return Text(f"good, {phrases.count(len(leaf.warnings), 'warning')}", style="yellow")
+        return Text(f"good, {count(len(leaf.warnings), 'warning')}", style="yellow")
     if leaf.diverged and not leaf.corrupt:
         return Text("diverged", style="bold red")
     word = "corrupt" if leaf.corrupt else "other lr"
     if all(problem.kind in UNSAFE for problem in leaf.errors):
         word = "unsafe"
-    return Text(f"{word}, {phrases.count(len(leaf.errors), 'error')}", style="bold red")
+    return Text(f"{word}, {count(len(leaf.errors), 'error')}", style="bold red")
 
 
-def _print_details(console: Console, path: str, problems: Sequence[Problem]) -> None:
+def _print_problems(console: Console, path: str, problems: Sequence[Problem]) -> None:
+    if not problems:
+        return
     console.print()
     # outside the table and never wrapped, so that it can be copied
     console.print(Text(f" {path}", style="bold"), soft_wrap=True)
-    ordered = sorted(problems, key=lambda problem: problem.severity != "error")
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True)
     grid.add_column()
-    for problem in ordered[:MOST_LISTED]:
+    for problem in sorted(problems, key=lambda problem: problem.severity)[:MOST_LISTED]:
+        inner = problem.file.removeprefix(path).lstrip("/")
+        place = (f"{inner}: ", "dim") if inner and problem.file != path else ""
+        role = f" ({problem.role})" if problem.role else ""
+        tensor = (problem.tensor, "bold") if problem.tensor else ""
+        between = f"{role}: " if problem.tensor else ""
         grid.add_row(
             Text(problem.severity, style=SEVERITY_STYLES[problem.severity]),
             Text(problem.kind, style="cyan"),
-            Unbroken(_sentence(problem, path)),
+            Unbroken(Text.assemble(place, tensor, between, problem.detail)),
         )
     console.print(Padding(grid, (0, 0, 0, 3)))
-    more = len(ordered) - MOST_LISTED
-    if more > 0:
+    if len(problems) > MOST_LISTED:
+        more = len(problems) - MOST_LISTED
         console.print(Text(f"   and {more} more; --json lists all", style="dim"))
 
 
-def _sentence(problem: Problem, path: str) -> Text:
-    text = Text()
-    inner = problem.file.removeprefix(path).lstrip("/")
-    if inner and problem.file != path:
-        text.append(f"{inner}: ", style="dim")
-    if problem.tensor:
-        text.append(problem.tensor, style="bold")
-        text.append(f" ({problem.role}): " if problem.role else ": ")
-    text.append(problem.detail)
-    return text
-
-
-def conclusion(results: Sequence[Verification]) -> Text:
+def _conclusion(leaves: Sequence[Verification], seconds: float) -> Text:
     """Sum up: `3 checkpoints, 2 good, 1 corrupt; 1,204 tensors, 2.1 GB in 1.4 s (1.5 GB/s)`."""
-    leaves = [leaf for result in results for leaf in result.leaves]
     if not leaves:
         return Text(" no checkpoint found", style="yellow")
     good = sum(leaf.ok for leaf in leaves)
     corrupt = sum(leaf.corrupt for leaf in leaves)
     diverged = sum(leaf.diverged and not leaf.corrupt for leaf in leaves)
-    other = len(leaves) - good - corrupt - diverged
-    line = f" {phrases.count(len(leaves), 'checkpoint')}, {good} good"
-    if corrupt:
-        line += f", {corrupt} corrupt"
-    if diverged:
-        line += f", {diverged} diverged"
-    if other:
-        line += f", {other} with another learning rate"
-    line += f"; {_amounts(leaves, sum(result.seconds for result in results))}"
+    kinds = {
+        "corrupt": corrupt,
+        "diverged": diverged,
+        "with another learning rate": len(leaves) - good - corrupt - diverged,
+    }
+    line = f" {count(len(leaves), 'checkpoint')}, {good} good"
+    line += "".join(f", {number} {kind}" for kind, number in kinds.items() if number)
+    total = sum(leaf.bytes for leaf in leaves)
+    tensors = count(sum(leaf.tensors for leaf in leaves), "tensor")
+    line += f"; {tensors}, {size(total)} in {seconds:.1f} s"
+    # below half a second the speed would be that of opening files
+    if seconds > 0.5:
+        line += f" ({size(total / seconds)}/s)"
     return Text(line, style="green" if good == len(leaves) else "bold red")
 
 
-def _amounts(leaves: Sequence[Verification], seconds: float) -> str:
-    tensors = phrases.count(sum(leaf.tensors for leaf in leaves), "tensor")
-    total = sum(leaf.bytes for leaf in leaves)
-    text = f"{tensors}, {phrases.size(total)} in {seconds:.1f} s"
-    # below half a second the speed would be that of opening files
-    if seconds > 0.5:
-        text += f" ({phrases.size(total / seconds)}/s)"
-    return text
-
-
-# --- Show the ledger of bad samples: what was lost, where it is in the data set, how often.
-
+# --- The ledger of bad samples: what was lost, where it is in the data set, how often.
 
 MOST_SAMPLES = 40
 """Lines of the table; `--json` has all."""
@@ -436,9 +385,7 @@ class Suspect:
         """`row 17 (id a.png)`."""
         if self.index is None:
             return f"id {self.id}"
-        if self.id is None:
-            return f"row {self.index}"
-        return f"row {self.index} (id {self.id})"
+        return f"row {self.index}" + ("" if self.id is None else f" (id {self.id})")
 
 
 def suspects(entries: Sequence[BadSamples]) -> list[Suspect]:
@@ -458,23 +405,19 @@ def suspects(entries: Sequence[BadSamples]) -> list[Suspect]:
 
 
 def _identities(entry: BadSamples) -> list[tuple[Identity | None, Identity | None]]:
-    indices = entry.indices or ()
-    ids = entry.ids or ()
+    indices, ids = entry.indices or (), entry.ids or ()
     if indices and len(indices) == len(ids):
         return list(zip(indices, ids, strict=True))
-    if indices:
-        return [(index, None) for index in indices]
-    return [(None, own) for own in ids]
+    return [(index, None) for index in indices] or [(None, own) for own in ids]
 
 
 def totals(entries: Sequence[BadSamples]) -> dict[str, int]:
     """Samples lost, steps they were lost in, and all samples of these steps."""
-    lost = 0
     steps = {}
     for entry in entries:
-        lost += entry.count
         # A step that lost several micro-batches has several entries, each with all its samples.
         steps[entry.run, entry.attempt, entry.incident or entry.step, entry.rank] = entry.of
+    lost = sum(entry.count for entry in entries)
     return {"lost": lost, "steps": len(steps), "of": sum(steps.values())}
 
 
@@ -497,79 +440,58 @@ def render_ledger(
     """The table, the totals, and who was lost more than once."""
     if not entries and not unread:
         return f"no samples were lost in {printable(run)}\n"
-    lines = _bad_samples_table(entries[:MOST_SAMPLES], width) if entries else []
+    lines = []
+    if entries:
+        rows = [HEADINGS, *map(_ledger_row, entries[:MOST_SAMPLES])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+        room = width - sum(widths) - 2 * len(widths) - 1
+        for row in rows:
+            cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
+            if room >= SHORTEST_PLACE:
+                cells.append(middle(row[-1], room))
+            lines.append(" " + "  ".join(cells))
     if len(entries) > MOST_SAMPLES:
         lines.append(f"and {len(entries) - MOST_SAMPLES} more; --json lists all")
-    lines += ["", _sums(entries, seen_steps), *_repeated(entries)]
+    lines += ["", _sums(totals(entries), seen_steps)]
+    again = [suspect for suspect in suspects(entries) if suspect.times > 1]
+    if again:
+        listed = (f"{middle(s.name, LONGEST_NAME)} {s.times} times" for s in again)
+        lines.append(f"more than once: {first_few(listed)}")
     if unread:
         lines.append(
-            f"{phrases.count(unread, 'line')} could not be read: a crash while writing, or a full "
-            f"disk"
+            f"{count(unread, 'line')} could not be read: a crash while writing, or a full disk"
         )
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def _bad_samples_table(entries: Sequence[BadSamples], width: int) -> list[str]:
-    rows = [HEADINGS, *map(_bad_samples_cells, entries)]
-    widths = []
-    for column in range(len(HEADINGS) - 1):
-        widths.append(max(len(row[column]) for row in rows))
-    room = width - sum(widths) - 2 * len(widths) - 1
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
-        if room >= SHORTEST_PLACE:
-            cells.append(middle(row[-1], room))
-        lines.append(" " + "  ".join(cells))
-    return lines
+def _sums(sums: dict[str, int], seen_steps: int) -> str:
+    steps = count(sums["steps"], "step")
+    if not sums["of"]:
+        return f"{steps} lost samples; how many is not known"
+    seen = round(seen_steps * sums["of"] / sums["steps"])
+    share = f"; {sums['lost'] / seen:.2%} of about {seen:,} seen" if seen > sums["of"] else ""
+    return f"{count(sums['lost'], 'sample')} lost in {steps}, of {sums['of']:,} in them{share}"
 
 
-def _bad_samples_cells(entry: BadSamples) -> tuple[str, ...]:
-    attempt = str(entry.attempt)
-    if entry.rank:
-        attempt += f" rank {entry.rank}"
+def _ledger_row(entry: BadSamples) -> tuple[str, ...]:
     batch = "" if entry.batch is None else f"{entry.epoch}:{entry.batch}"
     if entry.micro_batch is not None:
         batch += f" part {entry.micro_batch + 1}"
     rows = f"all {entry.count or ''}"
     if entry.samples:
-        rows = phrases.first_few(entry.samples, MOST_ROWS)
+        rows = first_few(entry.samples, MOST_ROWS)
+    named = []
+    for identity in _identities(entry):
+        # `48211`, `48211 = a.png`, or `a.png`.
+        known = [middle(str(part), LONGEST_NAME) for part in identity if part is not None]
+        named.append(" = ".join(known))
     return (
         str(entry.step),
-        attempt,
+        f"{entry.attempt} rank {entry.rank}".removesuffix(" rank 0"),
         batch.strip(),
         rows.strip(),
-        _names(entry),
+        first_few(named, MOST_ROWS) or "-",
         entry.cause,
         LEFT_OUT[entry.left_out],
         "lost with others" if entry.innocent else entry.place,
     )
-
-
-def _names(entry: BadSamples) -> str:
-    """`48211`, `48211 = a.png`, or `a.png`."""
-    named = []
-    for identity in _identities(entry):
-        known = [middle(str(part), LONGEST_NAME) for part in identity if part is not None]
-        named.append(" = ".join(known))
-    return phrases.first_few(named, MOST_ROWS) or "-"
-
-
-def _sums(entries: Sequence[BadSamples], seen_steps: int) -> str:
-    sums = totals(entries)
-    if not sums["of"]:
-        return f"{phrases.count(sums['steps'], 'step')} lost samples; how many is not known"
-    steps = phrases.count(sums["steps"], "step")
-    lost = f"{phrases.count(sums['lost'], 'sample')} lost in {steps}, of {sums['of']:,} in them"
-    seen = round(seen_steps * sums["of"] / sums["steps"])
-    if seen > sums["of"]:
-        lost += f"; {sums['lost'] / seen:.2%} of about {seen:,} seen"
-    return lost
-
-
-def _repeated(entries: Sequence[BadSamples]) -> list[str]:
-    again = [suspect for suspect in suspects(entries) if suspect.times > 1]
-    if not again:
-        return []
-    listed = (f"{middle(s.name, LONGEST_NAME)} {s.times} times" for s in again)
-    return [f"more than once: {phrases.first_few(listed)}"]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from preflight.asking import said
 from stepguard import ConfigError
-from stepguard.preflight import Subject, check
+from stepguard.check.preflight import Subject, check
 from stepguard.records.checks import Preflight
 
 

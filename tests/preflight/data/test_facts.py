@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from preflight.asking import said
-from stepguard.preflight import Subject, check
-from stepguard.preflight.data import Example, LabelFacts, Source, gather
+from stepguard.check.preflight import Subject, check
 
 
 def test_same_content_under_two_names_is_a_duplicate_and_a_leak(tmp_path: Path) -> None:
@@ -34,11 +34,20 @@ def test_input_beyond_the_dtype_of_the_step_fails() -> None:
 
 
 def test_progress_and_scope_follow_the_examples() -> None:
+    class Rows(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 1:
+                raise OSError("gone")
+            return super().__getitem__(index)
+
     told: list[tuple[int, int | None]] = []
-    examples = [Example("a", {"x": 1.5}), Example("b", problem="gone"), Example("c", {"x": None})]
-    source = Source("dataset", examples, total=3, whole=8)
-    facts = gather(source, LabelFacts(), lambda done, total: told.append((done, total)))
+    rows = Rows([{"x": 1.5}, {}, {"x": None}, *({"x": float(n)} for n in range(5))])
+    result = check(
+        Subject(dataset=rows, examples=3),
+        only=["data"],
+        progress=lambda done, total: told.append((done, total)),
+    )
     assert told == [(1, 3), (2, 3), (3, 3)]
-    assert facts.scope == "the first 3 of 8 examples of the dataset"
-    assert facts.unreadable.names == ["b (gone)"]
-    assert facts.columns["x"].missing.names == ["c"]
+    assert "the first 3 of 8 examples of the dataset" in said(result, "data.finite")
+    assert said(result, "data.unreadable") == "1 example of 3: 1 (OSError: gone)"
+    assert said(result, "data.missing") == "empty values in x: 1 of 2 (2)"

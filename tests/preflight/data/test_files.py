@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from preflight.asking import said
-from stepguard.preflight import Subject, check
-from stepguard.preflight.data import as_tensors, find_files
+from stepguard.check.data import as_tensors
+from stepguard.check.preflight import Subject, check
 from stepguard.records.checks import Preflight
 
 
@@ -88,9 +88,11 @@ def test_rows_of_a_parquet_file_are_named(tmp_path: Path) -> None:
 def test_hidden_files_are_left_out_and_other_kinds_counted(tmp_path: Path) -> None:
     for name in ("b.csv", "a.npy", "notes.txt", ".hidden.npy"):
         (tmp_path / name).touch()
-    found = find_files(tmp_path)
-    assert [file.name for file in found.files] == ["a.npy", "b.csv"]
-    assert found.others == 1
+    np.save(tmp_path / "a.npy", np.arange(20.0))
+    (tmp_path / "b.csv").write_text("x\n1\n")
+    first, second = scan(tmp_path).outcome("data.unreadable").evidence
+    assert first.startswith("2 examples of the folder")
+    assert second == "1 files of other kinds were not read"
 
 
 def test_everything_numeric_of_an_example_is_a_tensor_by_its_dotted_key() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from preflight.asking import said
-from stepguard.preflight import Subject, check
-from stepguard.preflight.data import LabelFacts
+from stepguard.check.data import LabelFacts
+from stepguard.check.preflight import Subject, check
 
 
 def test_labels_of_a_jsonl_file_are_counted(tmp_path: Path) -> None:
@@ -50,9 +50,8 @@ def test_left_padding_does_not_hide_a_cut_answer() -> None:
 
 def test_lengths_and_bounds_follow_the_examples() -> None:
     facts = LabelFacts()
-    facts.take("first", {"labels": torch.tensor([-100, 4, 9])})
-    facts.take("second", {"labels": torch.tensor([-100, -100])})
-    facts.take("third", {"labels": torch.tensor([0.5])})
-    assert (facts.examples, facts.supervised, facts.total, facts.masked) == (2, 2, 5, 2)
+    facts.take("first", {"labels": torch.tensor([-100, 4, 9])}, "labels")
+    facts.take("second", {"labels": torch.tensor([-100, -100])}, "labels")
+    assert (facts.supervised, facts.total, facts.masked) == (2, 5, 2)
     assert (facts.low, facts.high) == ((4, "first"), (9, "first"))
-    assert (facts.shortest, facts.longest, facts.empty) == (2, 3, ["second"])
+    assert (facts.lengths, facts.empty) == ([3, 2], {"second": 2})

@@ -12,8 +12,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from preflight.asking import HEALTHY, ask_one, assert_found, written
-from stepguard.preflight import Subject, check
-from stepguard.preflight.items import checklist
+from stepguard.check import items_step
+from stepguard.check.preflight import Subject, check
 
 FAULTS = [
     (
@@ -56,7 +56,7 @@ def test_accumulation_that_nothing_reads_is_not_accumulation(tmp_path: Path) -> 
 
 def test_rate_of_a_large_model_is_judged_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask_one("tinychat.faults:literal_rate", "checklist.lr").status == "not_applicable"
-    monkeypatch.setattr(checklist, "LARGE_MODEL", 100)
+    monkeypatch.setattr(items_step, "LARGE_MODEL", 100)
     outcome = ask_one("tinychat.faults:literal_rate", "checklist.lr")
     assert (outcome.status, "0.0005" in outcome.evidence[0]) == ("warn", True)
 

@@ -13,11 +13,9 @@ import yaml
 from torch import nn
 
 from preflight.asking import CONFIG, HEALTHY, ask, ask_one, assert_found, built, saved, written
-from stepguard.preflight import Subject
-from stepguard.preflight.inspection import CheckContext, Inspection
-from stepguard.preflight.items import config as config_items
-from stepguard.preflight.run import run_item
-from stepguard.preflight.settings import read_settings
+from stepguard.check.inspection import CheckContext, Inspection
+from stepguard.check.preflight import Subject, run_item
+from stepguard.check.settings import read_settings
 
 FAULTS = [
     ("other_accumulation", "launcher.agrees", "fail", "gradient_accumulation_steps=2", "has 8"),
@@ -109,7 +107,7 @@ def test_unquoted_exponent_is_a_number_where_the_program_takes_it_for_one(
         optimizer = torch.optim.SGD(model.parameters(), lr=2e-3)
     subject = Subject(model=model, optimizer=optimizer, config=read_settings(tmp_path / "c.yaml"))
     run = Inspection(subject, CheckContext(tmp_path, script=tmp_path / "train.py"))
-    outcome = run_item(config_items.types, run)
+    outcome = run_item("config.types", run)
     assert outcome.status == status, outcome
     if status == "warn":
         assert "1.0e-4 instead of 1e-4" in outcome.fix

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from preflight.asking import assert_found
-from stepguard.preflight import Subject, check
+from stepguard.check.preflight import Subject, check
 
 FAULTS = [
     (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from preflight.asking import assert_found
-from stepguard.preflight import Subject, check
+from stepguard.check.preflight import Subject, check
 
 FAULTS = [
     ("no_label_counts", "labels.empty", "fail", "1 example of 24", "5 (id chat-0-5)"),

@@ -42,4 +42,5 @@ def test_planted_fault_is_found_with_its_numbers(
 def test_no_alignment_is_claimed_against_the_probe() -> None:
     result = ask("tinychat.faults:float16_context", "precision")
     assert result.alignment == "contradicted"
-    assert "probed float16" in result.alignment_why[0]
+    assert "came out as float16" in result.alignment_why[0]
+    assert "asks for bfloat16" in result.alignment_why[1]

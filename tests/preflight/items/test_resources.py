@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from preflight.asking import HEALTHY, ask_one
-from stepguard.preflight.items import resources
+from stepguard.check import items_project
 
 
 def test_full_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        resources.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 4000})
+        items_project.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 4000})
     )
     outcome = ask_one(HEALTHY, "disk.space", run_dir=tmp_path / "not" / "there" / "yet")
     assert outcome.status == "fail"
@@ -22,7 +22,7 @@ def test_full_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_too_little_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "available_memory", lambda device: 2000)
+    monkeypatch.setattr(items_project, "available_memory", lambda device: 2000)
     outcome = ask_one(HEALTHY, "memory.estimate")
     assert outcome.status == "fail"
     assert (

@@ -8,10 +8,8 @@ import pytest
 from torch import nn
 
 from preflight.asking import assert_found
-from stepguard.preflight import Subject
-from stepguard.preflight.inspection import CheckContext, Inspection
-from stepguard.preflight.items import scaler
-from stepguard.preflight.run import run_item
+from stepguard.check.inspection import CheckContext, Inspection
+from stepguard.check.preflight import Subject, run_item
 
 FAULTS = [
     ("float16_context", "scaler.missing", "fail", "no GradScaler", "6e-08"),
@@ -29,6 +27,6 @@ def test_planted_fault_is_found_with_its_numbers(
 
 def test_scaler_that_would_raise_is_not_the_fix_for_float16_weights() -> None:
     model = nn.Linear(2, 2).half()
-    found = run_item(scaler.missing, Inspection(Subject(model=model), CheckContext(Path())))
+    found = run_item("scaler.missing", Inspection(Subject(model=model), CheckContext(Path())))
     assert found.status == "fail"
     assert found.fix.startswith("Keep the weights in float32")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepguard.preflight.settings import as_number, find, flat, number
+from stepguard.check.settings import as_number, find, flat, number
 
 
 @pytest.mark.parametrize(

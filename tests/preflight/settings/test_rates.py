@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepguard import ConfigError
-from stepguard.preflight.settings import configured_rate, rate_settings
+from stepguard.check.settings import configured_rate, flat
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,7 @@ def test_file_without_one_rate_is_refused(tmp_path: Path, name: str, text: str, 
 
 def test_every_name_of_a_rate_is_known() -> None:
     settings = {"Trainer": {"init-lr": "x"}, "LEARNING_RATE": 1, "min_lr": 2}
-    assert [leaf.key for leaf in rate_settings(settings)] == ["Trainer.init-lr", "LEARNING_RATE"]
+    assert [leaf.key for leaf in flat(settings) if leaf.means("rate")] == [
+        "Trainer.init-lr",
+        "LEARNING_RATE",
+    ]

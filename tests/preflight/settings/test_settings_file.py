@@ -8,7 +8,7 @@ import pytest
 
 from house.fresh import FRAMEWORKS, HEAVY, run_code
 from stepguard import ConfigError
-from stepguard.preflight.settings import read_settings
+from stepguard.check.settings import read_settings
 
 
 def test_python_file_of_constants_is_parsed_and_not_run(tmp_path: Path) -> None:
@@ -64,6 +64,6 @@ def test_unusable_file_is_one_clear_error(tmp_path: Path, name: str, text: str, 
 
 
 def test_reading_a_configuration_imports_no_torch(tmp_path: Path) -> None:
-    seen = run_code(tmp_path, "import stepguard.preflight.settings")
+    seen = run_code(tmp_path, "import stepguard.check.settings")
     assert "yaml" in seen.modules
     assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()

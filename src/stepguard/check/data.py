@@ -1,0 +1,514 @@
+"""The data, example by example: where it comes from, how files are read, and one scan over it."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepguard._errors import ConfigError
+from stepguard.check.subject import Subject
+from stepguard.report.phrases import count
+from stepguard.state.batch import children
+
+MOST_OF_A_STREAM = 1024
+NAMING = ("id", "idx", "uid", "name", "file", "file_name", "filename", "path", "index")
+"""Keys whose value names an example and is not part of its content."""
+LABEL_KEYS = ("labels", "label", "targets", "target", "y")
+TOKEN_KEYS = ("input_ids", "tokens", "ids")
+
+Row = tuple[str, Any]
+"""Name of an example, and its values; an exception where it cannot be read."""
+Progress = Callable[[int, int | None], None]
+
+# --- Data files: their rows by line number, without running anything they hold.
+
+
+class Skipped(Exception):  # noqa: N818 (an answer, not a fault)
+    """The library for this kind of file is not installed; the text names it."""
+
+
+def _numpy(file: Path) -> Iterator[Row]:
+    import numpy
+
+    # Pickled arrays are refused.
+    loaded = numpy.load(file, allow_pickle=False)
+    if not hasattr(loaded, "files"):
+        loaded = {"": loaded}
+    yield "", dict(loaded)
+
+
+def _safetensors(file: Path) -> Iterator[Row]:
+    from safetensors.torch import load_file
+
+    yield "", load_file(file)
+
+
+def _csv(file: Path) -> Iterator[Row]:
+    # The csv module finds line ends itself: they may lie inside of quotes.
+    with file.open(encoding="utf-8", newline="") as stream:
+        delimiter = "\t" if file.suffix == ".tsv" else ","
+        lines = csv.reader(stream, delimiter=delimiter, strict=True)
+        header = next(lines, [])
+        for line, cells in enumerate(lines, start=2):
+            if cells and len(cells) != len(header):
+                raise ValueError(f"line {line} has {len(cells)} cells, the header {len(header)}")
+            # An empty line is an example without values.
+            yield f":{line}", dict(zip(header, map(_cell, cells), strict=False))
+
+
+def _cell(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _jsonl(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8") as stream:
+        for line, text in enumerate(stream, start=1):
+            if text.strip():
+                try:
+                    yield f":{line}", json.loads(text)
+                except ValueError as fault:
+                    raise ValueError(f"line {line}: {fault}") from fault
+
+
+def _parquet(file: Path) -> Iterator[Row]:
+    row = 0
+    for group in _library("pyarrow.parquet").ParquetFile(file).iter_batches(batch_size=1024):
+        for values in group.to_pylist():
+            yield f":{row}", values
+            row += 1
+
+
+def _image(file: Path) -> Iterator[Row]:
+    import numpy
+
+    with _library("PIL.Image").open(file) as image:
+        # Pillow reads the pixels only now, and finds a file that was cut.
+        yield "", {"image": numpy.array(image)}
+
+
+def _library(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0].replace("PIL", "pillow")
+        raise Skipped(f"files need {package}: pip install {package}") from None
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".npy": _numpy,
+    ".npz": _numpy,
+    ".safetensors": _safetensors,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".tif", ".tiff"), _image),
+}
+
+
+# --- Rows by name from whatever the subject has: a path, a dataset, a stream, a loader or a batch.
+
+
+@dataclass(slots=True)
+class DataSource:
+    """Rows, and what is known about them beforehand."""
+
+    what: str
+    """`dataset`, `folder train`, `loader`, `batch`."""
+    rows: Iterable[Row]
+    whole: int | None = None
+    """How many there are, if known."""
+    most: int | None = None
+    """How many are read."""
+    remarks: list[str] = field(default_factory=list)
+    """Filled while reading: kinds of files without a reader."""
+
+
+def source_of(subject: Subject) -> DataSource | None:
+    """Read the first of data path, dataset, loader and batch that is given."""
+    inner = getattr(subject.loader, "dataset", None)
+    # A dataset with a length is read by index, without touching the loader.
+    for given in (subject.data, subject.dataset, inner if is_map(inner) else None):
+        if given is not None:
+            return _source(given, subject.examples)
+    if subject.loader is not None:
+        return DataSource(
+            "loader",
+            _of_stream(subject.loader, batched=True),
+            most=subject.examples or MOST_OF_A_STREAM,
+        )
+    if subject.batch is not None:
+        return DataSource("batch", _of_batch(subject.batch, "batch"))
+    return None
+
+
+def validation_of(subject: Subject) -> DataSource | None:
+    """Read the second dataset, if there is one; a loader may be given instead."""
+    given = getattr(subject.validation, "dataset", subject.validation)
+    return None if given is None else _source(given, subject.examples)
+
+
+def is_map(dataset: Any) -> bool:
+    """True for a dataset that is read by index."""
+    # A dict of datasets has both methods too, but not indices from 0.
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return indexed and not isinstance(dataset, dict)
+
+
+def _source(given: Any, most: int | None) -> DataSource:
+    if isinstance(given, str | Path):
+        return _of_path(Path(given), most)
+    if is_map(given):
+        return DataSource("dataset", _of_map(given), whole=len(given), most=most)
+    return DataSource("dataset", _of_stream(given), most=most or MOST_OF_A_STREAM)
+
+
+def _of_path(path: Path, most: int | None) -> DataSource:
+    """Every file of a known kind, in order of name; hidden ones are left out."""
+    if not path.exists():
+        raise ConfigError(f"data {path} does not exist; give a data file or folder.")
+    files = [path]
+    remarks = []
+    if path.is_dir():
+        below = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        seen = [file for file in below if "/." not in f"/{file.relative_to(path).as_posix()}"]
+        files = [file for file in seen if file.suffix.lower() in READERS]
+        if len(seen) > len(files):
+            remarks.append(f"{len(seen) - len(files)} files of other kinds were not read")
+    if not files:
+        raise ConfigError(
+            f"data {path} holds no file that can be read; known kinds are "
+            f"{', '.join(suffix[1:] for suffix in READERS)}."
+        )
+
+    def rows() -> Iterator[Row]:
+        for file in files:
+            name = str(file.relative_to(path)) if path.is_dir() else file.name
+            try:
+                for line, values in READERS[file.suffix.lower()](file):
+                    yield f"{name}{line}", values
+            except Skipped as missing:
+                if f"{file.suffix} {missing}" not in remarks:
+                    remarks.append(f"{file.suffix} {missing}")
+            except Exception as fault:
+                yield name, fault
+
+    kind = "folder" if path.is_dir() else "file"
+    return DataSource(f"{kind} {path.name}", rows(), most=most, remarks=remarks)
+
+
+def _of_map(dataset: Any) -> Iterator[Row]:
+    for index in range(len(dataset)):
+        try:
+            yield _named(index, dataset[index])
+        except Exception as fault:
+            yield str(index), fault
+
+
+def _of_stream(stream: Any, *, batched: bool = False) -> Iterator[Row]:
+    try:
+        with kept_generators(stream):
+            for index, values in enumerate(stream):
+                if batched:
+                    yield from _of_batch(values, f"batch {index}")
+                else:
+                    yield _named(index, values)
+    except Exception as fault:
+        yield "stream", fault
+
+
+def _named(index: int, values: Any) -> Row:
+    """`7 (id chat-0-7)`, if the example names itself."""
+    for key in NAMING if hasattr(values, "items") else ():
+        if isinstance(values.get(key), str | int):
+            return f"{index} ({key} {values[key]})", values
+    return str(index), values
+
+
+def _of_batch(batch: Any, name: str) -> Iterator[Row]:
+    """Yield a collated batch row by row, if its tensors share the first dimension."""
+    parts = [("", batch)] if isinstance(batch, Tensor) else children(batch)
+    tensors = {key: part for key, part in parts if isinstance(part, Tensor) and part.dim()}
+    sizes = {len(tensor) for tensor in tensors.values()}
+    if len(sizes) != 1:
+        yield name, batch
+        return
+    for row in range(sizes.pop()):
+        yield f"{name}, row {row}", {key: tensor[row] for key, tensor in tensors.items()}
+
+
+def first_batch(loader: Any) -> Any:
+    """The loader's next first batch, with its generators put back."""
+    with kept_generators(loader):
+        iterator = iter(loader)
+        try:
+            return next(iterator)
+        finally:
+            # Worker processes would otherwise live until the iterator is collected.
+            getattr(iterator, "_shutdown_workers", lambda: None)()
+
+
+@contextmanager
+def kept_generators(loader: Any) -> Iterator[None]:
+    kept = []
+    for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            kept.append((generator, generator.get_state()))
+    try:
+        yield
+    finally:
+        for generator, state in kept:
+            generator.set_state(state)
+
+
+# --- Everything numeric of an example as tensors.
+
+
+def as_tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield everything numeric of an example by key: tensors, arrays, numbers, lists of numbers."""
+    if isinstance(values, Tensor):
+        yield prefix, _ordinary(values.detach())
+    elif isinstance(values, bool | int | float):
+        # An int of Python has no largest value, one of torch has 64 bits.
+        fits = not isinstance(values, int) or abs(values) < 2**63
+        yield prefix, torch.tensor(values, dtype=None if fits else torch.float64)
+    elif hasattr(values, "__array__") or hasattr(values, "__array_interface__"):
+        import numpy
+
+        array = numpy.asarray(values)
+        if array.dtype.kind in "biufc":
+            # torch takes neither a foreign byte order nor read-only memory; the copy has neither.
+            native = array.astype(array.dtype.newbyteorder("="), copy=True)
+            yield prefix, _ordinary(torch.from_numpy(native))
+    elif _is_list_of_numbers(values):
+        yield prefix, torch.tensor(values)
+    else:
+        for key, value in children(values):
+            yield from as_tensors(value, f"{prefix}.{key}".strip("."))
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """Make the tensor dense, and of a dtype that every operation knows."""
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    # torch has few operations for these dtypes.
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return tensor.double()
+    return (
+        tensor.float() if str(tensor.dtype).startswith(("torch.float8", "torch.float4")) else tensor
+    )
+
+
+def _is_list_of_numbers(values: Any) -> bool:
+    if not isinstance(values, list | tuple) or hasattr(values, "_fields") or not values:
+        return False
+    return all(isinstance(part, int | float) for part in values)
+
+
+# --- One scan over the data: ranges, and the names of the examples that stand out.
+
+
+class Measured(NamedTuple):
+    """The range of one key of one example."""
+
+    example: str
+    low: float
+    high: float
+    size: int
+    kind: str
+    """`real` for measurements and images, `ids` for other whole numbers, `bool`."""
+
+
+@dataclass(slots=True)
+class LabelFacts:
+    """Statistics of integer targets: examples without one, their range, texts cut at the end."""
+
+    key: str | None = None
+    """Given by the user, or the first usual name that occurs; of a tuple, its last part."""
+    ignore_index: int = -100
+    supervised: int = 0
+    total: int = 0
+    """Targets of all examples, counted and not counted ones."""
+    masked: int = 0
+    """Examples with at least one ignored target."""
+    empty: dict[str, int] = field(default_factory=dict)
+    """Examples without a target that counts, and their lengths."""
+    low: tuple[float, str] = (math.inf, "")
+    high: tuple[float, str] = (-math.inf, "")
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each example that are not padding."""
+    cuts: list[tuple[str, int, float]] = field(default_factory=list)
+    """Examples that are supervised to their last token: name, length, last token."""
+
+    def find(self, tensors: dict[str, Tensor]) -> str:
+        """The key of the targets of an example; empty if it has none."""
+        wanted = LABEL_KEYS if self.key is None else (self.key,)
+        found = [key for key in wanted if key in tensors]
+        # Of (x, y) and (x, lengths, y) the last part is the target.
+        if self.key is None and len(tensors) > 1 and all(map(str.isdigit, tensors)):
+            found.append(max(tensors, key=int))
+        return found[0] if found else ""
+
+    def take(self, name: str, tensors: dict[str, Tensor], key: str) -> None:
+        """Count one example by the whole numbers under this key."""
+        self.key = key
+        labels = tensors[key].reshape(-1)
+        counted = labels[labels != self.ignore_index]
+        self.total += len(labels)
+        self.supervised += len(counted)
+        self.masked += len(counted) < len(labels)
+        attended = tensors.get("attention_mask", labels).reshape(-1) != 0
+        if "attention_mask" not in tensors or len(attended) != len(labels) or not attended.any():
+            attended = torch.ones(len(labels))
+        # Padding may be on either side.
+        tokens = attended.nonzero().reshape(-1)
+        self.lengths.append(len(tokens))
+        if not len(counted):
+            self.empty[name] = len(tokens)
+            return
+        self.low = min(self.low, (int(counted.min()), name))
+        self.high = max(self.high, (int(counted.max()), name))
+        if len(labels) > 1 and labels[tokens[-1]] != self.ignore_index:
+            known = [tensors[key].reshape(-1) for key in TOKEN_KEYS if key in tensors]
+            fitting = [ids for ids in known if len(ids) == len(labels)]
+            last = float(fitting[0][tokens[-1]]) if fitting else math.nan
+            self.cuts.append((name, len(tokens), last))
+
+
+@dataclass(slots=True)
+class DataFacts:
+    """What the items on data and labels judge: names of examples by what is wrong with them."""
+
+    what: str
+    labels: LabelFacts
+    whole: int | None = None
+    seen: int = 0
+    nonfinite: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    duplicates: list[str] = field(default_factory=list)
+    missing: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    numbers: Counter[str] = field(default_factory=Counter)
+    """Examples that have numbers under a key."""
+    values: defaultdict[str, list[Measured]] = field(default_factory=lambda: defaultdict(list))
+    prints: dict[bytes, str] = field(default_factory=dict)
+    """Fingerprint of the content -> name of the first example that has it."""
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def scope(self) -> str:
+        """`512 examples of the dataset`, `the first 8 of 512 examples of the dataset`."""
+        if self.whole is not None and self.seen < self.whole:
+            return f"the first {self.seen:,} of {self.whole:,} examples of the {self.what}"
+        return f"{count(self.seen, 'example')} of the {self.what}"
+
+
+def scan(source: DataSource, labels: LabelFacts, progress: Progress | None = None) -> DataFacts:
+    """Read everything once; nothing of the data is kept but numbers, names and fingerprints."""
+    facts = DataFacts(source.what, labels, source.whole, remarks=source.remarks)
+    total = source.whole
+    if total is not None and source.most is not None:
+        total = min(total, source.most)
+    for name, values in islice(source.rows, source.most):
+        facts.seen += 1
+        if progress is not None:
+            progress(facts.seen, total)
+        try:
+            if isinstance(values, Exception):
+                raise values
+            _take(facts, name, values)
+        except Exception as fault:
+            text = " ".join(str(fault).split())[:120]
+            facts.unreadable.append(f"{name} ({type(fault).__name__}: {text})")
+    return facts
+
+
+def _take(facts: DataFacts, name: str, values: Any) -> None:
+    tensors = dict(as_tensors(values))
+    texts = {}
+    for key, value in values.items() if hasattr(values, "items") else ():
+        if value is None or (isinstance(value, str) and not value):
+            facts.missing[str(key)].append(name)
+        elif isinstance(value, str):
+            texts[str(key)] = value
+    first = facts.prints.setdefault(_fingerprint(tensors, texts), name)
+    if first != name:
+        facts.duplicates.append(f"{name} = {first}")
+    label = facts.labels.find(tensors)
+    for key, tensor in tensors.items():
+        if key == label and not (tensor.is_floating_point() or tensor.is_complex()):
+            facts.labels.take(name, tensors, key)
+            facts.numbers[key] += 1
+        elif tensor.numel():
+            facts.numbers[key] += 1
+            _measure(facts, name, key, tensor)
+
+
+def _fingerprint(tensors: dict[str, Tensor], texts: dict[str, str]) -> bytes:
+    """A digest of what the model sees: numbers and texts, without what names the example."""
+    digest = hashlib.blake2b(digest_size=16)
+    for key in sorted(tensors.keys() | texts.keys()):
+        if key.lower() in NAMING:
+            continue
+        digest.update(f"{key}={texts.get(key, '')}".encode())
+        if key in tensors:
+            tensor = tensors[key].contiguous()
+            digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            # numpy has no bfloat16, but every dtype is bytes; a tensor without elements has none.
+            if tensor.numel():
+                digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
+def _measure(facts: DataFacts, name: str, key: str, tensor: Tensor) -> None:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    # A NaN makes both bounds NaN.
+    low, high = float(tensor.min()), float(tensor.max())
+    if math.isfinite(low) and math.isfinite(high):
+        image = tensor.dtype == torch.uint8 and tensor.dim() >= 2
+        kind = "real" if tensor.is_floating_point() or image else "ids"
+        if tensor.dtype == torch.bool:
+            kind = "bool"
+        facts.values[key].append(Measured(name, low, high, tensor.numel(), kind))
+        return
+    bad = ~torch.isfinite(tensor)
+    first = bad.nonzero()[0].tolist()
+    kind = "NaN" if torch.isnan(tensor[tuple(first)]) else "Inf"
+    place = in_example(name, key)
+    if tensor.numel() == 1:
+        facts.nonfinite.append(f"{place} is {kind}")
+    else:
+        amount = f"{int(bad.sum()):,} of {tensor.numel():,} values"
+        facts.nonfinite.append(f"{place}: {kind} at {first}, {amount}")
+
+
+def in_example(name: str, key: str) -> str:
+    """`7 (id chat-7) [sound]`."""
+    return f"{name} [{key}]" if key else name
+
+
+def overlap(first: DataFacts, second: DataFacts) -> list[str]:
+    """Examples of the second that are in the first as well."""
+    shared = first.prints.keys() & second.prints.keys()
+    return [f"{name} = {first.prints[key]}" for key, name in second.prints.items() if key in shared]
