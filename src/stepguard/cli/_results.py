@@ -20,8 +20,7 @@ import typer
 from stepguard._errors import ConfigError, JournalError
 
 if TYPE_CHECKING:
-    from stepguard.report.story import Run, Story
-    from stepguard.report.story.reader import StepsOf
+    from stepguard.report.story import Run, StepsOf, Story
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from stepguard.detect.history import RUN_AWAY, Progress
 from stepguard.report import phrases
-from stepguard.report.story import Note, Run
-from stepguard.report.story.model import Floats
+from stepguard.report.story import Floats, Note, Run
 
 Weight = Literal["attention", "unhealthy"]
 RECENT = 48

@@ -19,8 +19,7 @@ from stepguard.report import phrases
 from stepguard.report.health import Concern, concerns, is_stopped
 from stepguard.report.phrases import done
 from stepguard.report.screen import Unbroken
-from stepguard.report.story import Run, StepTable
-from stepguard.report.story.model import Bools
+from stepguard.report.story import Bools, Run, StepTable
 from stepguard.report.summary import RunSummary
 
 # --- Acceptance of a run by stages: `0-500: loss<5, incidents=0` is asked once step 500 has come.

@@ -16,8 +16,7 @@ import numpy as np
 from stepguard._errors import ConfigError
 from stepguard.records.probes import TrialOutcome, WhatIf
 from stepguard.report import phrases
-from stepguard.report.story import Run, Series, StepTable
-from stepguard.report.story.model import Bools
+from stepguard.report.story import Bools, Run, Series, StepTable
 from stepguard.report.summary import group_incidents
 
 # --- The series behind a plot: the line that counts, what was left behind, and what to mark.

@@ -15,8 +15,7 @@ from stepguard.records.incident import Action, place, place_and_phase
 from stepguard.report import phrases
 from stepguard.report.panel import next_commands
 from stepguard.report.phrases import done, done_times
-from stepguard.report.story import Branch, Note, Run, Story, StoryIncident
-from stepguard.report.story.model import Ending
+from stepguard.report.story import Branch, Ending, Note, Run, Story, StoryIncident
 
 # --- The run as a chain of events: what led to what, from the first warning to how it ended.
 

@@ -50,8 +50,7 @@ from stepguard.report.page import (
     version,
 )
 from stepguard.report.page_extras import asset, embedded, page_extras, policy, render_page
-from stepguard.report.story import Run, Story, StoryReader
-from stepguard.report.story.reader import belongs_to_run_above, is_journal
+from stepguard.report.story import Run, Story, StoryReader, belongs_to_run_above, is_journal
 
 # --- The runs below a folder, by name. A name that is not among them opens nothing.
 

@@ -12,6 +12,8 @@ import pytest
 
 from stepguard import __version__
 from stepguard._errors import JournalError
+from stepguard.journal import Journal
+from stepguard.records import Reading
 from stepguard.report.story import StoryReader, read_story
 
 
@@ -103,8 +105,10 @@ def test_missing_journal_is_an_error(tmp_path: Path) -> None:
 
 
 def test_step_that_comes_again_without_a_word_is_a_branch(tmp_path: Path) -> None:
-    steps = [0, 1, 2, 3, 1, 2, 3, 4]
-    write(tmp_path, *(line("step", step=step, loss=1.0) for step in steps))
+    journal = Journal(tmp_path)
+    for step in [0, 1, 2, 3, 1, 2, 3, 4]:
+        journal.step(Reading(step=step, loss=1.0), committed=True)
+    journal.close()
     run = read_story(tmp_path).latest
     assert [branch.end_row for branch in run.branches] == [4, 8]
     left = run.branches[0].left

@@ -1,0 +1,1022 @@
+"""The story of a run folder, read by report, plot, compare, live, doctor and the page.
+
+    story = read_story(Path("runs/demo"))     # a folder, or one journal file
+    run = story.latest                        # the last run started in that folder
+    run.steps.step                            # numpy columns, one row for each step line, in time
+    run.steps.series["loss"]                  # `rows` into the columns, and `values` as they were
+    run.steps.kept                            # does this row's step still count?
+
+The lines of a journal say which attempt and branch they belong to; here they are grouped by that.
+An `Attempt` is one process. It continues an earlier `Run` if it restored a checkpoint of that run,
+or if its steps begin above 0 where that run had come to; else it begins a run. `Story.runs` holds
+all runs of the folder, oldest first.
+
+Rows, incidents and notes are in the order in which they were written, and refer to each other by
+row. A step number may occur many times: a step that was run again, and all steps after a rewind or
+a restart. A `Branch` is a stretch of rows without going back. Where it ended by going back,
+`Branch.left` says why and to which step; rows of that step and above are not `kept`. The kept
+rows, in order, are the line that led to the present weights.
+
+Nothing is dropped. Non-finite values stay in their series; a step that has no value has no row in
+it. `StoryIncident.done` is what was really done. Lines that cannot be read are counted in `torn`.
+
+`run.steps` is of one rank (the lowest, or the one asked for); `run.by_rank` has the tables of all
+ranks that were read. An incident that several ranks recorded is one `StoryIncident` with all of
+their `ranks`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepguard._errors import JournalError
+from stepguard.journal import is_running, journal_path, parse_line
+from stepguard.records import Incident
+from stepguard.records.probes import Look
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+StepsOf = Literal["one", "all"]
+Done = Literal[
+    "partial", "dropped", "retried", "undone", "rewound", "stopped", "let_through", "raised", "told"
+]
+"""What was really done about a bad step.
+
+`partial`: the update was made without what was bad. `dropped`: there was no update. `retried`:
+there was none, and the same step was run again. `undone`: the update was taken back. `let_through`:
+it was made as it was. `raised`: the program's own exception went on. `told`: there was no step to
+act on.
+"""
+LeftBy = Literal["rewind", "restart", "restore", "repeat"]
+CheckpointState = Literal["good", "kept", "refused", "rewound_to", "restored"]
+"""`kept`: whole and finite, but not called good. `refused`: not written; the text says why."""
+Ending = Literal["running", "closed", "error", "signal", "stopped", "killed"]
+"""How an attempt ended.
+
+`running`: no end was written, nothing came after it, and its process is not known to be gone.
+`killed`: no end was written, and the process is gone or another one has started since.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """One quantity: its values as they were read, NaN and Inf among them, and their rows."""
+
+    name: str
+    rows: Ints
+    values: Floats
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def finite(self) -> Bools:
+        """Which of the values are finite."""
+        return np.isfinite(self.values)
+
+    def where(self, mask: Bools) -> Series:
+        """The part of the series whose rows are set in `mask` (one entry for each row)."""
+        chosen = mask[self.rows]
+        return Series(self.name, self.rows[chosen], self.values[chosen])
+
+
+NOTHING = Series("", np.zeros(0, np.int64), np.zeros(0))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepTable:
+    """The step lines of one rank of a run, one row each, in the order in which they were written.
+
+    `series` has `loss`, `loss/NAME` (components), `grad_norm`, `grad_norm_clipped`, `clip_factor`,
+    `scale`, `lr`, `lr/1`, ..., `labels`, `seconds`, `followed/NAME`; only those that were seen.
+    """
+
+    rank: int = 0
+    step: Ints
+    """Number of the optimizer step; the same one may come again."""
+    committed: Bools
+    """Was an update made?"""
+    kept: Bools
+    """Does it still count? Not after a rewind or a restart below it."""
+    attempt: Ints
+    """Index into `Run.attempts`."""
+    branch: Ints
+    """Index into `Run.branches` (into that rank's branches for other ranks)."""
+    incident: Ints
+    """Index into `Run.incidents`; -1 where nothing was wrong."""
+    calibration: Bools
+    """Dropped by a GradScaler that looks for its scale: normal."""
+    series: Mapping[str, Series] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def counts(self) -> Bools:
+        """Rows whose update is part of the present weights."""
+        return self.kept & self.committed
+
+    @property
+    def dropped(self) -> Bools:
+        """Rows without an update because something was wrong."""
+        return ~self.committed & ~self.calibration
+
+    def column(self, name: str) -> Series:
+        """The series of this name; an empty one where no step has it."""
+        return self.series.get(name, NOTHING)
+
+    def values(self, name: str, mask: Bools | None = None) -> Floats:
+        """Finite values of a series in the order of time, of all rows or of those in `mask`."""
+        series = self.column(name)
+        if mask is not None:
+            series = series.where(mask)
+        return series.values[series.finite]
+
+    def last(self, name: str) -> float | None:
+        """The value of the last row, whatever it is; None where that row has none."""
+        series = self.column(name)
+        if not len(series) or series.rows[-1] != len(self) - 1:
+            return None
+        return float(series.values[-1])
+
+    def rates(self, row: int) -> tuple[float, ...]:
+        """Learning rate of each parameter group in one row."""
+        found = []
+        for name in ("lr", *(f"lr/{group}" for group in range(1, len(self.series)))):
+            series = self.column(name)
+            at = int(np.searchsorted(series.rows, row))
+            if at >= len(series) or series.rows[at] != row:
+                break
+            found.append(float(series.values[at]))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Why and to where a branch was left."""
+
+    by: LeftBy
+    """`repeat`: the step number went back, and nothing says why."""
+    to: int
+    """The next step is this one: rows of it and above no longer count."""
+    came_from: int
+    """The highest step of the branch."""
+    text: str = ""
+    incident: int | None = None
+    """Index of the incident that asked for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Rows `first_row` to `end_row` (not included) without going back."""
+
+    attempt: int
+    first_row: int
+    end_row: int
+    left: Left | None = None
+    """None for the last one, which the run is on."""
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.end_row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoryIncident:
+    """An incident, and where in the story it belongs."""
+
+    incident: Incident
+    done: Done
+    attempt: int
+    row: int | None
+    """The row of its step in `Run.steps`; None where there is none."""
+    at: int
+    """Rows written before it."""
+    order: int
+    """Its place among everything that was written, for sorting by time."""
+    kept: bool
+    """Is its step part of the line that led to the present weights?"""
+    ranks: tuple[int, ...] = ()
+    """Ranks that recorded it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Any other line: a note, a rewind, a fault of the guard, the end."""
+
+    type: str
+    kind: str
+    text: str
+    step: int | None
+    attempt: int
+    at: int
+    """Rows written before it."""
+    order: int
+    fields: Mapping[str, Any]
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointEvent:
+    """A checkpoint was written, refused, or gone back to."""
+
+    step: int
+    state: CheckpointState
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One process of a run."""
+
+    header: Mapping[str, Any]
+    ending: Ending
+    restored: int | None = None
+    """Optimizer steps of the checkpoint it began with; None for a fresh start."""
+    error: str = ""
+    """The exception that ended it, in words."""
+    signal: str = ""
+    """The name of the signal that ended it."""
+    alive: bool | None = None
+    """Does its process still exist? None where that cannot be known, or does not matter."""
+
+    @property
+    def time(self) -> float | None:
+        """When it started, in seconds since 1970."""
+        return self.header.get("time")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Run:
+    """One run: all its attempts, on all ranks."""
+
+    id: str
+    """As in the seals of its checkpoints."""
+    number: int
+    """Which run of this folder it is, from 1."""
+    path: Path
+    """The journal that `steps` are of."""
+    attempts: tuple[Attempt, ...]
+    branches: tuple[Branch, ...]
+    steps: StepTable
+    by_rank: Mapping[int, StepTable]
+    incidents: tuple[StoryIncident, ...]
+    notes: tuple[Note, ...]
+    checkpoints: tuple[CheckpointEvent, ...]
+    looks: tuple[Look, ...] = ()
+    """Deep looks at healthy steps, oldest first."""
+    torn: int = 0
+    """Lines of the whole folder that cannot be read."""
+    further: tuple[Run, ...] = ()
+    """The same run as the guards of its further optimizers have recorded it."""
+
+    @property
+    def lanes(self) -> tuple[Run, ...]:
+        """One for each optimizer, the first one's included."""
+        return (replace(self, further=()), *self.further) if self.further else (self,)
+
+    @property
+    def name(self) -> str:
+        """What the user calls the optimizer."""
+        return str(self.header.get("name") or self.header.get("optimizer") or "optimizer")
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """Facts of the last attempt: versions, settings, optimizer."""
+        return self.attempts[-1].header if self.attempts else {}
+
+    @property
+    def began(self) -> float | None:
+        return self.attempts[0].time if self.attempts else None
+
+    @property
+    def world(self) -> int:
+        """Processes of the last attempt."""
+        return int(self.header.get("world", 1))
+
+    @property
+    def ended(self) -> bool:
+        """Was the last attempt closed, by whatever, with all its optimizers?"""
+        over = bool(self.attempts) and self.attempts[-1].ending != "running"
+        return over and all(lane.ended for lane in self.further)
+
+    @property
+    def goings_back(self) -> tuple[Left, ...]:
+        """Rewinds, restarts and repetitions, in time."""
+        return tuple(branch.left for branch in self.branches if branch.left is not None)
+
+    @property
+    def last_step(self) -> int | None:
+        """Number of the last step that was seen."""
+        return int(self.steps.step[-1]) if len(self.steps) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Story:
+    """Every run of a folder."""
+
+    path: Path
+    """What was read: the folder, or the one journal."""
+    runs: tuple[Run, ...]
+    """Oldest first; at least one, which may be empty."""
+    torn: int = 0
+    elsewhere: tuple[Path, ...] = ()
+    """Folders below with journals of other runs."""
+
+    @property
+    def latest(self) -> Run:
+        return self.runs[-1]
+
+    @property
+    def empty(self) -> bool:
+        """Was no line read that stepguard writes?"""
+        return not any(run.attempts for run in self.runs)
+
+
+# --- The lines of one journal, grouped by the attempt that wrote them.
+
+
+PLAIN = ("loss", "grad_norm", "clip_factor", "scale", "labels", "seconds")
+"""Fields of a step line that are one number each."""
+NAMED = {"components": "loss/", "followed": "followed/"}
+"""Fields that hold numbers by the user's names, and what goes before these in the series."""
+LARGEST_STEP = 2**62
+LATEST_TIME = 2.5e11
+HEADER: dict[str, type | tuple[type, ...]] = {
+    "time": (int, float),
+    "run": str,
+    "attempt": int,
+    "rank": int,
+    "world": int,
+    "optimizer": str,
+    "parameters": int,
+    "lr": list,
+    "versions": dict,
+    "config": dict,
+    "settings": dict,
+}
+"""Kinds of the header's fields; one of another kind was not written by us, and is dropped."""
+
+
+class _Start:
+    """What one process wrote into one journal, with rows counted from its first step line."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        self.header = {
+            name: value
+            for name, value in header.items()
+            if isinstance(value, HEADER.get(name, object))
+        }
+        # Beyond the years that a calendar has, or not a time at all.
+        if not 0 <= self.header.get("time", 0) < LATEST_TIME:
+            del self.header["time"]
+        if not all(isinstance(rate, int | float) for rate in self.header.get("lr", ())):
+            del self.header["lr"]
+        self.run: str = self.header.get("run", "")
+        self.restored: Mapping[str, Any] = {}
+        """The note of a checkpoint that was loaded before the first step."""
+        self.step = array("q")
+        self.committed = array("b")
+        self.series: dict[str, tuple[array[int], array[float]]] = {}
+        self.lines: list[tuple[int, int, dict[str, Any]]] = []
+        """Rows before it, order in the journal and fields of every line but step lines."""
+        self.rows: dict[str, int] = {}
+        """The row of each incident, by the incident's id."""
+        self.rollbacks: list[dict[str, Any]] = []
+        self._branch: object = 1
+        self._unlinked = False
+        """Is the last row without an incident?"""
+
+    def take(self, fields: dict[str, Any], order: int) -> bool:
+        """Take in one line of this process; False for a step line without a step."""
+        kind = fields["type"]
+        step = fields.get("step")
+        if kind == "step" and not (isinstance(step, int) and abs(step) <= LARGEST_STEP):
+            return False
+        branch = fields.get("branch", self._branch)
+        if branch != self._branch:
+            back = _rollback(fields)
+            if back is not None:
+                self.rollbacks.append({**back, "at": len(self.step), "incident": None})
+                self._branch = branch
+        if kind == "step":
+            self._take_step(fields)
+            return True
+        self.lines.append((len(self.step), order, fields))
+        if kind == "incident":
+            self._take_incident(fields["incident"])
+        elif fields.get("kind") == "restored" and not self.step:
+            self.restored = fields
+            self.run = str(fields.get("run") or self.run)
+        return True
+
+    def _take_incident(self, incident: Incident) -> None:
+        raised = incident.verdict.kind == "exception"
+        if (
+            self._unlinked
+            and self.step[-1] == incident.step
+            and not (raised and self.committed[-1])
+        ):
+            self.rows[incident.id] = len(self.step) - 1
+            self._unlinked = False
+        if incident.decision is not None and self.rollbacks:
+            last = self.rollbacks[-1]
+            if (last["at"], last["to"]) == (len(self.step), incident.decision.rewound_to):
+                last["incident"] = incident.id
+
+    def _take_step(self, fields: dict[str, Any]) -> None:
+        row = len(self.step)
+        self.step.append(fields["step"])
+        self.committed.append(bool(fields.get("committed", True)))
+        named = fields.get("incident")
+        self._unlinked = not isinstance(named, str)
+        if isinstance(named, str):
+            self.rows[named] = row
+        values = {name: fields.get(name) for name in PLAIN}
+        rates = fields.get("lr")
+        for group, rate in enumerate(rates if isinstance(rates, list) else [rates]):
+            # The first group keeps the plain name: most runs have one only.
+            values[f"lr/{group}" if group else "lr"] = rate
+        for name, prefix in NAMED.items():
+            numbers = fields.get(name)
+            if isinstance(numbers, dict):
+                values |= {prefix + part: value for part, value in numbers.items()}
+        for name, value in values.items():
+            if not isinstance(value, int | float):
+                continue
+            rows, column = self.series.setdefault(name, (array("q"), array("d")))
+            rows.append(row)
+            try:
+                column.append(value)
+            except OverflowError:
+                column.append(float("inf"))
+
+
+def _rollback(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Why and to which step the run went back, as the first line of a branch says."""
+    text = _text(fields)
+    if fields["type"] == "step":
+        by, to, text = "repeat", fields["step"], ""
+    elif fields["type"] == "incident":
+        decision = fields["incident"].decision
+        by, to = "rewind", decision.rewound_to if decision else None
+        text = f"stopped with the weights after {to} steps"
+    elif fields["type"] == "rewind":
+        by, to = "rewind", fields.get("to")
+    else:
+        by, to = "restore", fields.get("step") if fields.get("kind") == "restored" else None
+    return {"by": by, "to": to, "text": text} if isinstance(to, int) else None
+
+
+def _text(fields: Mapping[str, Any]) -> str:
+    """The text of a line for people."""
+    named = ("summary", "error", "message", "reason", "detail", "status", "path")
+    return next((str(fields[name]) for name in named if fields.get(name)), "")
+
+
+CHUNK = 1 << 22
+LONGEST_LINE = 1 << 23
+"""Bytes of a line that is read; a longer one is none of ours, and counts as torn."""
+HEAD = 256
+"""Bytes at a journal's beginning by which it is known again."""
+
+
+class JournalFile:
+    """One journal, read as far as it has been written: whole lines only, each once."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path = path
+        self.rank = rank
+        self.replaced = 0
+        """How often another file was found at the path, or this one was cut."""
+        self._inode: int | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.starts: list[_Start] = []
+        self._by_attempt: dict[object, _Start] = {}
+        self.torn = 0
+        self._lines = 0
+        self._offset = 0
+        self._head = b""
+        self._in_long_line = False
+
+    def take(self, line: bytes, *, with_steps: bool = True) -> None:
+        """Take in one line; one that cannot be read is counted."""
+        self._lines += 1
+        if not line.strip() or (not with_steps and b'"type":"step"' in line):
+            return
+        fields = parse_line(line, self.path, self._lines)
+        if fields is None:
+            self.torn += 1
+            return
+        attempt = fields.get("attempt")
+        if fields["type"] == "run":
+            start = _Start(fields)
+            self.starts.append(start)
+            self._by_attempt[start.header.get("attempt", len(self.starts))] = start
+            return
+        if not self.starts:
+            # A journal that no guard of ours has begun.
+            self.starts.append(_Start({}))
+        known = isinstance(attempt, int) and attempt in self._by_attempt
+        start = self._by_attempt[attempt] if known else self.starts[-1]
+        if not start.take(fields, self._lines):
+            self.torn += 1
+
+    def read(self, *, with_steps: bool, torn_end: bool) -> bool:
+        """Take in what was written since; `torn_end`: half a line at the end counts as torn."""
+        if not self.path.is_file():
+            return False
+        rest = b""
+        with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            head = file.read(HEAD)
+            same = status.st_ino == self._inode and head.startswith(self._head)
+            if self._inode is not None and not (same and status.st_size >= self._offset):
+                self.replaced += 1
+                self._begin()
+            self._inode, self._head = status.st_ino, head
+            before = self._offset
+            file.seek(before)
+            while chunk := file.read(CHUNK):
+                self._offset += len(chunk)
+                if self._in_long_line:
+                    _, ended, chunk = chunk.partition(b"\n")
+                    self._in_long_line = not ended
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self.take(line, with_steps=with_steps)
+                if len(rest) > LONGEST_LINE:
+                    self.torn += 1
+                    self._in_long_line = True
+                    rest = b""
+        if rest and torn_end:
+            self.take(rest, with_steps=with_steps)
+        elif rest:
+            self._offset -= len(rest)
+        return self._offset > before or torn_end
+
+
+# --- The journals of a folder, read once or while they are written.
+
+
+MOST_OPTIMIZERS = 16
+"""Further optimizers of a run that are read."""
+_RANK = re.compile(r"journal\.rank([0-9]{1,9})\.jsonl")
+
+
+def read_story(run: Path, rank: int | None = None, *, steps_of: StepsOf = "one") -> Story:
+    """Read a run folder, or one journal file.
+
+    `rank` is whose steps `Run.steps` holds: by default the lowest there is. `steps_of="all"` reads
+    the steps of every rank. Raises JournalError where there is no journal, or a newer one.
+    """
+    reader = StoryReader(run, rank, steps_of=steps_of)
+    if not reader.exists():
+        missing = reader.main_path if run.exists() else run
+        raise JournalError(
+            f"{missing} does not exist; give a run directory that holds a journal.jsonl, or the "
+            f"file itself."
+        )
+    reader.read(torn_end=True)
+    return reader.story()
+
+
+def story_of(lines: Iterable[bytes], path: Path = Path("journal.jsonl")) -> Story:
+    """The story of the lines of one journal, as if they had been read from `path`."""
+    journal = JournalFile(path, 0)
+    for line in lines:
+        journal.take(line)
+    return _build(path, {0: journal}, 0)
+
+
+def is_journal(path: Path) -> bool:
+    """A file of this folder. A link out of it could show anything that its reader may read."""
+    if not path.is_file():
+        return False
+    return not path.is_symlink() or path.resolve().parent == path.parent.resolve()
+
+
+def belongs_to_run_above(folder: Path) -> bool:
+    """Does the journal in this folder say that it is of a further optimizer of one run?"""
+    journals = [] if folder.is_symlink() else sorted(folder.glob("journal*.jsonl"))
+    for path in filter(is_journal, journals):
+        try:
+            with path.open("rb") as lines:
+                header = json.loads(lines.readline(LONGEST_LINE) or b"{}")
+        except (OSError, ValueError, RecursionError):
+            continue
+        return isinstance(header, dict) and bool(header.get("lane"))
+    return False
+
+
+class StoryReader:
+    """Reads the journals of a run that may still be written to."""
+
+    def __init__(self, run: Path, rank: int | None = None, *, steps_of: StepsOf = "one") -> None:
+        self.run = run
+        self._asked = rank
+        self._steps_of = steps_of
+        self._files: dict[int, JournalFile] = {}
+        self._story: Story | None = None
+        self._further: dict[Path, StoryReader] = {}
+        """Readers of the folders of further optimizers of the same run."""
+        self._has_further = self.is_folder
+        self._alive: bool | None = None
+        """Does the process that started last still exist?"""
+
+    @property
+    def is_folder(self) -> bool:
+        # A run folder may not exist yet: its name tells it from a file.
+        return self.run.is_dir() or (not self.run.exists() and not self.run.suffix)
+
+    @property
+    def restarts(self) -> int:
+        """How often a journal was replaced or cut while it was followed."""
+        return sum(file.replaced for file in self._files.values())
+
+    @property
+    def main_path(self) -> Path:
+        """The journal whose steps are shown."""
+        return journal_path(self.run, self._main) if self.is_folder else self.run
+
+    @property
+    def _main(self) -> int:
+        return min(self._journals(), default=0) if self._asked is None else self._asked
+
+    def exists(self) -> bool:
+        return is_journal(self.main_path) if self.is_folder else self.run.is_file()
+
+    def read(self, *, torn_end: bool = False) -> bool:
+        """Take in what was written since; False if that is nothing.
+
+        `torn_end`: nothing more will come, so half a line at the end counts as torn.
+        """
+        fresh = self._read_files(torn_end)
+        file = self._files.get(self._main)
+        process = file.starts[-1].header.get("process") if file and file.starts else None
+        alive = is_running(process)
+        if alive is False:
+            # it may have written its end just before it was found gone
+            fresh |= self._read_files(torn_end)
+        fresh |= alive is not self._alive
+        self._alive = alive
+        if fresh:
+            self._story = None
+        return fresh
+
+    def _read_files(self, torn_end: bool) -> bool:
+        fresh = False
+        for rank, path in self._journals().items():
+            file = self._files.setdefault(rank, JournalFile(path, rank))
+            with_steps = self._steps_of == "all" or rank == self._main or not self.is_folder
+            fresh |= file.read(with_steps=with_steps, torn_end=torn_end)
+        for folder in self.run.glob("optimizer*") if self._has_further else ():
+            known = folder in self._further or len(self._further) >= MOST_OPTIMIZERS
+            if not known and belongs_to_run_above(folder):
+                further = StoryReader(folder, self._asked, steps_of=self._steps_of)
+                further._has_further = False
+                self._further[folder] = further
+        for reader in self._further.values():
+            fresh |= reader.read(torn_end=torn_end)
+        return fresh
+
+    def story(self) -> Story:
+        """The model of everything that was read so far."""
+        if self._story is None:
+            found = {path.parent for path in self.run.glob("*/journal.jsonl")}
+            elsewhere = tuple(sorted(found - self._further.keys()))
+            files = self._files
+            if self._main not in files:
+                files = {**files, self._main: JournalFile(self.main_path, self._main)}
+            story = _build(self.run, files, self._main, self._alive)
+            runs = tuple(self._with_further(run) for run in story.runs)
+            self._story = replace(story, runs=runs, elsewhere=elsewhere)
+        return self._story
+
+    def _with_further(self, run: Run) -> Run:
+        """The run with what its further optimizers recorded: guards of one process share an id."""
+        further = []
+        for _, reader in sorted(self._further.items()):
+            further += [other for other in reader.story().runs if _ids(other) & _ids(run)]
+        return replace(run, further=tuple(further))
+
+    def _journals(self) -> dict[int, Path]:
+        """The journals there are, by rank."""
+        if not self.is_folder:
+            found = _RANK.fullmatch(self.run.name)
+            return {int(found[1]) if found else self._asked or 0: self.run}
+        journals = {}
+        for path in self.run.glob("journal*.jsonl"):
+            found = _RANK.fullmatch(path.name)
+            if (found or path.name == "journal.jsonl") and is_journal(path):
+                journals[int(found[1]) if found else 0] = path
+        return dict(sorted(journals.items()))
+
+
+def _ids(run: Run) -> set[str]:
+    return {run.id, *(attempt.header.get("run", "") for attempt in run.attempts)} - {""}
+
+
+# --- The lines of all ranks, grouped into runs.
+
+
+FOREIGN = 10**12
+"""Added to the order of what other ranks wrote: it comes after what this rank wrote by then."""
+DONE: dict[str, Done] = {
+    "leave_out": "partial",
+    "retry": "retried",
+    "undo": "undone",
+    "rewind": "rewound",
+    "stop": "stopped",
+}
+"""What each action of a decision did, where that is not to drop the step."""
+_Spans = list[tuple[int, int, _Start]]
+"""The starts of a run in one journal: attempt, first row in the run, start."""
+
+
+def _build(
+    path: Path, files: Mapping[int, JournalFile], main: int, alive: bool | None = None
+) -> Story:
+    """The story of one folder. `alive`: does the process that started last still exist?"""
+    starts = files[main].starts
+    by_start: list[dict[int, list[_Start]]] = [{main: [start]} for start in starts]
+    for rank, file in files.items():
+        if rank == main or not starts:
+            continue
+        # The processes of one attempt start at the same time.
+        times = []
+        for place, start in enumerate(starts):
+            if rank < start.header.get("world", rank + 1):
+                times.append((start.header.get("time", place), place))
+        times.sort()
+        for own, start in enumerate(file.starts if times else ()):
+            time = start.header.get("time", own)
+            after = bisect_right(times, (time, len(starts)))
+            near = times[max(after - 1, 0) : after + 1]
+            _, place = min(near, key=lambda known: abs(known[0] - time))
+            by_start[place].setdefault(rank, []).append(start)
+    torn = sum(file.torn for file in files.values())
+    runs = []
+    for number, (name, members) in enumerate(_grouped(starts) or [("", [])], start=1):
+        spans: dict[int, _Spans] = {rank: [] for rank in files}
+        rows = dict.fromkeys(files, 0)
+        attempts = []
+        for attempt, place in enumerate(members):
+            last = place == len(starts) - 1
+            attempts.append(_attempt(starts[place], last=last, alive=alive if last else None))
+            for rank, of_rank in by_start[place].items():
+                for start in of_rank:
+                    spans[rank].append((attempt, rows[rank], start))
+                    rows[rank] += len(start.step)
+        facts = {"id": name, "number": number, "path": files[main].path, "torn": torn}
+        runs.append(Run(**_run(spans, main), **facts, attempts=tuple(attempts)))
+    return Story(path=path, runs=tuple(runs), torn=torn)
+
+
+def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[int]]]:
+    """Ids of the runs, and the positions of their starts; in the order of their last start."""
+    runs: dict[int, tuple[str, list[int]]] = {}
+    by_name: dict[str, int] = {}
+    reached: dict[int, int] = {}
+    latest = -1
+    for place, start in enumerate(starts):
+        key = by_name.get(start.run, -1) if start.run else -1
+        resumed = not start.restored and len(start.step) and start.step[0] > 0
+        if key < 0 and latest >= 0 and resumed and start.step[0] <= reached[latest]:
+            # A framework loaded its own checkpoint: steps begin where the run before had come to.
+            key = latest
+        if key < 0:
+            key = place
+            runs[key] = (start.run, [])
+            by_name.setdefault(start.run, key)
+        # Last in the order of the dict: this run was started last.
+        runs[key] = runs.pop(key)
+        runs[key][1].append(place)
+        reached[key] = max(reached.get(key, 0), max(start.step, default=-1) + 1)
+        latest = key
+    return list(runs.values())
+
+
+def _attempt(start: _Start, *, last: bool, alive: bool | None) -> Attempt:
+    end: Mapping[str, Any] | None = None
+    stopped = False
+    for at, _, fields in start.lines:
+        if fields["type"] == "end":
+            end = fields
+        elif fields["type"] == "incident":
+            # One that catches TrainingHalted and continues has rows after it.
+            stopped = fields["incident"].stopped and at >= len(start.step) - 1
+    said = end or {}
+    ending: Ending = "running" if last and alive is not False else "killed"
+    if stopped:
+        ending = "stopped"
+    elif said.get("error"):
+        ending = "error"
+    elif said.get("signal"):
+        ending = "signal"
+    elif end is not None:
+        ending = "closed"
+    step = start.restored.get("step")
+    return Attempt(
+        header=start.header,
+        ending=ending,
+        restored=step if isinstance(step, int) else None,
+        error=str(said.get("error") or ""),
+        signal=str(said.get("signal") or ""),
+        alive=alive,
+    )
+
+
+def _run(spans: Mapping[int, _Spans], main: int) -> dict[str, Any]:
+    """Tables, branches, incidents and notes of a run, joined over its ranks."""
+    laid = {rank: _lay_out(rank, of_rank) for rank, of_rank in spans.items()}
+    table, branches = laid[main]
+    found: dict[tuple[int, str], StoryIncident] = {}
+    notes: list[Note] = []
+    looks: list[Look] = []
+    for rank in sorted(spans, key=lambda rank: (rank != main, rank)):
+        for attempt, first, start in spans[rank]:
+            for before, order, fields in start.lines:
+                at = first + before
+                step = fields.get("step")
+                if rank != main:
+                    # At its place among the rows of the main rank.
+                    step = fields["incident"].step if fields["type"] == "incident" else step
+                    order += FOREIGN
+                    own = table.attempt == attempt
+                    earlier = own & (table.step <= (step if isinstance(step, int) else 0))
+                    at = int(np.flatnonzero(earlier)[-1]) + 1 if earlier.any() else 0
+                if fields["type"] == "incident":
+                    key = (attempt, fields["incident"].id)
+                    if key in found:
+                        ranks = tuple(sorted({*found[key].ranks, rank}))
+                        found[key] = replace(found[key], ranks=ranks)
+                        continue
+                    row = start.rows.get(key[1])
+                    of = laid[rank][0]
+                    found[key] = StoryIncident(
+                        incident=fields["incident"],
+                        done=_done(
+                            fields["incident"], None if row is None else start.committed[row]
+                        ),
+                        attempt=attempt,
+                        row=None if row is None or rank != main else first + row,
+                        at=at,
+                        order=order,
+                        kept=row is None or bool(of.kept[first + row]),
+                        ranks=(rank,),
+                    )
+                elif fields["type"] == "look":
+                    if rank == main:
+                        looks.append(fields["look"])
+                elif rank == main or fields["type"] == "fault":
+                    notes.append(
+                        Note(
+                            type=fields["type"],
+                            kind=str(fields.get("kind", "")),
+                            text=_text(fields),
+                            step=step if isinstance(step, int) else None,
+                            attempt=attempt,
+                            at=at,
+                            order=order,
+                            fields=fields,
+                            rank=rank,
+                        )
+                    )
+    ordered = sorted(found.items(), key=lambda item: (item[1].at, item[1].order))
+    places = {key: place for place, (key, _) in enumerate(ordered)}
+    notes.sort(key=lambda note: (note.at, note.order))
+    tables = {}
+    for rank in sorted(spans):
+        tables[rank] = _with_incidents(laid[rank][0], spans[rank], places)
+    named = []
+    for branch, incident in branches:
+        if branch.left is not None and incident is not None:
+            left = replace(branch.left, incident=places.get((branch.attempt, incident)))
+            branch = replace(branch, left=left)
+        named.append(branch)
+    return {
+        "branches": tuple(named),
+        "steps": tables[main],
+        "by_rank": tables,
+        "incidents": tuple(one for _, one in ordered),
+        "notes": tuple(notes),
+        "checkpoints": _checkpoints(notes),
+        "looks": tuple(looks),
+    }
+
+
+def _lay_out(rank: int, spans: _Spans) -> tuple[StepTable, list[tuple[Branch, str | None]]]:
+    """The rows of one rank, and its branches, each with the id of the incident that ended it."""
+    step = np.concatenate([np.zeros(0, np.int64), *(np.array(s.step) for _, _, s in spans)])
+    made = [np.array(start.committed, np.bool_) for _, _, start in spans]
+    attempt = np.zeros(len(step), np.int64)
+    parts: dict[str, list[tuple[Ints, Floats]]] = {}
+    backs: list[tuple[int, int, dict[str, Any]]] = []
+    for place, (number, first, start) in enumerate(spans):
+        attempt[first:] = number
+        to = start.restored.get("step", start.step[0] if start.step else None)
+        if place and isinstance(to, int):
+            restart = {"by": "restart", "to": to, "text": _text(start.restored), "incident": None}
+            backs.append((first, spans[place - 1][0], restart))
+        for back in start.rollbacks:
+            backs.append((first + back["at"], number, back))
+        for name, (rows, values) in start.series.items():
+            parts.setdefault(name, []).append((np.array(rows) + first, np.array(values)))
+    series = {}
+    for name, found in parts.items():
+        rows, values = (np.concatenate(column) for column in zip(*found, strict=True))
+        series[name] = Series(name, rows, values)
+    if "grad_norm" in series and "clip_factor" in series:
+        norm, factor = series["grad_norm"], series["clip_factor"]
+        both, ours, theirs = np.intersect1d(
+            norm.rows, factor.rows, assume_unique=True, return_indices=True
+        )
+        with np.errstate(invalid="ignore"):
+            values = norm.values[ours] * np.minimum(factor.values[theirs], 1.0)
+        series["grad_norm_clipped"] = Series("grad_norm_clipped", both, values)
+    # A row counts unless the run later went back to its step or below.
+    lowest = np.full(len(step) + 1, np.iinfo(np.int64).max, np.int64)
+    branches: list[tuple[Branch, str | None]] = []
+    first = 0
+    for at, number, back in backs:
+        lowest[at] = min(lowest[at], back["to"])
+        came_from = int(step[first:at].max()) if at > first else back["to"]
+        left = Left(by=back["by"], to=back["to"], came_from=came_from, text=back["text"])
+        branch = Branch(attempt=number, first_row=first, end_row=at, left=left)
+        branches.append((branch, back["incident"]))
+        first = at
+    last_attempt = spans[-1][0] if spans else 0
+    branches.append((Branch(attempt=last_attempt, first_row=first, end_row=len(step)), None))
+    later = np.minimum.accumulate(lowest[::-1])[::-1]
+    ends = [at for at, _, _ in backs]
+    table = StepTable(
+        rank=rank,
+        step=step,
+        committed=np.concatenate([np.zeros(0, np.bool_), *made]),
+        kept=step < later[1:],
+        attempt=attempt,
+        branch=np.searchsorted(ends, np.arange(len(step)), side="right").astype(np.int64),
+        incident=np.full(len(step), -1, np.int64),
+        calibration=np.zeros(len(step), np.bool_),
+        series=series,
+    )
+    return table, branches
+
+
+def _with_incidents(
+    table: StepTable, spans: _Spans, places: Mapping[tuple[int, str], int]
+) -> StepTable:
+    """The table with the incident of each row, and which rows a GradScaler dropped."""
+    incident = table.incident
+    for attempt, first, start in spans:
+        for name, row in start.rows.items():
+            incident[first + row] = places.get((attempt, name), -1)
+    scaled = np.zeros(len(table), np.bool_)
+    scaled[table.column("scale").rows] = True
+    return replace(table, calibration=~table.committed & scaled & (incident < 0))
+
+
+def _done(incident: Incident, committed: int | None) -> Done:
+    action = incident.decision.action if incident.decision is not None else "note"
+    if incident.verdict.kind == "exception" and action == "stop":
+        return "raised"
+    if action != "note":
+        return DONE.get(action, "dropped")
+    if committed is None:
+        return "told"
+    return "let_through" if committed else "dropped"
+
+
+def _checkpoints(notes: Sequence[Note]) -> tuple[CheckpointEvent, ...]:
+    found = []
+    for note in notes:
+        state: CheckpointState = "refused"
+        step = note.fields.get("refused")
+        if note.type == "checkpoint":
+            state = "good" if note.fields.get("good", True) else "kept"
+            step = note.step
+        elif note.type == "rewind":
+            state = "rewound_to"
+            step = note.fields.get("to")
+        elif note.kind == "restored":
+            state = "restored"
+            step = note.step
+        if isinstance(step, int):
+            found.append(CheckpointEvent(step=step, state=state, text=note.text))
+    return tuple(found)
