@@ -125,22 +125,3 @@ def test_reader_that_stops_early_is_no_traceback(run: Path) -> None:
     done = subprocess.run(["sh", "-c", quoted], capture_output=True, text=True, timeout=120)
     assert done.stdout.count("\n") == 1
     assert "Traceback" not in done.stderr
-
-
-def test_a_run_of_an_earlier_version_is_reported(run: Path) -> None:
-    """Origins had `notes`, findings had a `confidence`."""
-    path = run / "journal.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if line["type"] == "incident":
-            for finding in line["incident"]["findings"]:
-                del finding["certainty"]
-                finding["confidence"] = 0.96
-            origin = {"step": line["incident"]["step"], "phase": "forward", "op": "aten._softmax"}
-            origin["notes"] = ["masked_rows=2", "half", "the loss expression was not seen"]
-            line["incident"]["origin"] = origin
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = CliRunner().invoke(app, ["report", str(run)])
-    assert result.exit_code == 0, result.output
-    assert "(certain)" in result.output and "aten._softmax" in result.output
-    assert "masked_rows" not in result.output

@@ -32,7 +32,7 @@ import os
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -369,6 +369,8 @@ HEADER: dict[str, type | tuple[type, ...]] = {
     "settings": dict,
 }
 """Kinds of the header's fields; one of another kind was not written by us, and is dropped."""
+CARRIED = ("v", "type", "branch")
+"""Fields of every line, which are no facts of the run."""
 
 
 class _Start:
@@ -378,7 +380,7 @@ class _Start:
         self.header = {
             name: value
             for name, value in header.items()
-            if isinstance(value, HEADER.get(name, object))
+            if name not in CARRIED and isinstance(value, HEADER.get(name, object))
         }
         # Beyond the years that a calendar has, or not a time at all.
         if not 0 <= self.header.get("time", 0) < LATEST_TIME:
@@ -754,21 +756,10 @@ def _build(
 ) -> Story:
     """The story of one folder. `alive`: does the process that started last still exist?"""
     starts = files[main].starts
-    by_start: list[dict[int, list[_Start]]] = [{main: [start]} for start in starts]
+    by_start: list[dict[int, list[_Start]]] = [{} for _ in starts]
     for rank, file in files.items():
-        if rank == main or not starts:
-            continue
-        # The processes of one attempt start at the same time.
-        times = []
-        for place, start in enumerate(starts):
-            if rank < start.header.get("world", rank + 1):
-                times.append((start.header.get("time", place), place))
-        times.sort()
-        for own, start in enumerate(file.starts if times else ()):
-            time = start.header.get("time", own)
-            after = bisect_right(times, (time, len(starts)))
-            near = times[max(after - 1, 0) : after + 1]
-            _, place = min(near, key=lambda known: abs(known[0] - time))
+        places = range(len(starts)) if rank == main else _matched(file.starts, starts, rank)
+        for place, start in zip(places, file.starts, strict=False):
             by_start[place].setdefault(rank, []).append(start)
     torn = sum(file.torn for file in files.values())
     runs = []
@@ -788,18 +779,36 @@ def _build(
     return Story(path=path, runs=tuple(runs), torn=torn)
 
 
+def _matched(starts: Sequence[_Start], main: Sequence[_Start], rank: int) -> list[int]:
+    """The positions of the main rank's starts that these of another rank were started with."""
+    times = []
+    for place, start in enumerate(main):
+        if rank < start.header.get("world", rank + 1):
+            times.append((start.header.get("time", place), place))
+    times.sort()
+    found = []
+    for place, start in enumerate(starts if times else ()):
+        time = start.header.get("time", place)
+        after = bisect_right(times, (time, len(main)))
+        near = times[max(after - 1, 0) : after + 1]
+        found.append(min(near, key=lambda known: abs(known[0] - time))[1])
+    return found
+
+
 def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[int]]]:
     """Ids of the runs, and the positions of their starts; in the order of their last start."""
     runs: dict[int, tuple[str, list[int]]] = {}
     by_name: dict[str, int] = {}
-    reached: dict[int, int] = {}
     latest = -1
+    reached = 0
     for place, start in enumerate(starts):
         key = by_name.get(start.run, -1) if start.run else -1
-        resumed = not start.restored and len(start.step) and start.step[0] > 0
-        if key < 0 and latest >= 0 and resumed and start.step[0] <= reached[latest]:
+        resumed = not start.restored and len(start.step) and 0 < start.step[0] <= reached
+        if key < 0 and resumed:
             # A framework loaded its own checkpoint: steps begin where the run before had come to.
             key = latest
+        if key != latest:
+            reached = 0
         if key < 0:
             key = place
             runs[key] = (start.run, [])
@@ -807,7 +816,7 @@ def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[int]]]:
         # Last in the order of the dict: this run was started last.
         runs[key] = runs.pop(key)
         runs[key][1].append(place)
-        reached[key] = max(reached.get(key, 0), max(start.step, default=-1) + 1)
+        reached = max(reached, max(start.step, default=-1) + 1)
         latest = key
     return list(runs.values())
 
@@ -831,111 +840,71 @@ def _attempt(start: _Start, *, last: bool, alive: bool | None) -> Attempt:
         ending = "signal"
     elif end is not None:
         ending = "closed"
-    step = start.restored.get("step")
     return Attempt(
         header=start.header,
         ending=ending,
-        restored=step if isinstance(step, int) else None,
+        restored=_int(start.restored.get("step")),
         error=str(said.get("error") or ""),
         signal=str(said.get("signal") or ""),
         alive=alive,
     )
 
 
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
 def _run(spans: Mapping[int, _Spans], main: int) -> dict[str, Any]:
     """Tables, branches, incidents and notes of a run, joined over its ranks."""
-    laid = {rank: _lay_out(rank, of_rank) for rank, of_rank in spans.items()}
-    table, branches = laid[main]
+    tables = {rank: _table(rank, spans[rank]) for rank in sorted(spans)}
+    table = tables[main]
+
+    def row_after(attempt: int, step: int | None) -> int:
+        """The place of another rank's line among the rows of the main rank."""
+        before = np.flatnonzero((table.attempt == attempt) & (table.step <= (step or 0)))
+        return int(before[-1]) + 1 if len(before) else 0
+
     found: dict[tuple[int, str], StoryIncident] = {}
-    notes: list[Note] = []
-    looks: list[Look] = []
-    for rank in sorted(spans, key=lambda rank: (rank != main, rank)):
-        for attempt, first, start in spans[rank]:
-            for before, order, fields in start.lines:
-                at = first + before
-                step = fields.get("step")
-                if rank != main:
-                    # At its place among the rows of the main rank.
-                    step = fields["incident"].step if fields["type"] == "incident" else step
-                    order += FOREIGN
-                    own = table.attempt == attempt
-                    earlier = own & (table.step <= (step if isinstance(step, int) else 0))
-                    at = int(np.flatnonzero(earlier)[-1]) + 1 if earlier.any() else 0
-                if fields["type"] == "incident":
-                    key = (attempt, fields["incident"].id)
-                    if key in found:
-                        ranks = tuple(sorted({*found[key].ranks, rank}))
-                        found[key] = replace(found[key], ranks=ranks)
-                        continue
-                    row = start.rows.get(key[1])
-                    of = laid[rank][0]
-                    found[key] = StoryIncident(
-                        incident=fields["incident"],
-                        done=_done(
-                            fields["incident"], None if row is None else start.committed[row]
-                        ),
-                        attempt=attempt,
-                        row=None if row is None or rank != main else first + row,
-                        at=at,
-                        order=order,
-                        kept=row is None or bool(of.kept[first + row]),
-                        ranks=(rank,),
-                    )
-                elif fields["type"] == "look":
-                    if rank == main:
-                        looks.append(fields["look"])
-                elif rank == main or fields["type"] == "fault":
-                    notes.append(
-                        Note(
-                            type=fields["type"],
-                            kind=str(fields.get("kind", "")),
-                            text=_text(fields),
-                            step=step if isinstance(step, int) else None,
-                            attempt=attempt,
-                            at=at,
-                            order=order,
-                            fields=fields,
-                            rank=rank,
-                        )
-                    )
-    ordered = sorted(found.items(), key=lambda item: (item[1].at, item[1].order))
-    places = {key: place for place, (key, _) in enumerate(ordered)}
+    notes = _notes(spans[main], main)
+    for one in _incidents(spans[main], table):
+        found[one.attempt, one.incident.id] = one
+    for rank in sorted(spans.keys() - {main}):
+        for one in _incidents(spans[rank], tables[rank]):
+            key = (one.attempt, one.incident.id)
+            if key in found:
+                ranks = tuple(sorted({*found[key].ranks, rank}))
+                found[key] = replace(found[key], ranks=ranks)
+            else:
+                at = row_after(one.attempt, one.incident.step)
+                found[key] = replace(one, row=None, at=at, order=one.order + FOREIGN)
+        for note in _notes(spans[rank], rank):
+            if note.type == "fault":
+                at = row_after(note.attempt, note.step)
+                notes.append(replace(note, at=at, order=note.order + FOREIGN))
+    incidents = sorted(found.values(), key=lambda one: (one.at, one.order))
     notes.sort(key=lambda note: (note.at, note.order))
-    tables = {}
-    for rank in sorted(spans):
-        tables[rank] = _with_incidents(laid[rank][0], spans[rank], places)
-    named = []
-    for branch, incident in branches:
-        if branch.left is not None and incident is not None:
-            left = replace(branch.left, incident=places.get((branch.attempt, incident)))
-            branch = replace(branch, left=left)
-        named.append(branch)
+    places = {(one.attempt, one.incident.id): place for place, one in enumerate(incidents)}
+    for rank, of_rank in spans.items():
+        tables[rank] = _with_incidents(tables[rank], of_rank, places)
     return {
-        "branches": tuple(named),
+        "branches": _branches(spans[main], table.step, places),
         "steps": tables[main],
         "by_rank": tables,
-        "incidents": tuple(one for _, one in ordered),
-        "notes": tuple(notes),
+        "incidents": tuple(incidents),
+        "notes": tuple(note for note in notes if note.type != "look"),
         "checkpoints": _checkpoints(notes),
-        "looks": tuple(looks),
+        "looks": tuple(note.fields["look"] for note in notes if note.type == "look"),
     }
 
 
-def _lay_out(rank: int, spans: _Spans) -> tuple[StepTable, list[tuple[Branch, str | None]]]:
-    """The rows of one rank, and its branches, each with the id of the incident that ended it."""
-    step = np.concatenate([np.zeros(0, np.int64), *(np.array(s.step) for _, _, s in spans)])
-    made = [np.array(start.committed, np.bool_) for _, _, start in spans]
+def _table(rank: int, spans: _Spans) -> StepTable:
+    """The rows of one rank; their incidents are not known yet."""
+    step = np.array([number for _, _, start in spans for number in start.step], np.int64)
+    committed = [made for _, _, start in spans for made in start.committed]
     attempt = np.zeros(len(step), np.int64)
     parts: dict[str, list[tuple[Ints, Floats]]] = {}
-    backs: list[tuple[int, int, dict[str, Any]]] = []
-    for place, (number, first, start) in enumerate(spans):
+    for number, first, start in spans:
         attempt[first:] = number
-        to = start.restored.get("step", start.step[0] if start.step else None)
-        if place and isinstance(to, int):
-            restart = {"by": "restart", "to": to, "text": _text(start.restored), "incident": None}
-            backs.append((first, spans[place - 1][0], restart))
-        for back in start.rollbacks:
-            backs.append((first + back["at"], number, back))
         for name, (rows, values) in start.series.items():
             parts.setdefault(name, []).append((np.array(rows) + first, np.array(values)))
     series = {}
@@ -951,24 +920,16 @@ def _lay_out(rank: int, spans: _Spans) -> tuple[StepTable, list[tuple[Branch, st
             values = norm.values[ours] * np.minimum(factor.values[theirs], 1.0)
         series["grad_norm_clipped"] = Series("grad_norm_clipped", both, values)
     # A row counts unless the run later went back to its step or below.
+    rollbacks = _rollbacks(spans)
     lowest = np.full(len(step) + 1, np.iinfo(np.int64).max, np.int64)
-    branches: list[tuple[Branch, str | None]] = []
-    first = 0
-    for at, number, back in backs:
+    for at, _, back in rollbacks:
         lowest[at] = min(lowest[at], back["to"])
-        came_from = int(step[first:at].max()) if at > first else back["to"]
-        left = Left(by=back["by"], to=back["to"], came_from=came_from, text=back["text"])
-        branch = Branch(attempt=number, first_row=first, end_row=at, left=left)
-        branches.append((branch, back["incident"]))
-        first = at
-    last_attempt = spans[-1][0] if spans else 0
-    branches.append((Branch(attempt=last_attempt, first_row=first, end_row=len(step)), None))
     later = np.minimum.accumulate(lowest[::-1])[::-1]
-    ends = [at for at, _, _ in backs]
-    table = StepTable(
+    ends = [at for at, _, _ in rollbacks]
+    return StepTable(
         rank=rank,
         step=step,
-        committed=np.concatenate([np.zeros(0, np.bool_), *made]),
+        committed=np.array(committed, np.bool_),
         kept=step < later[1:],
         attempt=attempt,
         branch=np.searchsorted(ends, np.arange(len(step)), side="right").astype(np.int64),
@@ -976,7 +937,40 @@ def _lay_out(rank: int, spans: _Spans) -> tuple[StepTable, list[tuple[Branch, st
         calibration=np.zeros(len(step), np.bool_),
         series=series,
     )
-    return table, branches
+
+
+def _rollbacks(spans: _Spans) -> list[tuple[int, int, dict[str, Any]]]:
+    """Where the run went back: rows before it, the attempt it ended a branch of, and why."""
+    found: list[tuple[int, int, dict[str, Any]]] = []
+    before = None
+    for number, first, start in spans:
+        to = _int(start.restored.get("step", start.step[0] if start.step else None))
+        if before is not None and to is not None:
+            restart = {"by": "restart", "to": to, "text": _text(start.restored), "incident": None}
+            found.append((first, before, restart))
+        found += [(first + back["at"], number, back) for back in start.rollbacks]
+        before = number
+    return found
+
+
+def _branches(
+    spans: _Spans, step: Ints, places: Mapping[tuple[int, str], int]
+) -> tuple[Branch, ...]:
+    branches = []
+    first = 0
+    for at, attempt, back in _rollbacks(spans):
+        came_from = int(step[first:at].max()) if at > first else back["to"]
+        left = Left(
+            by=back["by"],
+            to=back["to"],
+            came_from=came_from,
+            text=back["text"],
+            incident=places.get((attempt, back["incident"])),
+        )
+        branches.append(Branch(attempt=attempt, first_row=first, end_row=at, left=left))
+        first = at
+    last = spans[-1][0] if spans else 0
+    return (*branches, Branch(attempt=last, first_row=first, end_row=len(step)))
 
 
 def _with_incidents(
@@ -992,31 +986,72 @@ def _with_incidents(
     return replace(table, calibration=~table.committed & scaled & (incident < 0))
 
 
-def _done(incident: Incident, committed: int | None) -> Done:
-    action = incident.decision.action if incident.decision is not None else "note"
-    if incident.verdict.kind == "exception" and action == "stop":
-        return "raised"
-    if action != "note":
-        return DONE.get(action, "dropped")
-    if committed is None:
-        return "told"
-    return "let_through" if committed else "dropped"
+def _incidents(spans: _Spans, table: StepTable) -> Iterator[StoryIncident]:
+    """What one rank recorded, with the rows of that rank."""
+    for attempt, first, start in spans:
+        for at, order, fields in start.lines:
+            if fields["type"] != "incident":
+                continue
+            incident = fields["incident"]
+            own = start.rows.get(incident.id)
+            row = None if own is None else first + own
+            action = incident.decision.action if incident.decision is not None else "note"
+            done = DONE.get(action, "dropped")
+            if incident.verdict.kind == "exception" and action == "stop":
+                done = "raised"
+            elif action == "note" and row is None:
+                done = "told"
+            elif action == "note" and table.committed[row]:
+                done = "let_through"
+            yield StoryIncident(
+                incident=incident,
+                done=done,
+                attempt=attempt,
+                row=row,
+                at=first + at,
+                order=order,
+                kept=row is None or bool(table.kept[row]),
+                ranks=(table.rank,),
+            )
+
+
+def _notes(spans: _Spans, rank: int) -> list[Note]:
+    """Every line of one rank that is neither a step nor an incident."""
+    notes = []
+    for attempt, first, start in spans:
+        for at, order, fields in start.lines:
+            if fields["type"] == "incident":
+                continue
+            notes.append(
+                Note(
+                    type=fields["type"],
+                    kind=str(fields.get("kind", "")),
+                    text=_text(fields),
+                    step=_int(fields.get("step")),
+                    attempt=attempt,
+                    at=first + at,
+                    order=order,
+                    fields=fields,
+                    rank=rank,
+                )
+            )
+    return notes
 
 
 def _checkpoints(notes: Sequence[Note]) -> tuple[CheckpointEvent, ...]:
     found = []
     for note in notes:
         state: CheckpointState = "refused"
-        step = note.fields.get("refused")
+        step = _int(note.fields.get("refused"))
         if note.type == "checkpoint":
             state = "good" if note.fields.get("good", True) else "kept"
             step = note.step
         elif note.type == "rewind":
             state = "rewound_to"
-            step = note.fields.get("to")
+            step = _int(note.fields.get("to"))
         elif note.kind == "restored":
             state = "restored"
             step = note.step
-        if isinstance(step, int):
+        if step is not None:
             found.append(CheckpointEvent(step=step, state=state, text=note.text))
     return tuple(found)
