@@ -95,6 +95,7 @@ def test_step_line_carries_only_what_was_seen(tmp_path: Path) -> None:
         "type": "step",
         "attempt": 1,
         "branch": 1,
+        "from_step": 0,
         "step": 0,
         "loss": 0.0,
         "grad_norm": 0.0,
@@ -153,11 +154,6 @@ def test_garbage_between_lines_costs_only_itself(garbage: bytes, at: int) -> Non
         assert [step["step"] for step in read_run(Path(folder)).steps] == list(range(5))
 
 
-def _carried(path: Path) -> list[tuple[str, int, int]]:
-    records = map(json.loads, path.read_text().splitlines())
-    return [(record["type"], record["attempt"], record["branch"]) for record in records]
-
-
 def test_every_line_carries_its_attempt_and_branch(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.write("run", {"attempt": 3})
@@ -174,13 +170,11 @@ def test_every_line_carries_its_attempt_and_branch(tmp_path: Path) -> None:
     journal.incident(replace(INCIDENT, decision=stop))
     journal.write("end", {})
     journal.close()
-    assert [(attempt, branch) for _, attempt, branch in _carried(journal.path)] == [
-        *[(3, 1)] * 4,
-        *[(3, 2)] * 3,
-        *[(3, 3)] * 2,
-        (3, 4),
-        *[(3, 5)] * 2,
-    ]
+    lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
+    assert {line["attempt"] for line in lines} == {3}
+    assert [line["branch"] for line in lines] == [1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5]
+    firsts = {line["branch"]: line["from_step"] for line in lines if "from_step" in line}
+    assert firsts == {1: 4, 2: 4, 3: 2, 4: 2, 5: 1}
 
 
 def test_step_line_names_the_incident_that_was_written_before_it(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """The run's append-only journal: strict JSON lines, one writer per rank, readable after a crash.
 
 Every line carries `attempt` (which start in this folder wrote it) and `branch` (its timeline: a
-rewind, a restored checkpoint or a step that is run again begins the next one). An incident's line
-holds the incident; the step line written after it names the incident by its id.
+rewind, a restored checkpoint or a step that is run again begins the next one); the first line of a
+branch says `from_step`, its first step. An incident's line holds the incident; a step line that is
+written after it names the incident by its id.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class _Progress:
     attempt: int = 1
     branch: int = 1
     next_step: int | None = None
-    """The lowest step without an update on this branch; None before the first step line."""
+    """The lowest step without an update on this branch; None before the first branch."""
+    from_step: int | None = None
+    """The first step of a branch that no line has reported yet."""
     last_step: int | None = None
     """The step of the last step line, while no incident belongs to it."""
     noted: Incident | None = None
@@ -52,10 +55,12 @@ class _Progress:
     def begin_branch(self, first_step: int) -> None:
         if self.next_step is not None:
             self.branch += 1
-            self.next_step = first_step
+        self.next_step = self.from_step = first_step
 
     def line(self, kind: str, fields: Mapping[str, Any]) -> bytes:
         carried = {"v": SCHEMA, "type": kind, "attempt": self.attempt, "branch": self.branch}
+        if self.from_step is not None:
+            carried["from_step"] = self.from_step
         return (dumps({**carried, **fields}) + "\n").encode()
 
 
@@ -86,6 +91,7 @@ class Journal(Sink):
         elif fields.get("kind") == "restored":
             progress.begin_branch(fields["step"])
         self._file.append(progress.line(kind, fields), durable=durable)
+        progress.from_step = None
         if kind == "run":
             progress.end = {"steps": 0, "incidents": 0, "armed": True}
         elif kind == "end":
@@ -99,7 +105,7 @@ class Journal(Sink):
     def step(self, reading: Reading, committed: bool) -> None:
         """One line a step, with only what was seen."""
         progress = self._progress
-        if progress.next_step is not None and reading.step < progress.next_step:
+        if progress.next_step is None or reading.step < progress.next_step:
             progress.begin_branch(reading.step)
         fields: dict[str, Any] = {}
         for name in STEP_FIELDS:
@@ -116,8 +122,8 @@ class Journal(Sink):
             fields["incident"] = noted.id
             progress.last_step = None
         self.write("step", fields)
-        if committed or progress.next_step is None:
-            progress.next_step = reading.step + committed
+        if committed:
+            progress.next_step = reading.step + 1
         if progress.end is not None:
             progress.end["steps"] = reading.step + 1
 

@@ -623,8 +623,8 @@ def _rank_lanes(run: Run) -> list[dict[str, Any]]:
                 words = "the origin is here" if rank in at_fault else "recorded here"
                 mark = {"step": told.incident.step, "blamed": rank in at_fault, "text": words}
                 marks.append(mark)
-        table = run.by_rank.get(rank, run.steps)
-        steps = table.step if len(table) else run.steps.step
+        steps = run.by_rank.get(rank, run.steps.step)
+        steps = steps if len(steps) else run.steps.step
         first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
         text = f"{phrases.count(len(marks), 'incident')} recorded"
         lanes.append({"rank": rank, "first": first, "last": last, "marks": marks, "text": text})

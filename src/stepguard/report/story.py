@@ -8,20 +8,18 @@
 
 The lines of a journal say which attempt and branch they belong to; here they are grouped by that.
 An `Attempt` is one process. It continues an earlier `Run` if it restored a checkpoint of that run,
-or if its steps begin above 0 where that run had come to; else it begins a run. `Story.runs` holds
-all runs of the folder, oldest first.
+or if its steps begin above 0 where that run had come to; else it begins a run.
 
 Rows, incidents and notes are in the order in which they were written, and refer to each other by
-row. A step number may occur many times: a step that was run again, and all steps after a rewind or
-a restart. A `Branch` is a stretch of rows without going back. Where it ended by going back,
-`Branch.left` says why and to which step; rows of that step and above are not `kept`. The kept
-rows, in order, are the line that led to the present weights.
+row. A step number may occur many times. A `Branch` is a stretch of rows without going back. Where
+it ended by going back, `Branch.left` says why and to which step; rows of that step and above are
+not `kept`. The kept rows, in order, are the line that led to the present weights.
 
-Nothing is dropped. Non-finite values stay in their series; a step that has no value has no row in
-it. `StoryIncident.done` is what was really done. Lines that cannot be read are counted in `torn`.
+Non-finite values stay in their series; a step that has no value has no row in it. Lines that
+cannot be read are counted in `torn`.
 
-`run.steps` is of one rank (the lowest, or the one asked for); `run.by_rank` has the tables of all
-ranks that were read. An incident that several ranks recorded is one `StoryIncident` with all of
+`run.steps` is of one rank (the lowest, or the one asked for); `run.by_rank` has the step numbers of
+all ranks that were read. An incident that several ranks recorded is one `StoryIncident` with all of
 their `ranks`.
 """
 
@@ -114,7 +112,7 @@ class StepTable:
     attempt: Ints
     """Index into `Run.attempts`."""
     branch: Ints
-    """Index into `Run.branches` (into that rank's branches for other ranks)."""
+    """Index into `Run.branches`."""
     incident: Ints
     """Index into `Run.incidents`; -1 where nothing was wrong."""
     calibration: Bools
@@ -272,7 +270,8 @@ class Run:
     attempts: tuple[Attempt, ...]
     branches: tuple[Branch, ...]
     steps: StepTable
-    by_rank: Mapping[int, StepTable]
+    by_rank: Mapping[int, Ints]
+    """Step numbers of each rank whose journal was read."""
     incidents: tuple[StoryIncident, ...]
     notes: tuple[Note, ...]
     checkpoints: tuple[CheckpointEvent, ...]
@@ -371,12 +370,14 @@ HEADER: dict[str, type | tuple[type, ...]] = {
 """Kinds of the header's fields; one of another kind was not written by us, and is dropped."""
 CARRIED = ("v", "type", "branch")
 """Fields of every line, which are no facts of the run."""
+BEGUN_BY = {"step": "repeat", "note": "restore"}
+"""What a branch was begun by, where that is not a rewind."""
 
 
 class _Start:
     """What one process wrote into one journal, with rows counted from its first step line."""
 
-    def __init__(self, header: dict[str, Any]) -> None:
+    def __init__(self, header: dict[str, Any], rank: int) -> None:
         self.header = {
             name: value
             for name, value in header.items()
@@ -387,6 +388,7 @@ class _Start:
             del self.header["time"]
         if not all(isinstance(rate, int | float) for rate in self.header.get("lr", ())):
             del self.header["lr"]
+        self.rank = rank
         self.run: str = self.header.get("run", "")
         self.restored: Mapping[str, Any] = {}
         """The note of a checkpoint that was loaded before the first step."""
@@ -397,8 +399,12 @@ class _Start:
         """Rows before it, order in the journal and fields of every line but step lines."""
         self.rows: dict[str, int] = {}
         """The row of each incident, by the incident's id."""
-        self.rollbacks: list[dict[str, Any]] = []
-        self._branch: object = 1
+        self.branches: list[dict[str, Any]] = []
+        """Rows before each branch, its first step, and what began it."""
+        self.attempt = 0
+        """Which attempt of its run it is."""
+        self.first = 0
+        """Rows of the run before it."""
         self._unlinked = False
         """Is the last row without an incident?"""
 
@@ -408,12 +414,14 @@ class _Start:
         step = fields.get("step")
         if kind == "step" and not (isinstance(step, int) and abs(step) <= LARGEST_STEP):
             return False
-        branch = fields.get("branch", self._branch)
-        if branch != self._branch:
-            back = _rollback(fields)
-            if back is not None:
-                self.rollbacks.append({**back, "at": len(self.step), "incident": None})
-                self._branch = branch
+        to = fields.get("from_step")
+        if isinstance(to, int) and abs(to) <= LARGEST_STEP:
+            by = BEGUN_BY.get(kind, "rewind")
+            if not self.step:
+                self.branches = []
+                by = "restart"
+            branch = {"at": len(self.step), "to": to, "by": by, "text": _text(fields)}
+            self.branches.append({**branch, "incident": None})
         if kind == "step":
             self._take_step(fields)
             return True
@@ -426,17 +434,15 @@ class _Start:
         return True
 
     def _take_incident(self, incident: Incident) -> None:
+        row = len(self.step) - 1
         raised = incident.verdict.kind == "exception"
-        if (
-            self._unlinked
-            and self.step[-1] == incident.step
-            and not (raised and self.committed[-1])
-        ):
-            self.rows[incident.id] = len(self.step) - 1
+        fits = self._unlinked and self.step[row] == incident.step
+        if fits and not (raised and self.committed[row]):
+            self.rows[incident.id] = row
             self._unlinked = False
-        if incident.decision is not None and self.rollbacks:
-            last = self.rollbacks[-1]
-            if (last["at"], last["to"]) == (len(self.step), incident.decision.rewound_to):
+        if incident.decision is not None and self.branches:
+            last = self.branches[-1]
+            if (last["at"], last["to"]) == (row + 1, incident.decision.rewound_to):
                 last["incident"] = incident.id
 
     def _take_step(self, fields: dict[str, Any]) -> None:
@@ -457,30 +463,13 @@ class _Start:
             if isinstance(numbers, dict):
                 values |= {prefix + part: value for part, value in numbers.items()}
         for name, value in values.items():
-            if not isinstance(value, int | float):
-                continue
-            rows, column = self.series.setdefault(name, (array("q"), array("d")))
-            rows.append(row)
-            try:
-                column.append(value)
-            except OverflowError:
-                column.append(float("inf"))
-
-
-def _rollback(fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Why and to which step the run went back, as the first line of a branch says."""
-    text = _text(fields)
-    if fields["type"] == "step":
-        by, to, text = "repeat", fields["step"], ""
-    elif fields["type"] == "incident":
-        decision = fields["incident"].decision
-        by, to = "rewind", decision.rewound_to if decision else None
-        text = f"stopped with the weights after {to} steps"
-    elif fields["type"] == "rewind":
-        by, to = "rewind", fields.get("to")
-    else:
-        by, to = "restore", fields.get("step") if fields.get("kind") == "restored" else None
-    return {"by": by, "to": to, "text": text} if isinstance(to, int) else None
+            if isinstance(value, int | float):
+                rows, column = self.series.setdefault(name, (array("q"), array("d")))
+                rows.append(row)
+                try:
+                    column.append(value)
+                except OverflowError:
+                    column.append(float("inf"))
 
 
 def _text(fields: Mapping[str, Any]) -> str:
@@ -527,13 +516,13 @@ class JournalFile:
             return
         attempt = fields.get("attempt")
         if fields["type"] == "run":
-            start = _Start(fields)
+            start = _Start(fields, self.rank)
             self.starts.append(start)
             self._by_attempt[start.header.get("attempt", len(self.starts))] = start
             return
         if not self.starts:
             # A journal that no guard of ours has begun.
-            self.starts.append(_Start({}))
+            self.starts.append(_Start({}, self.rank))
         known = isinstance(attempt, int) and attempt in self._by_attempt
         start = self._by_attempt[attempt] if known else self.starts[-1]
         if not start.take(fields, self._lines):
@@ -747,8 +736,6 @@ DONE: dict[str, Done] = {
     "stop": "stopped",
 }
 """What each action of a decision did, where that is not to drop the step."""
-_Spans = list[tuple[int, int, _Start]]
-"""The starts of a run in one journal: attempt, first row in the run, start."""
 
 
 def _build(
@@ -756,59 +743,64 @@ def _build(
 ) -> Story:
     """The story of one folder. `alive`: does the process that started last still exist?"""
     starts = files[main].starts
-    by_start: list[dict[int, list[_Start]]] = [{} for _ in starts]
-    for rank, file in files.items():
-        places = range(len(starts)) if rank == main else _matched(file.starts, starts, rank)
-        for place, start in zip(places, file.starts, strict=False):
-            by_start[place].setdefault(rank, []).append(start)
+    others: dict[int, list[_Start]] = {}
+    for rank in sorted(files.keys() - {main}):
+        for start, place in _matched(files[rank].starts, starts, rank):
+            others.setdefault(place, []).append(start)
     torn = sum(file.torn for file in files.values())
     runs = []
     for number, (name, members) in enumerate(_grouped(starts) or [("", [])], start=1):
-        spans: dict[int, _Spans] = {rank: [] for rank in files}
-        rows = dict.fromkeys(files, 0)
+        theirs: list[_Start] = []
         attempts = []
+        rows = 0
         for attempt, place in enumerate(members):
             last = place == len(starts) - 1
             attempts.append(_attempt(starts[place], last=last, alive=alive if last else None))
-            for rank, of_rank in by_start[place].items():
-                for start in of_rank:
-                    spans[rank].append((attempt, rows[rank], start))
-                    rows[rank] += len(start.step)
+            starts[place].first = rows
+            rows += len(starts[place].step)
+            theirs += others.get(place, [])
+            for start in (starts[place], *others.get(place, ())):
+                start.attempt = attempt
+        run = _run([starts[place] for place in members], theirs)
+        by_rank = {rank: _joined([s.step for s in theirs if s.rank == rank]) for rank in files}
+        by_rank[main] = run["steps"].step
         facts = {"id": name, "number": number, "path": files[main].path, "torn": torn}
-        runs.append(Run(**_run(spans, main), **facts, attempts=tuple(attempts)))
+        runs.append(Run(**run, **facts, by_rank=by_rank, attempts=tuple(attempts)))
     return Story(path=path, runs=tuple(runs), torn=torn)
 
 
-def _matched(starts: Sequence[_Start], main: Sequence[_Start], rank: int) -> list[int]:
-    """The positions of the main rank's starts that these of another rank were started with."""
+def _joined(columns: Iterable[array[int]]) -> Ints:
+    return np.concatenate([np.zeros(0, np.int64), *map(np.array, columns)])
+
+
+def _matched(
+    starts: Sequence[_Start], main: Sequence[_Start], rank: int
+) -> Iterator[tuple[_Start, int]]:
+    """The starts of another rank, and the position of the main rank's start nearest in time."""
     times = []
     for place, start in enumerate(main):
         if rank < start.header.get("world", rank + 1):
             times.append((start.header.get("time", place), place))
     times.sort()
-    found = []
     for place, start in enumerate(starts if times else ()):
         time = start.header.get("time", place)
         after = bisect_right(times, (time, len(main)))
         near = times[max(after - 1, 0) : after + 1]
-        found.append(min(near, key=lambda known: abs(known[0] - time))[1])
-    return found
+        yield start, min((abs(known - time), nearest) for known, nearest in near)[1]
 
 
 def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[int]]]:
     """Ids of the runs, and the positions of their starts; in the order of their last start."""
     runs: dict[int, tuple[str, list[int]]] = {}
     by_name: dict[str, int] = {}
+    reached: dict[int, int] = {}
     latest = -1
-    reached = 0
     for place, start in enumerate(starts):
         key = by_name.get(start.run, -1) if start.run else -1
-        resumed = not start.restored and len(start.step) and 0 < start.step[0] <= reached
-        if key < 0 and resumed:
+        first = start.step[0] if start.step and not start.restored else 0
+        if key < 0 and 0 < first <= reached.get(latest, 0):
             # A framework loaded its own checkpoint: steps begin where the run before had come to.
             key = latest
-        if key != latest:
-            reached = 0
         if key < 0:
             key = place
             runs[key] = (start.run, [])
@@ -816,7 +808,7 @@ def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[int]]]:
         # Last in the order of the dict: this run was started last.
         runs[key] = runs.pop(key)
         runs[key][1].append(place)
-        reached = max(reached, max(start.step, default=-1) + 1)
+        reached[key] = max(reached.get(key, 0), max(start.step, default=-1) + 1)
         latest = key
     return list(runs.values())
 
@@ -854,42 +846,42 @@ def _int(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _run(spans: Mapping[int, _Spans], main: int) -> dict[str, Any]:
-    """Tables, branches, incidents and notes of a run, joined over its ranks."""
-    tables = {rank: _table(rank, spans[rank]) for rank in sorted(spans)}
-    table = tables[main]
-
-    def row_after(attempt: int, step: int | None) -> int:
-        """The place of another rank's line among the rows of the main rank."""
-        before = np.flatnonzero((table.attempt == attempt) & (table.step <= (step or 0)))
-        return int(before[-1]) + 1 if len(before) else 0
-
-    found: dict[tuple[int, str], StoryIncident] = {}
-    notes = _notes(spans[main], main)
-    for one in _incidents(spans[main], table):
-        found[one.attempt, one.incident.id] = one
-    for rank in sorted(spans.keys() - {main}):
-        for one in _incidents(spans[rank], tables[rank]):
-            key = (one.attempt, one.incident.id)
-            if key in found:
-                ranks = tuple(sorted({*found[key].ranks, rank}))
-                found[key] = replace(found[key], ranks=ranks)
-            else:
-                at = row_after(one.attempt, one.incident.step)
-                found[key] = replace(one, row=None, at=at, order=one.order + FOREIGN)
-        for note in _notes(spans[rank], rank):
-            if note.type == "fault":
-                at = row_after(note.attempt, note.step)
-                notes.append(replace(note, at=at, order=note.order + FOREIGN))
-    incidents = sorted(found.values(), key=lambda one: (one.at, one.order))
-    notes.sort(key=lambda note: (note.at, note.order))
+def _run(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
+    """Steps, branches, incidents and notes of a run; `others` are the starts of other ranks."""
+    step = _joined(start.step for start in own)
+    backs = []
+    for start in own:
+        for branch in start.branches:
+            if start.attempt or branch["at"]:
+                # A restart ends the branch of the attempt before it.
+                ended = start.attempt - (branch["by"] == "restart")
+                backs.append((start.first + branch["at"], ended, branch))
+    # A row counts unless the run later went back to its step or below.
+    lowest = np.full(len(step) + 1, np.iinfo(np.int64).max, np.int64)
+    for at, _, branch in backs:
+        lowest[at] = min(lowest[at], branch["to"])
+    kept: Bools = step < np.minimum.accumulate(lowest[::-1])[::-1][1:]
+    incidents, notes = _events(own, others, step, kept)
     places = {(one.attempt, one.incident.id): place for place, one in enumerate(incidents)}
-    for rank, of_rank in spans.items():
-        tables[rank] = _with_incidents(tables[rank], of_rank, places)
+    branches = []
+    first = 0
+    for at, attempt, branch in backs:
+        left = Left(
+            by=branch["by"],
+            to=branch["to"],
+            came_from=int(step[first:at].max()) if at > first else branch["to"],
+            text=branch["text"],
+            incident=places.get((attempt, branch["incident"])),
+        )
+        branches.append(Branch(attempt=attempt, first_row=first, end_row=at, left=left))
+        first = at
+    last = max(len(own) - 1, 0)
+    branches.append(Branch(attempt=last, first_row=first, end_row=len(step)))
+    ends = [at for at, _, _ in backs]
+    branch_of = np.searchsorted(ends, np.arange(len(step)), side="right").astype(np.int64)
     return {
-        "branches": _branches(spans[main], table.step, places),
-        "steps": tables[main],
-        "by_rank": tables,
+        "steps": _table(own, step, kept, branch_of, places),
+        "branches": tuple(branches),
         "incidents": tuple(incidents),
         "notes": tuple(note for note in notes if note.type != "look"),
         "checkpoints": _checkpoints(notes),
@@ -897,16 +889,23 @@ def _run(spans: Mapping[int, _Spans], main: int) -> dict[str, Any]:
     }
 
 
-def _table(rank: int, spans: _Spans) -> StepTable:
-    """The rows of one rank; their incidents are not known yet."""
-    step = np.array([number for _, _, start in spans for number in start.step], np.int64)
-    committed = [made for _, _, start in spans for made in start.committed]
+def _table(
+    own: Sequence[_Start],
+    step: Ints,
+    kept: Bools,
+    branch: Ints,
+    places: Mapping[tuple[int, str], int],
+) -> StepTable:
+    committed = _joined(start.committed for start in own).astype(np.bool_)
     attempt = np.zeros(len(step), np.int64)
+    incident = np.full(len(step), -1, np.int64)
     parts: dict[str, list[tuple[Ints, Floats]]] = {}
-    for number, first, start in spans:
-        attempt[first:] = number
+    for start in own:
+        attempt[start.first :] = start.attempt
+        for name, row in start.rows.items():
+            incident[start.first + row] = places.get((start.attempt, name), -1)
         for name, (rows, values) in start.series.items():
-            parts.setdefault(name, []).append((np.array(rows) + first, np.array(values)))
+            parts.setdefault(name, []).append((np.array(rows) + start.first, np.array(values)))
     series = {}
     for name, found in parts.items():
         rows, values = (np.concatenate(column) for column in zip(*found, strict=True))
@@ -919,123 +918,85 @@ def _table(rank: int, spans: _Spans) -> StepTable:
         with np.errstate(invalid="ignore"):
             values = norm.values[ours] * np.minimum(factor.values[theirs], 1.0)
         series["grad_norm_clipped"] = Series("grad_norm_clipped", both, values)
-    # A row counts unless the run later went back to its step or below.
-    rollbacks = _rollbacks(spans)
-    lowest = np.full(len(step) + 1, np.iinfo(np.int64).max, np.int64)
-    for at, _, back in rollbacks:
-        lowest[at] = min(lowest[at], back["to"])
-    later = np.minimum.accumulate(lowest[::-1])[::-1]
-    ends = [at for at, _, _ in rollbacks]
+    scaled = np.zeros(len(step), np.bool_)
+    scaled[series.get("scale", NOTHING).rows] = True
     return StepTable(
-        rank=rank,
+        rank=own[0].rank if own else 0,
         step=step,
-        committed=np.array(committed, np.bool_),
-        kept=step < later[1:],
+        committed=committed,
+        kept=kept,
         attempt=attempt,
-        branch=np.searchsorted(ends, np.arange(len(step)), side="right").astype(np.int64),
-        incident=np.full(len(step), -1, np.int64),
-        calibration=np.zeros(len(step), np.bool_),
+        branch=branch,
+        incident=incident,
+        calibration=~committed & scaled & (incident < 0),
         series=series,
     )
 
 
-def _rollbacks(spans: _Spans) -> list[tuple[int, int, dict[str, Any]]]:
-    """Where the run went back: rows before it, the attempt it ended a branch of, and why."""
-    found: list[tuple[int, int, dict[str, Any]]] = []
-    before = None
-    for number, first, start in spans:
-        to = _int(start.restored.get("step", start.step[0] if start.step else None))
-        if before is not None and to is not None:
-            restart = {"by": "restart", "to": to, "text": _text(start.restored), "incident": None}
-            found.append((first, before, restart))
-        found += [(first + back["at"], number, back) for back in start.rollbacks]
-        before = number
-    return found
-
-
-def _branches(
-    spans: _Spans, step: Ints, places: Mapping[tuple[int, str], int]
-) -> tuple[Branch, ...]:
-    branches = []
-    first = 0
-    for at, attempt, back in _rollbacks(spans):
-        came_from = int(step[first:at].max()) if at > first else back["to"]
-        left = Left(
-            by=back["by"],
-            to=back["to"],
-            came_from=came_from,
-            text=back["text"],
-            incident=places.get((attempt, back["incident"])),
-        )
-        branches.append(Branch(attempt=attempt, first_row=first, end_row=at, left=left))
-        first = at
-    last = spans[-1][0] if spans else 0
-    return (*branches, Branch(attempt=last, first_row=first, end_row=len(step)))
-
-
-def _with_incidents(
-    table: StepTable, spans: _Spans, places: Mapping[tuple[int, str], int]
-) -> StepTable:
-    """The table with the incident of each row, and which rows a GradScaler dropped."""
-    incident = table.incident
-    for attempt, first, start in spans:
-        for name, row in start.rows.items():
-            incident[first + row] = places.get((attempt, name), -1)
-    scaled = np.zeros(len(table), np.bool_)
-    scaled[table.column("scale").rows] = True
-    return replace(table, calibration=~table.committed & scaled & (incident < 0))
-
-
-def _incidents(spans: _Spans, table: StepTable) -> Iterator[StoryIncident]:
-    """What one rank recorded, with the rows of that rank."""
-    for attempt, first, start in spans:
-        for at, order, fields in start.lines:
-            if fields["type"] != "incident":
-                continue
-            incident = fields["incident"]
-            own = start.rows.get(incident.id)
-            row = None if own is None else first + own
-            action = incident.decision.action if incident.decision is not None else "note"
-            done = DONE.get(action, "dropped")
-            if incident.verdict.kind == "exception" and action == "stop":
-                done = "raised"
-            elif action == "note" and row is None:
-                done = "told"
-            elif action == "note" and table.committed[row]:
-                done = "let_through"
-            yield StoryIncident(
-                incident=incident,
-                done=done,
-                attempt=attempt,
-                row=row,
-                at=first + at,
-                order=order,
-                kept=row is None or bool(table.kept[row]),
-                ranks=(table.rank,),
-            )
-
-
-def _notes(spans: _Spans, rank: int) -> list[Note]:
-    """Every line of one rank that is neither a step nor an incident."""
+def _events(
+    own: Sequence[_Start], others: Sequence[_Start], step: Ints, kept: Bools
+) -> tuple[list[StoryIncident], list[Note]]:
+    """Incidents and all other lines in the order of time; of other ranks, incidents and faults."""
+    found: dict[tuple[int, str], StoryIncident] = {}
     notes = []
-    for attempt, first, start in spans:
-        for at, order, fields in start.lines:
-            if fields["type"] == "incident":
+    for start in (*own, *others):
+        main = own[start.attempt]
+        for before, order, fields in start.lines:
+            incident: Incident | None = fields["incident"] if fields["type"] == "incident" else None
+            at = start.first + before
+            if start is not main:
+                # At its place among the rows of the main rank.
+                number = incident.step if incident else _int(fields.get("step")) or 0
+                earlier = step[main.first : main.first + len(main.step)] <= number
+                at = main.first + int(np.flatnonzero(earlier).max(initial=-1)) + 1
+                order += FOREIGN
+            if incident is None:
+                if start is main or fields["type"] == "fault":
+                    notes.append(_note(start, fields, at, order))
                 continue
-            notes.append(
-                Note(
-                    type=fields["type"],
-                    kind=str(fields.get("kind", "")),
-                    text=_text(fields),
-                    step=_int(fields.get("step")),
-                    attempt=attempt,
-                    at=first + at,
-                    order=order,
-                    fields=fields,
-                    rank=rank,
-                )
+            key = (start.attempt, incident.id)
+            if key in found and start is not main:
+                ranks = tuple(sorted({*found[key].ranks, start.rank}))
+                found[key] = replace(found[key], ranks=ranks)
+                continue
+            row = start.rows.get(incident.id) if start is main else None
+            found[key] = StoryIncident(
+                incident=incident,
+                done=_done(incident, None if row is None else start.committed[row]),
+                attempt=start.attempt,
+                row=None if row is None else start.first + row,
+                at=at,
+                order=order,
+                kept=row is None or bool(kept[start.first + row]),
+                ranks=(start.rank,),
             )
-    return notes
+    notes.sort(key=lambda note: (note.at, note.order))
+    return sorted(found.values(), key=lambda one: (one.at, one.order)), notes
+
+
+def _note(start: _Start, fields: Mapping[str, Any], at: int, order: int) -> Note:
+    return Note(
+        type=fields["type"],
+        kind=str(fields.get("kind", "")),
+        text=_text(fields),
+        step=_int(fields.get("step")),
+        attempt=start.attempt,
+        at=at,
+        order=order,
+        fields=fields,
+        rank=start.rank,
+    )
+
+
+def _done(incident: Incident, committed: int | None) -> Done:
+    action = incident.decision.action if incident.decision is not None else "note"
+    if incident.verdict.kind == "exception" and action == "stop":
+        return "raised"
+    if action != "note":
+        return DONE.get(action, "dropped")
+    if committed is None:
+        return "told"
+    return "let_through" if committed else "dropped"
 
 
 def _checkpoints(notes: Sequence[Note]) -> tuple[CheckpointEvent, ...]:

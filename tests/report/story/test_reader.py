@@ -128,8 +128,12 @@ def test_step_that_was_dropped_and_run_again_is_no_branch(tmp_path: Path) -> Non
 
 
 def test_framework_that_resumed_by_itself_goes_on_with_the_run(tmp_path: Path) -> None:
-    write(tmp_path, line("run", run="a"), *(line("step", step=step) for step in range(10)))
-    write(tmp_path, line("run", run="b"), *(line("step", step=step) for step in range(6, 9)))
+    for name, steps in {"a": range(10), "b": range(6, 9)}.items():
+        journal = Journal(tmp_path)
+        journal.write("run", {"run": name})
+        for step in steps:
+            journal.step(Reading(step=step), committed=True)
+        journal.close()
     (run,) = read_story(tmp_path).runs
     assert [attempt.ending for attempt in run.attempts] == ["killed", "running"]
     assert list(run.steps.step[run.steps.kept]) == list(range(9))

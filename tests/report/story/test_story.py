@@ -105,9 +105,10 @@ def test_ranks_tell_one_story(tmp_path: Path) -> None:
     (one,) = run.incidents
     assert one.ranks == (0, 1) and one.incident.step == 5
     assert "SG701" in {finding.code for finding in one.incident.findings}
-    for table in run.by_rank.values():
-        assert list(table.step) == list(range(8))
+    tables = [read_story(tmp_path / "run", rank=rank).latest.steps for rank in (0, 1)]
+    for rank, table in enumerate(tables):
+        assert table.rank == rank
+        assert list(run.by_rank[rank]) == list(table.step) == list(range(8))
         assert table.incident[5] == 0
-    losses = [table.series["loss"].values for table in run.by_rank.values()]
+    losses = [table.series["loss"].values for table in tables]
     assert np.isfinite(losses[0]).sum() >= 7 and losses[0][0] != losses[1][0]
-    assert read_story(tmp_path / "run", rank=1).latest.steps.rank == 1
