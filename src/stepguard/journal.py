@@ -136,7 +136,8 @@ class Journal(Sink):
         if progress.last_step != incident.step:
             progress.noted = incident
         progress.last_step = None
-        self.write("incident", {"incident": to_plain(incident)}, durable=True)
+        fields = {"step": incident.step, "incident": to_plain(incident)}
+        self.write("incident", fields, durable=True)
         if progress.end is not None:
             progress.end["incidents"] += 1
 
@@ -154,6 +155,30 @@ def _write_end(file: LineFile, progress: _Progress) -> None:
         with suppress(OSError):
             file.append(progress.line("end", progress.end))
             file.close()
+
+
+LONGEST_LINE = 1 << 23
+"""Bytes of a line that is read; a longer one is none of ours, and counts as torn."""
+
+
+def is_journal(path: Path) -> bool:
+    """A file of this folder. A link out of it could show anything that its reader may read."""
+    if not path.is_file():
+        return False
+    return not path.is_symlink() or path.resolve().parent == path.parent.resolve()
+
+
+def belongs_to_run_above(folder: Path) -> bool:
+    """Does the journal in this folder say that it is of a further optimizer of one run?"""
+    journals = [] if folder.is_symlink() else sorted(folder.glob("journal*.jsonl"))
+    for path in filter(is_journal, journals):
+        try:
+            with path.open("rb") as lines:
+                header = json.loads(lines.readline(LONGEST_LINE) or b"{}")
+        except (OSError, ValueError, RecursionError):
+            continue
+        return isinstance(header, dict) and bool(header.get("lane"))
+    return False
 
 
 # --- which process writes it

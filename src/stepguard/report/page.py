@@ -631,6 +631,27 @@ def _rank_lanes(run: Run) -> list[dict[str, Any]]:
     return lanes
 
 
+def _checkpoints(run: Run) -> list[dict[str, Any]]:
+    """Checkpoints that were written, refused, or gone back to."""
+    shown = []
+    for note in run.notes:
+        state = "refused"
+        step = note.fields.get("refused")
+        if note.type == "checkpoint":
+            # Kept: whole and finite, but not called good.
+            state = "good" if note.fields.get("good", True) else "kept"
+            step = note.step
+        elif note.type == "rewind":
+            state = "rewound to"
+            step = note.fields.get("to")
+        elif note.kind == "restored":
+            state = "restored"
+            step = note.step
+        if isinstance(step, int):
+            shown.append({"step": step, "state": state, "text": note.text or state})
+    return shown
+
+
 def _looks(run: Run) -> dict[str, Any] | None:
     """Tables of the newest look with their history, and silent failures and forecasts."""
     findings = []
@@ -748,10 +769,6 @@ def run_facts(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]
         f"{name} {run.header[name]}" for name in ("stepguard", "torch") if run.header.get(name)
     ]
     line += [f"{run.world} ranks" if run.world > 1 else "", str(run.path)]
-    checkpoints = []
-    for event in run.checkpoints:
-        state = event.state.replace("_", " ")
-        checkpoints.append({"step": event.step, "state": state, "text": event.text or state})
     cards = []
     for place, told in enumerate(run.incidents):
         card = incident_card(told)
@@ -768,7 +785,7 @@ def run_facts(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]
         "number": run.number,
         "line": phrases.joined(line),
         "panels": panels(run.steps),
-        "checkpoints": checkpoints,
+        "checkpoints": _checkpoints(run),
         "ranks": _rank_lanes(run),
         "chain": _chain(run),
         "concerns": [[weights[one.weight], one.text] for one in concerns(run)],

@@ -25,7 +25,6 @@ their `ranks`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from array import array
@@ -39,7 +38,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepguard._errors import JournalError
-from stepguard.journal import is_running, journal_path, parse_line
+from stepguard.journal import (
+    LONGEST_LINE,
+    belongs_to_run_above,
+    is_journal,
+    is_running,
+    journal_path,
+    parse_line,
+)
 from stepguard.records import Incident
 from stepguard.records.probes import Look
 
@@ -59,8 +65,6 @@ it was made as it was. `raised`: the program's own exception went on. `told`: th
 act on.
 """
 LeftBy = Literal["rewind", "restart", "restore", "repeat"]
-CheckpointState = Literal["good", "kept", "refused", "rewound_to", "restored"]
-"""`kept`: whole and finite, but not called good. `refused`: not written; the text says why."""
 Ending = Literal["running", "closed", "error", "signal", "stopped", "killed"]
 """How an attempt ended.
 
@@ -228,15 +232,6 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointEvent:
-    """A checkpoint was written, refused, or gone back to."""
-
-    step: int
-    state: CheckpointState
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One process of a run."""
 
@@ -274,7 +269,6 @@ class Run:
     """Step numbers of each rank whose journal was read."""
     incidents: tuple[StoryIncident, ...]
     notes: tuple[Note, ...]
-    checkpoints: tuple[CheckpointEvent, ...]
     looks: tuple[Look, ...] = ()
     """Deep looks at healthy steps, oldest first."""
     torn: int = 0
@@ -479,8 +473,6 @@ def _text(fields: Mapping[str, Any]) -> str:
 
 
 CHUNK = 1 << 22
-LONGEST_LINE = 1 << 23
-"""Bytes of a line that is read; a longer one is none of ours, and counts as torn."""
 HEAD = 256
 """Bytes at a journal's beginning by which it is known again."""
 
@@ -593,26 +585,6 @@ def story_of(lines: Iterable[bytes], path: Path = Path("journal.jsonl")) -> Stor
     for line in lines:
         journal.take(line)
     return _build(path, {0: journal}, 0)
-
-
-def is_journal(path: Path) -> bool:
-    """A file of this folder. A link out of it could show anything that its reader may read."""
-    if not path.is_file():
-        return False
-    return not path.is_symlink() or path.resolve().parent == path.parent.resolve()
-
-
-def belongs_to_run_above(folder: Path) -> bool:
-    """Does the journal in this folder say that it is of a further optimizer of one run?"""
-    journals = [] if folder.is_symlink() else sorted(folder.glob("journal*.jsonl"))
-    for path in filter(is_journal, journals):
-        try:
-            with path.open("rb") as lines:
-                header = json.loads(lines.readline(LONGEST_LINE) or b"{}")
-        except (OSError, ValueError, RecursionError):
-            continue
-        return isinstance(header, dict) and bool(header.get("lane"))
-    return False
 
 
 class StoryReader:
@@ -884,7 +856,6 @@ def _run(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
         "branches": tuple(branches),
         "incidents": tuple(incidents),
         "notes": tuple(note for note in notes if note.type != "look"),
-        "checkpoints": _checkpoints(notes),
         "looks": tuple(note.fields["look"] for note in notes if note.type == "look"),
     }
 
@@ -946,8 +917,7 @@ def _events(
             at = start.first + before
             if start is not main:
                 # At its place among the rows of the main rank.
-                number = incident.step if incident else _int(fields.get("step")) or 0
-                earlier = step[main.first : main.first + len(main.step)] <= number
+                earlier = step[main.first :][: len(main.step)] <= (_int(fields.get("step")) or 0)
                 at = main.first + int(np.flatnonzero(earlier).max(initial=-1)) + 1
                 order += FOREIGN
             if incident is None:
@@ -997,22 +967,3 @@ def _done(incident: Incident, committed: int | None) -> Done:
     if committed is None:
         return "told"
     return "let_through" if committed else "dropped"
-
-
-def _checkpoints(notes: Sequence[Note]) -> tuple[CheckpointEvent, ...]:
-    found = []
-    for note in notes:
-        state: CheckpointState = "refused"
-        step = _int(note.fields.get("refused"))
-        if note.type == "checkpoint":
-            state = "good" if note.fields.get("good", True) else "kept"
-            step = note.step
-        elif note.type == "rewind":
-            state = "rewound_to"
-            step = _int(note.fields.get("to"))
-        elif note.kind == "restored":
-            state = "restored"
-            step = note.step
-        if step is not None:
-            found.append(CheckpointEvent(step=step, state=state, text=note.text))
-    return tuple(found)

@@ -35,6 +35,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stepguard._errors import ConfigError, JournalError
+from stepguard.journal import belongs_to_run_above, is_journal
 from stepguard.report.page import (
     Extras,
     asset,
@@ -52,7 +53,7 @@ from stepguard.report.page import (
     update_states,
     version,
 )
-from stepguard.report.story import Run, Story, StoryReader, belongs_to_run_above, is_journal
+from stepguard.report.story import Run, Story, StoryReader
 
 # --- The runs below a folder, by name. A name that is not among them opens nothing.
 
