@@ -328,12 +328,8 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any] | None:
     kind = fields["type"]
     if kind in _RECORDS:
         try:
-            fields[kind] = from_jsonable(_RECORDS[kind], fields.get(kind))
-        except (
-            ValueError,
-            TypeError,
-            AttributeError,
-        ):  # pydantic's ValidationError is a ValueError
+            fields[kind] = from_jsonable(_RECORDS[kind], fields[kind])
+        except (KeyError, ValueError, TypeError, AttributeError):
             return None
     elif b'_kind"' in line or b'"~float"' in line:
         # Most lines hold finite numbers only.

@@ -372,7 +372,7 @@ class _Start:
     """What one process wrote into one journal, with rows counted from its first step line."""
 
     def __init__(self, header: dict[str, Any], rank: int) -> None:
-        self.header = {
+        self.header: dict[str, Any] = {
             name: value
             for name, value in header.items()
             if name not in CARRIED and isinstance(value, HEADER.get(name, object))
@@ -405,11 +405,13 @@ class _Start:
     def take(self, fields: dict[str, Any], order: int) -> bool:
         """Take in one line of this process; False for a step line without a step."""
         kind = fields["type"]
-        step = fields.get("step")
+        step: Any = fields.get("step")
         if kind == "step" and not (isinstance(step, int) and abs(step) <= LARGEST_STEP):
             return False
         to = fields.get("from_step")
-        if isinstance(to, int) and abs(to) <= LARGEST_STEP:
+        # A journal that was opened again without a `run` line continues its branch.
+        continues = kind == "step" and bool(self.step) and step > self.step[-1]
+        if isinstance(to, int) and abs(to) <= LARGEST_STEP and not continues:
             by = BEGUN_BY.get(kind, "rewind")
             if not self.step:
                 self.branches = []
@@ -733,11 +735,20 @@ def _build(
             theirs += others.get(place, [])
             for start in (starts[place], *others.get(place, ())):
                 start.attempt = attempt
-        run = _run([starts[place] for place in members], theirs)
-        by_rank = {rank: _joined([s.step for s in theirs if s.rank == rank]) for rank in files}
-        by_rank[main] = run["steps"].step
-        facts = {"id": name, "number": number, "path": files[main].path, "torn": torn}
-        runs.append(Run(**run, **facts, by_rank=by_rank, attempts=tuple(attempts)))
+        own = [starts[place] for place in members]
+        run = Run(
+            id=name,
+            number=number,
+            path=files[main].path,
+            attempts=tuple(attempts),
+            by_rank={
+                rank: _joined(start.step for start in (*own, *theirs) if start.rank == rank)
+                for rank in files
+            },
+            torn=torn,
+            **_run(own, theirs),
+        )
+        runs.append(run)
     return Story(path=path, runs=tuple(runs), torn=torn)
 
 
@@ -875,11 +886,11 @@ def _table(
         attempt[start.first :] = start.attempt
         for name, row in start.rows.items():
             incident[start.first + row] = places.get((start.attempt, name), -1)
-        for name, (rows, values) in start.series.items():
-            parts.setdefault(name, []).append((np.array(rows) + start.first, np.array(values)))
+        for name, (at, found) in start.series.items():
+            parts.setdefault(name, []).append((np.array(at) + start.first, np.array(found)))
     series = {}
-    for name, found in parts.items():
-        rows, values = (np.concatenate(column) for column in zip(*found, strict=True))
+    for name, pieces in parts.items():
+        rows, values = (np.concatenate(column) for column in zip(*pieces, strict=True))
         series[name] = Series(name, rows, values)
     if "grad_norm" in series and "clip_factor" in series:
         norm, factor = series["grad_norm"], series["clip_factor"]
