@@ -45,22 +45,27 @@ class RunComparison:
 def compare(first: Run, second: Run) -> RunComparison:
     """Compare two runs. Pure: the same two stories give the same table."""
     summaries = (summarize(first), summarize(second))
-    a, b = (_aspects(run, of) for run, of in zip((first, second), summaries, strict=True))
+    of_second = _aspects(second, summaries[1])
     rows = []
-    for aspect, (words, number) in a.items():
-        other_words, other = b[aspect]
+    for aspect, (words, number) in _aspects(first, summaries[0]).items():
+        other_words, other = of_second[aspect]
         better: Better = "same" if words == other_words else "unknown"
         if number is not None and other is not None and number != other:
             better = "first" if number < other else "second"
         rows.append(Row(aspect=aspect, first=words, second=other_words, better=better))
-    changed = [summary.changed_settings for summary in summaries]
+    before = summaries[0].changed_settings
+    after = summaries[1].changed_settings
     settings = {}
-    for name in {**changed[0], **changed[1]}:
-        pair = (changed[0].get(name), changed[1].get(name))
+    for name in {**before, **after}:
+        pair = (before.get(name), after.get(name))
         if name != "run_dir" and pair[0] != pair[1]:
             settings[name] = pair
-    names = [summary.journal for summary in summaries]
-    return RunComparison(first=names[0], second=names[1], rows=tuple(rows), settings=settings)
+    return RunComparison(
+        first=summaries[0].journal,
+        second=summaries[1].journal,
+        rows=tuple(rows),
+        settings=settings,
+    )
 
 
 def _aspects(run: Run, summary: RunSummary) -> dict[str, tuple[str, float | None]]:
@@ -79,7 +84,9 @@ def _aspects(run: Run, summary: RunSummary) -> dict[str, tuple[str, float | None
     if summary.first_bad is not None:
         bad_words += f", first at step {summary.first_bad}"
     # An unguarded loop says `guarded: false` in its journal.
-    judged = 0 if run.header.get("guarded") is False else len(table.column("loss"))
+    judged = 0
+    if run.header.get("guarded", True):
+        judged = len(table.column("loss"))
     counts: Counter[Action] = Counter()
     for group in summary.groups:
         counts.update(group.actions)
@@ -91,7 +98,9 @@ def _aspects(run: Run, summary: RunSummary) -> dict[str, tuple[str, float | None
         clipping = f"{summary.clip.clipped / summary.clip.steps:.0%} of the steps"
     losses = table.values("loss", table.counts)
     last = losses[-max(1, int(len(losses) * TAIL)) :]
-    ended_at = float(last.mean()) if len(last) else None
+    ended_at = None
+    if len(last):
+        ended_at = float(last.mean())
     return {
         "steps": (steps, None),
         "losses judged before the update": (f"{judged:,}", None),
@@ -116,10 +125,14 @@ def render_terminal(comparison: RunComparison, *, width: int = 100, colour: bool
     console = screen.paper(width=width, colour=colour)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     # The folders of the runs; with what is above them where they have the same name.
-    journals = [name.replace("\\", "/") for name in (comparison.first, comparison.second)]
-    folders = [name.rpartition("/journal")[0] or name for name in journals]
+    folders = []
+    for journal in (comparison.first, comparison.second):
+        path = journal.replace("\\", "/")
+        folders.append(path.rpartition("/journal")[0] or path)
     short = [folder.rpartition("/")[2] for folder in folders]
-    for heading in ("", *(folders if short[0] == short[1] else short)):
+    if short[0] != short[1]:
+        folders = short
+    for heading in ("", *folders):
         table.add_column(Name(heading))
     for row in comparison.rows:
         styles = {"first": "", "second": "", row.better: "green"}

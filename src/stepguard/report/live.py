@@ -64,8 +64,10 @@ def parse_stage(text: str) -> Stage:
     steps, _, conditions = text.partition(":")
     try:
         first, last = map(int, steps.split("-"))
-        parts = [re.split(r"(<=|>=|<|>|=)", part) for part in conditions.split(",")]
-        found = [(name.strip(), sign, float(limit)) for name, sign, limit in parts]
+        found = []
+        for condition in conditions.split(","):
+            name, sign, limit = re.split(r"(<=|>=|<|>|=)", condition)
+            found.append((name.strip(), sign, float(limit)))
     except ValueError:
         raise ConfigError(
             f"--stage {text!r} must look like '0-500: loss<5, incidents=0'."
@@ -88,18 +90,22 @@ def judge_stages(run: Run, stages: Sequence[Stage]) -> tuple[StageOutcome, ...]:
             for name, sign, limit in stage.conditions:
                 value = _value(lane, stage, name)
                 over = last >= stage.last
-                state: State = "passed" if over else "waiting"
+                state: State = "waiting"
+                if over:
+                    state = "passed"
                 # Counts only grow: one that is above its upper limit stays there.
                 lost = name in COUNTS and ">" not in sign and value is not None and value > limit
                 if lost or (over and (value is None or not COMPARE[sign](value, limit))):
                     state = "failed"
                 steps = f"{stage.first}-{stage.last}"
+                if run.further:
+                    steps = f"{lane.name} {steps}"
                 outcome = StageOutcome(
-                    stage=f"{lane.name} {steps}" if run.further else steps,
+                    stage=steps,
                     condition=f"{name}{sign}{phrases.number(limit)}",
                     state=state,
                     value=value,
-                    note=_no_such_value(lane, name) if value is None else "",
+                    note=_no_such_value(lane, name, value),
                 )
                 outcomes.append(outcome)
     return tuple(outcomes)
@@ -110,13 +116,14 @@ def _value(run: Run, stage: Stage, name: str) -> float | None:
     table = run.steps
     inside = (table.step >= stage.first) & (table.step <= stage.last)
     if name == "incidents":
-        steps = [one.incident.step for one in run.incidents]
-        return float(sum(stage.first <= step <= stage.last for step in steps))
+        return float(sum(stage.first <= one.incident.step <= stage.last for one in run.incidents))
     if name == "skipped":
         return float((inside & ~table.committed).sum())
     chosen = inside & table.counts
-    numbers = table.values(_series_named(run, "loss" if name == "fall" else name), chosen)
-    if name == "lr":
+    numbers = table.values(_series_named(run, name), chosen)
+    if name == "fall":
+        numbers = table.values("loss", chosen)
+    elif name == "lr":
         # The highest of the parameter groups.
         highest = np.full(len(table), -np.inf)
         for series in table.series.values():
@@ -128,7 +135,9 @@ def _value(run: Run, stage: Stage, name: str) -> float | None:
     # The median of a tenth, which single spikes do not move.
     tenth = max(1, len(numbers) // 10)
     ended = float(np.median(numbers[-tenth:]))
-    return float(np.median(numbers[:tenth])) - ended if name == "fall" else ended
+    if name == "fall":
+        return float(np.median(numbers[:tenth])) - ended
+    return ended
 
 
 def _series_named(run: Run, name: str) -> str:
@@ -137,14 +146,14 @@ def _series_named(run: Run, name: str) -> str:
     return next((series for series in names if series in run.steps.series), "")
 
 
-def _no_such_value(run: Run, name: str) -> str:
+def _no_such_value(run: Run, name: str, value: float | None) -> str:
     """Say that no step has a value of this name; nothing before the first step."""
     known = []
     for series in run.steps.series:
         kind, _, label = series.partition("/")
         if series in LEVELS or (label and kind in ("loss", "followed")):
             known.append(label or series)
-    if not known or name in known:
+    if value is not None or not known or name in known:
         return ""
     names = ", ".join([*known, *COUNTS, "fall"])
     return f"no step of this run has a value named {name!r}; it has {names}"
@@ -166,6 +175,7 @@ STYLES = {
     "unhealthy": "bold red",
     "stopped": "bold red",
 }
+CONCERN_STYLES = {"attention": "yellow", "unhealthy": "bold red"}
 
 
 def judge_run(
@@ -225,7 +235,9 @@ def screenful(
             value = phrases.number(outcome.value)
             table.add_row(f" {outcome.stage}", Unbroken(outcome.condition), value, state)
         parts.append(table)
-    parts += [Unbroken(f" {outcome.note}", "yellow") for outcome in outcomes if outcome.note]
+    for outcome in outcomes:
+        if outcome.note:
+            parts.append(Unbroken(f" {outcome.note}", "yellow"))
     for lane in run.lanes:
         for one in lane.incidents[-LAST_INCIDENTS:]:
             incident = one.incident
@@ -235,8 +247,7 @@ def screenful(
                 text += f", {phrases.done(incident.decision)}"
             parts.append(Unbroken(text, "red"))
     for concern in told:
-        style = "bold red" if concern.weight == "unhealthy" else "yellow"
-        parts.append(Unbroken(f" {concern.text}", style))
+        parts.append(Unbroken(f" {concern.text}", CONCERN_STYLES[concern.weight]))
     parts.append(Text(f" {verdict}", style=STYLES[verdict]))
     return Group(*parts)
 
@@ -249,8 +260,9 @@ def _numbers(run: Run, summary: RunSummary) -> RenderableType:
     seen = f"{summary.steps:,} seen, {summary.committed:,} committed, {summary.skipped:,} skipped"
     if summary.left:
         seen += f", {summary.left:,} left behind"
-    now = "-" if run.last_step is None else run.last_step
-    rows = {"step": f"{now}  ({seen})"}
+    rows = {"step": f"-  ({seen})"}
+    if run.last_step is not None:
+        rows["step"] = f"{run.last_step}  ({seen})"
     recent = np.zeros(len(table), np.bool_)
     recent[-SHOWN:] = True
     for name in ("loss", "grad_norm"):
@@ -258,9 +270,8 @@ def _numbers(run: Run, summary: RunSummary) -> RenderableType:
         if np.isfinite(values).any():
             bars = phrases.sparkline(values.tolist())
             rows[name] = f"{phrases.number(table.last(name))}  {bars}"
-    rates = table.rates(len(table) - 1)
-    if rates:
-        rows["lr"] = phrases.rates(rates)
+    if table.last_rates:
+        rows["lr"] = phrases.rates(table.last_rates)
     if summary.seconds_per_step is not None:
         rows["speed"] = f"{phrases.number(summary.seconds_per_step)} s a step"
     rows["incidents"] = str(len(run.incidents))

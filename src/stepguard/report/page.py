@@ -27,6 +27,7 @@ from stepguard.report.health import concerns
 from stepguard.report.panel import SAFETY_NOTES, next_commands
 from stepguard.report.probes import headline, look_tables, remarks
 from stepguard.report.run_report import STATES
+from stepguard.report.sinks import named_numbers
 from stepguard.report.story import (
     Left,
     Run,
@@ -205,8 +206,10 @@ def incident_card(told: StoryIncident) -> dict[str, Any]:
         card["cause"] = card["cause"] or f"{finding['code']} {finding['title']}"
         for remedy in finding["remedies"]:
             note = SAFETY_NOTES.get(remedy["safety"], "")
-            remedy["title"] += f" ({note})" if note else ""
-            remedy["title"] += f"; {remedy['tried']}" if remedy["tried"] else ""
+            if note:
+                remedy["title"] += f" ({note})"
+            if remedy["tried"]:
+                remedy["title"] += f"; {remedy['tried']}"
     return dict(clipped(card))
 
 
@@ -224,21 +227,17 @@ def _what_was_done(incident: Incident) -> dict[str, Any]:
     if decision.new_scale is not None:
         more.append(f"loss scale is now {decision.new_scale:g}")
     more.append(f"{decision.consecutive} in a row, {decision.total} in this run")
-    weight = "note" if decision.action == "note" else "bad"
+    weights = {"note": "note"}
+    weight = weights.get(decision.action, "bad")
     shown = {"action": decision.action, "weight": weight, "done": words}
     return {**shown, "done_more": list(filter(None, more))}
 
 
 def bad_values(reading: Reading) -> dict[str, int]:
     """Values of the step that are not finite, by the name of their series; the kind of each."""
-    named: dict[str, float | None] = {"loss": reading.loss, "grad_norm": reading.grad_norm}
-    named |= {f"loss/{name}": value for name, value in reading.components.items()}
-    named |= {f"followed/{name}": value for name, value in reading.followed.items()}
-    found = {}
-    for name, value in named.items():
-        if value is not None and not math.isfinite(value):
-            found[name] = int(kinds_of(np.array([value]))[0])
-    return found
+    numbers = named_numbers(reading)
+    kinds = kinds_of(np.array(list(numbers.values()), np.float64))
+    return {name: int(kind) for name, kind in zip(numbers, kinds, strict=True) if kind != FINITE}
 
 
 def _operand(operand: Operand, name: str) -> dict[str, Any]:
@@ -324,7 +323,9 @@ def _inside(home: Path, name: str) -> Path | None:
 
 def gradient_heat(incident: Incident, run_folder: Path) -> dict[str, Any] | None:
     """Modules, steps, norms and the first that is not finite; None where nothing fits."""
-    name = incident.id if not incident.rank else f"{incident.id}-rank{incident.rank}"
+    name = incident.id
+    if incident.rank:
+        name += f"-rank{incident.rank}"
     path = _inside(run_folder / "incidents", f"{name}/gradients.json")
     try:
         if path is None or path.stat().st_size > LARGEST_TABLE:
@@ -345,7 +346,9 @@ def gradient_heat(incident: Incident, run_folder: Path) -> dict[str, Any] | None
 
 def _first_bad(rows: list[list[Any]], modules: list[str], incident: Incident) -> list[int] | None:
     """The first step with a bad norm; in it the module of the origin, or else the first bad one."""
-    born = f"{incident.origin.module}." if incident.origin is not None else ""
+    born = ""
+    if incident.origin is not None:
+        born = f"{incident.origin.module}."
     for step, norms in enumerate(zip(*rows, strict=True)):
         bad = [place for place, norm in enumerate(norms) if isinstance(norm, str)]
         if bad:
@@ -354,9 +357,11 @@ def _first_bad(rows: list[list[Any]], modules: list[str], incident: Incident) ->
 
 
 def _norm(value: Any) -> float | str | None:
-    if isinstance(value, str):
-        return value if value in KINDS else None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    if value in KINDS:
+        return str(value)
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
 
 
 def samples_of(incident: Incident, run_folder: Path) -> list[dict[str, Any]]:
@@ -494,7 +499,9 @@ def differences(good: Run, run: Run) -> list[list[str]]:
         pair = [before.get(name, "-"), now.get(name, "-")]
         if name not in ALWAYS_DIFFERENT and pair[0] != pair[1]:
             rows.append([name, *pair])
-    return rows if len(rows) > 1 else []
+    if len(rows) == 1:
+        return []
+    return rows
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -520,7 +527,9 @@ def page_extras(story: Story, folder: Path, known: dict[Any, Any] | None = None)
 
     `known` keeps what was found in the folders of incidents, for a page that is made repeatedly.
     """
-    found = {} if known is None else known
+    found: dict[Any, Any] = {}
+    if known is not None:
+        found = known
 
     def enrich(incident: Incident, run_folder: Path) -> dict[str, Any]:
         key = (run_folder, incident.rank, incident.id)
@@ -545,7 +554,9 @@ def page_extras(story: Story, folder: Path, known: dict[Any, Any] | None = None)
         except (JournalError, OSError, ValueError):
             continue
     good = last_good(story.latest, runs)
-    return Extras(enrich, None if good is None else differences(good, story.latest))
+    if good is None:
+        return Extras(enrich)
+    return Extras(enrich, differences(good, story.latest))
 
 
 # --- The words around the curves of a run's page: its state in a few numbers, ranks, settings.
@@ -569,10 +580,13 @@ def verdict(run: Run) -> dict[str, str]:
     if ending == "signal":
         text = f"ended by {next(filter(None, (one.attempts[-1].signal for one in run.lanes)))}"
     acted = sum(one.done != "told" for lane in run.lanes for one in lane.incidents)
-    if not acted:
-        return {"text": f"{text}, no incident", "weight": "good" if weight == "plain" else weight}
-    weight = "note" if weight in ("good", "plain") else weight
-    return {"text": f"{text}, {phrases.count(acted, 'incident')}", "weight": weight}
+    if acted:
+        weights = {"good": "note", "plain": "note"}
+        words = phrases.count(acted, "incident")
+    else:
+        weights = {"plain": "good"}
+        words = "no incident"
+    return {"text": f"{text}, {words}", "weight": weights.get(weight, weight)}
 
 
 def tiles(run: Run) -> list[list[str]]:
@@ -593,8 +607,12 @@ def tiles(run: Run) -> list[list[str]]:
             continue
         left = int((table.committed & ~table.kept).sum())
         calibrations = int(table.calibration.sum())
-        seen = f"of {len(table):,} seen" + (f", {left:,} left behind" if left else "")
-        note = f"and {phrases.count(calibrations, 'calibration')}" if calibrations else ""
+        seen = f"of {len(table):,} seen"
+        note = ""
+        if left:
+            seen += f", {left:,} left behind"
+        if calibrations:
+            note = f"and {phrases.count(calibrations, 'calibration')}"
         rows.append(["steps committed", made, seen])
         rows.append(["updates dropped", f"{int(table.dropped.sum()):,}", note])
         rows.append(["incidents", f"{len(run.incidents):,}", ""])
@@ -624,8 +642,12 @@ def _rank_lanes(run: Run) -> list[dict[str, Any]]:
                 mark = {"step": told.incident.step, "blamed": rank in at_fault, "text": words}
                 marks.append(mark)
         steps = run.by_rank.get(rank, run.steps.step)
-        steps = steps if len(steps) else run.steps.step
-        first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
+        if not len(steps):
+            steps = run.steps.step
+        first = last = 0
+        if len(steps):
+            first = int(steps.min())
+            last = int(steps.max())
         text = f"{phrases.count(len(marks), 'incident')} recorded"
         lanes.append({"rank": rank, "first": first, "last": last, "marks": marks, "text": text})
     return lanes
@@ -673,17 +695,20 @@ def _looks(run: Run) -> dict[str, Any] | None:
 def _fact_groups(run: Run, difference: list[list[str]] | None) -> list[dict[str, Any]]:
     groups = []
     if difference is not None:
-        some = "Difference" if difference else "No difference"
-        title = f"{some} to the last good run"
+        title = "Difference to the last good run"
+        if not difference:
+            title = "No difference to the last good run"
         groups.append({"title": title, "rows": difference, "open": True})
     header = {key: value for key, value in run.header.items() if key != "config"}
     groups.append({"title": "Run facts", "rows": list(map(list, _flat(header))), "open": True})
     if len(run.attempts) > 1:
         rows = []
         for place, attempt in enumerate(run.attempts, start=1):
-            words = [f"started {phrases.moment(attempt.time)}"] if attempt.time is not None else []
-            ended = f"ended by {attempt.signal}" if attempt.signal else STATES[attempt.ending]
-            words.append(ended)
+            words = [STATES[attempt.ending]]
+            if attempt.signal:
+                words = [f"ended by {attempt.signal}"]
+            if attempt.time is not None:
+                words.insert(0, f"started {phrases.moment(attempt.time)}")
             if attempt.restored is not None:
                 words.append(f"from the checkpoint of step {attempt.restored}")
             if attempt.error:
@@ -763,12 +788,6 @@ def quick_facts(run: Run, whole: Run) -> dict[str, Any]:
 
 def run_facts(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]:
     """Everything but the rows: the live page takes it again when something else than rows came."""
-    began = f"began {phrases.moment(run.began)}" if run.began is not None else ""
-    line = [began, phrases.count(len(run.attempts), "attempt") if len(run.attempts) > 1 else ""]
-    line += [
-        f"{name} {run.header[name]}" for name in ("stepguard", "torch") if run.header.get(name)
-    ]
-    line += [f"{run.world} ranks" if run.world > 1 else "", str(run.path)]
     cards = []
     for place, told in enumerate(run.incidents):
         card = incident_card(told)
@@ -776,14 +795,15 @@ def run_facts(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]
             card |= extras.enrich(told.incident, run.path.parent)
         cards.append(card)
     weights = {"unhealthy": "bad", "attention": "note"}
-    torn = (
-        f"not shown, because they cannot be read: {phrases.count(run.torn, 'line')} of the journal"
-    )
+    unread = ""
+    if run.torn:
+        lines = phrases.count(run.torn, "line")
+        unread = f"not shown, because they cannot be read: {lines} of the journal"
     facts = {
         "name": run.name if whole.further else name,
         "title": name,
         "number": run.number,
-        "line": phrases.joined(line),
+        "line": _line(run),
         "panels": panels(run.steps),
         "checkpoints": _checkpoints(run),
         "ranks": _rank_lanes(run),
@@ -791,10 +811,24 @@ def run_facts(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]
         "concerns": [[weights[one.weight], one.text] for one in concerns(run)],
         "looks": _looks(run),
         "groups": _fact_groups(run, extras.difference),
-        "unread": torn if run.torn else "",
+        "unread": unread,
         "version": version(run, len(whole.lanes)),
     }
     return {**clipped(facts), **quick_facts(run, whole), "incidents": cards}
+
+
+def _line(run: Run) -> str:
+    parts = []
+    if run.began is not None:
+        parts.append(f"began {phrases.moment(run.began)}")
+    if len(run.attempts) > 1:
+        parts.append(phrases.count(len(run.attempts), "attempt"))
+    for name in ("stepguard", "torch"):
+        if run.header.get(name):
+            parts.append(f"{name} {run.header[name]}")
+    if run.world > 1:
+        parts.append(f"{run.world} ranks")
+    return ", ".join([*parts, str(run.path)])
 
 
 def _chain(run: Run) -> list[dict[str, Any]]:

@@ -49,13 +49,16 @@ def heading(summary: RunSummary) -> list[Row]:
     versions = header.get("versions") or {
         name: header[name] for name in _VERSIONS if name in header
     }
-    world = header.get("world", 1)
-    ranks = f"{world}, this is rank {header.get('rank', 0)}" if world > 1 else ""
+    ranks = restarts = ""
+    if header.get("world", 1) > 1:
+        ranks = f"{header['world']}, this is rank {header.get('rank', 0)}"
+    if summary.restarts:
+        restarts = f"{summary.restarts}, all in this report"
     changed = summary.changed_settings.items()
     rows = [
         ("began", phrases.moment(header.get("time"))),
         ("folder", "; ".join(folder)),
-        ("restarts", f"{summary.restarts}, all in this report" if summary.restarts else ""),
+        ("restarts", restarts),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("optimizer", "" if summary.optimizers else _optimizer(header)),
         ("ranks", ranks),
@@ -257,7 +260,8 @@ def _paint_details(console: Console, position: int, group: IncidentGroup) -> Non
     if group.code and group.certainty:
         cause += f" ({group.certainty})"
     rows = [("where", where), ("cause", cause)]
-    rows += [("", f"- {sentence}") for sentence in group.evidence]
+    for sentence in group.evidence:
+        rows.append(("", f"- {sentence}"))
     rows += [("done", group.done), ("lr", phrases.rates(group.lr, group.schedule))]
     console.print(Padding(_pairs([row for row in rows if row[1]]), (0, 0, 0, 3)))
     for command in commands:
@@ -298,12 +302,15 @@ def _lines(summary: RunSummary) -> Iterator[str]:
     for position, group in groups:
         text, _, _, commands = details(group)
         yield from ("", f"{position}. {as_markdown(text)}")
-        yield from (f"   - {as_markdown(sentence)}" for sentence in group.evidence)
-        yield from (f"   - {_code(command)}" for command in commands)
+        for sentence in group.evidence:
+            yield f"   - {as_markdown(sentence)}"
+        for command in commands:
+            yield f"   - {_code(command)}"
     led = lead_up(summary)
     if led:
         yield from ("", "## Before the first incident", "", "```")
-        yield from (one_line(f"{name:<10} {value}").replace("`", "'") for name, value in led)
+        for name, value in led:
+            yield one_line(f"{name:<10} {value}").replace("`", "'")
         yield "```"
     for title, events, between in chains(summary):
         yield from ("", f"## {title[:1].upper()}{title[1:]}", "")

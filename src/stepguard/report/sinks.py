@@ -403,8 +403,8 @@ SKIPPED = PREFIX + "skipped"
 INCIDENTS = PREFIX + "incidents"
 
 
-def scalars(reading: Reading, *, committed: bool) -> dict[str, float]:
-    """Everything seen in the step, non-finite values included, with `nonfinite` and `skipped`."""
+def named_numbers(reading: Reading) -> dict[str, float]:
+    """The numbers seen in a step, non-finite ones included, by the names of their series."""
     seen: dict[str, float | None] = {"loss": reading.loss}
     seen |= {f"loss/{name}": value for name, value in reading.components.items()}
     seen |= {f"followed/{name}": value for name, value in reading.followed.items()}
@@ -414,7 +414,12 @@ def scalars(reading: Reading, *, committed: bool) -> dict[str, float]:
         seen["lr" if group == 0 else f"lr/{group}"] = rate
     for name in ("clip_factor", "scale", "labels", "seconds"):
         seen[name] = getattr(reading, name)
-    found = {PREFIX + name: float(value) for name, value in seen.items() if value is not None}
+    return {name: float(value) for name, value in seen.items() if value is not None}
+
+
+def scalars(reading: Reading, *, committed: bool) -> dict[str, float]:
+    """Everything seen in the step, with `nonfinite` and `skipped`."""
+    found = {PREFIX + name: value for name, value in named_numbers(reading).items()}
     finite = all(map(math.isfinite, (*found.values(), *reading.micro_losses)))
     # A gradient element or a stored tensor may be non-finite where all numbers are finite.
     healthy = finite and reading.grads_finite and not reading.bad_state

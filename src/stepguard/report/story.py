@@ -154,16 +154,11 @@ class StepTable:
             return None
         return float(series.values[-1])
 
-    def rates(self, row: int) -> tuple[float, ...]:
-        """Learning rate of each parameter group in one row."""
-        found = []
-        for name in ("lr", *(f"lr/{group}" for group in range(1, len(self.series)))):
-            series = self.column(name)
-            at = int(np.searchsorted(series.rows, row))
-            if at >= len(series) or series.rows[at] != row:
-                break
-            found.append(float(series.values[at]))
-        return tuple(found)
+    @property
+    def last_rates(self) -> list[float]:
+        """Learning rate of each parameter group in the last row."""
+        names = ["lr", *(f"lr/{group}" for group in range(1, len(self.series)))]
+        return [rate for rate in map(self.last, names) if rate is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,8 +384,9 @@ class _Start:
         self.step = array("q")
         self.committed = array("b")
         self.series: dict[str, tuple[array[int], array[float]]] = {}
+        self.looks: list[Look] = []
         self.lines: list[tuple[int, int, dict[str, Any]]] = []
-        """Rows before it, order in the journal and fields of every line but step lines."""
+        """Rows before it, order in the journal and fields of every other line."""
         self.rows: dict[str, int] = {}
         """The row of each incident, by the incident's id."""
         self.branches: list[dict[str, Any]] = []
@@ -409,17 +405,13 @@ class _Start:
         if kind == "step" and not (isinstance(step, int) and abs(step) <= LARGEST_STEP):
             return False
         to = fields.get("from_step")
-        # A journal that was opened again without a `run` line continues its branch.
-        continues = kind == "step" and bool(self.step) and step > self.step[-1]
-        if isinstance(to, int) and abs(to) <= LARGEST_STEP and not continues:
-            by = BEGUN_BY.get(kind, "rewind")
-            if not self.step:
-                self.branches = []
-                by = "restart"
-            branch = {"at": len(self.step), "to": to, "by": by, "text": _text(fields)}
-            self.branches.append({**branch, "incident": None})
+        if isinstance(to, int) and abs(to) <= LARGEST_STEP:
+            self._take_branch(fields, to)
         if kind == "step":
             self._take_step(fields)
+            return True
+        if kind == "look":
+            self.looks.append(fields["look"])
             return True
         self.lines.append((len(self.step), order, fields))
         if kind == "incident":
@@ -428,6 +420,16 @@ class _Start:
             self.restored = fields
             self.run = str(fields.get("run") or self.run)
         return True
+
+    def _take_branch(self, fields: Mapping[str, Any], to: int) -> None:
+        by = BEGUN_BY.get(fields["type"], "rewind")
+        if not self.step:
+            self.branches = []
+            by = "restart"
+        elif by == "repeat" and to > self.step[-1]:
+            return  # the journal was opened again without a `run` line
+        branch = {"at": len(self.step), "to": to, "by": by, "text": _text(fields)}
+        self.branches.append({**branch, "incident": None})
 
     def _take_incident(self, incident: Incident) -> None:
         row = len(self.step) - 1
@@ -508,7 +510,6 @@ class JournalFile:
         if fields is None:
             self.torn += 1
             return
-        attempt = fields.get("attempt")
         if fields["type"] == "run":
             start = _Start(fields, self.rank)
             self.starts.append(start)
@@ -517,8 +518,7 @@ class JournalFile:
         if not self.starts:
             # A journal that no guard of ours has begun.
             self.starts.append(_Start({}, self.rank))
-        known = isinstance(attempt, int) and attempt in self._by_attempt
-        start = self._by_attempt[attempt] if known else self.starts[-1]
+        start = self._by_attempt.get(_int(fields.get("attempt")), self.starts[-1])
         if not start.take(fields, self._lines):
             self.torn += 1
 
@@ -561,7 +561,7 @@ class JournalFile:
 
 MOST_OPTIMIZERS = 16
 """Further optimizers of a run that are read."""
-_RANK = re.compile(r"journal\.rank([0-9]{1,9})\.jsonl")
+_RANK = re.compile(r"journal(?:\.rank([0-9]{1,9}))?\.jsonl")
 
 
 def read_story(run: Path, rank: int | None = None, *, steps_of: StepsOf = "one") -> Story:
@@ -684,12 +684,14 @@ class StoryReader:
         """The journals there are, by rank."""
         if not self.is_folder:
             found = _RANK.fullmatch(self.run.name)
-            return {int(found[1]) if found else self._asked or 0: self.run}
+            if found and found[1]:
+                return {int(found[1]): self.run}
+            return {self._asked or 0: self.run}
         journals = {}
         for path in self.run.glob("journal*.jsonl"):
             found = _RANK.fullmatch(path.name)
-            if (found or path.name == "journal.jsonl") and is_journal(path):
-                journals[int(found[1]) if found else 0] = path
+            if found and is_journal(path):
+                journals[int(found[1] or 0)] = path
         return dict(sorted(journals.items()))
 
 
@@ -726,25 +728,24 @@ def _build(
     for number, (name, members) in enumerate(_grouped(starts) or [("", [])], start=1):
         theirs: list[_Start] = []
         attempts = []
+        by_rank: dict[int, list[array[int]]] = {rank: [] for rank in files}
         rows = 0
         for attempt, place in enumerate(members):
             last = place == len(starts) - 1
-            attempts.append(_attempt(starts[place], last=last, alive=alive if last else None))
+            attempts.append(_attempt(starts[place], last=last, alive=alive))
             starts[place].first = rows
             rows += len(starts[place].step)
             theirs += others.get(place, [])
             for start in (starts[place], *others.get(place, ())):
                 start.attempt = attempt
+                by_rank[start.rank].append(start.step)
         own = [starts[place] for place in members]
         run = Run(
             id=name,
             number=number,
             path=files[main].path,
             attempts=tuple(attempts),
-            by_rank={
-                rank: _joined(start.step for start in (*own, *theirs) if start.rank == rank)
-                for rank in files
-            },
+            by_rank={rank: _joined(columns) for rank, columns in by_rank.items()},
             torn=torn,
             **_run(own, theirs),
         )
@@ -779,7 +780,7 @@ def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[int]]]:
     reached: dict[int, int] = {}
     latest = -1
     for place, start in enumerate(starts):
-        key = by_name.get(start.run, -1) if start.run else -1
+        key = by_name.get(start.run, -1)
         first = start.step[0] if start.step and not start.restored else 0
         if key < 0 and 0 < first <= reached.get(latest, 0):
             # A framework loaded its own checkpoint: steps begin where the run before had come to.
@@ -787,7 +788,8 @@ def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[int]]]:
         if key < 0:
             key = place
             runs[key] = (start.run, [])
-            by_name.setdefault(start.run, key)
+            if start.run:
+                by_name[start.run] = key
         # Last in the order of the dict: this run was started last.
         runs[key] = runs.pop(key)
         runs[key][1].append(place)
@@ -806,7 +808,9 @@ def _attempt(start: _Start, *, last: bool, alive: bool | None) -> Attempt:
             # One that catches TrainingHalted and continues has rows after it.
             stopped = fields["incident"].stopped and at >= len(start.step) - 1
     said = end or {}
-    ending: Ending = "running" if last and alive is not False else "killed"
+    ending: Ending = "running"
+    if not last:
+        alive = None
     if stopped:
         ending = "stopped"
     elif said.get("error"):
@@ -815,6 +819,8 @@ def _attempt(start: _Start, *, last: bool, alive: bool | None) -> Attempt:
         ending = "signal"
     elif end is not None:
         ending = "closed"
+    elif not last or alive is False:
+        ending = "killed"
     return Attempt(
         header=start.header,
         ending=ending,
@@ -845,6 +851,9 @@ def _run(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
         lowest[at] = min(lowest[at], branch["to"])
     kept: Bools = step < np.minimum.accumulate(lowest[::-1])[::-1][1:]
     incidents, notes = _events(own, others, step, kept)
+    looks = []
+    for start in own:
+        looks += start.looks
     places = {(one.attempt, one.incident.id): place for place, one in enumerate(incidents)}
     branches = []
     first = 0
@@ -866,8 +875,8 @@ def _run(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
         "steps": _table(own, step, kept, branch_of, places),
         "branches": tuple(branches),
         "incidents": tuple(incidents),
-        "notes": tuple(note for note in notes if note.type != "look"),
-        "looks": tuple(note.fields["look"] for note in notes if note.type == "look"),
+        "notes": tuple(notes),
+        "looks": tuple(looks),
     }
 
 
@@ -924,14 +933,14 @@ def _events(
     for start in (*own, *others):
         main = own[start.attempt]
         for before, order, fields in start.lines:
-            incident: Incident | None = fields["incident"] if fields["type"] == "incident" else None
+            incident = fields.get("incident")
             at = start.first + before
             if start is not main:
                 # At its place among the rows of the main rank.
                 earlier = step[main.first :][: len(main.step)] <= (_int(fields.get("step")) or 0)
                 at = main.first + int(np.flatnonzero(earlier).max(initial=-1)) + 1
                 order += FOREIGN
-            if incident is None:
+            if not isinstance(incident, Incident):
                 if start is main or fields["type"] == "fault":
                     notes.append(_note(start, fields, at, order))
                 continue
@@ -940,17 +949,22 @@ def _events(
                 ranks = tuple(sorted({*found[key].ranks, start.rank}))
                 found[key] = replace(found[key], ranks=ranks)
                 continue
-            row = start.rows.get(incident.id) if start is main else None
-            found[key] = StoryIncident(
+            told = StoryIncident(
                 incident=incident,
-                done=_done(incident, None if row is None else start.committed[row]),
+                done=_done(incident, None),
                 attempt=start.attempt,
-                row=None if row is None else start.first + row,
+                row=None,
                 at=at,
                 order=order,
-                kept=row is None or bool(kept[start.first + row]),
+                kept=True,
                 ranks=(start.rank,),
             )
+            if start is main and incident.id in start.rows:
+                own_row = start.rows[incident.id]
+                done = _done(incident, start.committed[own_row])
+                row = start.first + own_row
+                told = replace(told, done=done, row=row, kept=bool(kept[row]))
+            found[key] = told
     notes.sort(key=lambda note: (note.at, note.order))
     return sorted(found.values(), key=lambda one: (one.at, one.order)), notes
 
