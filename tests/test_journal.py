@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepguard import journal as journal_module
 from stepguard._errors import JournalError
 from stepguard.journal import SCHEMA, Journal, journal_path, read_run
-from stepguard.records import Finding, Incident, Origin, Reading, Verdict
+from stepguard.records import Decision, Finding, Incident, Origin, Reading, Verdict
 
 NAN = math.nan
 INCIDENT = Incident(
@@ -92,6 +93,9 @@ def test_step_line_carries_only_what_was_seen(tmp_path: Path) -> None:
     line = {
         "v": SCHEMA,
         "type": "step",
+        "attempt": 1,
+        "branch": 1,
+        "from_step": 0,
         "step": 0,
         "loss": 0.0,
         "grad_norm": 0.0,
@@ -145,11 +149,43 @@ def test_appending_after_a_line_torn_anywhere_works(tmp_path: Path) -> None:
 def test_garbage_between_lines_costs_only_itself(garbage: bytes, at: int) -> None:
     good = [json.dumps({"v": SCHEMA, "type": "step", "step": i}).encode() for i in range(5)]
     lines = [*good[:at], garbage.replace(b"{", b"?"), *good[at:]]
-    record = journal_module.RunRecord(path=Path("unused"))
-    for number, line in enumerate(b"\n".join(lines).decode(errors="replace").split("\n")):
-        if line.strip():
-            journal_module._take(record, line, number)
-    assert [step["step"] for step in record.steps] == list(range(5))
+    with tempfile.TemporaryDirectory() as folder:
+        journal_path(Path(folder)).write_bytes(b"\n".join(lines))
+        assert [step["step"] for step in read_run(Path(folder)).steps] == list(range(5))
+
+
+def test_every_line_carries_its_attempt_and_branch(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write("run", {"attempt": 3})
+    journal.write("note", {"kind": "restored", "step": 4})  # before the first step: no new branch
+    for step in (4, 5):
+        journal.step(Reading(step=step, loss=1.0), committed=True)
+    journal.write("rewind", {"step": 6, "to": 4})
+    journal.step(Reading(step=4, loss=1.0), committed=False)
+    journal.step(Reading(step=4, loss=1.0), committed=True)  # a dropped step may come again
+    journal.write("note", {"kind": "restored", "step": 2})
+    journal.step(Reading(step=2, loss=1.0), committed=True)
+    journal.step(Reading(step=2, loss=1.0), committed=True)  # a committed one is a new branch
+    stop = Decision(action="stop", rewound_to=1)
+    journal.incident(replace(INCIDENT, decision=stop))
+    journal.write("end", {})
+    journal.close()
+    lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
+    assert {line["attempt"] for line in lines} == {3}
+    assert [line["branch"] for line in lines] == [1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5]
+    firsts = {line["branch"]: line["from_step"] for line in lines if "from_step" in line}
+    assert firsts == {1: 4, 2: 4, 3: 2, 4: 2, 5: 1}
+
+
+def test_step_line_names_the_incident_that_was_written_before_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.incident(INCIDENT)
+    journal.step(Reading(step=2, loss=1.0), committed=True)
+    journal.step(Reading(step=3, loss=1.0), committed=False)
+    journal.incident(replace(INCIDENT, id="i3", step=3))
+    journal.step(Reading(step=3, loss=1.0), committed=True)  # the retry is not the incident's step
+    journal.close()
+    assert [step.get("incident") for step in read_run(tmp_path).steps] == ["i1", None, None]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,10 @@
-"""The run's append-only journal: strict JSON lines, one writer per rank, readable after a crash."""
+"""The run's append-only journal: strict JSON lines, one writer per rank, readable after a crash.
+
+Every line carries `attempt` (which start in this folder wrote it) and `branch` (its timeline: a
+rewind, a restored checkpoint or a step that is run again begins the next one); the first line of a
+branch says `from_step`, its first step. An incident's line holds the incident; a step line that is
+written after it names the incident by its id.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import json
 import os
 import socket
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +23,7 @@ from stepguard.records.codec import LineFile, dumps, from_jsonable, restore_floa
 from stepguard.records.incident import Incident, Reading, Sink
 from stepguard.records.probes import Look
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when a line's meaning changes; readers refuse what is newer than themselves."""
 
 
@@ -28,86 +34,151 @@ def journal_path(run_dir: Path, rank: int = 0) -> Path:
     return run_dir / f"journal.rank{rank}.jsonl"
 
 
+@dataclass(slots=True)
+class _Progress:
+    """How far the run has come: what the next line carries, and what the last one would say."""
+
+    attempt: int = 1
+    branch: int = 1
+    next_step: int | None = None
+    """The lowest step without an update on this branch; None before the first branch."""
+    from_step: int | None = None
+    """The first step of a branch that no line has reported yet."""
+    last_step: int | None = None
+    """The step of the last step line, while no incident belongs to it."""
+    noted: Incident | None = None
+    """An incident whose step line is still to come."""
+    end: dict[str, Any] | None = None
+    """The fields of the `end` line; None while no run is open."""
+    pid: int = field(default_factory=os.getpid)
+
+    def begin_branch(self, first_step: int) -> None:
+        if self.next_step is not None:
+            self.branch += 1
+        self.next_step = self.from_step = first_step
+
+    def line(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        carried = {"v": SCHEMA, "type": kind, "attempt": self.attempt, "branch": self.branch}
+        if self.from_step is not None:
+            carried["from_step"] = self.from_step
+        return (dumps({**carried, **fields}) + "\n").encode()
+
+
 class Journal(Sink):
     """Appends lines, each by one `write` of a whole record: a crash can tear only the last one.
 
     A line that cannot be written raises OSError and leaves nothing of itself behind. A journal that
     nobody closed writes its `end` itself: when it is collected, because model and optimizer are
-    gone while the process goes on, and when the interpreter exits.
+    gone while the process continues, and when the interpreter exits.
     """
 
     def __init__(self, run_dir: Path, rank: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = journal_path(run_dir, rank)
         self._file = LineFile(self.path)
-        self._end = _End()
-        weakref.finalize(self, _write_end, self._file, self._end)
+        self._progress = _Progress()
+        weakref.finalize(self, _write_end, self._file, self._progress)
 
     def write(self, kind: str, fields: Mapping[str, Any], *, durable: bool = False) -> None:
         """Append one record; `durable` waits until it is on disk."""
-        self._file.append(_line(kind, fields), durable=durable)
-        self._end.follow(kind, fields)
+        progress = self._progress
+        if kind == "run":
+            progress.attempt = fields.get("attempt", progress.attempt)
+            progress.branch = 1
+            progress.next_step = None
+        elif kind == "rewind":
+            progress.begin_branch(fields["to"])
+        elif fields.get("kind") == "restored":
+            progress.begin_branch(fields["step"])
+        self._file.append(progress.line(kind, fields), durable=durable)
+        progress.from_step = None
+        if kind == "run":
+            progress.end = {"steps": 0, "incidents": 0, "armed": True}
+        elif kind == "end":
+            progress.end = None
+        elif kind == "fault" and progress.end is not None:
+            progress.end["armed"] = False
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         self.write(kind, fields)
 
     def step(self, reading: Reading, committed: bool) -> None:
         """One line a step, with only what was seen."""
-        fields = {}
+        progress = self._progress
+        if progress.next_step is None or reading.step < progress.next_step:
+            progress.begin_branch(reading.step)
+        fields: dict[str, Any] = {}
         for name in STEP_FIELDS:
             value = getattr(reading, name)
             if value not in (None, (), {}, []):
                 fields[name] = value
-        self.write("step", {**fields, "committed": committed})
+        fields["committed"] = committed
+        noted = progress.noted
+        progress.noted = None
+        progress.last_step = reading.step
+        # A step that raised and was run again with success is not the step that raised.
+        raised = noted is not None and noted.verdict.kind == "exception"
+        if noted is not None and noted.step == reading.step and not (raised and committed):
+            fields["incident"] = noted.id
+            progress.last_step = None
+        self.write("step", fields)
+        if committed:
+            progress.next_step = reading.step + 1
+        if progress.end is not None:
+            progress.end["steps"] = reading.step + 1
 
     def incident(self, incident: Incident) -> None:
-        self.write("incident", {"incident": to_plain(incident)}, durable=True)
+        progress = self._progress
+        decision = incident.decision
+        if decision is not None and decision.action == "stop" and decision.rewound_to is not None:
+            # A run that stops with damaged weights leaves the newest good ones in memory.
+            progress.begin_branch(decision.rewound_to)
+        if progress.last_step != incident.step:
+            progress.noted = incident
+        progress.last_step = None
+        fields = {"step": incident.step, "incident": to_plain(incident)}
+        self.write("incident", fields, durable=True)
+        if progress.end is not None:
+            progress.end["incidents"] += 1
 
     def look(self, look: Look) -> None:
         self.write("look", {"step": look.step, "look": to_plain(look)})
 
     def close(self) -> None:
-        self._end.open = False
+        self._progress.end = None
         self._file.close()
 
 
-def _line(kind: str, fields: Mapping[str, Any]) -> bytes:
-    return (dumps({"v": SCHEMA, "type": kind, **fields}) + "\n").encode()
-
-
-@dataclass(slots=True)
-class _End:
-    """What the last line of a journal would say by now."""
-
-    open: bool = False
-    """A run has begun, and its end is not on record."""
-    pid: int = field(default_factory=os.getpid)
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    def follow(self, kind: str, fields: Mapping[str, Any]) -> None:
-        if kind == "run":
-            self.open = True
-            start = {"attempt": fields.get("attempt", 1), "steps": 0, "incidents": 0}
-            self.fields = {**start, "armed": True}
-        elif not self.open:
-            return
-        elif kind == "step":
-            self.fields["steps"] = fields["step"] + 1
-        elif kind == "incident":
-            self.fields["incidents"] += 1
-        elif kind == "fault":
-            self.fields["armed"] = False
-        elif kind == "end":
-            self.open = False
-
-
-def _write_end(file: LineFile, end: _End) -> None:
+def _write_end(file: LineFile, progress: _Progress) -> None:
     # a forked child has a copy of the journal, and is not the run
-    if end.open and end.pid == os.getpid():
-        end.open = False
+    if progress.end is not None and progress.pid == os.getpid():
         with suppress(OSError):
-            file.append(_line("end", end.fields))
+            file.append(progress.line("end", progress.end))
             file.close()
+
+
+LONGEST_LINE = 1 << 23
+"""Bytes of a line that is read; a longer one is none of ours, and counts as torn."""
+
+
+def is_journal(path: Path) -> bool:
+    """A file of this folder. A link out of it could show anything that its reader may read."""
+    if not path.is_file():
+        return False
+    return not path.is_symlink() or path.resolve().parent == path.parent.resolve()
+
+
+def belongs_to_run_above(folder: Path) -> bool:
+    """Does the journal in this folder say that it is of a further optimizer of one run?"""
+    journals = [] if folder.is_symlink() else sorted(folder.glob("journal*.jsonl"))
+    for path in filter(is_journal, journals):
+        try:
+            with path.open("rb") as lines:
+                header = json.loads(lines.readline(LONGEST_LINE) or b"{}")
+        except (OSError, ValueError, RecursionError):
+            continue
+        return isinstance(header, dict) and bool(header.get("lane"))
+    return False
 
 
 # --- which process writes it
@@ -184,6 +255,10 @@ STEP_FIELDS = (
     "seconds",
 )
 """The part of a Reading that every step's line carries."""
+_RECORDS = {"incident": Incident, "look": Look}
+
+
+# --- reading
 
 
 @dataclass(slots=True)
@@ -213,59 +288,51 @@ def read_run(run: Path, rank: int = 0) -> RunRecord:
             f"itself."
         )
     record = RunRecord(path=path)
-    for number, line in enumerate(_lines(path), start=1):
-        _take(record, line, number)
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            fields = parse_line(line, path, number)
+            if fields is None:
+                record.torn += 1
+            elif fields["type"] == "step":
+                record.steps.append(fields)
+            elif fields["type"] == "incident":
+                record.incidents.append(fields["incident"])
+            elif fields["type"] == "look":
+                record.looks.append(fields["look"])
+            elif fields["type"] == "run" and not record.header:
+                record.header = fields
+            else:
+                record.notes.append(fields)
     return record
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield from filter(str.strip, file)
+def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any] | None:
+    """The fields of a line, with records and non-finite floats restored; None for a torn one.
 
-
-def _take(record: RunRecord, line: str, number: int) -> None:
+    Raises JournalError for a line of a newer schema.
+    """
     try:
-        fields = json.loads(line)
-    except ValueError:
-        record.torn += 1
-        return
-    if not isinstance(fields, dict) or "type" not in fields:
-        record.torn += 1
-        return
+        fields: dict[str, Any] = json.loads(line.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or not isinstance(fields.get("type"), str):
+        return None
     version = fields.get("v")
     if not isinstance(version, int) or version > SCHEMA:
         raise JournalError(
-            f"{record.path} line {number} has schema {version!r}; this stepguard reads up to "
-            f"{SCHEMA}: upgrade it."
+            f"{path} line {number} has schema {version!r}; this stepguard reads up to {SCHEMA}: "
+            f"upgrade it."
         )
-    _sort(record, fields["type"], fields)
-
-
-def _sort(record: RunRecord, kind: str, fields: dict[str, Any]) -> None:
-    if kind == "incident":
-        _take_incident(record, fields.get("incident"))
-        return
-    if kind == "look":
-        _take_look(record, fields.get("look"))
-        return
-    plain = restore_floats(fields)
-    if kind == "step":
-        record.steps.append(plain)
-    elif kind == "run" and not record.header:
-        record.header = plain
-    else:
-        record.notes.append(plain)
-
-
-def _take_look(record: RunRecord, value: Any) -> None:
-    try:
-        record.looks.append(from_jsonable(Look, value))
-    except (ValueError, AttributeError):  # pydantic's ValidationError is a ValueError
-        record.torn += 1
-
-
-def _take_incident(record: RunRecord, value: Any) -> None:
-    try:
-        record.incidents.append(from_jsonable(Incident, value))
-    except ValueError:  # pydantic's ValidationError is one
-        record.torn += 1
+    kind = fields["type"]
+    if kind in _RECORDS:
+        try:
+            fields[kind] = from_jsonable(_RECORDS[kind], fields[kind])
+        except (KeyError, ValueError, TypeError, AttributeError):
+            return None
+    elif b'_kind"' in line or b'"~float"' in line:
+        # Most lines hold finite numbers only.
+        restored: dict[str, Any] = restore_floats(fields)
+        return restored
+    return fields

@@ -32,7 +32,7 @@ class Ledger:
     def __init__(self, run_dir: Path, rank: int = 0) -> None:
         self.path = ledger_path(run_dir, rank)
         self.failed = False
-        """Writing has failed once, and that has been told."""
+        """Writing has failed once, and that has been reported."""
 
     def append(self, entry: BadSamples) -> None:
         """Write one line, on disk when this returns; raises OSError where it cannot."""
@@ -48,47 +48,24 @@ class Ledger:
 
 def read_ledger(run_dir: Path, rank: int | None = None) -> tuple[list[BadSamples], int]:
     """The entries of one rank or of all, oldest first, and how many lines could not be read."""
-    paths = _ledgers(run_dir) if rank is None else [ledger_path(run_dir, rank)]
     entries: list[BadSamples] = []
     torn = 0
-    for path in paths:
-        if not path.is_file():
+    for path in sorted(run_dir.glob("bad_samples*.jsonl")):
+        named = _NAME.fullmatch(path.name)
+        if named is None or not path.is_file() or rank not in (None, int(named[1] or 0)):
             continue
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, start=1):
-                entry = _entry(path, line, number)
-                if entry is not None:
-                    entries.append(entry)
-                elif line.strip():
-                    torn += 1
-    return sorted(entries, key=lambda entry: entry.time), torn
-
-
-def _ledgers(run_dir: Path) -> list[Path]:
-    found = [path for path in run_dir.glob("bad_samples*.jsonl") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_rank)
-
-
-def _rank(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    return int(match[1] or 0) if match else 0
-
-
-def _entry(path: Path, line: str, number: int) -> BadSamples | None:
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(fields, dict):
-        return None
-    version = fields.pop("v", None)
-    if isinstance(version, int) and version > SCHEMA:
-        raise JournalError(
-            f"{path} line {number} has schema {version}; this stepguard reads up to {SCHEMA}: "
-            f"upgrade."
-        )
-    try:
-        return replace(from_jsonable(BadSamples, fields), rank=_rank(path))
-    except ValueError:
-        # pydantic's ValidationError is one.
-        return None
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    fields = dict(json.loads(line.decode("utf-8", "replace")))
+                    version = fields.pop("v", None)
+                    if isinstance(version, int) and version > SCHEMA:
+                        raise JournalError(
+                            f"{path} line {number} has schema {version}; this stepguard reads up "
+                            f"to {SCHEMA}: upgrade."
+                        )
+                    entry = from_jsonable(BadSamples, fields)
+                    entries.append(replace(entry, rank=int(named[1] or 0)))
+                except (ValueError, TypeError):  # pydantic's ValidationError is a ValueError
+                    torn += bool(line.strip())
+    return sorted(entries, key=lambda entry: (entry.time, entry.rank)), torn

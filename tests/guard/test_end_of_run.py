@@ -22,10 +22,9 @@ import stepguard
 from distributed.launch import PATHS, launch
 from stepguard.cli.app import app
 from stepguard.engine.protect import OutputLost
-from stepguard.journal import is_running, this_process
+from stepguard.journal import SCHEMA, is_running, this_process
 from stepguard.report.page import verdict
-from stepguard.report.story import read_story
-from stepguard.report.story.model import Attempt
+from stepguard.report.story import Attempt, read_story
 
 SCRIPT = """
 import os, signal, sys
@@ -178,9 +177,10 @@ def test_a_process_that_drops_model_and_optimizer_has_ended_the_run(tmp_path: Pa
     del model, optimizer, guard
     gc.collect()
     assert last_line(tmp_path) == {
-        "v": 1,
+        "v": SCHEMA,
         "type": "end",
         "attempt": 1,
+        "branch": 1,
         "steps": 3,
         "incidents": 0,
         "armed": True,

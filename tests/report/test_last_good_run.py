@@ -7,7 +7,7 @@ from pathlib import Path
 from cli.journals import write_run
 from stepguard.journal import Journal
 from stepguard.records import Reading
-from stepguard.report.page_extras import differences, last_good, page_extras
+from stepguard.report.page import differences, last_good, page_extras
 from stepguard.report.story import Run, read_story
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from report.real_runs import batch, build
 from stepguard.records import Incident, Origin, Reading, Verdict
-from stepguard.report.page_extras import gradient_heat
+from stepguard.report.page import gradient_heat
 
 INCIDENT = Incident(
     id="8-0", step=8, verdict=Verdict(kind="nonfinite_loss"), reading=Reading(step=8)

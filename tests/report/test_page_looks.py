@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from cli.journals import write_run
 from report.real_runs import silently_wrong
 from stepguard.journal import Journal
-from stepguard.report.page import looks_section
+from stepguard.report.page import story_document
 from stepguard.report.story import read_story
 
 
+def _looks(folder: Path) -> dict[str, Any] | None:
+    (run,) = story_document(read_story(folder), "run")["runs"]
+    return run["looks"]
+
+
 def test_run_without_looks_has_no_section(tmp_path: Path) -> None:
-    assert looks_section(read_story(write_run(tmp_path / "run")).latest) is None
+    assert _looks(write_run(tmp_path / "run")) is None
 
 
 def test_looks_and_what_was_told_are_listed(tmp_path: Path) -> None:
-    section = looks_section(read_story(silently_wrong(tmp_path / "run")).latest)
+    section = _looks(silently_wrong(tmp_path / "run"))
     assert section is not None
     assert [(step, code) for step, code, _ in section["findings"]] == [("5", "SG902")]
     titles = [table["title"] for table in section["tables"]]
@@ -35,6 +41,6 @@ def test_forecasts_are_listed_beside_them(tmp_path: Path) -> None:
         "note", {"kind": "forecast", "code": "SG951", "step": 9, "summary": "SG951 the loss scale"}
     )
     journal.close()
-    section = looks_section(read_story(tmp_path / "run").latest)
+    section = _looks(tmp_path / "run")
     assert section is not None
     assert section["findings"] == [["9", "SG951", "SG951 the loss scale"]]

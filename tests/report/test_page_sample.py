@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from stepguard.records import Incident, Origin, Reading, Verdict
-from stepguard.report.page_extras import NOT_FINITE, samples_of
+from stepguard.report.page import NOT_FINITE, samples_of
 
 
 def _incident(capsule: str | None = "incidents/x/capsule", micro: int = 0) -> Incident:

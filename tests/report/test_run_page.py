@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from report.hostile import ATTACK
-from stepguard.report.page_extras import SCRIPTS, asset, embedded, policy, render_page
+from stepguard.report.page import SCRIPTS, asset, embedded, policy, render_page
 
 DOCUMENT = {"format": 1, "mode": "report", "runs": [], "live": None, "text": ATTACK}
 
@@ -70,7 +70,7 @@ def test_licence_of_the_bundled_library_lies_beside_it() -> None:
 
 
 def test_every_asset_is_used() -> None:
-    import stepguard.report.page_extras as module
+    import stepguard.report.page as module
 
     folder = Path(module.__file__).parent / "page"
     used = {*SCRIPTS, "uPlot.min.css", "page.css", "page.html", "uPlot.LICENSE", "list.js"}

@@ -17,8 +17,7 @@ from stepguard.records.codec import printable
 if TYPE_CHECKING:
     from stepguard.records.checks import Verification
     from stepguard.report.compare import RunComparison
-    from stepguard.report.story import Run, Story
-    from stepguard.report.story.reader import StepsOf
+    from stepguard.report.story import Run, StepsOf, Story
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Strict JSON instead of text.")]
 RunArgument = Annotated[
@@ -219,8 +218,7 @@ def write_page(text: str, out: Path) -> None:
 
 def report_page(run: Path, rank: int | None) -> str:
     """The page of a run folder, with what lies in the folders of its incidents."""
-    from stepguard.report.page import run_name, story_document
-    from stepguard.report.page_extras import page_extras, render_page
+    from stepguard.report.page import page_extras, render_page, run_name, story_document
 
     story = open_story(run, rank, steps_of="all")
     document = story_document(story, run_name(run), page_extras(story, folder_of(run)))
@@ -229,8 +227,7 @@ def report_page(run: Path, rank: int | None) -> str:
 
 def comparison_page(runs: tuple[Path, Path], rank: int | None, comparison: RunComparison) -> str:
     """Two runs over the same axis, with the table of `stepguard compare` below."""
-    from stepguard.report.page import comparison_document, run_name
-    from stepguard.report.page_extras import render_page
+    from stepguard.report.page import comparison_document, render_page, run_name
 
     names = [run_name(run) for run in runs]
     if names[0] == names[1]:

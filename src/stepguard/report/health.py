@@ -191,10 +191,14 @@ def _disarmed(run: Run) -> Iterator[str]:
 def _stands_still(run: Run) -> Iterator[str]:
     """The learning rate or the gradient is 0, or the loss is always the same."""
     table = run.steps
-    last_rows = range(max(len(table) - SEVERAL, 0), len(table))
-    rates = [table.rates(row) for row in last_rows]
-    rates = [groups for groups in rates if groups]
-    if len(rates) >= SEVERAL // 2 and not any(map(any, rates)):
+    largest: dict[int, float] = {}
+    for name, series in table.series.items():
+        if name == "lr" or name.startswith("lr/"):
+            recent = zip(series.rows[-SEVERAL:].tolist(), series.values[-SEVERAL:], strict=True)
+            for row, rate in recent:
+                largest[row] = max(largest.get(row, 0.0), abs(float(rate)))
+    rates = [largest[row] for row in sorted(largest)][-SEVERAL:]
+    if len(rates) >= SEVERAL // 2 and not any(rates):
         yield (
             f"the learning rate is 0 in every group, in the last {len(rates)} steps: nothing is "
             f"learned"

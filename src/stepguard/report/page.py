@@ -1,29 +1,58 @@
-"""A story as one JSON document: what the web page of a run, of two runs, or live, shows."""
+"""The web page of a run, of two runs, or live: a JSON document of the story, and HTML around it."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepguard._errors import JournalError
 from stepguard.diagnose import engine
-from stepguard.records import Incident, Operand, Origin, Reading
+from stepguard.records import Incident, Operand, Reading
+from stepguard.records.codec import KINDS, to_plain
 from stepguard.records.incident import place_and_phase
 from stepguard.report import phrases
 from stepguard.report.health import concerns
 from stepguard.report.panel import SAFETY_NOTES, next_commands
-from stepguard.report.phrases import done, effect
-from stepguard.report.probes import LookRow, LookTable, headline, look_tables, remarks
+from stepguard.report.probes import headline, look_tables, remarks
 from stepguard.report.run_report import STATES
-from stepguard.report.story import Attempt, Left, Run, Series, StepTable, Story, StoryIncident
+from stepguard.report.sinks import named_numbers
+from stepguard.report.story import (
+    Left,
+    Run,
+    Series,
+    StepTable,
+    Story,
+    StoryIncident,
+    read_story,
+)
 from stepguard.report.summary import timeline, worst_ending
+
+LONGEST_TEXT = 4000
+"""Characters of one text of a journal that the page shows; the rest is counted."""
+
+
+def clipped(value: Any) -> Any:
+    """A text of a journal, which may have any length, cut; so are all texts in lists and dicts."""
+    if isinstance(value, dict):
+        return {key: clipped(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [clipped(inner) for inner in value]
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        return f"{value[:LONGEST_TEXT]} … ({len(value) - LONGEST_TEXT:,} more characters)"
+    return value
+
 
 # --- The numbers of a run, packed for a web page: exact, small, and quick to read there.
 
@@ -35,13 +64,13 @@ ROUNDED = ("seconds", "grad_norm_clipped")
 DROPPED, CALIBRATION, PARTIAL = range(1, 4)
 """Kinds of an update that was not an ordinary one."""
 
-Column = dict[str, Any]
 
-
-def packed(values: NDArray[Any], kinds: NDArray[np.uint8] | None = None) -> Column:
-    """A column as the page reads it."""
-    column: Column = {"type": f"{values.dtype.kind}{values.dtype.itemsize}"}
-    column["data"] = _deflated(_by_significance(values))
+def packed(values: NDArray[Any], kinds: NDArray[np.uint8] | None = None) -> dict[str, Any]:
+    """A column as the page reads it: bytes of equal significance side by side, compressed."""
+    width = values.dtype.itemsize
+    little = np.ascontiguousarray(values.astype(values.dtype.newbyteorder("<")))
+    by_significance = little.view(np.uint8).reshape(-1, width).T.tobytes()
+    column = {"type": f"{values.dtype.kind}{width}", "data": _deflated(by_significance)}
     if kinds is not None and kinds.any():
         column["kinds"] = _deflated(kinds.tobytes())
     return column
@@ -49,12 +78,6 @@ def packed(values: NDArray[Any], kinds: NDArray[np.uint8] | None = None) -> Colu
 
 def _deflated(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 6)).decode("ascii")
-
-
-def _by_significance(values: NDArray[Any]) -> bytes:
-    width = values.dtype.itemsize
-    little = np.ascontiguousarray(values.astype(values.dtype.newbyteorder("<")))
-    return little.view(np.uint8).reshape(-1, width).T.tobytes()
 
 
 def dense(series: Series, first: int, end: int) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
@@ -88,15 +111,6 @@ def narrowed(values: NDArray[np.float64], name: str) -> NDArray[Any]:
     return values
 
 
-def update_states(table: StepTable, partial: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """What became of the update of each row; 0 is an ordinary one."""
-    states = np.zeros(len(table), np.uint8)
-    states[table.dropped] = DROPPED
-    states[table.calibration] = CALIBRATION
-    states[partial & table.committed] = PARTIAL
-    return states
-
-
 def packed_columns(table: StepTable, names: list[str], states: NDArray[np.uint8]) -> dict[str, Any]:
     """All columns of a run, by name."""
     columns = {"step": packed(table.step.astype(np.float64)), "state": packed(states)}
@@ -124,7 +138,18 @@ def plain_columns(
     return columns
 
 
-# --- The card of one incident on a web page, as plain text and numbers.
+def update_states(run: Run) -> NDArray[np.uint8]:
+    """What became of the update of each row; 0 is an ordinary one."""
+    states = np.zeros(len(run.steps), np.uint8)
+    states[run.steps.dropped] = DROPPED
+    states[run.steps.calibration] = CALIBRATION
+    for one in run.incidents:
+        if one.done == "partial" and one.row is not None and run.steps.committed[one.row]:
+            states[one.row] = PARTIAL
+    return states
+
+
+# --- The card of one incident, as plain text and numbers.
 
 
 DTYPE_EXPONENTS = {
@@ -136,122 +161,105 @@ DTYPE_EXPONENTS = {
     "float8_e5m2": (-16, -14, 16),
 }
 """Powers of two: the least above 0, the least normal one, the first that is too large."""
-UNPLACED = "not located: the step could not be run again, or locating is off"
-LONGEST_TEXT = 4000
-"""Characters of one text of a journal that a card shows; the rest is counted."""
+REPLAYED = {
+    True: ["the replay shows it again"],
+    False: ["the replay does not show it again"],
+    None: [],
+}
 
 
 def incident_card(told: StoryIncident) -> dict[str, Any]:
     """Everything the page shows of an incident, without what lies in its folder."""
     incident = told.incident
-    card = {
+    origin = incident.origin
+    card: dict[str, Any] = {
         "id": incident.id,
         "step": incident.step,
         "row": told.row,
         "bad": bad_values(incident.reading),
         "kept": told.kept,
         "title": phrases.verdict_title(incident.verdict.kind),
-        "summary": clipped(incident.verdict.summary or incident.verdict.kind),
-        "action": incident.decision.action if incident.decision else "",
-        "weight": _weight(incident),
-        "done": _done(incident),
-        "done_more": [],
+        "summary": incident.verdict.summary or incident.verdict.kind,
+        **_what_was_done(incident),
         "where": None,
-        "unplaced": UNPLACED,
+        "unplaced": "not located: the step could not be run again, or locating is off",
         "operands": [],
         "cause": "",
         "culprits": "",
-        "findings": [_finding(finding) for finding in incident.findings],
+        "findings": [],
         "facts": _facts(incident.reading, told.ranks),
         "samples": [],
         "heat": None,
         "commands": next_commands(incident),
     }
-    if incident.decision is not None:
-        card["done_more"] = _done_more(incident)
-    if incident.findings:
-        card["cause"] = f"{incident.findings[0].code} {clipped(incident.findings[0].title)}"
-    if incident.origin is not None:
-        card["where"] = _where(incident.origin)
-        card["operands"] = _operands(incident.origin)
-        card["culprits"] = clipped(phrases.culprits(incident.origin))
-    return card
+    if origin is not None:
+        seen = [*REPLAYED[origin.reproduced], *origin.remarks]
+        where = {"text": place_and_phase(origin), "context": list(origin.context), "remarks": seen}
+        card["where"] = where
+        card["operands"] = [_operand(operand, operand.called) for operand in origin.inputs]
+        if origin.output is not None:
+            card["operands"].append(_operand(origin.output, "output"))
+        card["culprits"] = phrases.culprits(origin)
+    for finding in incident.findings:
+        card["findings"].append(to_plain(finding))
+    for finding in card["findings"]:
+        card["cause"] = card["cause"] or f"{finding['code']} {finding['title']}"
+        for remedy in finding["remedies"]:
+            note = SAFETY_NOTES.get(remedy["safety"], "")
+            if note:
+                remedy["title"] += f" ({note})"
+            if remedy["tried"]:
+                remedy["title"] += f"; {remedy['tried']}"
+    return dict(clipped(card))
+
+
+def _what_was_done(incident: Incident) -> dict[str, Any]:
+    decision = incident.decision
+    if decision is None:
+        words = "recorded; what was done is not known"
+        return {"action": "", "weight": "bad", "done": words, "done_more": []}
+    words = phrases.done(decision)
+    if decision.action == "rewind" and decision.rewound_to is not None:
+        words = f"rewound to step {decision.rewound_to}"
+    more = [phrases.effect(incident), decision.reason]
+    if decision.lr_factor is not None:
+        more.append(f"every learning rate times {decision.lr_factor:g}")
+    if decision.new_scale is not None:
+        more.append(f"loss scale is now {decision.new_scale:g}")
+    more.append(f"{decision.consecutive} in a row, {decision.total} in this run")
+    weights = {"note": "note"}
+    weight = weights.get(decision.action, "bad")
+    shown = {"action": decision.action, "weight": weight, "done": words}
+    return {**shown, "done_more": list(filter(None, more))}
 
 
 def bad_values(reading: Reading) -> dict[str, int]:
     """Values of the step that are not finite, by the name of their series; the kind of each."""
-    named: dict[str, float | None] = {"loss": reading.loss, "grad_norm": reading.grad_norm}
-    named |= {f"loss/{name}": value for name, value in reading.components.items()}
-    named |= {f"followed/{name}": value for name, value in reading.followed.items()}
-    found = {}
-    for name, value in named.items():
-        if value is not None and not math.isfinite(value):
-            found[name] = int(kinds_of(np.array([value]))[0])
-    return found
-
-
-def clipped(text: str) -> str:
-    """A text of a journal, which may have any length."""
-    if len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[:LONGEST_TEXT]} … ({len(text) - LONGEST_TEXT:,} more characters)"
-
-
-def _weight(incident: Incident) -> str:
-    if incident.decision is not None and incident.decision.action == "note":
-        return "note"
-    return "bad"
-
-
-def _done(incident: Incident) -> str:
-    if incident.decision is None:
-        return "recorded; what was done is not known"
-    if incident.decision.action == "rewind" and incident.decision.rewound_to is not None:
-        return f"rewound to step {incident.decision.rewound_to}"
-    return clipped(done(incident.decision))
-
-
-def _done_more(incident: Incident) -> list[str]:
-    decision = incident.decision
-    assert decision is not None
-    lines = [effect(incident), decision.reason]
-    if decision.lr_factor is not None:
-        lines.append(f"every learning rate times {decision.lr_factor:g}")
-    if decision.new_scale is not None:
-        lines.append(f"loss scale is now {decision.new_scale:g}")
-    lines.append(f"{decision.consecutive} in a row, {decision.total} in this run")
-    return [clipped(line) for line in lines if line]
-
-
-def _where(origin: Origin) -> dict[str, Any]:
-    remarks = list(origin.remarks)
-    if origin.reproduced is True:
-        remarks.insert(0, "the replay shows it again")
-    elif origin.reproduced is False:
-        remarks.insert(0, "the replay does not show it again")
-    return {
-        "text": clipped(place_and_phase(origin)),
-        "context": [clipped(line) for line in origin.context],
-        "remarks": [clipped(remark) for remark in remarks],
-    }
-
-
-def _operands(origin: Origin) -> list[dict[str, Any]]:
-    shown = [_operand(operand, operand.called) for operand in origin.inputs]
-    if origin.output is not None:
-        shown.append(_operand(origin.output, "output"))
-    return shown
+    numbers = named_numbers(reading)
+    kinds = kinds_of(np.array(list(numbers.values()), np.float64))
+    return {name: int(kind) for name, kind in zip(numbers, kinds, strict=True) if kind != FINITE}
 
 
 def _operand(operand: Operand, name: str) -> dict[str, Any]:
     limits = DTYPE_EXPONENTS.get(operand.dtype)
+    span = at = ""
+    if operand.min is not None and operand.max is not None:
+        span = f"{phrases.number(operand.min)} to {phrases.number(operand.max)}"
+        if operand.zeros:
+            span += f", {phrases.count(operand.zeros, 'zero')}"
+    if operand.value is not None:
+        at = phrases.number(operand.value)
+        if operand.index is not None:
+            at += f" at [{', '.join(map(str, operand.index))}]"
+    counted = {"NaN": operand.nan, "+Inf": operand.posinf, "-Inf": operand.neginf}
+    bad = ", ".join(f"{amount:,} {kind}" for kind, amount in counted.items() if amount)
     return {
-        "name": clipped(name),
+        "name": name,
         "dtype": operand.dtype,
         "type": f"{operand.dtype} {_shape(operand.shape)}".strip(),
-        "span": _span(operand),
-        "bad": _bad(operand),
-        "at": _at(operand),
+        "span": span,
+        "bad": f"{bad} of {math.prod(operand.shape):,}" if bad else "none",
+        "at": at,
         "zeros": operand.zeros,
         "nan": operand.nan,
         "posinf": operand.posinf,
@@ -265,333 +273,472 @@ def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _span(operand: Operand) -> str:
-    if operand.min is None or operand.max is None:
-        return ""
-    text = f"{phrases.number(operand.min)} to {phrases.number(operand.max)}"
-    if operand.zeros:
-        text += f", {phrases.count(operand.zeros, 'zero')}"
-    return text
-
-
-def _bad(operand: Operand) -> str:
-    counted = {"NaN": operand.nan, "+Inf": operand.posinf, "-Inf": operand.neginf}
-    bad = [f"{amount:,} {kind}" for kind, amount in counted.items() if amount]
-    if not bad:
-        return "none"
-    return f"{', '.join(bad)} of {math.prod(operand.shape):,}"
-
-
-def _at(operand: Operand) -> str:
-    if operand.value is None:
-        return ""
-    value = phrases.number(operand.value)
-    if operand.index is None:
-        return value
-    return f"{value} at [{', '.join(map(str, operand.index))}]"
-
-
-def _finding(finding: Any) -> dict[str, Any]:
-    remedies = []
-    for remedy in finding.remedies:
-        note = SAFETY_NOTES.get(remedy.safety, "")
-        title = clipped(remedy.title) + (f" ({note})" if note else "")
-        title += f"; {clipped(remedy.tried)}" if remedy.tried else ""
-        remedies.append({"title": title, "snippet": clipped(remedy.snippet)})
-    return {
-        "code": clipped(finding.code),
-        "title": clipped(finding.title),
-        "certainty": finding.certainty,
-        "evidence": [clipped(sentence) for sentence in finding.evidence],
-        "remedies": remedies,
-    }
-
-
 def _facts(reading: Reading, ranks: Sequence[int]) -> list[list[str]]:
     named: dict[str, float | None] = {"loss": reading.loss, **reading.components}
-    named |= {"gradient norm": reading.grad_norm, "loss scale": reading.scale}
-    named |= reading.followed
-    rows = []
-    for name, value in named.items():
-        if value is not None:
-            rows.append([clipped(str(name)), phrases.number(value)])
+    named |= {"gradient norm": reading.grad_norm, "loss scale": reading.scale, **reading.followed}
+    rows = [
+        [str(name), phrases.number(value)] for name, value in named.items() if value is not None
+    ]
     if reading.lr:
-        rows.append(["learning rate", phrases.rates(reading.lr, clipped(reading.schedule))])
-    if reading.bad_grads:
-        rows.append(["bad gradients", clipped(phrases.first_few(reading.bad_grads, 6))])
-    if reading.bad_state:
-        rows.append(["bad state", clipped(phrases.first_few(reading.bad_state, 6))])
-    if reading.bad_inputs:
-        rows.append(["bad inputs", clipped(phrases.first_few(reading.bad_inputs, 6))])
-    if len(ranks) > 1:
-        rows.append(["recorded by ranks", phrases.first_few(ranks)])
-    if reading.bad_ranks:
-        rows.append(["bad on ranks", phrases.first_few(reading.bad_ranks)])
+        rows.append(["learning rate", phrases.rates(reading.lr, reading.schedule)])
+    lists = {
+        "bad gradients": phrases.first_few(reading.bad_grads, 6),
+        "bad state": phrases.first_few(reading.bad_state, 6),
+        "bad inputs": phrases.first_few(reading.bad_inputs, 6),
+        "recorded by ranks": phrases.first_few(ranks if len(ranks) > 1 else ()),
+        "bad on ranks": phrases.first_few(reading.bad_ranks),
+    }
+    return rows + [[name, text] for name, text in lists.items() if text]
+
+
+# --- What lies in an incident's folder: gradient norms by module, and the guilty samples.
+
+
+LARGEST_TABLE = 1 << 21
+"""Bytes of a table of gradients that are read."""
+MOST_CELLS = 64
+"""Modules, and steps, of a heat map."""
+MOST_SAMPLES = 3
+MOST_TENSORS = 8
+MOST_NUMBERS = 48
+MOST_SIDE = 512
+"""Pixels of a side; larger pictures are shown with every second, third, ... pixel."""
+LEAST_SIDE = 8
+LARGEST_FACTS = 1 << 26
+"""Bytes of a capsule's JSON that are read."""
+NOT_FINITE = (213, 94, 0)
+"""The colour of pixels that are not finite."""
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError)
+
+
+def _inside(home: Path, name: str) -> Path | None:
+    """The path of this name below `home`; None where it leads out of it."""
+    home = home.resolve()
+    try:
+        path = (home / name).resolve()
+    except (OSError, ValueError):
+        return None
+    return path if path.is_relative_to(home) else None
+
+
+def gradient_heat(incident: Incident, run_folder: Path) -> dict[str, Any] | None:
+    """Modules, steps, norms and the first that is not finite; None where nothing fits."""
+    name = incident.id
+    if incident.rank:
+        name += f"-rank{incident.rank}"
+    path = _inside(run_folder / "incidents", f"{name}/gradients.json")
+    try:
+        if path is None or path.stat().st_size > LARGEST_TABLE:
+            return None
+        table = json.loads(path.read_bytes())
+        modules = [str(module)[:200] for module in table["modules"]][:MOST_CELLS]
+        steps = [int(step) for step in table["steps"]][-MOST_CELLS:]
+        rows = []
+        for norms in table["norms"][: len(modules)]:
+            rows.append([_norm(value) for value in norms[-len(steps) :]])
+    except UNREADABLE:
+        return None
+    if not modules or not steps or [len(row) for row in rows] != [len(steps)] * len(modules):
+        return None
+    first = _first_bad(rows, modules, incident)
+    return {"modules": modules, "steps": steps, "values": rows, "first": first}
+
+
+def _first_bad(rows: list[list[Any]], modules: list[str], incident: Incident) -> list[int] | None:
+    """The first step with a bad norm; in it the module of the origin, or else the first bad one."""
+    born = ""
+    if incident.origin is not None:
+        born = f"{incident.origin.module}."
+    for step, norms in enumerate(zip(*rows, strict=True)):
+        bad = [place for place, norm in enumerate(norms) if isinstance(norm, str)]
+        if bad:
+            return [max(bad, key=lambda place: born.startswith(f"{modules[place]}.")), step]
+    return None
+
+
+def _norm(value: Any) -> float | str | None:
+    if value in KINDS:
+        return str(value)
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def samples_of(incident: Incident, run_folder: Path) -> list[dict[str, Any]]:
+    """The tensors and texts of the samples an incident names; empty where they cannot be read."""
+    folder = _inside(run_folder, incident.capsule) if incident.capsule else None
+    if folder is None or not folder.is_dir() or incident.origin is None:
+        return []
+    micro = incident.origin.micro_batch or 0
+    shown: list[dict[str, Any]] = []
+    for sample in incident.origin.samples[:MOST_SAMPLES]:
+        try:
+            shown += _texts(folder, micro, sample)
+            shown += _tensors(folder, micro, sample)
+        except UNREADABLE as fault:
+            words = f"sample {sample} cannot be shown: {type(fault).__name__}"
+            shown.append({"kind": "text", "caption": words, "text": ""})
+    return shown
+
+
+def _tensors(folder: Path, micro: int, sample: int) -> Iterator[dict[str, Any]]:
+    from safetensors import safe_open
+
+    with safe_open(folder / "tensors.safetensors", framework="np") as file:
+        names = [name for name in file.keys() if name.startswith(f"batch/{micro}")]  # noqa: SIM118
+        for name in sorted(names)[:MOST_TENSORS]:
+            rows = file.get_slice(name)
+            shape = rows.get_shape()
+            if not shape or shape[0] <= sample:
+                continue
+            label = name.partition(f"batch/{micro}")[2].strip("/") or "batch"
+            caption = f"{label}, sample {sample}: {rows.get_dtype()} {_shape(shape[1:])}".strip()
+            try:
+                values = np.asarray(rows[sample : sample + 1])[0]
+            except Exception as fault:  # a dtype that numpy does not have
+                yield {"kind": "text", "caption": caption, "text": f"not shown: {fault}"}
+                continue
+            picture = _as_picture(values)
+            if picture is None:
+                flat = values.reshape(-1)
+                style = ".5g" if values.dtype.kind == "f" else ""
+                text = ", ".join(f"{value:{style}}" for value in flat[:MOST_NUMBERS])
+                if flat.size > MOST_NUMBERS:
+                    text += f", … {flat.size - MOST_NUMBERS:,} more"
+                yield {"kind": "numbers", "caption": caption, "text": text}
+                continue
+            height, width, channels = picture.shape
+            size = {"width": width, "height": height, "channels": channels}
+            pixels = base64.b64encode(picture.tobytes()).decode("ascii")
+            yield {"kind": "image", "caption": caption, **size, "pixels": pixels}
+
+
+def _as_picture(values: NDArray[Any]) -> NDArray[np.uint8] | None:
+    """Height, width, 3 channels of bytes; None for a tensor that is not a picture."""
+    if values.dtype.kind not in "fuib":
+        return None
+    layers = values.astype(np.float64)
+    if layers.ndim == 2 and values.dtype.kind != "b":
+        layers = layers[:, :, None]
+    elif layers.ndim == 3 and layers.shape[0] in (1, 3):
+        layers = np.moveaxis(layers, 0, 2)
+    if layers.ndim != 3 or layers.shape[2] not in (1, 3) or min(layers.shape[:2]) < LEAST_SIDE:
+        return None
+    every = -(-max(layers.shape[:2]) // MOST_SIDE)
+    layers = layers[::every, ::every]
+    finite = np.isfinite(layers)
+    low = layers.min(initial=np.inf, where=finite)
+    span = layers.max(initial=-np.inf, where=finite) - low
+    with np.errstate(invalid="ignore"):
+        scaled = (layers - low) / (span if span > 0 else 1.0) * 255
+    picture = np.repeat(
+        np.where(finite, scaled, 0.0).astype(np.uint8), 3 // layers.shape[2], axis=2
+    )
+    picture[~finite.all(axis=2)] = NOT_FINITE
+    return np.ascontiguousarray(picture)
+
+
+def _texts(folder: Path, micro: int, sample: int) -> Iterator[dict[str, Any]]:
+    path = folder / "capsule.json"
+    if path.stat().st_size > LARGEST_FACTS:
+        return
+    batches = json.loads(path.read_bytes()).get("micro_batches") or []
+    for name, items in _lists(batches[micro], "batch") if micro < len(batches) else ():
+        item = items[sample] if sample < len(items) else None
+        if isinstance(item, dict) and item.get("kind") == "str":
+            caption = f"{name}, sample {sample}"
+            yield {"kind": "text", "caption": caption, "text": clipped(str(item.get("value")))}
+
+
+def _lists(structure: Any, name: str) -> Iterator[tuple[str, list[Any]]]:
+    """Every list of the batch, with the name it has there."""
+    if not isinstance(structure, dict):
+        return
+    for kind in ("list", "tuple"):
+        items = structure.get(kind)
+        if isinstance(items, list):
+            yield name, items
+            for place, item in enumerate(items):
+                yield from _lists(item, f"{name}[{place}]")
+    for kind in ("mapping", "fields", "named"):
+        for key, item in structure.get(kind) or ():
+            label = key.get("value") if isinstance(key, dict) else key
+            yield from _lists(item, str(label))
+
+
+# --- What is different from the last run that went well: settings, versions, optimizer.
+
+
+ALWAYS_DIFFERENT = (
+    *("time", "run", "attempt", "rank", "config.run_dir"),
+    *("process.pid", "process.started", "process.place"),
+)
+MOST_NEIGHBOURS = 12
+"""Runs in the folders beside this one that are searched for the last good one."""
+LARGEST_NEIGHBOUR = 1 << 25
+"""Bytes of a journal that is read only to find the last good run."""
+
+
+def last_good(run: Run, others: Iterable[Run]) -> Run | None:
+    """The newest of the others that was closed without an incident, and began before this one."""
+    good = []
+    for other in others:
+        closed = bool(other.attempts) and other.attempts[-1].ending == "closed"
+        well = closed and not other.incidents and len(other.steps)
+        if other is not run and well and (other.began or 0) <= (run.began or 0):
+            good.append(other)
+    return max(good, key=lambda other: other.began or 0, default=None)
+
+
+def differences(good: Run, run: Run) -> list[list[str]]:
+    """Name, value in the good run, value now; only what differs. The first row names the runs."""
+    before = dict(_flat(good.header))
+    now = dict(_flat(run.header))
+    rows = [["", f"{good.path.parent.name} (run {good.number})", "this run"]]
+    for name in {**before, **now}:
+        pair = [before.get(name, "-"), now.get(name, "-")]
+        if name not in ALWAYS_DIFFERENT and pair[0] != pair[1]:
+            rows.append([name, *pair])
+    if len(rows) == 1:
+        return []
     return rows
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values in words; a setting inside a setting has a dotted name."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", phrases.moment(value) if key == "time" else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What the document of a run takes from files beside its journal."""
+
+    enrich: Callable[[Incident, Path], dict[str, Any]] | None = None
+    """What the incident's folder has for its card: samples, gradients by module."""
+    difference: list[list[str]] | None = None
+
+
+def page_extras(story: Story, folder: Path, known: dict[Any, Any] | None = None) -> Extras:
+    """Samples and gradients of the incidents, and the difference to the last good run.
+
+    `known` keeps what was found in the folders of incidents, for a page that is made repeatedly.
+    """
+    found: dict[Any, Any] = {}
+    if known is not None:
+        found = known
+
+    def enrich(incident: Incident, run_folder: Path) -> dict[str, Any]:
+        key = (run_folder, incident.rank, incident.id)
+        if key not in found:
+            samples = samples_of(incident, run_folder)
+            found[key] = {"samples": samples, "heat": gradient_heat(incident, run_folder)}
+        return dict(found[key])
+
+    folder = folder.resolve()
+    dated = []
+    for path in folder.parent.glob("*/journal.jsonl"):
+        try:
+            facts = path.stat()
+        except OSError:
+            continue
+        if path.parent != folder and facts.st_size <= LARGEST_NEIGHBOUR:
+            dated.append((facts.st_mtime, path))
+    runs = list(story.runs)
+    for _, path in sorted(dated, reverse=True)[:MOST_NEIGHBOURS]:
+        try:
+            runs += read_story(path.parent).runs
+        except (JournalError, OSError, ValueError):
+            continue
+    good = last_good(story.latest, runs)
+    if good is None:
+        return Extras(enrich)
+    return Extras(enrich, differences(good, story.latest))
 
 
 # --- The words around the curves of a run's page: its state in a few numbers, ranks, settings.
 
 
-ENDINGS = {
-    "running": (STATES["running"], "plain"),
-    "closed": (STATES["closed"], "good"),
-    "error": (STATES["error"], "bad"),
-    "signal": (STATES["signal"], "note"),
-    "stopped": (STATES["stopped"], "bad"),
-    "killed": (STATES["killed"], "bad"),
-}
-CHECKPOINT_STATES = {"rewound_to": "rewound to"}
+WEIGHTS = {"running": "plain", "closed": "good", "signal": "note"}
+"""How endings are coloured; the others are bad."""
 MOST_RANKS = 64
 MOST_LINKS = 1000
-
-
-def run_line(run: Run) -> str:
-    header = run.header
-    parts_of_line = []
-    if run.began is not None:
-        parts_of_line.append(f"began {phrases.moment(run.began)}")
-    if len(run.attempts) > 1:
-        parts_of_line.append(phrases.count(len(run.attempts), "attempt"))
-    for name in ("stepguard", "torch"):
-        if header.get(name):
-            parts_of_line.append(f"{name} {header[name]}")
-    if run.world > 1:
-        parts_of_line.append(f"{run.world} ranks")
-    parts_of_line.append(str(run.path))
-    return ", ".join(parts_of_line)
+MOST_LISTED = 15
+"""Rows of each table of a look, the worst ones."""
+MOST_POINTS = 60
+"""Looks that the history of a row draws, the newest."""
 
 
 def verdict(run: Run) -> dict[str, str]:
     """State and incidents of the run: the worst of its optimizers, and the sum over them."""
     ending = worst_ending(run)
-    text, weight = ENDINGS[ending]
+    text = STATES[ending]
+    weight = WEIGHTS.get(ending, "bad")
     if ending == "signal":
         text = f"ended by {next(filter(None, (one.attempts[-1].signal for one in run.lanes)))}"
-    told = [one for lane in run.lanes for one in lane.incidents]
-    acted = [one for one in told if one.done != "told"]
-    if not acted:
-        return {"text": f"{text}, no incident", "weight": "good" if weight == "plain" else weight}
-    weight = "note" if weight in ("good", "plain") else weight
-    return {"text": f"{text}, {phrases.count(len(acted), 'incident')}", "weight": weight}
+    acted = sum(one.done != "told" for lane in run.lanes for one in lane.incidents)
+    if acted:
+        weights = {"good": "note", "plain": "note"}
+        words = phrases.count(acted, "incident")
+    else:
+        weights = {"plain": "good"}
+        words = "no incident"
+    return {"text": f"{text}, {words}", "weight": weights.get(weight, weight)}
 
 
 def tiles(run: Run) -> list[list[str]]:
     """The run in a few numbers; of several optimizers, one tile each."""
-    if run.further:
-        return [_lane_tile(lane) for lane in run.lanes]
-    table = run.steps
-    losses = table.values("loss", table.counts)
-    kept = int(table.counts.sum())
-    rows = [["steps committed", f"{kept:,}", f"of {len(table):,} seen"]]
-    left = int((table.committed & ~table.kept).sum())
-    if left:
-        rows[0][2] += f", {left:,} left behind"
-    calibrations = int(table.calibration.sum())
-    note = f"and {phrases.count(calibrations, 'calibration')}" if calibrations else ""
-    rows.append(["updates dropped", f"{int(table.dropped.sum()):,}", note])
-    rows.append(["incidents", f"{len(run.incidents):,}", ""])
-    if len(losses):
-        best = phrases.number(float(losses.min()))
-        rows.append(["loss", phrases.number(float(losses[-1])), f"best {best}"])
-    seconds = table.values("seconds")
-    if len(seconds):
-        rows.append(["time a step", f"{phrases.number(float(np.median(seconds)))} s", "median"])
-    if run.goings_back:
-        rows.append(["went back", f"{len(run.goings_back):,}", "rewinds and restarts"])
+    rows = []
+    for lane in run.lanes:
+        table = lane.steps
+        losses = table.values("loss", table.counts)
+        made = f"{int(table.counts.sum()):,}"
+        if run.further:
+            words = [f"{made} of {len(table):,} steps"]
+            if len(losses):
+                words.append(f"loss {phrases.number(float(losses[-1]))}")
+            words.append(STATES[worst_ending(lane)])
+            rows.append(
+                [lane.name, phrases.count(len(lane.incidents), "incident"), ", ".join(words)]
+            )
+            continue
+        left = int((table.committed & ~table.kept).sum())
+        calibrations = int(table.calibration.sum())
+        seen = f"of {len(table):,} seen"
+        note = ""
+        if left:
+            seen += f", {left:,} left behind"
+        if calibrations:
+            note = f"and {phrases.count(calibrations, 'calibration')}"
+        rows.append(["steps committed", made, seen])
+        rows.append(["updates dropped", f"{int(table.dropped.sum()):,}", note])
+        rows.append(["incidents", f"{len(run.incidents):,}", ""])
+        if len(losses):
+            best = phrases.number(float(losses.min()))
+            rows.append(["loss", phrases.number(float(losses[-1])), f"best {best}"])
+        seconds = table.values("seconds")
+        if len(seconds):
+            rows.append(["time a step", f"{phrases.number(float(np.median(seconds)))} s", "median"])
+        if run.goings_back:
+            rows.append(["went back", f"{len(run.goings_back):,}", "rewinds and restarts"])
     return rows
 
 
-def _lane_tile(run: Run) -> list[str]:
-    table = run.steps
-    losses = table.values("loss", table.counts)
-    words = [f"{int(table.counts.sum()):,} of {len(table):,} steps"]
-    if len(losses):
-        words.append(f"loss {phrases.number(float(losses[-1]))}")
-    words.append(STATES[worst_ending(run)])
-    return [clipped(run.name), phrases.count(len(run.incidents), "incident"), ", ".join(words)]
-
-
-def update_words(run: Run) -> str:
-    table = run.steps
-    return (
-        f"{int(table.committed.sum()):,} made, {int(table.dropped.sum()):,} dropped, "
-        f"{phrases.count(int(table.calibration.sum()), 'loss-scale calibration')}"
-    )
-
-
-def checkpoint_marks(run: Run) -> list[dict[str, Any]]:
-    shown = []
-    for event in run.checkpoints:
-        state = CHECKPOINT_STATES.get(event.state, event.state)
-        shown.append({"step": event.step, "state": state, "text": clipped(event.text or state)})
-    return shown
-
-
-def rank_lanes(run: Run) -> list[dict[str, Any]]:
+def _rank_lanes(run: Run) -> list[dict[str, Any]]:
     """One lane a rank: what it has seen, and where it was to blame."""
-    known = {*run.by_rank, *range(min(run.world, MOST_RANKS))}
     lanes = []
-    for rank in sorted(known):
+    for rank in sorted({*run.by_rank, *range(min(run.world, MOST_RANKS))}):
         marks = []
         for told in run.incidents:
+            origin = told.incident.origin
+            at_fault = told.incident.reading.bad_ranks
+            if origin is not None and origin.rank is not None:
+                at_fault = (origin.rank,)
             if rank in told.ranks:
-                blamed = rank in _blamed(told.incident)
-                words = "the origin is here" if blamed else "recorded here"
-                marks.append({"step": told.incident.step, "blamed": blamed, "text": words})
-        table = run.by_rank.get(rank, run.steps)
-        steps = table.step if len(table) else run.steps.step
-        first = int(steps.min()) if len(steps) else 0
-        last = int(steps.max()) if len(steps) else 0
+                words = "the origin is here" if rank in at_fault else "recorded here"
+                mark = {"step": told.incident.step, "blamed": rank in at_fault, "text": words}
+                marks.append(mark)
+        steps = run.by_rank.get(rank, run.steps.step)
+        if not len(steps):
+            steps = run.steps.step
+        first = last = 0
+        if len(steps):
+            first = int(steps.min())
+            last = int(steps.max())
         text = f"{phrases.count(len(marks), 'incident')} recorded"
         lanes.append({"rank": rank, "first": first, "last": last, "marks": marks, "text": text})
     return lanes
 
 
-def _blamed(incident: Incident) -> tuple[int, ...]:
-    if incident.origin is not None and incident.origin.rank is not None:
-        return (incident.origin.rank,)
-    return tuple(incident.reading.bad_ranks)
+def _checkpoints(run: Run) -> list[dict[str, Any]]:
+    """Checkpoints that were written, refused, or gone back to."""
+    shown = []
+    for note in run.notes:
+        state = "refused"
+        step = note.fields.get("refused")
+        if note.type == "checkpoint":
+            # Kept: whole and finite, but not called good.
+            state = "good" if note.fields.get("good", True) else "kept"
+            step = note.step
+        elif note.type == "rewind":
+            state = "rewound to"
+            step = note.fields.get("to")
+        elif note.kind == "restored":
+            state = "restored"
+            step = note.step
+        if isinstance(step, int):
+            shown.append({"step": step, "state": state, "text": note.text or state})
+    return shown
 
 
-def chain_of_events(run: Run) -> list[dict[str, Any]]:
-    """What led to what, each link with the steps it lasted."""
-    links = []
-    for event in timeline(run):
-        last = event.step if event.last_step is None else event.last_step
-        link = {"steps": event.steps, "first": min(event.step, last), "last": max(event.step, last)}
-        links.append({**link, "text": clipped(event.text), "weight": event.weight})
-    return links[:MOST_LINKS]
+def _looks(run: Run) -> dict[str, Any] | None:
+    """Tables of the newest look with their history, and silent failures and forecasts."""
+    findings = []
+    for note in run.notes:
+        code = str(note.fields.get("code", ""))
+        if code.startswith((*engine.SERIES, engine.FORECAST_SERIES)):
+            words = str(note.fields.get("summary", ""))
+            findings.append([str(note.fields.get("step", "")), code, words])
+    section: dict[str, Any] = {"line": "", "findings": findings, "tables": [], "remarks": []}
+    if not run.looks:
+        return section if findings else None
+    for table in look_tables(run.looks, MOST_LISTED):
+        rows = []
+        for row in table.rows:
+            rows.append(row._replace(history=row.history[-MOST_POINTS:])._asdict())
+        section["tables"].append({**table._asdict(), "rows": rows})
+    return {**section, "line": headline(run.looks), "remarks": remarks(run.looks[-1])}
 
 
-def concern_words(run: Run) -> list[list[str]]:
-    """What `stepguard live` would hold against the run: how grave, and what."""
-    weights = {"unhealthy": "bad", "attention": "note"}
-    return [[weights[one.weight], clipped(one.text)] for one in concerns(run)]
-
-
-def unread_words(run: Run) -> str:
-    if not run.torn:
-        return ""
-    lines = phrases.count(run.torn, "line")
-    return f"not shown, because they cannot be read: {lines} of the journal"
-
-
-def fact_groups(run: Run, difference: list[list[str]] | None) -> list[dict[str, Any]]:
+def _fact_groups(run: Run, difference: list[list[str]] | None) -> list[dict[str, Any]]:
     groups = []
     if difference is not None:
-        rows = difference
-        title = "Difference to the last good run" if rows else "No difference to the last good run"
-        groups.append({"title": title, "rows": rows, "open": True})
-    header = {key: value for key, value in run.header.items() if key not in ("v", "type", "config")}
-    groups.append({"title": "Run facts", "rows": _pairs(header), "open": True})
+        title = "Difference to the last good run"
+        if not difference:
+            title = "No difference to the last good run"
+        groups.append({"title": title, "rows": difference, "open": True})
+    header = {key: value for key, value in run.header.items() if key != "config"}
+    groups.append({"title": "Run facts", "rows": list(map(list, _flat(header))), "open": True})
     if len(run.attempts) > 1:
-        groups.append({"title": "Attempts", "rows": _attempts(run.attempts), "open": False})
+        rows = []
+        for place, attempt in enumerate(run.attempts, start=1):
+            words = [STATES[attempt.ending]]
+            if attempt.signal:
+                words = [f"ended by {attempt.signal}"]
+            if attempt.time is not None:
+                words.insert(0, f"started {phrases.moment(attempt.time)}")
+            if attempt.restored is not None:
+                words.append(f"from the checkpoint of step {attempt.restored}")
+            if attempt.error:
+                words.append(attempt.error)
+            rows.append([f"attempt {place}", ", ".join(words)])
+        groups.append({"title": "Attempts", "rows": rows, "open": False})
     config = run.header.get("config") or run.header.get("settings")
-    if isinstance(config, Mapping):
-        groups.append({"title": "Configuration", "rows": _pairs(config), "open": False})
+    if config:
+        rows = list(map(list, _flat(config)))
+        groups.append({"title": "Configuration", "rows": rows, "open": False})
     return groups
-
-
-def _pairs(values: Mapping[str, Any], prefix: str = "") -> list[list[str]]:
-    rows: list[list[str]] = []
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            rows += _pairs(value, f"{name}.")
-        elif key == "time":
-            rows.append([clipped(name), clipped(phrases.moment(value))])
-        else:
-            rows.append([clipped(name), clipped(str(value))])
-    return rows
-
-
-def _attempts(attempts: Sequence[Attempt]) -> list[list[str]]:
-    rows = []
-    for place, attempt in enumerate(attempts, start=1):
-        words = [f"ended by {attempt.signal}" if attempt.signal else ENDINGS[attempt.ending][0]]
-        if attempt.time is not None:
-            words.insert(0, f"started {phrases.moment(attempt.time)}")
-        if attempt.restored is not None:
-            words.append(f"from the checkpoint of step {attempt.restored}")
-        if attempt.error:
-            words.append(attempt.error)
-        rows.append([f"attempt {place}", clipped(", ".join(words))])
-    return rows
 
 
 def overview(story: Story) -> dict[str, str]:
     """One line of the list of runs."""
     run = story.latest
     state = verdict(run)
-    table = run.steps
-    losses = table.values("loss", table.counts)
+    losses = run.steps.values("loss", run.steps.counts)
     return {
         "state": state["text"],
         "weight": state["weight"],
-        "steps": f"{int(table.counts.sum()):,}",
+        "steps": f"{int(run.steps.counts.sum()):,}",
         "loss": phrases.number(float(losses[-1])) if len(losses) else "-",
         "incidents": f"{sum(len(lane.incidents) for lane in run.lanes):,}",
         "last": "-" if run.last_step is None else f"{run.last_step:,}",
     }
 
 
-def quick_facts(run: Run, whole: Run) -> dict[str, Any]:
-    """What changes with every row, of one optimizer and of the whole run it is part of."""
-    return {"tiles": tiles(whole), "verdict": verdict(whole), "updateWords": update_words(run)}
-
-
-# --- The section of a run's page that shows its deep looks, silent failures and forecasts.
-
-
-MOST_LISTED = 15
-"""Rows of each table, the worst ones."""
-MOST_POINTS = 60
-"""Looks that the history of a row draws, the newest."""
-
-
-def looks_section(run: Run) -> dict[str, Any] | None:
-    """Tables of the newest look with their history, and what was told; None where there is none."""
-    findings = _findings(run)
-    if not run.looks:
-        return {"line": "", "findings": findings, "tables": [], "remarks": []} if findings else None
-    return {
-        "line": headline(run.looks),
-        "findings": findings,
-        "tables": [_table(one) for one in look_tables(run.looks, MOST_LISTED)],
-        "remarks": [clipped(sentence) for sentence in remarks(run.looks[-1])],
-    }
-
-
-def _findings(run: Run) -> list[list[str]]:
-    """Step, code and sentence of everything that was told about a healthy step."""
-    found = []
-    for note in run.notes:
-        code = str(note.fields.get("code", ""))
-        if code.startswith((*engine.SERIES, engine.FORECAST_SERIES)):
-            words = clipped(str(note.fields.get("summary", "")))
-            found.append([str(note.fields.get("step", "")), code, words])
-    return found
-
-
-def _table(table: LookTable) -> dict[str, Any]:
-    return {
-        "title": table.title,
-        "headings": list(table.headings),
-        "history": table.history,
-        "rows": [_row(row) for row in table.rows],
-    }
-
-
-def _row(row: LookRow) -> dict[str, Any]:
-    return {
-        "cells": [clipped(cell) for cell in row.cells],
-        "warns": list(row.warns),
-        "history": [list(point) for point in row.history[-MOST_POINTS:]],
-    }
-
-
-# --- A story as one JSON document: what the web page of a run, of two runs, or live, shows.
+# --- The document.
 
 
 FORMAT = 1
@@ -603,18 +750,6 @@ LEFT_WORDS = {
     "restore": "restored",
     "repeat": "went back",
 }
-
-Card = dict[str, Any]
-Enrich = Callable[[Incident, Card, Path], None]
-"""Adds to a card what lies in the incident's part of a run folder: sample, gradients by module."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What the document of a run takes from elsewhere."""
-
-    enrich: Enrich | None = None
-    difference: list[list[str]] | None = None
 
 
 def story_document(story: Story, name: str, extras: Extras | None = None) -> dict[str, Any]:
@@ -632,142 +767,157 @@ def comparison_document(
     first: tuple[Run, str], second: tuple[Run, str], rows: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     """Two runs on one page; `rows` are aspect, first, second."""
-    runs = [run_document(run, name, Extras()) for run, name in (first, second)]
-    return {
-        "format": FORMAT,
-        "mode": "compare",
-        "runs": runs,
-        "live": None,
-        "comparison": [[clipped(str(cell)) for cell in row] for row in rows],
-    }
+    runs = [run_document(run, name, Extras(), run) for run, name in (first, second)]
+    shown = clipped([list(map(str, row)) for row in rows])
+    return {"format": FORMAT, "mode": "compare", "runs": runs, "live": None, "comparison": shown}
 
 
-def run_document(run: Run, name: str, extras: Extras, whole: Run | None = None) -> dict[str, Any]:
-    """One run: facts that change rarely, and its columns.
-
-    `whole`: the run that this is one optimizer's lane of.
-    """
-    names = drawn_columns(run.steps)
-    return {
-        **run_facts(run, name, extras, whole),
-        "columns": packed_columns(run.steps, names, states_of(run)),
-        "parts": parts(run),
-    }
+def run_document(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]:
+    """One run, which may be one optimizer's lane of `whole`: facts that change rarely, and rows."""
+    columns = packed_columns(run.steps, drawn_columns(run.steps), update_states(run))
+    return {**run_facts(run, name, extras, whole), "columns": columns, "parts": parts(run)}
 
 
-def run_facts(run: Run, name: str, extras: Extras, whole: Run | None = None) -> dict[str, Any]:
+def quick_facts(run: Run, whole: Run) -> dict[str, Any]:
+    """What changes with every row, of one optimizer and of the whole run it is part of."""
+    words = (
+        f"{int(run.steps.committed.sum()):,} made, {int(run.steps.dropped.sum()):,} dropped, "
+        f"{phrases.count(int(run.steps.calibration.sum()), 'loss-scale calibration')}"
+    )
+    return {"tiles": clipped(tiles(whole)), "verdict": verdict(whole), "updateWords": words}
+
+
+def run_facts(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]:
     """Everything but the rows: the live page takes it again when something else than rows came."""
-    whole = whole or run
-    return {
-        "name": clipped(run.name if whole.further else name),
-        "title": clipped(name),
+    cards = []
+    for place, told in enumerate(run.incidents):
+        card = incident_card(told)
+        if place < MOST_CARDS and extras.enrich is not None:
+            card |= extras.enrich(told.incident, run.path.parent)
+        cards.append(card)
+    weights = {"unhealthy": "bad", "attention": "note"}
+    unread = ""
+    if run.torn:
+        lines = phrases.count(run.torn, "line")
+        unread = f"not shown, because they cannot be read: {lines} of the journal"
+    facts = {
+        "name": run.name if whole.further else name,
+        "title": name,
         "number": run.number,
-        "line": clipped(run_line(run)),
-        **quick_facts(run, whole),
+        "line": _line(run),
         "panels": panels(run.steps),
-        "incidents": _cards(run, extras),
-        "checkpoints": checkpoint_marks(run),
-        "ranks": rank_lanes(run),
-        "chain": chain_of_events(run),
-        "concerns": concern_words(run),
-        "looks": looks_section(run),
-        "groups": fact_groups(run, extras.difference),
-        "unread": unread_words(run),
+        "checkpoints": _checkpoints(run),
+        "ranks": _rank_lanes(run),
+        "chain": _chain(run),
+        "concerns": [[weights[one.weight], one.text] for one in concerns(run)],
+        "looks": _looks(run),
+        "groups": _fact_groups(run, extras.difference),
+        "unread": unread,
         "version": version(run, len(whole.lanes)),
     }
+    return {**clipped(facts), **quick_facts(run, whole), "incidents": cards}
+
+
+def _line(run: Run) -> str:
+    parts = []
+    if run.began is not None:
+        parts.append(f"began {phrases.moment(run.began)}")
+    if len(run.attempts) > 1:
+        parts.append(phrases.count(len(run.attempts), "attempt"))
+    for name in ("stepguard", "torch"):
+        if run.header.get(name):
+            parts.append(f"{name} {run.header[name]}")
+    if run.world > 1:
+        parts.append(f"{run.world} ranks")
+    return ", ".join([*parts, str(run.path)])
+
+
+def _chain(run: Run) -> list[dict[str, Any]]:
+    """What led to what, each link with the steps it lasted."""
+    links = []
+    for event in timeline(run)[:MOST_LINKS]:
+        last = event.step if event.last_step is None else event.last_step
+        link = {"steps": event.steps, "first": min(event.step, last), "last": max(event.step, last)}
+        links.append({**link, "text": event.text, "weight": event.weight})
+    return links
 
 
 def version(run: Run, lanes: int = 1) -> str:
     """Changes whenever something else than an ordinary row was written, or the process has gone."""
     counted = (len(run.incidents), len(run.notes), len(run.attempts), len(run.branches), run.torn)
-    told = (*counted, len(run.looks), len(run.steps.series), int(run.ended), lanes)
-    return "-".join(map(str, told))
-
-
-def states_of(run: Run) -> Any:
-    """What became of each row's update."""
-    partial = np.zeros(len(run.steps), np.bool_)
-    for told in run.incidents:
-        if told.done == "partial" and told.row is not None:
-            partial[told.row] = True
-    return update_states(run.steps, partial)
-
-
-# --- lines and branches
+    seen = (*counted, len(run.looks), len(run.steps.series), int(run.ended), lanes)
+    return "-".join(map(str, seen))
 
 
 def parts(run: Run) -> list[dict[str, Any]]:
     """Stretches of rows that were kept, or left, together."""
     table = run.steps
-    if not len(table):
-        return []
     changes = (np.diff(table.branch) != 0) | (np.diff(table.kept.astype(np.int8)) != 0)
-    firsts = [0, *(np.flatnonzero(changes) + 1).tolist()]
-    lasts = [*firsts[1:], len(table)]
+    firsts = [0, *(np.flatnonzero(changes) + 1).tolist()] if len(table) else []
     found = []
-    for first, last in zip(firsts, lasts, strict=True):
-        found.append(_part(run, first, last))
+    for first, last in zip(firsts, [*firsts[1:], len(table)], strict=False):
+        steps = f"steps {table.step[first]} to {table.step[last - 1]}"
+        attempt = f"attempt {int(table.attempt[first]) + 1}"
+        part: dict[str, Any] = {"first": first, "last": last, "left": None, "joint": None}
+        part["text"] = f"{attempt}, {steps}"
+        found.append(part)
+        if table.kept[first]:
+            continue
+        left = _why_left(run, first)
+        words = f"{LEFT_WORDS[left.by]} to step {left.to}"
+        part["left"] = {"kind": left.by, "text": f"{steps}, left: {words}"}
+        part["text"] += f", left: {words}"
+        if first and table.branch[first - 1] == table.branch[first]:
+            part["joint"] = first - 1
     return found
 
 
-def _part(run: Run, first: int, last: int) -> dict[str, Any]:
-    table = run.steps
-    steps = f"steps {table.step[first]} to {table.step[last - 1]}"
-    attempt = f"attempt {int(table.attempt[first]) + 1}"
-    left = None if table.kept[first] else _why_left(run, first)
-    part: dict[str, Any] = {"first": first, "last": last, "left": None, "joint": None}
-    part["text"] = f"{attempt}, {steps}"
-    if left is None and table.kept[first]:
-        return part
-    by = left.by if left else "repeat"
-    words = f"{LEFT_WORDS[by]} to step {left.to}" if left else LEFT_WORDS[by]
-    part["left"] = {"kind": by, "text": clipped(f"{steps}, left: {words}")}
-    part["text"] = clipped(f"{attempt}, {steps}, left: {words}")
-    if first and table.branch[first - 1] == table.branch[first]:
-        part["joint"] = first - 1
-    return part
-
-
-def _why_left(run: Run, row: int) -> Left | None:
+def _why_left(run: Run, row: int) -> Left:
     """The first going back after this row that took its step away."""
     step = int(run.steps.step[row])
     for branch in run.branches[int(run.steps.branch[row]) :]:
         if branch.left is not None and branch.left.to <= step:
             return branch.left
-    return None
-
-
-# --- panels
+    raise AssertionError(f"row {row} was left, and no branch says why")
 
 
 def panels(table: StepTable) -> list[dict[str, Any]]:
     """What is drawn over the steps, from the most telling down."""
-    names = set(table.series)
-    made = [
-        _panel("loss", "loss", _loss_series(table), height=230, smooth=True),
-        _panel(
-            "grad-norm",
-            "gradient norm",
-            [("before clipping", "grad_norm"), ("after clipping", "grad_norm_clipped")],
-            height=160,
-            smooth=True,
-            colour=2,
-        ),
-        _panel("lr", "learning rate", _rates(table), height=120, colour=4, linear=True),
-        _panel("scale", "loss scale", [("loss scale", "scale")], height=110, colour=3),
+    losses = {"loss": "loss"}
+    rates = {"lr": "learning rate"}
+    followed = {}
+    for name in sorted(table.series):
+        kind, _, label = name.partition("/")
+        if label and kind == "loss":
+            losses[name] = label
+        elif label and kind == "lr":
+            rates |= {"lr": "group 0", name: f"group {label}"}
+        elif label:
+            followed[name] = label
+    norms = {"grad_norm": "before clipping", "grad_norm_clipped": "after clipping"}
+    drawn: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
+        ("loss", "loss", losses, {"height": 230, "smooth": True}),
+        ("grad-norm", "gradient norm", norms, {"height": 160, "smooth": True, "colour": 2}),
+        ("lr", "learning rate", rates, {"height": 120, "colour": 4, "linear": True}),
+        ("scale", "loss scale", {"scale": "loss scale"}, {"height": 110, "colour": 3}),
     ]
-    for place, name in enumerate(sorted(n for n in names if n.startswith("followed/"))):
-        label = name.removeprefix("followed/")
-        made.append(
-            _panel(
-                f"followed-{place}", label, [(label, name)], height=120, smooth=True, colour=place
-            )
-        )
-    made.append(_panel("labels", "targets in the step", [("targets", "labels")], height=90))
-    made.append(
-        _panel("seconds", "step time", [("seconds", "seconds")], height=110, smooth=True, colour=5)
-    )
-    return [_seen(panel, names) for panel in made if _seen(panel, names)["series"]]
+    for place, (name, label) in enumerate(followed.items()):
+        look = {"height": 120, "smooth": True, "colour": place}
+        drawn.append((f"followed-{place}", label, {name: label}, look))
+    drawn.append(("labels", "targets in the step", {"labels": "targets"}, {"height": 90}))
+    seconds = {"height": 110, "smooth": True, "colour": 5}
+    drawn.append(("seconds", "step time", {"seconds": "seconds"}, seconds))
+    found = []
+    for name, title, columns, look in drawn:
+        series = []
+        for place, (column, label) in enumerate(columns.items()):
+            # Components and further groups are drawn without a median.
+            if column in table.series:
+                series.append({"label": label, "column": column, "minor": place > 0})
+        plain = {"smooth": False, "linear": False, "colour": 0}
+        if series:
+            found.append({"id": name, "title": title, "series": series, **plain, **look})
+    return found
 
 
 def drawn_columns(table: StepTable) -> list[str]:
@@ -775,63 +925,75 @@ def drawn_columns(table: StepTable) -> list[str]:
     return [series["column"] for panel in panels(table) for series in panel["series"]]
 
 
-def _panel(
-    name: str,
-    title: str,
-    series: Sequence[tuple[str, str]],
-    *,
-    height: int,
-    smooth: bool = False,
-    linear: bool = False,
-    colour: int = 0,
-) -> dict[str, Any]:
-    listed = []
-    for place, (label, column) in enumerate(series):
-        # Components and further groups are drawn without a median of their own.
-        minor = place > 0
-        listed.append({"label": clipped(label), "column": column, "minor": minor})
-    return {
-        "id": name,
-        "title": clipped(title),
-        "series": listed,
-        "height": height,
-        "smooth": smooth,
-        "linear": linear,
-        "colour": colour,
-    }
-
-
-def _seen(panel: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    series = [one for one in panel["series"] if one["column"] in names]
-    return {**panel, "series": series}
-
-
-def _loss_series(table: StepTable) -> list[tuple[str, str]]:
-    components = sorted(name for name in table.series if name.startswith("loss/"))
-    return [("loss", "loss"), *((name.removeprefix("loss/"), name) for name in components)]
-
-
-def _rates(table: StepTable) -> list[tuple[str, str]]:
-    further = sorted(name for name in table.series if name.startswith("lr/"))
-    if not further:
-        return [("learning rate", "lr")]
-    return [("group 0", "lr"), *((f"group {name.removeprefix('lr/')}", name) for name in further)]
-
-
-# --- incidents
-
-
-def _cards(run: Run, extras: Extras) -> list[Card]:
-    cards = []
-    for place, told in enumerate(run.incidents):
-        card = incident_card(told)
-        if place < MOST_CARDS and extras.enrich is not None:
-            extras.enrich(told.incident, card, run.path.parent)
-        cards.append(card)
-    return cards
-
-
 def run_name(path: Path) -> str:
     """The folder of a run, by which people know it."""
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     return folder.name or str(folder)
+
+
+# --- The page: one HTML file with its style, its script and its data, and nothing else.
+
+
+SCRIPTS = (
+    "uPlot.min.js",
+    "drawing.js",
+    "data.js",
+    "view.js",
+    "charts.js",
+    "lanes.js",
+    "figures.js",
+    "cards.js",
+    "live.js",
+    "looks.js",
+    "main.js",
+)
+"""In the order in which they need each other."""
+STYLES = ("uPlot.min.css", "page.css")
+_ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
+
+
+@cache
+def asset(name: str) -> str:
+    """A file that is part of the page."""
+    return (files("stepguard.report") / "page" / name).read_text(encoding="utf-8")
+
+
+def policy(script: str, style: str, *, connects: bool = False) -> str:
+    """What the browser may do with this page: run this script, use this style, nothing else."""
+    digests = []
+    for text in (script, style):
+        digest = hashlib.sha256(text.encode("utf-8")).digest()
+        digests.append(f"'sha256-{base64.b64encode(digest).decode('ascii')}'")
+    allowed = (
+        f"default-src 'none'; script-src {digests[0]}; style-src {digests[1]}; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+    return f"{allowed}; connect-src 'self'" if connects else allowed
+
+
+def render_page(document: dict[str, Any], *, home: str = "") -> str:
+    """The whole page. `home` is the address of the list of runs, on a server that has several."""
+    library, *scripts = map(asset, SCRIPTS)
+    # Strict, and without names of our own in the window.
+    script = "\n".join([library, "(() => {", "'use strict';", *scripts, "})();", ""])
+    style = "\n".join(map(asset, STYLES))
+    pieces = {
+        "{policy}": policy(script, style, connects=document.get("live") is not None),
+        "{style}": style,
+        "{home}": f'<a class="plain" href="{home}">all runs</a>' if home else "",
+        "{data}": embedded(document),
+        "{script}": script,
+    }
+    rest = asset("page.html")
+    text = []
+    # In the template's order: what is put in is never searched for names to replace.
+    for name, piece in pieces.items():
+        before, _, rest = rest.partition(name)
+        text += [before, piece]
+    return "".join([*text, rest])
+
+
+def embedded(document: dict[str, Any]) -> str:
+    """JSON that ends no script element and holds no character that HTML gives a meaning."""
+    text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.translate(_ESCAPES)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -22,11 +24,10 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from stepguard._errors import ConfigError, StepguardError
-from stepguard.records import Incident, Origin, Reading, Sink
+from stepguard.records import Incident, Reading, Sink
 from stepguard.records.codec import LineFile, dumps
 from stepguard.records.incident import place
 from stepguard.report import phrases
-from stepguard.report.phrases import ACTION_WORDS, budget
 
 # --- A log for `tail -f` and grep, and one JSON object a step for a quick plot.
 
@@ -53,12 +54,16 @@ class HumanLog(Sink):
         self._clock = clock
         self._log: LineFile | None = None
         self._steps: LineFile | None = None
-        if rank == 0:
-            self._open()
-
-    def _open(self) -> None:
+        if rank != 0:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path = _unused_path(self.folder, self._clock().strftime(STAMP))
+        stamp = f"train_{clock().strftime(STAMP)}"
+        self.path = self.folder / f"{stamp}.log"
+        for number in count(2):
+            # Two runs that start within one second do not write into the same file.
+            if not self.path.exists():
+                break
+            self.path = self.folder / f"{stamp}-{number}.log"
         self._log = LineFile(self.path)
         point_link(self.folder / LATEST, self.path.name)
         drop_torn_line(self.folder / STEPS)
@@ -67,23 +72,20 @@ class HumanLog(Sink):
     def step(self, reading: Reading, committed: bool = True) -> None:
         """One line a step, and one JSON object whose `loss` is null where it is not finite."""
         self.line(step_line(reading, committed=committed))
-        if self._steps is not None:
-            self._steps.append((dumps(self._object(reading, committed)) + "\n").encode())
-
-    def _object(self, reading: Reading, committed: bool) -> dict[str, Any]:
-        fields: dict[str, Any] = {"step": reading.step, "loss": reading.loss}
-        if reading.components:
-            fields["components"] = reading.components
-        if reading.followed:
-            fields["followed"] = reading.followed
-        return {
-            **fields,
+        if self._steps is None:
+            return
+        named = {"components": reading.components, "followed": reading.followed}
+        fields = {
+            "step": reading.step,
+            "loss": reading.loss,
+            **{name: values for name, values in named.items() if values},
             "grad_norm": reading.grad_norm,
             "lr": list(reading.lr),
             "seconds": reading.seconds,
             "committed": committed,
             "time": self._clock().isoformat(timespec="seconds"),
         }
+        self._steps.append((dumps(fields) + "\n").encode())
 
     def incident(self, incident: Incident) -> None:
         """The ERROR lines: what is invalid, its parts, where and why, and what is done about it."""
@@ -124,8 +126,10 @@ def step_line(reading: Reading, *, committed: bool = True) -> str:
         words.append(f"loss {reading.loss:{digits}}")
     for name, value in reading.components.items():
         words.append(f"{name} {value:.4f}")
-    if reading.grad_norm is not None:
-        words.append(f"grad_norm {_norm(reading.grad_norm)}")
+    norm = reading.grad_norm
+    if norm is not None:
+        readable = not math.isfinite(norm) or norm == 0 or 0.1 <= norm < 1e6
+        words.append(f"grad_norm {norm:.2f}" if readable else f"grad_norm {norm:.2e}")
     if reading.lr:
         words.append(f"lr {phrases.rates(reading.lr)}")
     for name, value in reading.followed.items():
@@ -137,64 +141,36 @@ def step_line(reading: Reading, *, committed: bool = True) -> str:
     return " ".join(words)
 
 
-def _norm(norm: float) -> str:
-    readable = not phrases.finite(norm) or norm == 0 or 0.1 <= norm < 1e6
-    return f"{norm:.2f}" if readable else f"{norm:.2e}"
-
-
 def error_lines(incident: Incident) -> Iterator[str]:
     """Yield the lines about one bad step, at least one of which starts with ERROR."""
-    yield from _headline(incident)
-    if incident.origin is not None:
-        yield from _origin_lines(incident.origin, len(incident.reading.micro_losses))
-    if incident.findings:
-        yield f"  cause: {incident.findings[0].code} {incident.findings[0].title}"
-    if incident.reading.lr:
-        rates = phrases.rates(incident.reading.lr, incident.reading.schedule)
-        yield f"  lr: {rates}"
-    if incident.decision is not None:
-        yield ACTION_WORDS[incident.decision.action].log
-        used = f"  {budget(incident.decision)}"
-        if incident.decision.reason:
-            used += f": {incident.decision.reason}"
-        yield used
-
-
-def _origin_lines(origin: Origin, micro_batches: int) -> Iterator[str]:
-    where = f"  origin: {origin.phase} {place(origin)}".rstrip()
-    culprits = phrases.culprits(origin, micro_batches)
-    if culprits:
-        where += f", {culprits}"
-    yield where
-    if origin.output is not None:
-        yield f"  output: {phrases.operand(origin.output)}"
-
-
-def _headline(incident: Incident) -> Iterator[str]:
     reading = incident.reading
     kind = incident.verdict.kind
-    step = incident.step
+    origin = incident.origin
+    decision = incident.decision
     if kind in _LOSS_KINDS:
-        yield f"ERROR: Invalid loss at step {step}: {reading.loss}"
+        yield f"ERROR: Invalid loss at step {incident.step}: {reading.loss}"
         for name, value in reading.components.items():
             yield f"  {name}: {value}"
     elif kind in _GRADIENT_KINDS:
-        yield f"ERROR: NaN/Inf gradient norm at step {step}"
+        yield f"ERROR: NaN/Inf gradient norm at step {incident.step}"
         yield f"ERROR: Invalid gradient norm: {reading.grad_norm}"
     else:
-        yield f"ERROR: {phrases.verdict_title(kind)} at step {step}"
+        yield f"ERROR: {phrases.verdict_title(kind)} at step {incident.step}"
     if incident.verdict.summary:
         yield f"  {incident.verdict.summary}"
-
-
-def _unused_path(folder: Path, stamp: str) -> Path:
-    """Two runs that start within one second do not write into the same file."""
-    path = folder / f"train_{stamp}.log"
-    number = 1
-    while path.exists():
-        number += 1
-        path = folder / f"train_{stamp}-{number}.log"
-    return path
+    if origin is not None:
+        where = f"{origin.phase} {place(origin)}".rstrip()
+        culprits = phrases.culprits(origin, len(reading.micro_losses))
+        yield f"  origin: {phrases.joined([where, culprits])}"
+        if origin.output is not None:
+            yield f"  output: {phrases.operand(origin.output)}"
+    if incident.findings:
+        yield f"  cause: {incident.findings[0].code} {incident.findings[0].title}"
+    if reading.lr:
+        yield f"  lr: {phrases.rates(reading.lr, reading.schedule)}"
+    if decision is not None:
+        yield phrases.ACTION_WORDS[decision.action].log
+        yield f"  {phrases.joined([phrases.budget(decision), decision.reason], ': ')}"
 
 
 def point_link(link: Path, target: str) -> None:
@@ -211,22 +187,10 @@ def point_link(link: Path, target: str) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """A crash may have left half a line; readers of this file expect every line to be whole."""
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return
-    # Searched backwards in small blocks: the file grows over all restarts of a run.
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        end = size
-        while end > 0:
-            start = max(0, end - 4096)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-        if end != size:
-            file.truncate(end)
+    with path.open("rb+") as file, mmap.mmap(file.fileno(), 0) as data:
+        file.truncate(data.rfind(b"\n") + 1)
 
 
 # --- Messages for people as records of Python's `logging`, under the logger `stepguard`.
@@ -273,9 +237,8 @@ class LoggingSink(Sink):
             self._log(level, phrases.note_line(fields), step=step, kind=topic)
 
     def halted(self, incident: Incident, exit_line: str) -> None:
-        text = phrases.stopping(incident)
-        self._log(logging.ERROR, text, step=incident.step, kind="halted")
-        self._log(logging.ERROR, exit_line, step=incident.step, kind="halted")
+        for text in (phrases.stopping(incident), exit_line):
+            self._log(logging.ERROR, text, step=incident.step, kind="halted")
 
     def _log(self, level: int, text: str, **fields: Any) -> None:
         if not LOGGER.isEnabledFor(level):
@@ -289,9 +252,7 @@ class LoggingSink(Sink):
         # The terminal prints these messages already. A handler of the root logger, which
         # logging.basicConfig adds, would print each of them a second time.
         record = LOGGER.makeRecord(LOGGER.name, level, __file__, 0, text, (), None, extra=fields)
-        if not LOGGER.filter(record):
-            return
-        for handler in LOGGER.handlers:
+        for handler in LOGGER.handlers if LOGGER.filter(record) else ():
             if level >= handler.level:
                 handler.handle(record)
 
@@ -442,42 +403,29 @@ SKIPPED = PREFIX + "skipped"
 INCIDENTS = PREFIX + "incidents"
 
 
-def scalars(reading: Reading, *, committed: bool) -> dict[str, float]:
-    """Everything seen in the step, non-finite values included, with `nonfinite` and `skipped`."""
+def named_numbers(reading: Reading) -> dict[str, float]:
+    """The numbers seen in a step, non-finite ones included, by the names of their series."""
     seen: dict[str, float | None] = {"loss": reading.loss}
-    for name, value in reading.components.items():
-        seen[f"loss/{name}"] = value
-    for name, value in reading.followed.items():
-        seen[f"followed/{name}"] = value
+    seen |= {f"loss/{name}": value for name, value in reading.components.items()}
+    seen |= {f"followed/{name}": value for name, value in reading.followed.items()}
     seen["grad_norm"] = reading.grad_norm
     for group, rate in enumerate(reading.lr):
         # The first group keeps the plain name: most runs have one only.
         seen["lr" if group == 0 else f"lr/{group}"] = rate
-    seen["clip_factor"] = reading.clip_factor
-    seen["scale"] = reading.scale
-    seen["labels"] = reading.labels
-    seen["seconds"] = reading.seconds
-    seen["nonfinite"] = _any_nonfinite(reading)
-    seen["skipped"] = not committed
-    return {PREFIX + name: float(value) for name, value in seen.items() if value is not None}
+    for name in ("clip_factor", "scale", "labels", "seconds"):
+        seen[name] = getattr(reading, name)
+    return {name: float(value) for name, value in seen.items() if value is not None}
+
+
+def scalars(reading: Reading, *, committed: bool) -> dict[str, float]:
+    """Everything seen in the step, with `nonfinite` and `skipped`."""
+    found = {PREFIX + name: value for name, value in named_numbers(reading).items()}
+    finite = all(map(math.isfinite, (*found.values(), *reading.micro_losses)))
+    # A gradient element or a stored tensor may be non-finite where all numbers are finite.
+    healthy = finite and reading.grads_finite and not reading.bad_state
+    return {**found, NONFINITE: float(not healthy), SKIPPED: float(not committed)}
 
 
 def finite_only(values: dict[str, float]) -> dict[str, float]:
-    """The values for a backend that drops or distorts NaN and Inf; `nonfinite` tells of them."""
+    """The values for a backend that drops or distorts NaN and Inf; `nonfinite` stays to say so."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
-def _any_nonfinite(reading: Reading) -> bool:
-    """Was anything of this step non-finite: a number, a gradient element, a stored tensor?"""
-    numbers: Iterable[float | None] = (
-        reading.loss,
-        *reading.micro_losses,
-        *reading.components.values(),
-        *reading.followed.values(),
-        reading.grad_norm,
-        *reading.lr,
-        reading.scale,
-    )
-    if not reading.grads_finite or reading.bad_state:
-        return True
-    return any(number is not None and not math.isfinite(number) for number in numbers)

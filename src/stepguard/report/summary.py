@@ -15,8 +15,7 @@ from stepguard.records.incident import Action, place, place_and_phase
 from stepguard.report import phrases
 from stepguard.report.panel import next_commands
 from stepguard.report.phrases import count, done, number
-from stepguard.report.story import Note, Run, Story, StoryIncident
-from stepguard.report.story.model import Ending
+from stepguard.report.story import Ending, Note, Run, Story, StoryIncident
 
 # --- The run as a chain of events: what led to what, from the first warning to how it ended.
 

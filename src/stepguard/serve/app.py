@@ -12,11 +12,10 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -36,28 +35,31 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stepguard._errors import ConfigError, JournalError
-from stepguard.records import Incident
+from stepguard.journal import belongs_to_run_above, is_journal
 from stepguard.report.page import (
     Extras,
+    asset,
     drawn_columns,
+    embedded,
     overview,
+    page_extras,
     parts,
     plain_columns,
+    policy,
     quick_facts,
+    render_page,
     run_facts,
-    states_of,
     story_document,
+    update_states,
     version,
 )
-from stepguard.report.page_extras import asset, embedded, page_extras, policy, render_page
 from stepguard.report.story import Run, Story, StoryReader
-from stepguard.report.story.reader import belongs_to_run_above, is_journal
 
 # --- The runs below a folder, by name. A name that is not among them opens nothing.
 
 
 DEEPEST = 5
-"""Folders below the given one in which runs are looked for."""
+"""Folders below the given one in which runs are searched."""
 MOST_RUNS = 2000
 SKIPPED = frozenset({"incidents", "checkpoints", "capsule", "__pycache__", "node_modules"})
 
@@ -81,37 +83,30 @@ class RunFolders:
         """Names of the runs, as paths below the root; the root itself is its own folder name."""
         if self.single:
             return [self.root.name]
-        return sorted(path.relative_to(self.root).as_posix() for path in self._found())
+        found: list[str] = []
+        for folder, below, _ in os.walk(self.root):
+            here = Path(folder)
+            depth = len(here.relative_to(self.root).parts)
+            if depth and _is_run(here) and not belongs_to_run_above(here):
+                found.append(here.relative_to(self.root).as_posix())
+            below[:] = [name for name in below if name not in SKIPPED and not name.startswith(".")]
+            if depth >= DEEPEST or len(found) >= MOST_RUNS:
+                below.clear()
+        return sorted(found)
 
     def path(self, name: str) -> Path | None:
         """The folder of a run; None for anything that is not one of `names`."""
         if self.single:
             return self.root if name == self.root.name else None
-        # Built from the name's own parts only: no part can lead up or out.
-        parts = name.split("/")
-        if any(
-            not part or part in SKIPPED or part.startswith(".") or "\\" in part for part in parts
-        ):
-            return None
+        # Built from the name's parts only: no part can lead up or out.
+        for part in name.split("/"):
+            if not part or part in SKIPPED or part.startswith(".") or "\\" in part:
+                return None
         try:
-            path = self.root.joinpath(*parts).resolve()
+            path = (self.root / name).resolve()
         except (OSError, ValueError):
             return None
-        if not path.is_relative_to(self.root) or not _is_run(path):
-            return None
-        return path
-
-    def _found(self) -> Iterator[Path]:
-        count = 0
-        for folder, below, _ in os.walk(self.root):
-            here = Path(folder)
-            depth = len(here.relative_to(self.root).parts)
-            if depth and _is_run(here) and not belongs_to_run_above(here):
-                count += 1
-                yield here
-            below[:] = [name for name in below if name not in SKIPPED and not name.startswith(".")]
-            if depth >= DEEPEST or count >= MOST_RUNS:
-                below.clear()
+        return path if path.is_relative_to(self.root) and _is_run(path) else None
 
 
 def _is_run(folder: Path) -> bool:
@@ -121,18 +116,17 @@ def _is_run(folder: Path) -> bool:
         return False
 
 
-# --- Tails one run for all pages that show it, and says to each what came since it last asked.
+# --- Follows one run for all pages that show it, and sends each what came since it last asked.
 
 
 EVERY = 0.4
-"""Seconds between two looks at a journal that somebody watches."""
-_NUMBER = re.compile(r"[0-9]{1,15}")
+"""Seconds between two reads of a journal that somebody watches."""
 REST = 8
-"""A look that took long is followed by so many times as long a rest."""
+"""A read that took long is followed by a rest this many times as long."""
+_PROGRESS = re.compile(r"([0-9]{1,15}):([0-9]{1,15}):(.*)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class PageProgress:
+class PageProgress(NamedTuple):
     """How far a page has come: which run of the folder, how many rows, which facts."""
 
     number: int
@@ -145,55 +139,43 @@ class PageProgress:
     @classmethod
     def parse(cls, text: str) -> PageProgress | None:
         """What `str` wrote; None for anything else."""
-        number, _, rest = text.partition(":")
-        rows, _, facts = rest.partition(":")
-        if not _NUMBER.fullmatch(number) or not _NUMBER.fullmatch(rows):
-            return None
-        return cls(int(number), int(rows), facts)
+        found = _PROGRESS.fullmatch(text)
+        return cls(int(found[1]), int(found[2]), found[3]) if found else None
 
 
 class RunFollower:
-    """One run folder. Reading happens in a thread, one look at a time."""
+    """One run folder. Reading happens in a thread, one read at a time."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
         self._reader = StoryReader(folder, steps_of="all")
         self._extras = Extras()
-        self._samples: dict[str, Any] = {}
+        self._known: dict[Any, Any] = {}
+        """What was found in the folders of incidents."""
         self._lock = asyncio.Lock()
-        self._next_look = 0.0
+        self._next_read = 0.0
 
-    async def look(self) -> Story:
+    async def story(self) -> Story:
         """The story up to now; a journal is read at most every `EVERY` seconds."""
         async with self._lock:
-            if time.monotonic() >= self._next_look:
+            if time.monotonic() >= self._next_read:
                 began = time.monotonic()
                 await asyncio.to_thread(self._read)
                 now = time.monotonic()
-                self._next_look = now + max(EVERY, REST * (now - began))
+                self._next_read = now + max(EVERY, REST * (now - began))
             return self._reader.story()
 
     def _read(self) -> None:
         restarts = self._reader.restarts
         if self._reader.read():
             if self._reader.restarts != restarts:
-                self._samples.clear()
-            story = self._reader.story()
-            self._extras = page_extras(story, self.folder, self._kept)
-
-    def _kept(self, incident: Incident, card: dict[str, Any], folder: Path) -> bool:
-        """Take what an earlier look found in the incident's folder."""
-        found = self._samples.setdefault(f"{folder}/{incident.rank}/{incident.id}", card)
-        if found is card:
-            return False
-        card["samples"] = found["samples"]
-        card["heat"] = found["heat"]
-        return True
+                self._known.clear()
+            self._extras = page_extras(self._reader.story(), self.folder, self._known)
 
     async def document(self, events: str) -> dict[str, Any]:
         """The whole page's document, with the address of what comes after it."""
-        story = await self.look()
+        story = await self.story()
         document = await asyncio.to_thread(story_document, story, self.name, self._extras)
         return {**document, "live": {"events": f"{events}?journal={self._reader.restarts}"}}
 
@@ -205,7 +187,7 @@ class RunFollower:
         The page has to be made anew, and gets nothing, for a new run, for another optimizer, and
         where a journal was replaced: `journal` is which one the page shows.
         """
-        story = await self.look()
+        story = await self.story()
         lanes = story.latest.lanes
         run = lanes[lane] if lane < len(lanes) else lanes[0]
         now = PageProgress(run.number, len(run.steps), version(run, len(lanes)))
@@ -225,7 +207,7 @@ class RunFollower:
         message: dict[str, Any] = {
             "from": place.rows,
             "count": now.rows - place.rows,
-            "columns": plain_columns(run.steps, names, states_of(run), place.rows),
+            "columns": plain_columns(run.steps, names, update_states(run), place.rows),
             "always": quick_facts(run, whole),
         }
         if now.version != place.version or not place.rows:
@@ -234,34 +216,10 @@ class RunFollower:
         return message
 
 
-# --- The list of runs that a server shows first.
+# --- The web application.
 
 
 COLUMNS = ("run", "state", "steps", "loss", "incidents", "last step")
-
-
-def render_list(root: str, rows: Sequence[dict[str, str]]) -> tuple[str, str, str]:
-    """The page, its script and its style."""
-    script = asset("list.js")
-    style = asset("page.css")
-    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in COLUMNS)
-    page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>runs · stepguard</title><style>{style}</style></head><body>"
-        '<header class="top"><div class="brand">stepguard</div><h1>Runs</h1>'
-        f'<div class="line">{escape(root)}</div></header><main class="rest">'
-        f'<section class="sheet"><table class="runs-table"><thead><tr>{heads}</tr></thead>'
-        '<tbody id="runs"></tbody></table><p id="none" hidden>No run here yet.</p></section></main>'
-        f'<script type="application/json" id="stepguard-runs">{embedded({"runs": list(rows)})}'
-        f"</script><script>{script}</script></body></html>"
-    )
-    return page, script, style
-
-
-# --- The web application: a list of runs, a page for each, and a stream of what comes.
-
-
 KEEP_ALIVE = 15.0
 """Seconds without a row after which a line says that the stream is alive."""
 COOKIE = "stepguard-token"
@@ -275,10 +233,19 @@ HEADERS = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-store",
 }
+LIST = """<!doctype html><html lang="en"><head><meta charset="utf-8">\
+<meta name="viewport" content="width=device-width, initial-scale=1">\
+<title>runs · stepguard</title><style>{style}</style></head><body>\
+<header class="top"><div class="brand">stepguard</div><h1>Runs</h1>\
+<div class="line">{root}</div></header><main class="rest">\
+<section class="sheet"><table class="runs-table"><thead><tr>{heads}</tr></thead>\
+<tbody id="runs"></tbody></table><p id="none" hidden>No run here yet.</p></section></main>\
+<script type="application/json" id="stepguard-runs">{data}</script>\
+<script>{script}</script></body></html>"""
 
 
 class LiveRuns:
-    """The followers of the runs that somebody looks at, one for each run."""
+    """A list of runs, a page for each that somebody watches, and a stream of what comes."""
 
     def __init__(self, folders: RunFolders, ending: Callable[[], bool]) -> None:
         self.folders = folders
@@ -286,7 +253,7 @@ class LiveRuns:
         self._followers: dict[str, RunFollower] = {}
 
     def follower(self, name: str) -> RunFollower:
-        """The follower of this run; 404 for a name that is no run below the folder."""
+        """The follower of this run; 404 for a name that is not a run below the folder."""
         path = self.folders.path(name)
         if path is None:
             raise HTTPException(404, "there is no run of this name")
@@ -297,7 +264,15 @@ class LiveRuns:
     async def home(self, request: Request) -> Response:
         if self.folders.single:
             return RedirectResponse(_address("runs", self.folders.root.name))
-        page, script, style = render_list(str(self.folders.root), await self._rows())
+        script = asset("list.js")
+        style = asset("page.css")
+        page = LIST.format(
+            style=style,
+            root=escape(str(self.folders.root)),
+            heads="".join(f'<th scope="col">{escape(name)}</th>' for name in COLUMNS),
+            data=embedded({"runs": await self._rows()}),
+            script=script,
+        )
         allowed = policy(script, style, connects=True)
         return HTMLResponse(page, headers={"Content-Security-Policy": allowed})
 
@@ -307,64 +282,50 @@ class LiveRuns:
     async def _rows(self) -> list[dict[str, str]]:
         rows = []
         for name in await asyncio.to_thread(self.folders.names):
-            story = await self.follower(name).look()
+            story = await self.follower(name).story()
             rows.append({"name": name, "address": _address("runs", name), **overview(story)})
         return rows
 
     async def page(self, request: Request) -> Response:
         name = request.path_params["name"]
-        follower = self.follower(name)
-        document = await follower.document(_address("events", name))
+        document = await self.follower(name).document(_address("events", name))
         home = "" if self.folders.single else "/"
-        text = await asyncio.to_thread(render_page, document, home=home)
-        return HTMLResponse(text)
+        return HTMLResponse(await asyncio.to_thread(render_page, document, home=home))
 
     async def events(self, request: Request) -> Response:
         follower = self.follower(request.path_params["name"])
-        place = _asked_place(request)
+        asked = request.query_params
+        # As the page says, or after a broken connection as the browser says.
+        said = ":".join(asked.get(name, "") for name in ("number", "from", "version"))
+        place = PageProgress.parse(request.headers.get("last-event-id") or said)
         if place is None:
             raise HTTPException(400, "from, number and version say how far the page has come")
-        # Pages of an earlier server name no journal.
-        journal = request.query_params.get("journal", "0")
-        lane = request.query_params.get("lane", "0")
-        stream = _stream(follower, place, journal, self._ending, int(lane) if lane in LANES else 0)
+        lane = asked.get("lane", "0")
+        number = int(lane) if lane in LANES else 0
+        stream = self._stream(follower, place, asked.get("journal", "0"), number)
         return StreamingResponse(stream, media_type="text/event-stream")
 
-
-def _asked_place(request: Request) -> PageProgress | None:
-    """How far the page has come: as it says, or after a broken connection as the browser says."""
-    last = request.headers.get("last-event-id")
-    if last:
-        return PageProgress.parse(last)
-    asked = [request.query_params.get(name, "") for name in ("number", "from", "version")]
-    return PageProgress.parse(":".join(asked))
-
-
-async def _stream(
-    follower: RunFollower,
-    place: PageProgress,
-    journal: str,
-    ending: Callable[[], bool],
-    lane: int,
-) -> AsyncIterator[str]:
-    quiet = 0.0
-    while not ending():
-        found = await follower.since(place, journal, lane)
-        if found is None:
-            await asyncio.sleep(EVERY)
-            quiet += EVERY
-            if quiet >= KEEP_ALIVE:
-                quiet = 0.0
-                yield ": still here\n\n"
-            continue
+    async def _stream(
+        self, follower: RunFollower, place: PageProgress, journal: str, lane: int
+    ) -> AsyncIterator[str]:
         quiet = 0.0
-        place, message = found
-        kind = "rows" if message else "other-run"
-        # JSON of ASCII letters has no line end in it, so one line of data is always enough.
-        data = json.dumps(message, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-        yield f"id: {place}\nevent: {kind}\ndata: {data}\n\n"
-        if not message:
-            return  # the page loads itself again
+        while not self._ending():
+            found = await follower.since(place, journal, lane)
+            if found is None:
+                await asyncio.sleep(EVERY)
+                quiet += EVERY
+                if quiet >= KEEP_ALIVE:
+                    quiet = 0.0
+                    yield ": still here\n\n"
+                continue
+            quiet = 0.0
+            place, message = found
+            kind = "rows" if message else "other-run"
+            # JSON of ASCII letters has no line end in it, so one line of data is always enough.
+            data = json.dumps(message, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+            yield f"id: {place}\nevent: {kind}\ndata: {data}\n\n"
+            if not message:
+                return  # the page loads itself again
 
 
 def _address(kind: str, name: str) -> str:
@@ -458,12 +419,12 @@ def shared_machine() -> bool:
     processes = Path("/proc")
     if not processes.is_dir():
         return True  # not known
-    users = set()
-    for process in processes.iterdir():
-        if process.name.isdecimal():
-            with contextlib.suppress(OSError):  # it has ended
-                users.add(process.stat().st_uid)
-    return any(FIRST_PERSON <= user < NOBODY for user in users - {os.getuid()})
+    for process in processes.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            user = process.stat().st_uid
+            if user != os.getuid() and FIRST_PERSON <= user < NOBODY:
+                return True
+    return False
 
 
 def serve_runs(

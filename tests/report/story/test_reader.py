@@ -12,6 +12,8 @@ import pytest
 
 from stepguard import __version__
 from stepguard._errors import JournalError
+from stepguard.journal import Journal
+from stepguard.records import Reading
 from stepguard.report.story import StoryReader, read_story
 
 
@@ -76,7 +78,7 @@ def test_odd_values_are_left_out_of_the_series_and_the_step_stays(tmp_path: Path
     table = read_story(tmp_path).latest.steps
     assert list(table.step) == [0, 1]
     assert table.column("loss").values.tolist() == [math.inf]
-    assert table.rates(0) == (0.1,) and table.rates(1) == ()
+    assert table.column("lr").values.tolist() == [0.1] and table.last_rates == []
 
 
 def test_non_finite_numbers_come_back_as_they_were(tmp_path: Path) -> None:
@@ -103,8 +105,10 @@ def test_missing_journal_is_an_error(tmp_path: Path) -> None:
 
 
 def test_step_that_comes_again_without_a_word_is_a_branch(tmp_path: Path) -> None:
-    steps = [0, 1, 2, 3, 1, 2, 3, 4]
-    write(tmp_path, *(line("step", step=step, loss=1.0) for step in steps))
+    journal = Journal(tmp_path)
+    for step in [0, 1, 2, 3, 1, 2, 3, 4]:
+        journal.step(Reading(step=step, loss=1.0), committed=True)
+    journal.close()
     run = read_story(tmp_path).latest
     assert [branch.end_row for branch in run.branches] == [4, 8]
     left = run.branches[0].left
@@ -124,8 +128,12 @@ def test_step_that_was_dropped_and_run_again_is_no_branch(tmp_path: Path) -> Non
 
 
 def test_framework_that_resumed_by_itself_goes_on_with_the_run(tmp_path: Path) -> None:
-    write(tmp_path, line("run", run="a"), *(line("step", step=step) for step in range(10)))
-    write(tmp_path, line("run", run="b"), *(line("step", step=step) for step in range(6, 9)))
+    for name, steps in {"a": range(10), "b": range(6, 9)}.items():
+        journal = Journal(tmp_path)
+        journal.write("run", {"run": name})
+        for step in steps:
+            journal.step(Reading(step=step), committed=True)
+        journal.close()
     (run,) = read_story(tmp_path).runs
     assert [attempt.ending for attempt in run.attempts] == ["killed", "running"]
     assert list(run.steps.step[run.steps.kept]) == list(range(9))

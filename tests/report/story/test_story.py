@@ -9,12 +9,18 @@ import pytest
 
 from report import real_runs
 from report.two_ranks import two_ranks
+from stepguard.report.page import Extras, run_facts
 from stepguard.report.story import Run, read_story
 
 
 @pytest.fixture(scope="module")
 def rewound(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return read_story(real_runs.rewound(tmp_path_factory.mktemp("run") / "rewound")).latest
+
+
+def _checkpoint_states(run: Run) -> set[str]:
+    facts = run_facts(run, "run", Extras(), run)
+    return {mark["state"] for mark in facts["checkpoints"]}
 
 
 def test_steps_before_a_rewind_no_longer_count(rewound: Run) -> None:
@@ -51,7 +57,7 @@ def test_rewind_names_the_incident_that_asked_for_it(rewound: Run) -> None:
     left = rewound.branches[0].left
     assert left is not None and left.incident is not None
     assert rewound.incidents[left.incident].incident.step == 40
-    assert "rewound_to" in {event.state for event in rewound.checkpoints}
+    assert "rewound to" in _checkpoint_states(rewound)
 
 
 def test_every_row_points_at_its_incident(rewound: Run) -> None:
@@ -92,8 +98,7 @@ def test_restart_goes_on_with_its_run(tmp_path: Path) -> None:
     assert left is not None
     assert (left.by, left.to, left.came_from) == ("restart", 24, 29)
     assert list(run.steps.step[run.steps.kept]) == list(range(40))
-    states = {event.state for event in run.checkpoints}
-    assert {"good", "restored"} <= states
+    assert {"good", "restored"} <= _checkpoint_states(run)
     assert [one.attempt for one in run.incidents] == [0]
 
 
@@ -105,9 +110,10 @@ def test_ranks_tell_one_story(tmp_path: Path) -> None:
     (one,) = run.incidents
     assert one.ranks == (0, 1) and one.incident.step == 5
     assert "SG701" in {finding.code for finding in one.incident.findings}
-    for table in run.by_rank.values():
-        assert list(table.step) == list(range(8))
+    tables = [read_story(tmp_path / "run", rank=rank).latest.steps for rank in (0, 1)]
+    for rank, table in enumerate(tables):
+        assert table.rank == rank
+        assert list(run.by_rank[rank]) == list(table.step) == list(range(8))
         assert table.incident[5] == 0
-    losses = [table.series["loss"].values for table in run.by_rank.values()]
+    losses = [table.series["loss"].values for table in tables]
     assert np.isfinite(losses[0]).sum() >= 7 and losses[0][0] != losses[1][0]
-    assert read_story(tmp_path / "run", rank=1).latest.steps.rank == 1
