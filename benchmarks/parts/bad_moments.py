@@ -118,7 +118,7 @@ class Moment:
     harm: Callable[[Run], None] = _no_harm
     """Happens once, before step `AT`."""
     acts: bool = False
-    """Needs `GuardConfig(anomalies="act")`: everything stays finite."""
+    """Needs `Probes(anomalies="act")`: everything stays finite."""
     optimizer: Callable[[Any], Optimizer] = lambda params: torch.optim.AdamW(params, lr=LR)
     kind: Kind = "plain"
     """What the model has besides its two layers."""
