@@ -215,9 +215,6 @@ class History:
         # an advantage or a divergence from a reference is exactly 0 before the first update
         if not self.first:
             self.surrogate = loss == 0.0 and bool(reading.grad_norm)
-        self._add_loss(loss, reading.step)
-
-    def _add_loss(self, loss: float, step: int) -> None:
         self.losses.append(loss)
         self.last_loss = loss
         if len(self.first) < FIRST_LOSSES:
@@ -227,7 +224,7 @@ class History:
             self.best = level
             self.best_at = self.committed
             self.best_noise = self.noise
-        self._judge_level(level, step)
+        self._judge_level(level, reading.step)
 
     def _judge_level(self, level: float, step: int) -> None:
         """Latch a loss that is too high, and let go once its level is back.

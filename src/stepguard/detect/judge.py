@@ -283,7 +283,15 @@ def _state(reading: Reading) -> Verdict:
 def _loss(reading: Reading) -> Verdict:
     if reading.loss is None or (math.isfinite(reading.loss) and not reading.bad_micro_batches):
         return OK
-    summary = _describe_loss(reading)
+    # say how the loss is bad, in which of its components and in which micro-batches
+    summary = f"loss is {_nan_or_infinite(reading)}"
+    names = [name for name, value in reading.components.items() if not math.isfinite(value)]
+    if names:
+        summary += f" ({', '.join(names)})"
+    if reading.bad_micro_batches and len(reading.micro_losses) > 1:
+        # people count from 1
+        numbers = ", ".join(str(index + 1) for index in reading.bad_micro_batches)
+        summary += f" in micro-batch {numbers} of {len(reading.micro_losses)}"
     if reading.loss_overflow:
         summary += (
             ", because finite values were added up beyond the range of its dtype; every gradient "
@@ -294,19 +302,6 @@ def _loss(reading: Reading) -> Verdict:
         summary += f"; the batch holds non-finite values in {', '.join(reading.bad_inputs)}"
         return Verdict(kind="nonfinite_input", severity="incident", summary=summary)
     return Verdict(kind="nonfinite_loss", severity="incident", summary=summary)
-
-
-def _describe_loss(reading: Reading) -> str:
-    """Say how the loss is bad, in which of its components and in which micro-batches."""
-    said = f"loss is {_nan_or_infinite(reading)}"
-    names = [name for name, value in reading.components.items() if not math.isfinite(value)]
-    if names:
-        said += f" ({', '.join(names)})"
-    if reading.bad_micro_batches and len(reading.micro_losses) > 1:
-        # people count from 1
-        numbers = ", ".join(str(index + 1) for index in reading.bad_micro_batches)
-        said += f" in micro-batch {numbers} of {len(reading.micro_losses)}"
-    return said
 
 
 def _nan_or_infinite(reading: Reading) -> str:
@@ -421,17 +416,13 @@ def _first_doubt(verdict: Verdict, reading: Reading, history: History, signs: Si
         if signs.lasting < LASTING:
             return f"it has lasted {signs.lasting} of {LASTING} steps"
     if signs.earlier_now is None or signs.earlier_then is None:
-        return _doubt_by_distance(signs)
+        # where no step can be run again, only weights far from where they were good can be blamed
+        if signs.moved is None:
+            return "nothing is known of earlier weights"
+        if math.isfinite(signs.moved) and signs.moved < MOVED:
+            return f"the weights have moved by {signs.moved:.3g} of their norm since they were good"
+        return ""
     return _doubt_by_losses(signs, signs.earlier_then, signs.earlier_now, loss, history)
-
-
-def _doubt_by_distance(signs: Signs) -> str:
-    """Where no step can be run again, only weights far from where they were good can be blamed."""
-    if signs.moved is None:
-        return "nothing is known of earlier weights"
-    if math.isfinite(signs.moved) and signs.moved < MOVED:
-        return f"the weights have moved by {signs.moved:.3g} of their norm since they were good"
-    return ""
 
 
 def _doubt_by_losses(

@@ -187,7 +187,34 @@ def _open_journal(context: Context, run_dir: str | PathLike[str]) -> None:
         return
     context.attempt = 1 + starts_in(Path(run_dir), rank)
     context.outputs.add_journal(journal)
-    context.outputs.line("run", _header(context))
+    settings: dict[str, Any] = {}
+    # asdict copies, and a logger cannot be copied
+    for name, value in asdict(replace(context.config, sinks=())).items():
+        plain = isinstance(value, int | float | str | dict | None)
+        settings[name] = value if plain else str(value)
+    settings["sinks"] = [repr(sink) for sink in context.config.sinks]
+    context.outputs.line(
+        "run",
+        {
+            "time": time.time(),
+            "run": context.run_id,
+            "attempt": context.attempt,
+            "stepguard": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "process": this_process(),
+            "rank": context.agreement.world_rank,
+            "world": context.agreement.size,
+            "agreement": context.agreement.mode,
+            "optimizer": type(context.optimizer).__name__,
+            "name": context.label,
+            "lane": context.lane,
+            "schedule": context.schedule,
+            "parameters": sum(map(elements, context.parameters)),
+            "lr": context.lr,
+            "config": mask_settings(settings),
+        },
+    )
 
 
 def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> T:
@@ -198,34 +225,6 @@ def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> 
         raise ConfigError(
             f"{name}={str(folder)!r} cannot be written: {fault}; give a folder that can."
         ) from fault
-
-
-def _header(context: Context) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    # asdict copies, and a logger cannot be copied
-    for name, value in asdict(replace(context.config, sinks=())).items():
-        plain = isinstance(value, int | float | str | dict | None)
-        settings[name] = value if plain else str(value)
-    settings["sinks"] = [repr(sink) for sink in context.config.sinks]
-    return {
-        "time": time.time(),
-        "run": context.run_id,
-        "attempt": context.attempt,
-        "stepguard": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "process": this_process(),
-        "rank": context.agreement.world_rank,
-        "world": context.agreement.size,
-        "agreement": context.agreement.mode,
-        "optimizer": type(context.optimizer).__name__,
-        "name": context.label,
-        "lane": context.lane,
-        "schedule": context.schedule,
-        "parameters": sum(map(elements, context.parameters)),
-        "lr": context.lr,
-        "config": mask_settings(settings),
-    }
 
 
 def _check(model: object, optimizer: object, modules: object, extra: object) -> None:

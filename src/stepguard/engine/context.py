@@ -182,17 +182,14 @@ class Context:
         given = optimizer_parameters(self.optimizer)
         if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
             self._given = given
-            self._ordered = self._in_order_of_model(given)
+            left = {id(parameter): parameter for parameter in given}
+            ordered = []
+            for root in self.roots.values():
+                for parameter in root.parameters():
+                    if left.pop(id(parameter), None) is not None:
+                        ordered.append(parameter)
+            self._ordered = [*ordered, *left.values()]
         return self._ordered
-
-    def _in_order_of_model(self, given: list[Tensor]) -> list[Tensor]:
-        left = {id(parameter): parameter for parameter in given}
-        ordered = []
-        for root in self.roots.values():
-            for parameter in root.parameters():
-                if left.pop(id(parameter), None) is not None:
-                    ordered.append(parameter)
-        return [*ordered, *left.values()]
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Take this optimizer, and its schedule, in the place of the one before."""

@@ -310,7 +310,10 @@ class Output:
         except Exception as fault:
             self._failed(fault)
             return False
-        self._worked()
+        lost = self._lost
+        self._lost = 0
+        if lost and self._worth_telling():
+            self._tell(f"{self.name} can be written again; {lost} of its records are lost")
         return True
 
     def put_often(self, event: Event) -> bool:
@@ -322,12 +325,6 @@ class Output:
             return self.put(event)
         self._lost += 1
         return False
-
-    def _worked(self) -> None:
-        lost = self._lost
-        self._lost = 0
-        if lost and self._worth_telling():
-            self._tell(f"{self.name} can be written again; {lost} of its records are lost")
 
     def _failed(self, fault: Exception) -> None:
         self._lost += 1

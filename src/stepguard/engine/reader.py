@@ -380,7 +380,11 @@ class Reader:
         context.agreement.announced()
         for tell in context.gradient_hooks:
             tell()
-        self._leave_out_accepted()
+        # check again without tensors that were accepted since: the last check still saw them
+        accepted = len(self._context.ignored)
+        if accepted != self._left_out:
+            self._left_out = accepted
+            self.after_update()
         if norm is None:
             norm = own_norm(context)
         context.gradient_norms.keep(context.step, norm)
@@ -415,13 +419,6 @@ class Reader:
             and all(micro.summed_in_half for micro in losses)
             and (context.agreement.mode == "spread" or takes_found_inf(context.optimizer)),
         )
-
-    def _leave_out_accepted(self) -> None:
-        """Check again without tensors that were accepted since: the last check still saw them."""
-        accepted = len(self._context.ignored)
-        if accepted != self._left_out:
-            self._left_out = accepted
-            self.after_update()
 
     def _named_values(
         self, losses: list[MicroLoss], norm: GradientNorm | None, others: Tensor | None

@@ -258,7 +258,11 @@ class Transaction:
                 applied = self.apply(incident)
         incident = self.record(applied or self._left_good(not_applied(incident)), step)
         if incident.stopped:
-            self._halt(incident)
+            # stop even where the newest good state cannot be written
+            state: Path | None = None
+            with self.protect.part("checkpoint at the stop"):
+                state = self.rewinder.leave(incident)
+            halt(self.context, self.rewinder, incident, state)
         return incident
 
     def record_open_incident(self) -> None:
@@ -277,14 +281,13 @@ class Transaction:
             return None
         self._alone.now = False
         if not context.agreement.all_here("the last look"):
-            return self._told_alone(step, reading, verdict)
+            # what only this rank has seen, at a moment when no other rank may come any more
+            incident = self.open_incident(step, reading, verdict)
+            incident = replace(
+                incident, decision=Decision(action="note", reason=OTHERS_HAVE_NOT_SEEN)
+            )
+            return self.record(self.diagnose(incident), step)
         return self.respond(step, reading, verdict, None, committed=True)
-
-    def _told_alone(self, step: Step, reading: Reading, verdict: Verdict) -> Incident:
-        """What only this rank has seen, at a moment when no other rank may come any more."""
-        incident = self.open_incident(step, reading, verdict)
-        incident = replace(incident, decision=Decision(action="note", reason=OTHERS_HAVE_NOT_SEEN))
-        return self.record(self.diagnose(incident), step)
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
         """Tell a verdict that is worth a line, not an action, with the code of its cause."""
@@ -330,13 +333,8 @@ class Transaction:
         context = self.context
         found = find_together(context, self._find, step, incident.reading, self._not_explained)
         origin = mark_foreign_parameter(context, found)
-        return self._suspect_update(replace(incident, origin=origin))
-
-    def _suspect_update(self, incident: Incident) -> Incident:
-        """Blame the weights where an earlier batch, fine in its time, now fails on them as well.
-
-        A loss function that has changed since fails on earlier weights too: then they are not.
-        """
+        # blame the weights where an earlier batch, fine in its time, now fails on them as well
+        incident = replace(incident, origin=origin)
         if incident.origin is None or not self._worth_verifying(incident):
             return incident
         repeated = self._anomalies.earlier_batch_now()
@@ -405,10 +403,3 @@ class Transaction:
                 decision, action="stop", reason=why, rewound_to=None, data=None, lr_factor=None
             )
         return decision
-
-    def _halt(self, incident: Incident) -> None:
-        """Stop even where the newest good state cannot be written."""
-        state: Path | None = None
-        with self.protect.part("checkpoint at the stop"):
-            state = self.rewinder.leave(incident)
-        halt(self.context, self.rewinder, incident, state)

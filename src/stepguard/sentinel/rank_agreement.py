@@ -109,7 +109,14 @@ class Meeting:
         if said != GO:
             kind = RankJoined if JOINED in said else RankAbsent
             raise kind(f"{said} for {what} of step {step}")
-        self._tidy_up(store, place)
+        # everybody is here: what was said before has been read
+        store.delete_key(f"{place}/{self._own}")
+        while self._gave_up:
+            store.delete_key(self._gave_up.pop())
+        if self._own == self._members[0]:
+            for key in self._over:
+                store.delete_key(key)
+            self._over = [f"{place}/word", f"{place}/count"]
 
     def arrive(self, what: str, step: int) -> str:
         """Count that this rank comes to a meeting; returns its name, the same on all ranks."""
@@ -129,16 +136,6 @@ class Meeting:
         with contextlib.suppress(Exception):
             word = f"{self._name}/{what}/{step}/{time}/word"
             default_store().compare_set(word, "", f"rank {self._own} has failed ({why})")
-
-    def _tidy_up(self, store: Any, place: str) -> None:
-        """Everybody is here: what was said before has been read."""
-        store.delete_key(f"{place}/{self._own}")
-        while self._gave_up:
-            store.delete_key(self._gave_up.pop())
-        if self._own == self._members[0]:
-            for key in self._over:
-                store.delete_key(key)
-            self._over = [f"{place}/word", f"{place}/count"]
 
     def leave(self, why: str, *, for_good: bool = False) -> None:
         """Let nobody wait for this rank. `for_good`: it takes part in no reduction any more."""
@@ -543,24 +540,21 @@ class Agreement:
         self._met = False
         if met is None:
             # A rank without a guard would never come.
-            self._first_meeting(step)
+            try:
+                self._meeting.all_came("the first reduction", step, PATIENCE)
+            except RankAbsent:
+                self._meeting.nobody_came("the first reduction", step)
+                raise
+            if self._needs_group:
+                # only these ranks make it, and all of them are here
+                self._group = dist.new_group(list(self.members), use_local_synchronization=True)
+                self._needs_group = False
         elif met:
             # One that has closed its guard did so before its part of these gradients was made.
             self._meeting.refuse_if_closed(step)
         else:
             raise RankAbsent(f"not all ranks take part in the reduction of step {step}")
         self._met = True
-
-    def _first_meeting(self, step: int) -> None:
-        try:
-            self._meeting.all_came("the first reduction", step, PATIENCE)
-        except RankAbsent:
-            self._meeting.nobody_came("the first reduction", step)
-            raise
-        if self._needs_group:
-            # only these ranks make it, and all of them are here
-            self._group = dist.new_group(list(self.members), use_local_synchronization=True)
-            self._needs_group = False
 
     def together(
         self,

@@ -375,7 +375,22 @@ class StepDriver:
         with kernel_unscales(self.context):
             pending = self._issue(losses)
             if pending is not None and read_later(self.context):
-                return self._update_fused(step, pending)
+                # the kernel takes the verdict from the device; the host reads it one step later
+                context = self.context
+                several = context.agreement.size > 1
+                result = StepResult(settle=self._show_numbers if several else self.settle)
+                fused = FusedUpdate(context, step, pending, result)
+                if context.config.clip_norm is not None and pending.norm is not None:
+                    clip(context.parameters, context.config.clip_norm, pending.norm)
+                self.looks.before_update()
+                fused.update(context)
+                if self.protect.armed:
+                    with self.protect.region:
+                        fused.issued(context)
+                self._fused = fused
+                self.after_update()
+                context.step += 1
+                return result
         if pending is None:
             return unguarded_update(self.context)
         return self._update(step, pending)
@@ -523,7 +538,11 @@ class StepDriver:
         self.looks.before_update()
         updated = update(context)
         if not updated:
-            return self._end_without_update(step, reading)
+            # A wrapper around the optimizer has refused a step that is good here
+            self.context.put_back()
+            hold_scaler(self.context)
+            self._end(step, reading, committed=False)
+            return StepResult().resolve(reading, committed=False)
         undone = check.undone(reading)
         if undone is not None:
             reading, verdict = self.transaction.assess(step, undone)
@@ -532,13 +551,6 @@ class StepDriver:
         self._end(step, reading, committed=True, incident=incident)
         incident = self.transaction.conclude(incident)
         return (result or StepResult()).resolve(reading, committed=True, incident=incident)
-
-    def _end_without_update(self, step: Step, reading: Reading) -> StepResult:
-        """A wrapper around the optimizer has refused a step that is good here."""
-        self.context.put_back()
-        hold_scaler(self.context)
-        self._end(step, reading, committed=False)
-        return StepResult().resolve(reading, committed=False)
 
     def _clip(self, pending: Pending, reading: Reading) -> None:
         context = self.context
@@ -622,24 +634,6 @@ class StepDriver:
         return self._commit(step, pending, reading, incident, result)
 
     # --- fused optimizers -----------------------------------------------------------------------
-
-    def _update_fused(self, step: Step, pending: Pending) -> StepResult:
-        """The kernel takes the verdict from the device; the host reads it one step later."""
-        context = self.context
-        several = context.agreement.size > 1
-        result = StepResult(settle=self._show_numbers if several else self.settle)
-        fused = FusedUpdate(context, step, pending, result)
-        if context.config.clip_norm is not None and pending.norm is not None:
-            clip(context.parameters, context.config.clip_norm, pending.norm)
-        self.looks.before_update()
-        fused.update(context)
-        if self.protect.armed:
-            with self.protect.region:
-                fused.issued(context)
-        self._fused = fused
-        self.after_update()
-        context.step += 1
-        return result
 
     def _show_numbers(self) -> None:
         """Fill in the result of a fused step. The other ranks may not be asking for theirs, so

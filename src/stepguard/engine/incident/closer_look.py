@@ -212,7 +212,15 @@ def overflows_by_scale(context: Context, step: Step, reading: Reading) -> bool:
     if context.scaling() and _usual_for_a_scaler(context, scale, reading.grad_norm):
         return True
     with kept_loss_function_state(step):
-        return _finite_at_a_lower_scale(context, step, scale)
+        if not context.scaling():
+            return step.scale != 1.0 and step.replayable and rerun(step, scale=1.0).grads_finite
+        if step.model_only:
+            # the loss's own backward cannot be run again: infinities out of it are the scale's
+            return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
+        if not step.replayable:
+            # cannot be run again: a scaler that still falls is presumed to be calibrating
+            return True
+        return rerun(step, scale=min(1.0, step.scale * FAR_BELOW)).grads_finite
 
 
 def _usual_for_a_scaler(context: Context, scale: float, norm: float | None) -> bool:
@@ -226,18 +234,6 @@ def _usual_for_a_scaler(context: Context, scale: float, norm: float | None) -> b
     worked = context.worked_scale
     higher_than_ever = worked is not None and scale > worked
     return higher_than_ever or (norm is not None and math.isinf(norm))
-
-
-def _finite_at_a_lower_scale(context: Context, step: Step, scale: float) -> bool:
-    if not context.scaling():
-        return step.scale != 1.0 and step.replayable and rerun(step, scale=1.0).grads_finite
-    if step.model_only:
-        # the loss's own backward cannot be run again: infinities out of it are the scale's
-        return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
-    if not step.replayable:
-        # cannot be run again: a scaler that still falls is presumed to be calibrating
-        return True
-    return rerun(step, scale=min(1.0, step.scale * FAR_BELOW)).grads_finite
 
 
 def working_scale(step: Step) -> float:

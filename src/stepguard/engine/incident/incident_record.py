@@ -51,7 +51,16 @@ def write_down(context: Context, incident: Incident, step: Step) -> Incident:
     incident = _with_capsule(context, incident, step)
     context.incidents.append(incident)
     if context.outputs.journal is not None and _keeps_folder(context, incident):
-        _write_folder(context, incident)
+        folder = _folder(context, incident)
+        try:
+            write_file(folder / "incident.json", dumps(to_plain(incident)).encode())
+            _write_gradients(context, folder)
+        except Exception as fault:
+            # a full disk must not cost the veto, nor what else is told of the incident
+            why = f"{type(fault).__name__}: {fault}"
+            context.outputs.note(
+                "output", f"the folder of incident {incident.id} could not be written: {why}"
+            )
     note_lost(context, step, incident)
     context.outputs.incident(incident)
     return incident
@@ -66,19 +75,6 @@ def _keeps_folder(context: Context, incident: Incident) -> bool:
         healthy = (rank for rank in members if rank not in at_fault)
         keep.update(islice(healthy, 1))
     return context.agreement.world_rank in keep
-
-
-def _write_folder(context: Context, incident: Incident) -> None:
-    folder = _folder(context, incident)
-    try:
-        write_file(folder / "incident.json", dumps(to_plain(incident)).encode())
-        _write_gradients(context, folder)
-    except Exception as fault:
-        # a full disk must not cost the veto, nor what else is told of the incident
-        why = f"{type(fault).__name__}: {fault}"
-        context.outputs.note(
-            "output", f"the folder of incident {incident.id} could not be written: {why}"
-        )
 
 
 def _write_gradients(context: Context, folder: Path) -> None:

@@ -160,7 +160,23 @@ def _entries(context: Context, step: Step, incident: Incident) -> list[BadSample
         innocent = elsewhere or number not in guilty
         samples = () if innocent else _guilty_samples(origin, number)
         micro = number if len(parts) > 1 else None
-        found.append(_entry(part, micro, samples, innocent, shared))
+        count = part.size or 0
+        if shared["left_out"] == "sample":
+            count = len(samples)
+        epoch, batch = part.place or (None, None)
+        found.append(
+            BadSamples(
+                **shared,
+                micro_batch=micro,
+                samples=samples,
+                count=count,
+                indices=part.indices_of(samples),
+                ids=part.ids_of(samples),
+                epoch=epoch,
+                batch=batch,
+                innocent=innocent,
+            )
+        )
     return found
 
 
@@ -185,30 +201,6 @@ def _shared_fields(context: Context, parts: list[BatchPart], incident: Incident)
         "place": _place(incident),
         "incident": incident.id,
     }
-
-
-def _entry(
-    part: BatchPart,
-    micro: int | None,
-    samples: tuple[int, ...],
-    innocent: bool,
-    shared: dict[str, Any],
-) -> BadSamples:
-    count = part.size or 0
-    if shared["left_out"] == "sample":
-        count = len(samples)
-    epoch, batch = part.place or (None, None)
-    return BadSamples(
-        **shared,
-        micro_batch=micro,
-        samples=samples,
-        count=count,
-        indices=part.indices_of(samples),
-        ids=part.ids_of(samples),
-        epoch=epoch,
-        batch=batch,
-        innocent=innocent,
-    )
 
 
 def _guilty(incident: Incident, count: int) -> set[int]:

@@ -409,7 +409,13 @@ def find_together(
     def look() -> dict[str, Any]:
         # first of all, before anything can fail: the other ranks are entering it too
         with gathered_on(context, step, holders):
-            return _own_word(context, find, step, reading, finders)
+            # what this rank finds; nothing where it is not to blame
+            rank = context.agreement.world_rank
+            if rank not in finders:
+                return {}
+            known = rank if reading.bad_ranks else None
+            own = _own_reading(context, reading, leads=rank == finders[0])
+            return to_jsonable(with_rank(_found(find, step, own), known))
 
     try:
         holders: tuple[int, ...] = ()
@@ -422,27 +428,12 @@ def find_together(
         # told to all ranks alike
         not_explained(f"a bad step is not located: {fault}")
         return None
-    return _of_finders(told, [agreement.deciding.index(finder) for finder in finders])
-
-
-def _of_finders(told: list[dict[str, Any]], places: list[int]) -> Origin | None:
-    """What the first rank to blame has found, with what the others say."""
+    # what the first rank to blame has found, with what the others say
+    places = [agreement.deciding.index(finder) for finder in finders]
     found = [from_jsonable(Origin, told[place]) for place in places if told[place]]
     if not found:
         return None
     return _with_others(found[0], found[1:])
-
-
-def _own_word(
-    context: Context, find: Find, step: Step, reading: Reading, finders: tuple[int, ...]
-) -> dict[str, Any]:
-    """What this rank finds; nothing where it is not to blame."""
-    rank = context.agreement.world_rank
-    if rank not in finders:
-        return {}
-    known = rank if reading.bad_ranks else None
-    own = _own_reading(context, reading, leads=rank == finders[0])
-    return to_jsonable(with_rank(_found(find, step, own), known))
 
 
 def _found(find: Find, step: Step, reading: Reading) -> Origin:
@@ -610,7 +601,7 @@ class RankComparison:
         if len(gradients) != len(values):
             # parameters were added since
             gradients = [NO_GRADIENT] * len(values)
-        ignored = _left_to_each_rank(context.model)
+        ignored = set(getattr(context.model, "parameters_to_ignore", ()))
         parts: dict[str, dict[str, tuple[int, int]]] = {}
         for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
             name = names[id(parameter)]
@@ -661,7 +652,10 @@ class RankComparison:
         if rates is not None:
             said["rates"] = rates.what
             sentences.append(f"the learning rates differ ({rates.what})")
-        origin = _origin(self._context, found)
+        # where the drift is: the one rank that differs, where it is one
+        step = max(self._context.step - 1, 0)
+        rank = found.ranks[0] if found.agree and len(found.ranks) == 1 else None
+        origin = Origin(step=step, phase="state", rank=rank, method="comparison of the ranks")
         decision = self._healed(weights, rates)
         self._record("replica_drift", "; ".join(sentences), said, origin, decision)
 
@@ -739,13 +733,6 @@ def _digest(facts: dict[str, Any]) -> RankDigest:
     return RankDigest(**{**fields, "rates": tuple(facts["rates"])})
 
 
-def _origin(context: Context, odd: Odd) -> Origin | None:
-    """Where the drift is: the one rank that differs, where it is one."""
-    step = max(context.step - 1, 0)
-    rank = odd.ranks[0] if odd.agree and len(odd.ranks) == 1 else None
-    return Origin(step=step, phase="state", rank=rank, method="comparison of the ranks")
-
-
 def _weights_differ(odd: Odd) -> str:
     what = f"param:{odd.what}"
     if odd.count > 1:
@@ -771,11 +758,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _number(name: str) -> int:
     return int.from_bytes(name.encode(), "big")
-
-
-def _left_to_each_rank(model: Any) -> set[str]:
-    """Parameters that DistributedDataParallel was told not to exchange."""
-    return set(getattr(model, "parameters_to_ignore", ()))
 
 
 def _sampler(feed: Any) -> str:

@@ -249,7 +249,7 @@ class SituationReader:
     def situation(self, incident: Incident, step: Step, *, committed: bool) -> Situation:
         """`committed`: the update was made before its verdict was read."""
         reading = incident.reading
-        ruined = self._ruined(incident)
+        ruined = weights_ruined(incident.origin) or self._diverged(incident.reading)
         fault = self._fault(incident, committed=committed, ruined=ruined)
         repeatable = self._repeatable(step)
         may_act = fault == "anomaly" and self._anomalies.proven
@@ -347,10 +347,6 @@ class SituationReader:
         if self._context.agreement.apart:
             return APART
         return self._rewinder.healing.plan(incident.step)
-
-    def _ruined(self, incident: Incident) -> bool:
-        """Are the weights ruined but finite? An earlier batch fails on them, or they diverged."""
-        return weights_ruined(incident.origin) or self._diverged(incident.reading)
 
     def _diverged(self, reading: Reading) -> bool:
         """Had the run diverged before it was non-finite? Ranks would have to ask together."""

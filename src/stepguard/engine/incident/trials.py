@@ -128,7 +128,16 @@ def try_remedies(incident: Incident, step: Step, facts: RunFacts, budget: Locate
     if why_not or not any(remedy.edits for remedy in first.remedies):
         first = _not_tried(first, why_not)
     else:
-        first = _with_trials(first, incident, step, facts, budget)
+        with untouched(step) as keeper, kept_loss_function_state(step) as own:
+            replayer = Replayer(step, keeper, budget)
+            if step.model_only:
+                replayer = ModelReplayer(step, keeper, budget)
+                replayer.any_gradient = True
+            replayer.loss_fn_state = own
+            kept = _Trial(replayer, incident, facts).of_all(first.remedies)
+        if not kept:
+            kept = [Remedy(title=NONE_MENDS.format(code=first.code))]
+        first = replace(first, remedies=tuple(kept))
     return replace(incident, findings=(first, *others))
 
 
@@ -156,21 +165,6 @@ def _why_not(incident: Incident, step: Step) -> str:
     if not origin.reproduced:
         return "the replay does not show the bad value again"
     return ""
-
-
-def _with_trials(
-    finding: Finding, incident: Incident, step: Step, facts: RunFacts, budget: LocateBudget
-) -> Finding:
-    with untouched(step) as keeper, kept_loss_function_state(step) as own:
-        replayer = Replayer(step, keeper, budget)
-        if step.model_only:
-            replayer = ModelReplayer(step, keeper, budget)
-            replayer.any_gradient = True
-        replayer.loss_fn_state = own
-        kept = _Trial(replayer, incident, facts).of_all(finding.remedies)
-    if not kept:
-        kept = [Remedy(title=NONE_MENDS.format(code=finding.code))]
-    return replace(finding, remedies=tuple(kept))
 
 
 class _Trial:
@@ -549,7 +543,21 @@ def _instead_of_skipping(
     _tell(context, found, best)
     if best is None:
         return decision
-    return _as_decision(decision, best, _why(found, best))
+    # what was seen to work, as far as it is another thing than what was decided
+    why = _why(found, best)
+    if best.name == "leave out":
+        if decision.action == "leave_out":
+            return replace(decision, reason=why)
+        return decision
+    dropped: Action = "undo" if decision.action == "undo" else "skip"
+    told = replace(decision, action=dropped, left_out="the step", reason=why)
+    if best.name in RATES:
+        return replace(told, lr_factor=RATES[best.name])
+    if best.name == "eps":
+        return replace(told, new_eps=best.value)
+    if best.name == "clip":
+        return replace(told, new_clip=best.value)
+    return told
 
 
 def _without_the_step(candidate: Candidate) -> Candidate:
@@ -567,23 +575,6 @@ def _cheapest(outcomes: Sequence[TrialOutcome]) -> TrialOutcome | None:
         if not skipped or no_worse(one, skipped[0]):
             return one
     return None
-
-
-def _as_decision(decision: Decision, best: TrialOutcome, why: str) -> Decision:
-    """What was seen to work, as far as it is another thing than what was decided."""
-    if best.name == "leave out":
-        if decision.action == "leave_out":
-            return replace(decision, reason=why)
-        return decision
-    dropped: Action = "undo" if decision.action == "undo" else "skip"
-    told = replace(decision, action=dropped, left_out="the step", reason=why)
-    if best.name in RATES:
-        return replace(told, lr_factor=RATES[best.name])
-    if best.name == "eps":
-        return replace(told, new_eps=best.value)
-    if best.name == "clip":
-        return replace(told, new_clip=best.value)
-    return told
 
 
 def _rewind_lower(

@@ -140,7 +140,15 @@ class Checkpoints:
         """Rank 0 writes, or every rank its part, and every rank learns where."""
         if archive.shared:
             archive.complete(state, parts, weights)
-            return self._write_together(archive, state)
+            step = self._context.step
+            save, why = archive.begin_shared(state, step)
+            try:
+                if save is not None:
+                    return save.run()
+            except Exception as fault:
+                why = str(fault)
+            self._say(f"checkpoint of step {step} NOT saved, training goes on: {why}")
+            return None
 
         def write() -> dict[str, Any]:
             if self._context.agreement.rank:
@@ -151,17 +159,6 @@ class Checkpoints:
 
         path = self._context.agreement.together(write, "writing", seconds=ASKED)[0]["path"]
         return None if path is None else Path(path)
-
-    def _write_together(self, archive: Archive, state: SavedState) -> Path | None:
-        step = self._context.step
-        save, why = archive.begin_shared(state, step)
-        try:
-            if save is not None:
-                return save.run()
-        except Exception as fault:
-            why = str(fault)
-        self._say(f"checkpoint of step {step} NOT saved, training goes on: {why}")
-        return None
 
     def _doubt(self) -> str:
         """What speaks against the present state, if it is finite; empty when it is good."""

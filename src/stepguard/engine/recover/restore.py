@@ -117,24 +117,23 @@ class SharedSave:
     def _sealed(self) -> str:
         """As the first rank: wait for all, and seal what they have written."""
         try:
-            digests = self._digests()
+            # what all ranks have written; StoreError where one has not, once all are done
+            until = self._deadline(1.0)
+            words = []
+            # all of them first: one that is still writing would write into a folder that is gone
+            for rank, member in enumerate(self.context.agreement.members):
+                words.append(
+                    self._word(str(rank), until, f"rank {member} has not written its part")
+                )
+            for said in words:
+                if not said.startswith(WRITTEN):
+                    raise StoreError(said.removeprefix(NOT_SEALED))
+            digests = [said.removeprefix(WRITTEN) for said in words]
             path = self.store.finish(self.folder, self.step, self.state.facts, self.health, digests)
         except Exception as fault:
             self.store.drop(self.folder)
             return f"{NOT_SEALED}{fault}"
         return f"{SEALED}{path}"
-
-    def _digests(self) -> list[str]:
-        """What all ranks have written; StoreError where one has not, once all are done."""
-        until = self._deadline(1.0)
-        words = []
-        # all of them first: one that is still writing would write into a folder that is gone
-        for rank, member in enumerate(self.context.agreement.members):
-            words.append(self._word(str(rank), until, f"rank {member} has not written its part"))
-        for said in words:
-            if not said.startswith(WRITTEN):
-                raise StoreError(said.removeprefix(NOT_SEALED))
-        return [said.removeprefix(WRITTEN) for said in words]
 
     # --- words in the store of the process group
 

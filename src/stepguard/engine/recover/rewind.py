@@ -337,13 +337,22 @@ class RewindPlanner:
         them loses least. Damage that cannot be seen asks for one that has proved good, else for one
         on probation from a good level.
         """
-        self._forget_what_worked()
+        # A repetition that led well past the step that failed may serve for another fault
+        step = self._context.step
+        for plan, failed in list(self._repeated.items()):
+            if step - failed > self._context.config.snapshots.probation:
+                del self._repeated[plan]
+                self._tried.remove(plan)
         told = self._context.agreement.together(
             partial(self._offer, visible), "the choice of a rewind"
         )
         tried: list[RewindTarget] = []
         for standing in ("good", "young"):
-            targets = _offered_by_all(facts[standing] for facts in told)
+            # the states that every rank has, newest first
+            offers = (facts[standing] for facts in told)
+            first, *others = [set(map(tuple, offered)) for offered in offers]
+            newest_first = sorted(first.intersection(*others), reverse=True)
+            targets = [RewindTarget(step=s, kind=kind, timeline=t) for s, kind, t in newest_first]
             exact = transient and _repeatable_by_all(targets, told)
             self._chosen = self._choose(targets, exact)
             if self._chosen is not None:
@@ -370,14 +379,6 @@ class RewindPlanner:
             if _offer_of(snapshot) == [plan.target.step, "snapshot", plan.target.timeline]:
                 return plan, snapshot
         raise LookupError(f"the snapshot of step {plan.target.step} is gone")
-
-    def _forget_what_worked(self) -> None:
-        """A repetition that led well past the step that failed may serve for another fault."""
-        step = self._context.step
-        for plan, failed in list(self._repeated.items()):
-            if step - failed > self._context.config.snapshots.probation:
-                del self._repeated[plan]
-                self._tried.remove(plan)
 
     def forget(self) -> None:
         """Forget what was tried: another run begins."""
@@ -447,13 +448,6 @@ class RewindPlanner:
 
 def _offer_of(snapshot: Snapshot) -> Offer:
     return [snapshot.step, "snapshot", snapshot.memory["timeline"]]
-
-
-def _offered_by_all(offers: Iterable[list[Offer]]) -> list[RewindTarget]:
-    """The states that every rank has, newest first."""
-    first, *others = [set(map(tuple, offered)) for offered in offers]
-    newest_first = sorted(first.intersection(*others), reverse=True)
-    return [RewindTarget(step=s, kind=kind, timeline=t) for s, kind, t in newest_first]
 
 
 def _repeatable_by_all(targets: Sequence[RewindTarget], told: Sequence[dict[str, Any]]) -> bool:

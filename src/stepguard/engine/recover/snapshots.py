@@ -215,12 +215,19 @@ class SnapshotKeeper:
     def __init__(self, context: Context, *, clock: Callable[[], float] = time.perf_counter) -> None:
         config = context.config
         self._context = context
+        # states beside model and optimizer, where the run may have any
+        found: dict[str, AttachedState] = {}
+        if context.agreement.mode == "spread":
+            found["communication hooks"] = context.attached
+        outer = context.outer
+        if outer is not None and averager(outer):
+            found["averager"] = AttachedState(partial(averager, outer))
         self.run_state = RunState(
             context.roots,
             context.optimizer,
             scheduler=context.scheduler,
             scaler=context.scaler,
-            extra={**context.extra, **_attached(context)},
+            extra={**context.extra, **found},
             rank=context.agreement.rank,
             ownership=context.ownership,
         )
@@ -365,17 +372,6 @@ class SnapshotKeeper:
         self._context.remember()
         self.cadence.rewound(self._context.step)
         self._seen = self._context.step
-
-
-def _attached(context: Context) -> dict[str, AttachedState]:
-    """States beside model and optimizer, where the run may have any."""
-    found: dict[str, AttachedState] = {}
-    if context.agreement.mode == "spread":
-        found["communication hooks"] = context.attached
-    outer = context.outer
-    if outer is not None and averager(outer):
-        found["averager"] = AttachedState(partial(averager, outer))
-    return found
 
 
 # --- Which part of every tensor of a checkpoint this rank reads, whatever mesh it was written on.

@@ -111,7 +111,19 @@ class GradientVeto:
         undo = self._undo
         self._forget()
         if undo is None:
-            return self._moved_without_gradient(parameters, marks)
+            moved = set()
+            for parameter, mark in zip(parameters, marks, strict=True):
+                if written_since([parameter], [mark]):
+                    moved.add(id(parameter))
+            if not moved:
+                return ""
+            optimizer = self._context.optimizer
+            names = []
+            for parameter, name in parameter_names(self._context.roots, optimizer):
+                if id(parameter) in moved:
+                    names.append(name)
+            told = ", ".join(names[:MOST_NAMED])
+            return f"{type(optimizer).__name__} moved {told} without a gradient{self._why_no_copy}"
         unknown = undo.restore()
         if not unknown:
             return ""
@@ -121,21 +133,6 @@ class GradientVeto:
         """Let the update happen after all."""
         self.give_back()
         self._forget()
-
-    def _moved_without_gradient(self, parameters: list[Tensor], marks: list[int]) -> str:
-        moved = set()
-        for parameter, mark in zip(parameters, marks, strict=True):
-            if written_since([parameter], [mark]):
-                moved.add(id(parameter))
-        if not moved:
-            return ""
-        optimizer = self._context.optimizer
-        names = []
-        for parameter, name in parameter_names(self._context.roots, optimizer):
-            if id(parameter) in moved:
-                names.append(name)
-        told = ", ".join(names[:MOST_NAMED])
-        return f"{type(optimizer).__name__} moved {told} without a gradient{self._why_no_copy}"
 
     def _copy(self) -> UndoCopy | None:
         try:
