@@ -100,11 +100,13 @@ class Guard:
             """What framework integrations ask of this guard."""
             self._saving = Checkpoints(self._context, self._rewinder)
             if loader is None:
-                self._context.recent = observe_loaders(partial(attrgetter("step"), self._context))
-                self._context.resources.callback(stop_observing, self._context.recent)
+                self._context.data.recent = observe_loaders(
+                    partial(attrgetter("step"), self._context)
+                )
+                self._context.resources.callback(stop_observing, self._context.data.recent)
             else:
-                self._context.feed = resumable(self._context, loader, self._between)
-                self._context.recent = self._context.feed.recent
+                self._context.data.feed = resumable(self._context, loader, self._between)
+                self._context.data.recent = self._context.data.feed.recent
             say = partial(self._context.outputs.note, "signal")
             stop = AgreedStop(self._context) if self._context.agreement.size > 1 else None
             self._signals = Signals(self._leave, self.close, say, stop)
@@ -237,11 +239,11 @@ class Guard:
     @property
     def loader(self) -> ResumableLoader:
         """The loader to iterate over: `for batch in guard.loader`. It knows its position."""
-        if self._context.feed is None:
+        if self._context.data.feed is None:
             raise ConfigError(
                 "this guard was given no loader; give stepguard.Guard(..., loader=loader)."
             )
-        return self._context.feed
+        return self._context.data.feed
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -259,7 +261,7 @@ class Guard:
     @property
     def name(self) -> str:
         """Which optimizer of which model this is, for a process with several guards."""
-        return self._context.name
+        return self._context.run.name
 
     @property
     def rank(self) -> int:
@@ -313,7 +315,7 @@ class Guard:
 
     def on_commit(self, hook: Callable[[], None]) -> None:
         """Call `hook` after every update that really happened: the place for an EMA."""
-        self._context.commit_hooks.append(hook)
+        self._context.hooks.updated.append(hook)
 
     def close(self) -> None:
         """Read what is pending, say how the run ended, undo every hook. Safe to call twice."""

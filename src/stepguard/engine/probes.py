@@ -566,7 +566,7 @@ class SilentCheck:
             self._recent,
             ended=ended,
             schedule_stood_for=schedule_stood_for,
-            habits=self._context.habits.counts,
+            habits=self._context.memory.habits.counts,
             faded_since=self._faded_since,
             first_norm=first.grad_norm,
             first_loss=abs(first.loss) if first.loss is not None else None,

@@ -173,7 +173,7 @@ class Transaction:
         if decision.action == "heal":
             decision = self.rewinder.heal(decision, incident.step)
         if decision.new_scale is not None:
-            self.context.loss_scale = decision.new_scale
+            self.context.scales.static = decision.new_scale
         change_settings(self.context, decision)
         return self._left_good(replace(incident, decision=decision))
 
@@ -327,7 +327,7 @@ class Transaction:
         return self._anomalies.outlying_at(reading.step) or self._locate(step, reading)
 
     def _replay(self, step: Step, reading: Reading) -> Origin:
-        return locate(step, reading, self.context.effort)
+        return locate(step, reading, self.context.memory.effort)
 
     def _located(self, incident: Incident, step: Step) -> Incident:
         context = self.context
@@ -370,7 +370,7 @@ class Transaction:
 
     def _remedies_tried(self, incident: Incident, step: Step) -> Incident:
         facts = run_facts(self.context, incident.reading)
-        return try_remedies(incident, step, facts, self.context.effort)
+        return try_remedies(incident, step, facts, self.context.memory.effort)
 
     def _not_explained(self, why: str) -> None:
         self.context.outputs.note("unexplained", why)

@@ -269,7 +269,7 @@ class Wiring:
         if optimizer is self._context.optimizer:
             self._alone += 1
         elif not _inside_each_other(optimizer, self._context.optimizer):
-            self._context.habits.other_steps += 1
+            self._context.memory.habits.other_steps += 1
         if optimizer is self._context.optimizer:
             return
         if optimizer not in guarded and not self._stepping:
@@ -393,7 +393,7 @@ class Wiring:
         advances it too.
         """
         scheduler, before = self._context.scheduler, self._schedule
-        if scheduler is None or before is None or not self._context.advances_schedule:
+        if scheduler is None or before is None or not self._context.declared.advances:
             return
         now = _position(scheduler)
         self._moved = self._moved + 1 if now is not None and now > before else 0

@@ -57,7 +57,8 @@ class RankJoined(RankAbsent):
     """A rank has no data left (torch's Join), so the others decide without it."""
 
 
-JOINED = "has no data left"
+JOINED = "joined: "
+"""Begins a word about a rank that has no data left."""
 
 
 class Meeting:
@@ -107,8 +108,8 @@ class Meeting:
             store.compare_set(word, "", self._missing(store, place, ended, seconds))
         said = store.get(word).decode()
         if said != GO:
-            kind = RankJoined if JOINED in said else RankAbsent
-            raise kind(f"{said} for {what} of step {step}")
+            kind = RankJoined if said.startswith(JOINED) else RankAbsent
+            raise kind(f"{said.removeprefix(JOINED)} for {what} of step {step}")
         # everybody is here: what was said before has been read
         store.delete_key(f"{place}/{self._own}")
         while self._gave_up:
@@ -253,7 +254,7 @@ class Meeting:
         for key in ended:
             if store.check([key]):
                 said: str = store.get(key).decode()
-                return f"rank {said} {JOINED}" if key == self._joined else said
+                return f"{JOINED}rank {said} has no data left" if key == self._joined else said
         missing = [str(rank) for rank in self._members if not store.check([f"{place}/{rank}"])]
         ranks = "rank" if len(missing) == 1 else "ranks"
         return f"{ranks} {', '.join(missing)} did not come within {seconds:g} s"

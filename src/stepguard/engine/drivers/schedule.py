@@ -277,6 +277,9 @@ class DeclaredRates:
     def __init__(self, optimizer: Optimizer, scheduler: Any) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self.advances = True
+        """False where the loop makes its own steps, and advances its schedule itself."""
+        self.told_waiting = False
         found = [_stated(optimizer)]
         for member in _all_members(self._schedules()):
             found += _bases_and_peaks(optimizer, member)

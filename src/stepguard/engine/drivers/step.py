@@ -37,7 +37,7 @@ from stepguard.engine.incident.run_facts import (
     let_through,
     rewinds,
     skipped_after_all,
-    with_left_out,
+    without_micro_batches,
 )
 from stepguard.engine.probes import ForecastCheck, Looks, SilentCheck
 from stepguard.engine.protect import Protection
@@ -45,7 +45,6 @@ from stepguard.engine.reader import MicroLoss, Pending, micro_loss, own_norm
 from stepguard.engine.recover.rewind import (
     Rewinder,
     good_micro_batches,
-    micro_batch_words,
     run_again,
     without_samples,
 )
@@ -72,7 +71,7 @@ def read_later(context: Context) -> bool:
     if not takes_found_inf(context.optimizer) or voting_manager(context.outer) is not None:
         return False
     # where a scaler has set its own flag, the kernel decides in any case
-    return context.outliers is None or found_inf(context.optimizer) is not None
+    return context.memory.outliers is None or found_inf(context.optimizer) is not None
 
 
 def leaves_unscaling(context: Context) -> bool:
@@ -146,7 +145,7 @@ class FusedUpdate:
             gone = self._gradients is not None and self._gradients.gone()
             self.step.grads_gone |= gone
             reading = transaction.read(self.pending, grads_gone=gone)
-            self.step.scale = reading.scale or transaction.context.loss_scale
+            self.step.scale = reading.scale or transaction.context.scales.static
             self._reading = reading
             return reading
         return None
@@ -179,7 +178,7 @@ class FusedUpdate:
             context.optimizer.state.pop(parameter, None)
         if not calibrating:
             self.step.buffers.restore()
-            context.attached.restore()
+            context.memory.attached.restore()
             restore_scaler(context, self._scaler)
 
 
@@ -218,7 +217,7 @@ class StepEnd:
 
     def committed(self, step: Step, reading: Reading | None) -> None:
         """The update went through. `reading` is None where a disarmed guard did not read it."""
-        for hook in self._context.commit_hooks:
+        for hook in self._context.hooks.updated:
             hook()
         # an infinity that the loss shows is not one that the model has absorbed
         self.looks.finish(committed=reading is None or not reading.loss_overflow)
@@ -227,7 +226,7 @@ class StepEnd:
         with self._protect.region:
             add_to_history(self._context, step, reading)
         with self._protect.part("comparison of the ranks"):
-            for tell in self._context.step_hooks:
+            for tell in self._context.hooks.committed:
                 tell(step)
         with self._protect.part("silent failures"):
             self._silent.committed(reading)
@@ -259,14 +258,14 @@ class StepEnd:
 def add_to_history(context: Context, step: Step, reading: Reading) -> None:
     """Learn from a healthy step what this run looks like."""
     context.history.add(reading)
-    context.overflows_in_a_row = 0
+    context.scales.overflows_in_a_row = 0
     if reading.scale is not None:
-        context.worked_scale = max(reading.scale, context.worked_scale or 0.0)
+        context.scales.worked = max(reading.scale, context.scales.worked or 0.0)
     context.budget = context.budget.committed()
-    if context.outliers is not None:
-        context.outliers.committed()
+    if context.memory.outliers is not None:
+        context.memory.outliers.committed()
     done = context.history.committed
-    if done < ANCHOR_EVERY or done % ANCHOR_EVERY == 1 or context.anchor is None:
+    if done < ANCHOR_EVERY or done % ANCHOR_EVERY == 1 or context.memory.anchor is None:
         keep_anchor(context, step, reading)
 
 
@@ -274,13 +273,13 @@ def keep_anchor(context: Context, step: Step, reading: Reading) -> None:
     """Remember this step as healthy, so that its batch can be tried on later weights."""
     loss = reading.judged_loss
     if step.replayable and loss is not None and math.isfinite(loss):
-        context.anchor = (step, loss)
+        context.memory.anchor = (step, loss)
 
 
 def write_step(context: Context, reading: Reading, *, committed: bool) -> None:
     """Write the one line of this step."""
     if reading.overflow:
-        context.overflows_in_a_row += 1
+        context.scales.overflows_in_a_row += 1
     context.outputs.step(reading, committed=committed)
 
 
@@ -313,7 +312,7 @@ def unguarded_update(context: Context) -> StepResult:
     context.step += 1
     if committed:
         context.advance_schedule()
-        for hook in context.commit_hooks:
+        for hook in context.hooks.updated:
             hook()
     return StepResult().resolve(None, committed=committed)
 
@@ -322,8 +321,8 @@ def _norm_of_ranks(context: Context) -> GradientNorm | None:
     """Measure sharded gradients that are to be clipped, unless that was done before the fault."""
     if not context.sharded or context.config.clip_norm is None:
         return None
-    if context.norm_of_ranks is not None and context.norm_of_ranks[0] == context.step:
-        return context.norm_of_ranks[1]
+    if context.memory.norm_of_ranks is not None and context.memory.norm_of_ranks[0] == context.step:
+        return context.memory.norm_of_ranks[1]
     return own_norm(context)
 
 
@@ -611,7 +610,7 @@ class StepDriver:
         if not good or len(good) == count:
             return None
         bad = [index for index in range(count) if index not in good]
-        told = with_left_out(incident, micro_batch_words(bad, count))
+        told = without_micro_batches(incident, bad, count)
         return self._commit_only(step, good, told, result)
 
     def _commit_only(

@@ -118,7 +118,7 @@ class WatchedStep:
 
     def _model_called(self, arguments: dict[str, Any]) -> None:
         self.boundary.root_called()
-        self.context.habits.calls += 1
+        self.context.memory.habits.calls += 1
         self.tracing.model_called(arguments)
         self.looks.saw_batch(arguments)
 
@@ -327,7 +327,7 @@ class FusedWatchedStep(WatchedStep):
                 fused.issued(self.context)
         try:
             self.dropped = False
-            changed = self.context.buffers.changing() or bool(self.context.attached)
+            changed = self.context.buffers.changing() or bool(self.context.memory.attached)
             if not self._remembered or changed:
                 # changed buffers cannot wait: the next forward needs them put back
                 self.dropped = self.settle(inside=True)

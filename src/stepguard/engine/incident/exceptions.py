@@ -174,7 +174,7 @@ def tell_end(
 ) -> None:
     """Write the last line of an attempt: how far it came, and by what it ended."""
     fields: dict[str, Any] = {
-        "attempt": context.attempt,
+        "attempt": context.run.attempt,
         "steps": context.step,
         "incidents": len(context.incidents),
         "armed": armed,

@@ -83,7 +83,7 @@ def _write_gradients(context: Context, folder: Path) -> None:
         return
     named = parameter_names(context.roots, context.optimizer)
     names = {id(parameter): name for parameter, name in named}
-    table = context.gradient_norms.table([names[id(one)] for one in context.parameters])
+    table = context.memory.gradient_norms.table([names[id(one)] for one in context.parameters])
     if table is not None:
         write_file(folder / GRADIENTS, dumps(table).encode())
 
@@ -130,7 +130,7 @@ def _wants_capsule(context: Context, incident: Incident, step: Step) -> bool:
 
 def _keep_window(context: Context, incident: Incident, capsule: Path) -> None:
     """Put the steps that led to the bad one beside it, as far as they are known and fit."""
-    lead_up = context.lead_up
+    lead_up = context.memory.lead_up
     if lead_up is None or lead_up.incident != incident.id or lead_up.snapshot is None:
         return
     if context.config.capsule != "full" or len(context.incidents) >= MOST_WINDOWS:

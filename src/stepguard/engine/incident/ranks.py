@@ -210,7 +210,7 @@ def agreed_reading(
         except Exception as error:
             trouble = _presumed_trouble(own)
             fault = in_words(error)[:MOST_SAID]
-        context.own_reading = own
+        context.memory.own_reading = own
         part = _own_part(own) if context.sharded else {}
         return {"trouble": trouble, "fault": fault, "needs_others": step.sharded, "part": part}
 
@@ -455,7 +455,7 @@ def _asks_for_replay(reading: Reading) -> bool:
 
 def _own_reading(context: Context, agreed: Reading, *, leads: bool) -> Reading:
     """The reading of the first rank to blame is the agreed one; another has seen its own."""
-    own = context.own_reading
+    own = context.memory.own_reading
     if leads or own is None or own.step != agreed.step:
         return agreed
     # of a sharded gradient this rank's part may be finite though it made the bad one
@@ -508,8 +508,8 @@ class RankComparison:
         """What has been told and has not been fine since."""
         self._fault: Exception | None = None
         if self._every is not None:
-            context.gradient_hooks.append(self.before_update)
-            context.step_hooks.append(self.committed)
+            context.hooks.gradients.append(self.before_update)
+            context.hooks.committed.append(self.committed)
 
     # --- while a step runs
 
@@ -588,7 +588,7 @@ class RankComparison:
             "sharded": self._context.sharded,
             "batch": batch,
             "batch_before": before,
-            "sampler": _sampler(self._context.feed),
+            "sampler": _sampler(self._context.data.feed),
         }
 
     def _parts(self) -> dict[str, dict[str, tuple[int, int]]]:

@@ -204,7 +204,7 @@ class Archive:
         self.store = Store(folder, keep=config.keep)
         self.background = Background(self.store, self._say, self._sealed)
         if context.agreement.size > 1 and context.agreement.rank == 0:
-            context.agreement.tell(RUN, context.run_id)
+            context.agreement.tell(RUN, context.run.id)
         context.resources.callback(self.store.close)
         context.resources.callback(self.background.close)
 
@@ -220,7 +220,7 @@ class Archive:
         own: list[Entry] = []
         for entry in self.store.list():
             # ranks share a folder, and only the first one knows the run's name
-            ours = self._context.agreement.rank > 0 or entry.health.run == self._context.run_id
+            ours = self._context.agreement.rank > 0 or entry.health.run == self._context.run.id
             if entry.good and ours:
                 own.append(entry)
         return own
@@ -294,7 +294,7 @@ class Archive:
                     state.facts.setdefault(kind, {})[str(rank)] = facts
         bad = {name for name, tensor in state.tensors.items() if not is_finite(tensor)}
         state.facts["nonfinite_ok"] = sorted(self._probation.meant_nonfinite(bad))
-        first = self._context.first_size
+        first = self._context.memory.first_size
         state.facts["first_size"] = None if first is None else float(first)
 
     def begin_shared(
@@ -335,7 +335,7 @@ class Archive:
 
     def save_alone(self, state: SavedState) -> Path | None:
         """Write the state that all ranks hold alike; each of the others may add its own part."""
-        own = ["random numbers"] if self._context.feed is None else ["random numbers", PLACES]
+        own = ["random numbers"] if self._context.data.feed is None else ["random numbers", PLACES]
         model = self._context.model
         if isinstance(model, DistributedDataParallel) and not model.broadcast_buffers:
             own.append("buffers")
@@ -343,8 +343,8 @@ class Archive:
         ranks = list(self._context.agreement.members)
         state.facts["saved_alone"] = {"ranks": ranks, "own": ", ".join(own)}
         context = self._context
-        if context.agreement.rank and not context.resumed:
-            context.run_id = context.agreement.told(RUN) or context.run_id
+        if context.agreement.rank and not context.run.resumed:
+            context.run.id = context.agreement.told(RUN) or context.run.id
         path = self.save(state, missing=missing_in(state.facts))
         if context.agreement.rank:
             # the first rank is the one that writes, unless it does not come
@@ -381,7 +381,7 @@ class Archive:
             incidents=context.budget.total,
             good=not why,
             why=why,
-            run=context.run_id,
+            run=context.run.id,
             missing=missing,
         )
 
@@ -440,14 +440,14 @@ def restore_checkpoint(
     state = _state_that_fits(context, rewinder, opened)
     difference = compare_rates(context.optimizer, state.facts["groups"], state.tensors)
     _load(context, rewinder, state)
-    context.run_id = opened.health.run or context.run_id
+    context.run.id = opened.health.run or context.run.id
     skip_lost_batches(context)
     rewinder.past = past_of(attempts)
     context.outputs.note(
         "restored",
         f"restored {opened.path}: {opened.step} optimizer steps are done",
         checkpoint=opened.path.name,
-        run=context.run_id,
+        run=context.run.id,
     )
     missing = missing_in(opened.facts)
     if missing:
@@ -520,7 +520,7 @@ def _open_candidate(
             return {"why": str(opened), "path": ""}
         return {"why": "", "path": "" if opened is None else str(opened.path)}
 
-    trained = context.step != context.resumed_at
+    trained = context.step != context.run.resumed_at
     patience = ASKED_IN_LOCK_STEP if trained and not agreement.rank else ASKED
     first = agreement.together(choose, WHAT, seconds=patience)[0]
     path = None if first["why"] else Path(first["path"])
@@ -579,18 +579,18 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     own = tree_from_json(state.facts["guard"], {})
     configured = context.history.configured_lr
     context.step = own["step"]
-    context.loss_scale = own["loss_scale"]
+    context.scales.static = own["loss_scale"]
     context.history = history_from(own["history"])
     context.history.configured_lr = configured
-    context.first_size = state.facts.get("first_size", context.first_size)
+    context.memory.first_size = state.facts.get("first_size", context.memory.first_size)
     # a restart by the user accepts what was lost: each attempt may lose its own share
     context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
-    context.resumed = True
-    context.resumed_at = context.step
+    context.run.resumed = True
+    context.run.resumed_at = context.step
     random_numbers = run_state.random_numbers(state)
     run_state.put_back_random_numbers(state)
-    if context.feed is not None:
-        resume_data(context, context.feed, state, random_numbers)
+    if context.data.feed is not None:
+        resume_data(context, context.data.feed, state, random_numbers)
     rewinder.forget()
 
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from stepguard.detect.history import LR_JUMP, history_from
+from stepguard.detect.judge import Comparison
 from stepguard.engine.context import Context
+from stepguard.engine.incident.run_facts import micro_batch_words
 from stepguard.engine.recover.kept_steps import KeptStep
 from stepguard.engine.recover.rank_weights import PeerHealing
 from stepguard.engine.recover.snapshots import SnapshotKeeper, wait_for_copies
@@ -32,22 +34,6 @@ from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
 
 # --- Run earlier steps on earlier weights: is it the weights, the batch or the loss function?
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Losses of an earlier step and of the present one; lower is better, each was evaluated."""
-
-    step: int
-    """The step of the snapshot, which is also the earlier step."""
-    then: float
-    """The earlier step when it ran."""
-    again: float
-    """The earlier step on the same weights, now."""
-    now: float
-    """The earlier step on the present weights."""
-    this_then: float
-    """The present step on the weights of the snapshot."""
 
 
 def loss_function_changed(snapshots: SnapshotKeeper) -> bool:
@@ -136,13 +122,6 @@ def _sample_words(step: Step, incident: Incident) -> str:
     if count > 1:
         said += f" of micro-batch {(origin.micro_batch or 0) + 1} of {count}"
     return said
-
-
-def micro_batch_words(guilty: Sequence[int], count: int) -> str:
-    """`micro-batch 2 of 4`, counted from 1 as people do."""
-    said = "micro-batches " if len(guilty) > 1 else "micro-batch "
-    said += ", ".join(str(index + 1) for index in guilty)
-    return f"{said} of {count}"
 
 
 def share_of(step: Step, incident: Incident) -> float:
@@ -528,7 +507,7 @@ class Rewinder:
             # the rates of that time were those of another optimizer
             context.history.first_lr, context.history.top_lr = rates.first_lr, rates.top_lr
             context.history.configured_lr = rates.configured_lr
-        context.anchor = snapshot.memory.get("anchor")
+        context.memory.anchor = snapshot.memory.get("anchor")
         self._bound_rates()
         self.probation.rewound(snapshot)
         self.left = self.snapshots.kept.take_since(snapshot.step)
@@ -553,11 +532,11 @@ class Rewinder:
         self.probation.forget()
         self.planner.forget()
         self.retried = -1
-        self._context.anchor = None
+        self._context.memory.anchor = None
         self._restarted()
 
     def _restarted(self) -> None:
-        self._context.missed = ""
+        self._context.memory.missed = ""
         self.snapshots.restarted()
         for tell in self.after_rewind:
             tell()
@@ -662,7 +641,7 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
     with rewinder.snapshots.paused():
         for kept in rewinder.left:
             result = _once_more(runs, kept.step)
-            missed = bool(runs.context.missed)
+            missed = bool(runs.context.memory.missed)
             if result.incident is not None and not missed:
                 # it failed again, which was an incident of its own with its own decision
                 return None

@@ -151,7 +151,7 @@ class Probation:
 
     def _growth(self, size: Tensor | None) -> float | None:
         """Size of the weights over that before the first step; None where it is not known."""
-        first = self._context.first_size
+        first = self._context.memory.first_size
         if size is None or first is None:
             return None
         growth = float(size) / max(float(first), LEAST_SIZE)
@@ -218,7 +218,7 @@ class SnapshotKeeper:
         # states beside model and optimizer, where the run may have any
         found: dict[str, AttachedState] = {}
         if context.agreement.mode == "spread":
-            found["communication hooks"] = context.attached
+            found["communication hooks"] = context.memory.attached
         outer = context.outer
         if outer is not None and averager(outer):
             found["averager"] = AttachedState(partial(averager, outer))
@@ -327,7 +327,7 @@ class SnapshotKeeper:
         if snapshot is None:
             return None
         snapshot.memory = {
-            "anchor": context.anchor,
+            "anchor": context.memory.anchor,
             "level": context.history.level if context.history.losses else None,
             "size": root_mean_square(context.parameters),
             "diverged": self.probation.divergence() if context.history.diverged_at else "",
@@ -348,12 +348,12 @@ class SnapshotKeeper:
             "step": context.step,
             "history": history_facts(context.history),
             "budget": asdict(context.budget),
-            "loss_scale": context.loss_scale,
+            "loss_scale": context.scales.static,
         }
         state.facts["guard"] = tree_to_json(own, {}, "guard")
-        if context.feed is not None:
+        if context.data.feed is not None:
             rank = context.agreement.rank
-            position = tree_to_json(context.feed.position(), state.tensors, f"loader/{rank}")
+            position = tree_to_json(context.data.feed.position(), state.tensors, f"loader/{rank}")
             state.facts["loader"] = {str(rank): position}
         return state
 

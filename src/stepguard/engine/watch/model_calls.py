@@ -338,7 +338,7 @@ class ModelCalls:
                     hook = partial(_received, weakref.ref(self), self.calls[-1].gradients, index)
                     hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the output does not warn
                     with suppress(RuntimeError):
-                        tensor.register_hook(hook)
+                        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _hears(self, module: nn.Module) -> bool:
         if self._paused or self.off or not module.training or not self._protect.armed:
