@@ -119,20 +119,25 @@ def one_schedule(given: Any) -> Any:
     return SeveralSchedules(given)
 
 
-def scheduler_of(optimizer: Optimizer) -> LRScheduler | None:
-    """The scheduler that drives this optimizer; the outermost where schedulers are chained."""
-    ours = [s for s in gc.get_objects() if _drives(s, optimizer)]
-    nested: set[int] = set()
-    for scheduler in ours:
-        # SequentialLR and ChainedScheduler keep the schedulers inside them under this name.
-        nested.update(map(id, getattr(scheduler, "_schedulers", ())))
-    outer = [s for s in ours if id(s) not in nested]
-    return outer[0] if len(outer) == 1 else None
-
-
-def _drives(item: Any, optimizer: Optimizer) -> bool:
+def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
+    """The schedulers of this process that drive the optimizer; of chained ones the outermost."""
+    # torch wraps `optimizer.step` for its schedulers; without that mark there are none to find
+    if not hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
+        return []
     # type() and not isinstance: proxies answer isinstance with side effects
-    return issubclass(type(item), LRScheduler) and getattr(item, "optimizer", None) is optimizer
+    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
+    ours = [one for one in found if vars(one).get("optimizer") is optimizer]
+    nested: set[int] = set()
+    for one in ours:
+        # SequentialLR and ChainedScheduler step the ones they hold
+        nested.update(map(id, members(one)[1:]))
+    return [one for one in ours if id(one) not in nested]
+
+
+def scheduler_of(optimizer: Optimizer) -> LRScheduler | None:
+    """The one scheduler that drives this optimizer, None where there are several."""
+    found = schedulers_of(optimizer)
+    return found[0] if len(found) == 1 else None
 
 
 def advance(scheduler: Any) -> list[str]:
@@ -294,7 +299,7 @@ class DeclaredRates:
             if self._searches >= MOST_SEARCHES:
                 return self._known
             self._searches += 1
-            schedules = self._schedules() or _schedules_of(self._optimizer)
+            schedules = self._schedules() or schedulers_of(self._optimizer)
             if not schedules or self._overridden(schedules):
                 return self._known
             found = [self._known]
@@ -313,7 +318,7 @@ class DeclaredRates:
         """Name and position of the schedule of a watched loop, looked for among all objects; the
         name alone where it has moved on since the step had these rates.
         """
-        for scheduler in _schedules_of(self._optimizer):
+        for scheduler in schedulers_of(self._optimizer):
             if _equal(_per_group(getattr(scheduler, "_last_lr", None), len(rates)), rates):
                 return named_position(scheduler)
             return type(scheduler).__name__
@@ -405,21 +410,6 @@ def _stand_in(optimizer: Optimizer) -> SimpleNamespace:
         defaults=dict(optimizer.defaults),
         _opt_called=True,
     )
-
-
-def _schedules_of(optimizer: Optimizer) -> list[Any]:
-    """Find the schedulers of a watched loop, which the guard was not given."""
-    # torch wraps `optimizer.step` for its schedulers; without that mark there are none to find
-    if not hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
-        return []
-    # not isinstance: that would run `__class__` of any lazy object in the process
-    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
-    ours = [one for one in found if vars(one).get("optimizer") is optimizer]
-    nested: set[int] = set()
-    for one in ours:
-        # SequentialLR and ChainedScheduler step the ones they hold
-        nested.update(map(id, members(one)[1:]))
-    return [one for one in ours if id(one) not in nested]
 
 
 def _nothing() -> None:

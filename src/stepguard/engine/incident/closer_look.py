@@ -419,7 +419,7 @@ UNNAMED = "param:unnamed"
 
 def presumed_reading(context: Context, reading: Reading) -> Reading:
     """The reading without a closer look. A bad buffer may be meant, so it proves nothing."""
-    if context.scaling() and not reading.grads_finite and _presumed_verdict_losses_finite(reading):
+    if context.scaling() and not reading.grads_finite and _losses_finite(reading):
         return replace(reading, bad_state=(), overflow=True)
     stored = (UNNAMED,) if "state" in reading.bad_state else ()
     return replace(reading, bad_state=stored, overflow=False)
@@ -436,7 +436,7 @@ def presumed_verdict(context: Context, reading: Reading) -> Verdict:
             severity="note",
             summary="gradients overflow at the present scale",
         )
-    if not _presumed_verdict_losses_finite(seen):
+    if not _losses_finite(seen):
         return _bad("nonfinite_loss", f"loss is {seen.loss}")
     if not seen.grads_finite:
         return _bad("nonfinite_gradient", "gradient is non-finite")
@@ -454,8 +454,3 @@ def presumed_verdict(context: Context, reading: Reading) -> Verdict:
 
 def _bad(kind: VerdictKind, summary: str) -> Verdict:
     return Verdict(kind=kind, severity="incident", summary=summary)
-
-
-def _presumed_verdict_losses_finite(reading: Reading) -> bool:
-    losses = (reading.loss, *reading.micro_losses)
-    return all(loss is None or math.isfinite(loss) for loss in losses)

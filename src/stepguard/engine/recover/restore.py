@@ -162,26 +162,6 @@ class SharedSave:
         return time.monotonic() + times * min(most, writing_time(self.state))
 
 
-def begin_together(context: Context, store: Store, step: int) -> tuple[Path | None, str]:
-    """Have the first rank make the folder; returns it, or why there is none. All ranks call."""
-
-    def begin() -> dict[str, Any]:
-        if context.agreement.rank:
-            return {}
-        try:
-            return {"folder": str(store.begin(step)), "why": ""}
-        except StoreError as fault:
-            return {"folder": "", "why": str(fault)}
-
-    told: Mapping[str, Any] = context.agreement.together(begin, "writing a checkpoint")[0]
-    if told["why"]:
-        return None, str(told["why"])
-    return Path(told["folder"]), ""
-
-
-Job = Callable[[], Path | None]
-
-
 # --- The checkpoint store of one guard: which checkpoints belong to this run, and what one holds.
 
 
@@ -304,9 +284,19 @@ class Archive:
 
         `why` it is not good, here and in `offer`; empty where it is.
         """
-        folder, refused = begin_together(self._context, self.store, step)
-        if folder is None:
-            return None, refused
+
+        def begin() -> dict[str, Any]:
+            if self._context.agreement.rank:
+                return {}
+            try:
+                return {"folder": str(self.store.begin(step)), "why": ""}
+            except StoreError as fault:
+                return {"folder": "", "why": str(fault)}
+
+        first = self._context.agreement.together(begin, "writing a checkpoint")[0]
+        if first["why"]:
+            return None, str(first["why"])
+        folder = Path(first["folder"])
         allowed = frozenset(state.facts["nonfinite_ok"])
         health = self.health(why)
         where = (self._context, self.store, folder)
@@ -438,7 +428,7 @@ def restore_checkpoint(
     for passed in opened.passed_over:
         context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
     state = _state_that_fits(context, rewinder, opened)
-    difference = compare_rates(context.optimizer, state.facts["groups"], state.tensors)
+    rates = _different_rates(context.optimizer, state.facts["groups"], state.tensors)
     _load(context, rewinder, state)
     context.run.id = opened.health.run or context.run.id
     skip_lost_batches(context)
@@ -455,11 +445,22 @@ def restore_checkpoint(
             "checkpoint", f"{opened.path.name} was saved by one rank, without: {missing}"
         )
     _mention_newer(context, store, opened)
-    if difference is not None:
-        applied = context.config.resume_lr == "config"
-        if applied:
-            scale_rates(context.optimizer, context.scheduler, difference.factors)
-        context.outputs.note("lr_mismatch", difference.story(applied=applied))
+    if rates:
+        done = (
+            "the checkpoint's is used; GuardConfig(resume_lr='config') applies the configured one"
+        )
+        if context.config.resume_lr == "config":
+            # a rate of 0 cannot be scaled
+            factors = [now / then if then else 1.0 for now, then in rates]
+            scale_rates(context.optimizer, context.scheduler, factors)
+            done = "the configured one is applied, at the same place of the schedule"
+            done += " (GuardConfig.resume_lr='config')"
+        said = "; ".join(
+            f"group {group} is configured with lr {now:.4g} and the checkpoint brings {then:.4g}"
+            for group, (now, then) in enumerate(rates)
+            if not math.isclose(now, then, rel_tol=SAME_RATE)
+        )
+        context.outputs.note("lr_mismatch", f"{said}: {done}; see `stepguard explain SG802`")
     return context.step
 
 
@@ -610,55 +611,25 @@ def _mention_newer(context: Context, store: Store, opened: Opened) -> None:
 # --- the learning rate of the checkpoint against the one this program configures
 
 
-@dataclass(frozen=True, slots=True)
-class RateDifference:
-    """For each group, what is configured now and what the restored state brings."""
-
-    configured: tuple[float, ...]
-    restored: tuple[float, ...]
-
-    @property
-    def factors(self) -> list[float]:
-        """What the restored rates have to be multiplied by."""
-        factors: list[float] = []
-        for configured, restored in zip(self.configured, self.restored, strict=True):
-            # a rate of 0 cannot be scaled
-            factors.append(configured / restored if restored else 1.0)
-        return factors
-
-    def groups(self) -> list[int]:
-        """The groups whose rates differ."""
-        pairs = zip(self.configured, self.restored, strict=True)
-        return [g for g, (c, r) in enumerate(pairs) if not math.isclose(c, r, rel_tol=1e-6)]
-
-    def story(self, *, applied: bool) -> str:
-        said: list[str] = []
-        for group in self.groups():
-            rates = f"lr {self.configured[group]:.4g} and the checkpoint brings"
-            said.append(f"group {group} is configured with {rates} {self.restored[group]:.4g}")
-        done = (
-            "the checkpoint's is used; GuardConfig(resume_lr='config') applies the configured one"
-        )
-        if applied:
-            done = (
-                "the configured one is applied, at the same place of the schedule "
-                "(GuardConfig.resume_lr='config')"
-            )
-        return f"{'; '.join(said)}: {done}; see `stepguard explain SG802`"
+SAME_RATE = 1e-6
 
 
-def compare_rates(
+def _different_rates(
     optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
-) -> RateDifference | None:
-    """Compare rates before the state is put back: where a schedule runs, those it starts from."""
+) -> list[tuple[float, float]]:
+    """The configured and the restored rate of each group; empty where they are the same.
+
+    Asked before the state is put back. Where a schedule runs, those it starts from.
+    """
     if len(saved) != len(optimizer.param_groups):
-        return None
-    settings = [tree_from_json(group["settings"], tensors) for group in saved]
-    found = RateDifference(
-        configured=tuple(_base_rate(group) for group in optimizer.param_groups),
-        restored=tuple(_base_rate(group) for group in settings),
-    )
-    return found if found.groups() else None
+        return []
+    rates = []
+    for group, state in zip(optimizer.param_groups, saved, strict=True):
+        settings = tree_from_json(state["settings"], tensors)
+        rates.append((_base_rate(group), _base_rate(settings)))
+    if all(math.isclose(now, then, rel_tol=SAME_RATE) for now, then in rates):
+        return []
+    return rates
 
 
 def _base_rate(group: Mapping[str, Any]) -> float:
