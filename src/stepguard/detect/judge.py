@@ -319,9 +319,29 @@ def _nan_or_infinite(reading: Reading) -> str:
 def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
     # GradScaler overflows on purpose while it looks for its scale
     if reading.overflow and not reading.grads_finite:
-        return _overflow(reading, config)
+        # judge gradients that overflow because of the loss scale alone
+        scale = reading.scale or 1.0
+        kind: VerdictKind = "scale_calibration"
+        severity: Severity = "note"
+        summary = f"GradScaler calibration: gradients overflow at scale {scale:g}"
+        if config.loss_scale is not None:
+            kind = "nonfinite_gradient"
+            severity = "incident"
+            effect = "makes the gradients overflow; without it they are finite"
+            summary = f"the static loss scale {scale:g} {effect}"
+        elif scale < LEAST_SCALE:
+            kind = "scaler_collapse"
+            severity = "incident"
+            summary = f"GradScaler has fallen to {scale:g} and the gradients still overflow"
+        return Verdict(kind=kind, severity=severity, summary=summary, evidence={"scale": scale})
     if not reading.grads_finite:
-        return _bad_gradient(reading)
+        names = ", ".join(reading.bad_grads[:MOST_NAMED]) or "unnamed"
+        more = len(reading.bad_grads) + reading.unnamed_grads - MOST_NAMED
+        if more > 0:
+            names += f" and {more} more"
+        loss = "not known" if reading.loss is None else f"{reading.loss:.4g}"
+        summary = f"gradient is non-finite ({names}) while the loss is {loss}"
+        return Verdict(kind="nonfinite_gradient", severity="incident", summary=summary)
     if reading.grad_norm is not None and not math.isfinite(reading.grad_norm):
         summary = (
             "every gradient element is finite, but their fp32 norm overflows: clipping would "
@@ -329,34 +349,6 @@ def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
         )
         return Verdict(kind="infinite_norm", severity="incident", summary=summary)
     return OK
-
-
-def _bad_gradient(reading: Reading) -> Verdict:
-    names = ", ".join(reading.bad_grads[:MOST_NAMED]) or "unnamed"
-    more = len(reading.bad_grads) + reading.unnamed_grads - MOST_NAMED
-    if more > 0:
-        names += f" and {more} more"
-    loss = "not known" if reading.loss is None else f"{reading.loss:.4g}"
-    summary = f"gradient is non-finite ({names}) while the loss is {loss}"
-    return Verdict(kind="nonfinite_gradient", severity="incident", summary=summary)
-
-
-def _overflow(reading: Reading, config: GuardConfig) -> Verdict:
-    """Judge gradients that overflow because of the loss scale alone."""
-    scale = reading.scale or 1.0
-    kind: VerdictKind = "scale_calibration"
-    severity: Severity = "note"
-    summary = f"GradScaler calibration: gradients overflow at scale {scale:g}"
-    if config.loss_scale is not None:
-        kind = "nonfinite_gradient"
-        severity = "incident"
-        effect = "makes the gradients overflow; without it they are finite"
-        summary = f"the static loss scale {scale:g} {effect}"
-    elif scale < LEAST_SCALE:
-        kind = "scaler_collapse"
-        severity = "incident"
-        summary = f"GradScaler has fallen to {scale:g} and the gradients still overflow"
-    return Verdict(kind=kind, severity=severity, summary=summary, evidence={"scale": scale})
 
 
 # --- Decide whether the weights caused a finite anomaly, and not the data or the loss function.

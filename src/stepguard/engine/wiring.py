@@ -143,7 +143,7 @@ def _check_parameters(roots: dict[str, nn.Module], optimizer: Optimizer) -> None
 def _module_with(parameters: set[int]) -> nn.Module | None:
     """Any module of the process that holds one of these parameters itself."""
     for module in _modules():
-        for parameter in _own_parameters(module):
+        for parameter in list(module.__dict__.get("_parameters", {}).values()):
             if id(parameter) in parameters:
                 return module
     return None
@@ -169,10 +169,6 @@ def _make_way(optimizer: Optimizer) -> None:
 def _modules() -> list[nn.Module]:
     # type() and not isinstance: proxies answer isinstance with side effects
     return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
-
-
-def _own_parameters(module: nn.Module) -> list[Any]:
-    return list(module.__dict__.get("_parameters", {}).values())
 
 
 # --- while it runs

@@ -298,7 +298,9 @@ def risky_update(
         # Written with `not <=` so that a rate of NaN jumps, too.
         if rate is not None and not float(rate) <= LR_JUMP * max(ceiling, 1e-30):
             return True
-        if _has_fragile_parameters(group):
+        eps = _epsilon(group)
+        dtypes = {parameter.dtype for parameter in group["params"]}
+        if any(_is_fragile(dtype, eps) for dtype in dtypes):
             return True
     return False
 
@@ -306,12 +308,6 @@ def risky_update(
 def _is_small(optimizer: Optimizer) -> bool:
     count: int = sum(map(elements, optimizer_parameters(optimizer)))
     return count <= CHEAP_COPY
-
-
-def _has_fragile_parameters(group: dict[str, Any]) -> bool:
-    eps = _epsilon(group)
-    dtypes = {parameter.dtype for parameter in group["params"]}
-    return any(_is_fragile(dtype, eps) for dtype in dtypes)
 
 
 def _epsilon(group: dict[str, Any]) -> float | None:

@@ -369,20 +369,16 @@ def _of_wrapper(model: Any) -> RankGroup | None:
         return _of_group(group)
     for parameter in model.parameters():
         if is_distributed(parameter):
-            return _of_mesh(parameter.device_mesh)
+            # a mesh may be cut out of a larger one, whose other ranks hold other stages
+            whole = root_mesh(parameter.device_mesh)
+            members = tuple(int(rank) for rank in whole.mesh.flatten())
+            group = whole.get_group() if whole.ndim == 1 else None
+            return RankGroup(members, group)
     return None
 
 
 def _of_group(group: Any) -> RankGroup:
     return RankGroup(tuple(dist.get_process_group_ranks(group)), group)
-
-
-def _of_mesh(mesh: Any) -> RankGroup:
-    """A mesh may be cut out of a larger one, whose other ranks hold other stages of the model."""
-    whole = root_mesh(mesh)
-    members = tuple(int(rank) for rank in whole.mesh.flatten())
-    group = whole.get_group() if whole.ndim == 1 else None
-    return RankGroup(members, group)
 
 
 # --- Make every rank see the same step. Three ways, chosen once:

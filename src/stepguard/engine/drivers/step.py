@@ -706,7 +706,25 @@ class ClosureDriver(StepDriver):
         context = self.context
         step = self.begin(loss_fn, micro_batches)
         if step is None:
-            return self._unguarded_closure(loss_fn, micro_batches)
+            # the step of a disarmed guard
+            optimizer = self.context.optimizer
+
+            def closure() -> float:
+                optimizer.zero_grad(set_to_none=True)
+                total = 0.0
+                for batch in micro_batches:
+                    loss = loss_fn(batch)
+                    assert isinstance(loss, Tensor)
+                    torch.autograd.backward(loss)
+                    total += float(loss)
+                return total
+
+            if evaluates_again(optimizer):
+                closure()
+            optimizer.step(closure)
+            self.after_update()
+            self.context.step += 1
+            return StepResult().resolve(None, committed=True)
         step.began = capture_rng()
         evaluations = Evaluations(self, step)
         undo: UndoCopy | None = None
@@ -751,27 +769,6 @@ class ClosureDriver(StepDriver):
         if second is not None:
             return second
         return StepResult().resolve(reading, committed=False, incident=incident)
-
-    def _unguarded_closure(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
-        """The step of a disarmed guard."""
-        optimizer = self.context.optimizer
-
-        def closure() -> float:
-            optimizer.zero_grad(set_to_none=True)
-            total = 0.0
-            for batch in micro_batches:
-                loss = loss_fn(batch)
-                assert isinstance(loss, Tensor)
-                torch.autograd.backward(loss)
-                total += float(loss)
-            return total
-
-        if evaluates_again(optimizer):
-            closure()
-        optimizer.step(closure)
-        self.after_update()
-        self.context.step += 1
-        return StepResult().resolve(None, committed=True)
 
 
 class Evaluations:

@@ -734,7 +734,19 @@ class WatchDriver(JudgedStep):
         if not ours or new_scale is not None:
             update(new_scale)
         elif self.observed.losses:
-            self._scaler_skipped(update)
+            # the scaler skipped by itself: the optimizer's hooks were never called
+            reading = self._judge_unreached()
+            if not self.vetoing:
+                update(None)
+                self._close_books(self._step(reading), reading, committed=False)
+                self._end_step()
+                self.rollback.scaler_skipped()
+                return
+            try:
+                self._vetoed()
+            finally:
+                update(present_scale(self.context))
+                self.rollback.scaler = False
         else:
             update(present_scale(self.context) if self.rollback.scaler else None)
             self.rollback.scaler = False
@@ -843,21 +855,6 @@ class WatchDriver(JudgedStep):
             self._vetoed()
         else:
             self._committed()
-
-    def _scaler_skipped(self, update: Update) -> None:
-        """The scaler skipped by itself: the optimizer's hooks were never called."""
-        reading = self._judge_unreached()
-        if not self.vetoing:
-            update(None)
-            self._close_books(self._step(reading), reading, committed=False)
-            self._end_step()
-            self.rollback.scaler_skipped()
-            return
-        try:
-            self._vetoed()
-        finally:
-            update(present_scale(self.context))
-            self.rollback.scaler = False
 
     def finish(self) -> None:
         """The loop is over: take back what it did after a vetoed last update."""

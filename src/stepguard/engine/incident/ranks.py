@@ -566,7 +566,27 @@ class RankComparison:
         if shards:
             weights = self._by_parameter(shards)
         self._tell_drift(weights, odd_rates(told))
-        self._tell_data(same_batches(told), odd_samplers(told))
+        same = same_batches(told)
+        samplers = odd_samplers(told)
+        if not same and samplers is None:
+            self._told.discard("data")
+            return
+        if "data" in self._told:
+            return
+        self._told.add("data")
+        said: dict[str, float | int | str] = {}
+        if same:
+            said["ranks"] = _ranks(same)
+            summary = (
+                f"{_named(same)} read the same batch at this step and at the comparison before"
+            )
+        else:
+            assert samplers is not None
+            said["ranks"] = _ranks(samplers.ranks)
+            summary = f"the samplers of the ranks divide the data differently ({samplers.what})"
+        if samplers is not None:
+            said["samplers"] = samplers.what
+        self._record("same_data", summary, said)
 
     def _own_facts(self) -> dict[str, Any]:
         if self._fault is not None:
@@ -679,27 +699,6 @@ class RankComparison:
         return Decision(
             action=action, reason=reason, consecutive=budget.consecutive, total=budget.total
         )
-
-    def _tell_data(self, same: tuple[int, ...], samplers: Odd | None) -> None:
-        if not same and samplers is None:
-            self._told.discard("data")
-            return
-        if "data" in self._told:
-            return
-        self._told.add("data")
-        said: dict[str, float | int | str] = {}
-        if same:
-            said["ranks"] = _ranks(same)
-            summary = (
-                f"{_named(same)} read the same batch at this step and at the comparison before"
-            )
-        else:
-            assert samplers is not None
-            said["ranks"] = _ranks(samplers.ranks)
-            summary = f"the samplers of the ranks divide the data differently ({samplers.what})"
-        if samplers is not None:
-            said["samplers"] = samplers.what
-        self._record("same_data", summary, said)
 
     def _record(
         self,

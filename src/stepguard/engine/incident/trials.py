@@ -515,7 +515,23 @@ def what_helps(
     if decision.action in DROPS_THE_STEP:
         return _instead_of_skipping(context, snapshots, incident, decision, lead_up)
     if decision.action == "rewind":
-        return _rewind_lower(context, snapshots, incident, decision, lead_up)
+        # A rewind that would come to the same end: with which lower rate would it not?
+        assert decision.rewound_to is not None
+        snapshot = snapshots.at(decision.rewound_to)
+        kept = snapshots.kept.since(decision.rewound_to)
+        if snapshot is None or not kept or decision.lr_factor is not None:
+            return decision
+        window = Window(start=snapshot.state, steps=as_window(kept), others=lead_up.earlier)
+        found = compare_candidates(
+            _whatif_decision_subject(snapshots, incident, lead_up, window),
+            wanted=lambda candidate: candidate.name == "nothing" or candidate.name in RATES,
+        )
+        best = _cheapest(found.outcomes)
+        _tell(context, found, best)
+        if best is None or best.name not in RATES:
+            return decision
+        # other weights come of a lower rate, so the steps since cannot be run again as they were
+        return replace(decision, lr_factor=RATES[best.name], data="skip", reason=_why(found, best))
     return decision
 
 
@@ -575,32 +591,6 @@ def _cheapest(outcomes: Sequence[TrialOutcome]) -> TrialOutcome | None:
         if not skipped or no_worse(one, skipped[0]):
             return one
     return None
-
-
-def _rewind_lower(
-    context: Context,
-    snapshots: SnapshotKeeper,
-    incident: Incident,
-    decision: Decision,
-    lead_up: LeadUp,
-) -> Decision:
-    """A rewind that would come to the same end: with which lower rate would it not?"""
-    assert decision.rewound_to is not None
-    snapshot = snapshots.at(decision.rewound_to)
-    kept = snapshots.kept.since(decision.rewound_to)
-    if snapshot is None or not kept or decision.lr_factor is not None:
-        return decision
-    window = Window(start=snapshot.state, steps=as_window(kept), others=lead_up.earlier)
-    found = compare_candidates(
-        _whatif_decision_subject(snapshots, incident, lead_up, window),
-        wanted=lambda candidate: candidate.name == "nothing" or candidate.name in RATES,
-    )
-    best = _cheapest(found.outcomes)
-    _tell(context, found, best)
-    if best is None or best.name not in RATES:
-        return decision
-    # other weights come of a lower rate, so the steps since cannot be run again as they were
-    return replace(decision, lr_factor=RATES[best.name], data="skip", reason=_why(found, best))
 
 
 def _whatif_decision_subject(

@@ -260,20 +260,15 @@ class Checkpoints:
         why = _first_refusal(told)
         if archive.shared:
             archive.complete(state, parts, weights)
-            self._lend_shards(archive, pending, state, why)
+            # have the shards of a snapshot written by all ranks; `why`: it is not good
+            save, refused = archive.begin_shared(state, pending.step, why)
+            if save is None:
+                self._refuse(f"no checkpoint of step {pending.step}: {refused}", pending.step)
+                return
+            self._lend(pending, archive.background.offer_job(pending.step, save.run))
         elif self._context.agreement.rank == 0:
             archive.complete(pending.state, parts, weights)
             self._lend(pending, archive.offer(pending.step, pending.state, why))
-
-    def _lend_shards(
-        self, archive: Archive, snapshot: Snapshot, state: SavedState, why: str
-    ) -> None:
-        """Have the shards of a snapshot written by all ranks; `why`: it is not good."""
-        save, refused = archive.begin_shared(state, snapshot.step, why)
-        if save is None:
-            self._refuse(f"no checkpoint of step {snapshot.step}: {refused}", snapshot.step)
-            return
-        self._lend(snapshot, archive.background.offer_job(snapshot.step, save.run))
 
     def _lend(self, snapshot: Snapshot, is_taken: bool) -> None:
         """Do not use the memory of a snapshot again before it is written."""

@@ -241,21 +241,17 @@ def _add(attempt: PastAttempt, line: dict[str, Any]) -> None:
         attempt.restored = str(line.get("checkpoint") or "") or None
     incident = line.get("incident")
     if kind == "incident" and isinstance(incident, dict):
-        _add_incident(attempt, incident)
-
-
-def _add_incident(attempt: PastAttempt, incident: dict[str, Any]) -> None:
-    decision = incident.get("decision") or {}
-    verdict = incident.get("verdict") or {}
-    attempt.kinds.append(str(verdict.get("kind", "")))
-    step = incident.get("step")
-    if not isinstance(step, int):
-        return
-    stopped = decision.get("action") == "stop"
-    if stopped:
-        attempt.stopped_at = step
-    if stopped or decision.get("left_out"):
-        attempt.lost_steps.add(step)
+        decision = incident.get("decision") or {}
+        verdict = incident.get("verdict") or {}
+        attempt.kinds.append(str(verdict.get("kind", "")))
+        step = incident.get("step")
+        if not isinstance(step, int):
+            return
+        stopped = decision.get("action") == "stop"
+        if stopped:
+            attempt.stopped_at = step
+        if stopped or decision.get("left_out"):
+            attempt.lost_steps.add(step)
 
 
 def _lines(journal: Path) -> Iterator[dict[str, Any]]:
