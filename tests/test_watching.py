@@ -22,7 +22,7 @@ def test_the_loop_keeps_its_schedule_and_is_clipped_only_where_that_is_asked_for
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with stepguard.watch(model, optimizer, scheduler=schedule, config=quiet()) as guard:
-        assert not guard._context.advances_schedule
+        assert not guard._context.declared.advances
         hooks = len(optimizer._optimizer_step_pre_hooks)
     with stepguard.watch(model, optimizer, config=quiet(clip_norm=1.0)):
         assert len(optimizer._optimizer_step_pre_hooks) == hooks + 1

@@ -244,8 +244,7 @@ def _guards(
     """One an optimizer, with default settings as a new user has them."""
     settings: dict[str, Any] = {
         "terminal": "quiet",
-        "anomalies": outcome.anomalies,
-        "look_every": outcome.look_every,
+        "probes": stepguard.Probes(anomalies=outcome.anomalies, look_every=outcome.look_every),
     }
     if way == "step":
         settings["clip_norm"] = learner.clip

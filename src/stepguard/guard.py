@@ -90,46 +90,49 @@ class Guard:
         check_optimizer(model, optimizer, modules)
         self._context = build_context(model, optimizer, scheduler, scaler, modules, state, settings)
         try:
-            self._assemble(loader)
+            self._wiring = Wiring(self._context)
+            self._protect = Protection(self._fault, partial(self._context.outputs.note, "fault"))
+            self._rewinder = Rewinder(self._context)
+            self._context.hooks.probe = Looks(self._context, self._protect)
+            if self._context.config.policy.on_incident == "whatif":
+                self._context.hooks.what_helps = partial(
+                    what_helps, self._context, self._rewinder.snapshots
+                )
+            kind = ClosureDriver if takes_closure(self._context.optimizer) else StepDriver
+            self._driver: StepDriver | WatchDriver = kind(
+                self._context, self._protect, self._rewinder
+            )
+            self.port = Port(self._context, self._rewinder, self._driver)
+            """What framework integrations ask of this guard."""
+            self._saving = Checkpoints(self._context, self._rewinder)
+            if loader is None:
+                self._context.data.recent = observe_loaders(
+                    partial(attrgetter("step"), self._context)
+                )
+                self._context.resources.callback(stop_observing, self._context.data.recent)
+            else:
+                self._context.data.feed = resumable(self._context, loader, self._between)
+                self._context.data.recent = self._context.data.feed.recent
+            say = partial(self._context.outputs.note, "signal")
+            stop = AgreedStop(self._context) if self._context.agreement.size > 1 else None
+            self._signals = Signals(self._leave, self.close, say, stop)
+            comparison = RankComparison(self._context, self._rewinder.healing)
+            self._rewinder.snapshots.duties += [comparison, self._saving]
+            self._closed = False
+            self._entered = False
+            self._framework = building_for.get()
+            self._error: BaseException | None = None
+            self._signal = ""
+            """Name of the signal that is ending the process."""
+            self._make_known()
+            watch_for_hung_rank(self._context)
+            if self._saving.has_store and self._context.config.on_signal == "save":
+                self._signals.listen(self._context.config.ranks.timeout / GRACE_SHARE)
+                self._rewinder.snapshots.duties.append(self._signals)
+                self._context.resources.callback(self._signals.stop_listening)
         except BaseException:
             self._context.resources.close()
             raise
-
-    def _assemble(self, loader: Any) -> None:
-        self._wiring = Wiring(self._context)
-        self._protect = Protection(self._fault, partial(self._context.outputs.note, "fault"))
-        self._rewinder = Rewinder(self._context)
-        self._context.probe = Looks(self._context, self._protect)
-        if self._context.config.policy.on_incident == "whatif":
-            self._context.what_helps = partial(what_helps, self._context, self._rewinder.snapshots)
-        kind = ClosureDriver if takes_closure(self._context.optimizer) else StepDriver
-        self._driver: StepDriver | WatchDriver = kind(self._context, self._protect, self._rewinder)
-        self.port = Port(self._context, self._rewinder, self._driver)
-        """What framework integrations ask of this guard."""
-        self._saving = Checkpoints(self._context, self._rewinder)
-        if loader is None:
-            self._context.recent = observe_loaders(partial(attrgetter("step"), self._context))
-            self._context.resources.callback(stop_observing, self._context.recent)
-        else:
-            self._context.feed = resumable(self._context, loader, self._between)
-            self._context.recent = self._context.feed.recent
-        say = partial(self._context.outputs.note, "signal")
-        stop = AgreedStop(self._context) if self._context.agreement.size > 1 else None
-        self._signals = Signals(self._leave, self.close, say, stop)
-        comparison = RankComparison(self._context, self._rewinder.healing)
-        self._rewinder.snapshots.duties += [comparison, self._saving]
-        self._closed = False
-        self._entered = False
-        self._framework = building_for.get()
-        self._error: BaseException | None = None
-        self._signal = ""
-        """Name of the signal that is ending the process."""
-        self._make_known()
-        watch_for_hung_rank(self._context)
-        if self._saving.has_store and self._context.config.on_signal == "save":
-            self._signals.listen(self._context.config.ranks.timeout / GRACE_SHARE)
-            self._rewinder.snapshots.duties.append(self._signals)
-            self._context.resources.callback(self._signals.stop_listening)
 
     def _make_known(self) -> None:
         """To a later guard for the same optimizer, and to the end of the process."""
@@ -242,11 +245,11 @@ class Guard:
     @property
     def loader(self) -> ResumableLoader:
         """The loader to iterate over: `for batch in guard.loader`. It knows its position."""
-        if self._context.feed is None:
+        if self._context.data.feed is None:
             raise ConfigError(
                 "this guard was given no loader; give stepguard.Guard(..., loader=loader)."
             )
-        return self._context.feed
+        return self._context.data.feed
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -264,7 +267,7 @@ class Guard:
     @property
     def name(self) -> str:
         """Which optimizer of which model this is, for a process with several guards."""
-        return self._context.name
+        return self._context.run.name
 
     @property
     def rank(self) -> int:
@@ -318,7 +321,7 @@ class Guard:
 
     def on_commit(self, hook: Callable[[], None]) -> None:
         """Call `hook` after every update that really happened: the place for an EMA."""
-        self._context.commit_hooks.append(hook)
+        self._context.hooks.updated.append(hook)
 
     def close(self) -> None:
         """Read what is pending, say how the run ended, undo every hook. Safe to call twice."""

@@ -69,7 +69,7 @@ class Port:
 
     def reads_text_with(self, tokenizer: Any) -> None:
         """What the user's program turns token ids into text with, if anything."""
-        self._context.tokenizer = tokenizer
+        self._context.data.tokenizer = tokenizer
 
     def start_at(self, step: int) -> None:
         """Number the next step `step`, as a resumed run does. Call it before the first step."""

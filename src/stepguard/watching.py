@@ -77,7 +77,7 @@ def watch(
         hooks.append(clip_before_update(model, adopted, context.scaler, limit))
         hooks.pop(0).remove()
 
-    context.on_adopt.append(clip_for)
+    context.hooks.adopted.append(clip_for)
     context.resources.callback(lambda: hooks[0].remove())
     return _watched(guard)
 
@@ -93,7 +93,7 @@ def watch_for(framework: str, model: nn.Module, optimizer: Optimizer, **settings
 
 def _watched(guard: Guard) -> Guard:
     """Give the guard the driver of a loop that makes its own steps."""
-    guard._context.advances_schedule = False
+    guard._context.declared.advances = False
     guard._wiring.expect_own_steps()
     guard._driver = WatchDriver(guard._context, guard._protect, guard._rewinder, guard._wiring)
     guard.port.driver = guard._driver

@@ -19,7 +19,7 @@ import torch
 import stepguard
 from guard.scenes import LOOPS, Scene, batches, calm_net, poisoned, quiet
 from stepguard import Policy, TrainingHalted
-from stepguard.engine.protect import GuardDisarmed, Part, PartFailed, Protection, Region
+from stepguard.engine.protect import GuardDisarmed, PartFailed, Protection, Shield
 
 ROOT = Path(stepguard.__file__).parent
 ENTRY = (ROOT / "engine" / "drivers", ROOT / "engine" / "transaction.py", ROOT / "guard.py")
@@ -36,7 +36,7 @@ class Regions:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened_by: list[FrameType | None] = []
-        for kind in (Region, Part):
+        for kind in (Shield,):
             self._watch(monkeypatch, kind)
 
     def _watch(self, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
@@ -58,7 +58,7 @@ class Regions:
         if not self.opened_by or caller is None or caller is not self.opened_by[-1]:
             return None
         name = frame.f_code.co_qualname
-        if name.startswith(("Regions.", "Region.", "Part.", "Protection.")):
+        if name.startswith(("Regions.", "Shield.", "Protection.")):
             return None
         return (caller.f_code.co_filename, caller.f_lineno, name)
 

@@ -253,7 +253,7 @@ def test_static_scale_that_overflows_falls_once_to_one_that_works() -> None:
     scene = _half_scene()
     with Guard(scene.model, scene.optimizer, config=quiet(loss_scale=65536.0)) as guard:
         results = [guard.step(scene.loss_fn, batch) for batch in DATA]
-        scale = guard._context.loss_scale
+        scale = guard._context.scales.static
     assert [r.committed for r in results] == [False] + [True] * 11
     incident = results[0].incident
     assert incident is not None and len(guard.incidents) == 1

@@ -33,11 +33,12 @@ LEARNED_NOISE = 8.0
 LOST_SHARE = 0.75
 """Of what was learned: lost when a run counts as diverged."""
 BACK_SHARE = 0.5
-"""Of what was learned: still lost when a diverged run counts as recovered."""
+"""Of what was learned: still lost when a diverged run counts as recovered. Of a rise: what an
+earlier batch must show too, and what may remain on older weights."""
 NEAR_SHARE = 0.25
 """Of what was learned: still lost when the level counts as near its best."""
-SAME_START = 10.0
-"""Times the first loss that the next ones may be and still belong to where the run began."""
+RUNAWAY = 10.0
+"""Times every loss before it that a loss must be to count as running away."""
 RISEN_ABOVE_START = 1.0
 """Times the loss a run began at, above it: worth a look at the weights where nothing is learned."""
 FAR_ABOVE_START = 100.0
@@ -215,9 +216,6 @@ class History:
         # an advantage or a divergence from a reference is exactly 0 before the first update
         if not self.first:
             self.surrogate = loss == 0.0 and bool(reading.grad_norm)
-        self._add_loss(loss, reading.step)
-
-    def _add_loss(self, loss: float, step: int) -> None:
         self.losses.append(loss)
         self.last_loss = loss
         if len(self.first) < FIRST_LOSSES:
@@ -227,7 +225,7 @@ class History:
             self.best = level
             self.best_at = self.committed
             self.best_noise = self.noise
-        self._judge_level(level, step)
+        self._judge_level(level, reading.step)
 
     def _judge_level(self, level: float, step: int) -> None:
         """Latch a loss that is too high, and let go once its level is back.
@@ -308,7 +306,7 @@ class History:
     def began_at(self) -> float:
         """The highest of the first losses; the first alone, where it exploded at once."""
         first, top = self.first[0], max(self.first)
-        return first if first and top > SAME_START * abs(first) else top
+        return first if first and top > RUNAWAY * abs(first) else top
 
     @property
     def progress(self) -> Progress:

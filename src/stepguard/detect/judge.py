@@ -6,7 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from stepguard.detect.history import MATURE, MOVED, ZERO_STEPS, History, Weights
+from stepguard.detect.history import (
+    BACK_SHARE,
+    FIRST_LOSSES,
+    MATURE,
+    MOVED,
+    RUNAWAY,
+    ZERO_STEPS,
+    History,
+    Weights,
+)
 from stepguard.records.incident import OK, Reading, Severity, Verdict, VerdictKind
 from stepguard.records.settings import GuardConfig
 
@@ -16,15 +25,11 @@ from stepguard.records.settings import GuardConfig
 
 YOUNG_SIGMAS = 10.0
 """A run of a few steps has no noise estimate worth the name, so it takes more to be suspicious."""
-NEWBORN = 3
-"""Losses below which nothing is known of the noise."""
 NEWBORN_SIGMAS = 1000.0
 """For so few losses: the first updates may well leave a start that happened to be good."""
 DRIFT_LEAST = 32
 """Losses a rise must last before it is called a drift."""
 DRIFT_SIGMAS = 4.0
-RUNAWAY = 10.0
-"""Times every loss remembered that a loss must be to count as running away."""
 RUNAWAY_BEFORE = 5.0
 """Times every loss before it that the last loss must be, where the update is not known."""
 LARGE_UPDATE = 0.3
@@ -67,7 +72,7 @@ def _knows_a_level(history: History) -> bool:
 
 def _spike_limit(known: int, sigmas: float) -> float:
     """Deviations that make a spike, after so many losses."""
-    if known < NEWBORN:
+    if known < FIRST_LOSSES:
         return max(sigmas, NEWBORN_SIGMAS)
     if known < MATURE:
         return max(sigmas, YOUNG_SIGMAS)
@@ -283,7 +288,15 @@ def _state(reading: Reading) -> Verdict:
 def _loss(reading: Reading) -> Verdict:
     if reading.loss is None or (math.isfinite(reading.loss) and not reading.bad_micro_batches):
         return OK
-    summary = _describe_loss(reading)
+    # say how the loss is bad, in which of its components and in which micro-batches
+    summary = f"loss is {_nan_or_infinite(reading)}"
+    names = [name for name, value in reading.components.items() if not math.isfinite(value)]
+    if names:
+        summary += f" ({', '.join(names)})"
+    if reading.bad_micro_batches and len(reading.micro_losses) > 1:
+        # people count from 1
+        numbers = ", ".join(str(index + 1) for index in reading.bad_micro_batches)
+        summary += f" in micro-batch {numbers} of {len(reading.micro_losses)}"
     if reading.loss_overflow:
         summary += (
             ", because finite values were added up beyond the range of its dtype; every gradient "
@@ -296,19 +309,6 @@ def _loss(reading: Reading) -> Verdict:
     return Verdict(kind="nonfinite_loss", severity="incident", summary=summary)
 
 
-def _describe_loss(reading: Reading) -> str:
-    """Say how the loss is bad, in which of its components and in which micro-batches."""
-    said = f"loss is {_nan_or_infinite(reading)}"
-    names = [name for name, value in reading.components.items() if not math.isfinite(value)]
-    if names:
-        said += f" ({', '.join(names)})"
-    if reading.bad_micro_batches and len(reading.micro_losses) > 1:
-        # people count from 1
-        numbers = ", ".join(str(index + 1) for index in reading.bad_micro_batches)
-        said += f" in micro-batch {numbers} of {len(reading.micro_losses)}"
-    return said
-
-
 def _nan_or_infinite(reading: Reading) -> str:
     values = [reading.micro_losses[i] for i in reading.bad_micro_batches] or [reading.loss or 0.0]
     if any(map(math.isnan, values)):
@@ -319,9 +319,29 @@ def _nan_or_infinite(reading: Reading) -> str:
 def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
     # GradScaler overflows on purpose while it looks for its scale
     if reading.overflow and not reading.grads_finite:
-        return _overflow(reading, config)
+        # judge gradients that overflow because of the loss scale alone
+        scale = reading.scale or 1.0
+        kind: VerdictKind = "scale_calibration"
+        severity: Severity = "note"
+        summary = f"GradScaler calibration: gradients overflow at scale {scale:g}"
+        if config.loss_scale is not None:
+            kind = "nonfinite_gradient"
+            severity = "incident"
+            effect = "makes the gradients overflow; without it they are finite"
+            summary = f"the static loss scale {scale:g} {effect}"
+        elif scale < LEAST_SCALE:
+            kind = "scaler_collapse"
+            severity = "incident"
+            summary = f"GradScaler has fallen to {scale:g} and the gradients still overflow"
+        return Verdict(kind=kind, severity=severity, summary=summary, evidence={"scale": scale})
     if not reading.grads_finite:
-        return _bad_gradient(reading)
+        names = ", ".join(reading.bad_grads[:MOST_NAMED]) or "unnamed"
+        more = len(reading.bad_grads) + reading.unnamed_grads - MOST_NAMED
+        if more > 0:
+            names += f" and {more} more"
+        loss = "not known" if reading.loss is None else f"{reading.loss:.4g}"
+        summary = f"gradient is non-finite ({names}) while the loss is {loss}"
+        return Verdict(kind="nonfinite_gradient", severity="incident", summary=summary)
     if reading.grad_norm is not None and not math.isfinite(reading.grad_norm):
         summary = (
             "every gradient element is finite, but their fp32 norm overflows: clipping would "
@@ -331,86 +351,75 @@ def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
     return OK
 
 
-def _bad_gradient(reading: Reading) -> Verdict:
-    names = ", ".join(reading.bad_grads[:MOST_NAMED]) or "unnamed"
-    more = len(reading.bad_grads) + reading.unnamed_grads - MOST_NAMED
-    if more > 0:
-        names += f" and {more} more"
-    loss = "not known" if reading.loss is None else f"{reading.loss:.4g}"
-    summary = f"gradient is non-finite ({names}) while the loss is {loss}"
-    return Verdict(kind="nonfinite_gradient", severity="incident", summary=summary)
-
-
-def _overflow(reading: Reading, config: GuardConfig) -> Verdict:
-    """Judge gradients that overflow because of the loss scale alone."""
-    scale = reading.scale or 1.0
-    kind: VerdictKind = "scale_calibration"
-    severity: Severity = "note"
-    summary = f"GradScaler calibration: gradients overflow at scale {scale:g}"
-    if config.loss_scale is not None:
-        kind = "nonfinite_gradient"
-        severity = "incident"
-        effect = "makes the gradients overflow; without it they are finite"
-        summary = f"the static loss scale {scale:g} {effect}"
-    elif scale < LEAST_SCALE:
-        kind = "scaler_collapse"
-        severity = "incident"
-        summary = f"GradScaler has fallen to {scale:g} and the gradients still overflow"
-    return Verdict(kind=kind, severity=severity, summary=summary, evidence={"scale": scale})
-
-
 # --- Decide whether the weights caused a finite anomaly, and not the data or the loss function.
 
 
 LASTING = 3
 """Suspicious steps in a row before the weights can be blamed."""
-WEIGHTS_SHARE = 0.5
-"""Of a rise: what an earlier batch must show too, and what may remain on older weights."""
 SAME_LOSS = 0.1
 """Relative difference of two losses of one step: dropout and kernels differ a little."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signs:
-    """What was measured about a suspicious step (`anomalies="act"` only); None where unknown."""
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Losses of an earlier step and of the present one; lower is better, each was evaluated."""
 
-    lasting: int
-    """Suspicious steps in a row, this one included: as many different batches."""
-    earlier_then: float | None = None
-    """The loss of an earlier healthy batch when it was new."""
-    earlier_now: float | None = None
-    """The same batch on the present weights."""
-    own_then: float | None = None
-    """The loss of a step that began from a snapshot, when it ran."""
-    own_now: float | None = None
-    """The same step on the same weights now: if it differs, the loss function changed."""
-    older_loss: float | None = None
-    """This very batch on the weights of a good snapshot."""
-    older_step: int | None = None
-    moved: float | None = None
-    """Distance of the present weights from those of a good snapshot, over their norm."""
+    step: int
+    """The step of the snapshot, which is also the earlier step."""
+    then: float
+    """The earlier step when it ran."""
+    again: float
+    """The earlier step on the same weights, now: if it differs, the loss function changed."""
+    now: float
+    """The earlier step on the present weights."""
+    this_then: float
+    """The present step on the weights of the snapshot."""
 
 
-def blame_weights(verdict: Verdict, reading: Reading, history: History, signs: Signs) -> Verdict:
-    """Make it an incident if independent signs agree that the weights caused it, else a note."""
-    doubt = _first_doubt(verdict, reading, history, signs)
+def blame_weights(
+    verdict: Verdict,
+    reading: Reading,
+    history: History,
+    lasting: int,
+    compared: Comparison | None = None,
+    moved: float | None = None,
+) -> Verdict:
+    """Make it an incident if independent signs agree that the weights caused it, else a note.
+
+    `lasting`: suspicious steps in a row, this one included. `moved`: distance of the weights from
+    those of a good snapshot, over their norm, where no steps could be `compared`.
+    """
+    doubt = _first_doubt(verdict, reading, history, lasting, compared, moved)
     if doubt:
         return replace(verdict, severity="note", summary=f"{verdict.summary}; {doubt}")
-    measured = {
-        "repeat_loss": signs.earlier_now,
-        "older_loss": signs.older_loss,
-        "older_step": signs.older_step,
-        "moved": signs.moved,
-    }
     evidence = dict(verdict.evidence or {})
-    for name, value in measured.items():
-        if value is not None:
-            evidence[name] = value
-    summary = f"{verdict.summary}; {_blame(signs)}"
+    if compared is not None:
+        evidence |= {
+            "repeat_loss": compared.now,
+            "older_loss": compared.this_then,
+            "older_step": compared.step,
+        }
+        blame = (
+            f"an earlier batch gives {compared.now:.6g} and gave {compared.then:.6g}, and on the "
+            f"weights of step {compared.step} this batch gives {compared.this_then:.6g}: the "
+            "weights are hurt"
+        )
+    else:
+        assert moved is not None
+        evidence["moved"] = moved
+        blame = f"the weights have moved by {moved:.3g} of their norm since they were good"
+    summary = f"{verdict.summary}; {blame}"
     return replace(verdict, severity="incident", summary=summary, evidence=evidence)
 
 
-def _first_doubt(verdict: Verdict, reading: Reading, history: History, signs: Signs) -> str:
+def _first_doubt(
+    verdict: Verdict,
+    reading: Reading,
+    history: History,
+    lasting: int,
+    compared: Comparison | None,
+    moved: float | None,
+) -> str:
     """The first thing that speaks against blaming the weights; empty when all signs agree."""
     loss = reading.judged_loss
     if loss is None or history.best is None:
@@ -418,57 +427,26 @@ def _first_doubt(verdict: Verdict, reading: Reading, history: History, signs: Si
     if not verdict.bad:
         if not loss > history.progress.lost_limit:
             return "what the run has learned is not lost"
-        if signs.lasting < LASTING:
-            return f"it has lasted {signs.lasting} of {LASTING} steps"
-    if signs.earlier_now is None or signs.earlier_then is None:
-        return _doubt_by_distance(signs)
-    return _doubt_by_losses(signs, signs.earlier_then, signs.earlier_now, loss, history)
-
-
-def _doubt_by_distance(signs: Signs) -> str:
-    """Where no step can be run again, only weights far from where they were good can be blamed."""
-    if signs.moved is None:
-        return "nothing is known of earlier weights"
-    if math.isfinite(signs.moved) and signs.moved < MOVED:
-        return f"the weights have moved by {signs.moved:.3g} of their norm since they were good"
-    return ""
-
-
-def _doubt_by_losses(
-    signs: Signs, earlier_then: float, earlier_now: float, loss: float, history: History
-) -> str:
-    """Compare what earlier steps give, on the present weights and on those they had."""
-    assert history.best is not None
+        if lasting < LASTING:
+            return f"it has lasted {lasting} of {LASTING} steps"
+    if compared is None:
+        # where no step can be run again, only weights far from where they were good can be blamed
+        if moved is None:
+            return "nothing is known of earlier weights"
+        if math.isfinite(moved) and moved < MOVED:
+            return f"the weights have moved by {moved:.3g} of their norm since they were good"
+        return ""
+    then, now, again = compared.then, compared.now, compared.again
     rise = loss - history.best
-    if not _rose_too(earlier_then, earlier_now, rise, history):
+    # has the loss of an earlier batch risen as much, or to many times what it was?
+    enough = min(BACK_SHARE * rise, RUNAWAY * max(abs(then), history.best_noise))
+    if math.isfinite(now) and now - then < enough:
+        return f"an earlier batch gives {now:.6g} and gave {then:.6g}: not the weights"
+    if not math.isclose(then, again, rel_tol=SAME_LOSS, abs_tol=SAME_LOSS * rise):
         return (
-            f"an earlier batch gives {earlier_now:.6g} and gave {earlier_then:.6g}: not the weights"
+            f"an earlier step, on the weights it had, gives {again:.6g} and gave {then:.6g}: the "
+            "loss function changed"
         )
-    if signs.own_then is None or signs.own_now is None:
-        return "no earlier step can be run again on the weights it had"
-    if not math.isclose(signs.own_then, signs.own_now, rel_tol=SAME_LOSS, abs_tol=SAME_LOSS * rise):
-        return (
-            f"an earlier step, on the weights it had, gives {signs.own_now:.6g} and gave "
-            f"{signs.own_then:.6g}: the loss function changed"
-        )
-    if signs.older_loss is None or not signs.older_loss - history.best <= WEIGHTS_SHARE * rise:
+    if not compared.this_then - history.best <= BACK_SHARE * rise:
         return "this batch is as hard for earlier weights"
     return ""
-
-
-def _rose_too(then: float, now: float, rise: float, history: History) -> bool:
-    """Has the loss of an earlier batch risen as much, or to many times what it was?"""
-    if not math.isfinite(now):
-        return True
-    enough = min(WEIGHTS_SHARE * rise, RUNAWAY * max(abs(then), history.best_noise))
-    return now - then >= enough
-
-
-def _blame(signs: Signs) -> str:
-    if signs.earlier_now is not None and signs.older_loss is not None:
-        return (
-            f"an earlier batch gives {signs.earlier_now:.6g} and gave {signs.earlier_then:.6g}, "
-            f"and on the weights of step {signs.older_step} this batch gives "
-            f"{signs.older_loss:.6g}: the weights are hurt"
-        )
-    return f"the weights have moved by {signs.moved:.3g} of their norm since they were good"

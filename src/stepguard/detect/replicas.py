@@ -100,7 +100,12 @@ def odd_weights(parts: Mapping[int, Mapping[str, Part]]) -> tuple[Odd | None, st
             copies = _copies(name, holders)
             if len(holders) > 1 and not copies:
                 own = own or name
-            drifted += _drifted(name, copies, holders)
+            found = []
+            for ranks in copies:
+                odd = _odd_one({rank: holders[rank][name][0] for rank in ranks})
+                if odd is not None:
+                    found.append(replace(odd, what=name))
+            drifted += found
     if not drifted:
         return None, own
     return replace(drifted[0], count=len(drifted)), own
@@ -113,17 +118,6 @@ def _holders(parts: Mapping[int, Mapping[str, Part]]) -> list[dict[int, Part]]:
         for shard, part in shards.items():
             found.setdefault(shard, {})[rank] = part
     return list(found.values())
-
-
-def _drifted(
-    name: str, copies: Sequence[tuple[int, ...]], holders: Mapping[int, Part]
-) -> list[Odd]:
-    found = []
-    for ranks in copies:
-        odd = _odd_one({rank: holders[rank][name][0] for rank in ranks})
-        if odd is not None:
-            found.append(replace(odd, what=name))
-    return found
 
 
 def same_batches(told: Sequence[RankDigest]) -> tuple[int, ...]:

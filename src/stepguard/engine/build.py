@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from stepguard import __version__
 from stepguard._errors import ConfigError
-from stepguard.detect import History
 from stepguard.engine.context import Context, automatic_guards, guarded, own_steps, real_optimizer
 from stepguard.engine.drivers.schedule import DeclaredRates, one_schedule
 from stepguard.engine.incident.gradient_outliers import Outliers
@@ -84,36 +83,34 @@ def build_context(
         config = replace(config, run_dir=folder, human_log=None)
     context = Context(
         *(model, optimizer, scheduler, scaler),
-        modules=dict(modules or {}),
         extra=dict(extra or {}),
         config=config,
         agreement=agreement,
-        history=History(),
         buffers=BufferKeeper(roots.values()),
         roots=roots,
         ownership=Ownership(roots, optimizer, guarded),
         declared=DeclaredRates(optimizer, scheduler),
         resources=ExitStack(),
         outer=own_steps(outer, optimizer),
-        attached=AttachedState(lambda: communication_hooks(model)),
         sharded=bool(sharded_part(roots.values())),
-        loss_scale=config.loss_scale or 1.0,
-        effort=LocateBudget(config.probes.locate_budget),
-        lane=lane,
     )
+    context.scales.static = config.loss_scale or 1.0
+    context.memory.attached = AttachedState(lambda: communication_hooks(model))
+    context.memory.effort = LocateBudget(config.probes.locate_budget)
+    context.run.lane = lane
     agreement.now = lambda: context.step
     if place is not None:
         first = _writing.get((*place[:2], 0))
-        context.run_id = context.run_id if first is None else first.run_id
+        context.run.id = context.run.id if first is None else first.run.id
         _writing[place] = context
         context.resources.callback(_writing.pop, place, None)
     if context.sharded and agreement.mode == "collective":
         agreement.adds = True
-        context.shares = Shares(roots.values(), agreement.size)
+        context.memory.shares = Shares(roots.values(), agreement.size)
     context.configure_rates()
     _register(context)
     if config.probes.outliers is not None:
-        context.outliers = Outliers(roots, optimizer)
+        context.memory.outliers = Outliers(roots, optimizer)
     _open_files(context)
     return context
 
@@ -135,11 +132,13 @@ def _register(context: Context) -> None:
     model = context.roots[""]
     number = next(number for number in count() if number not in taken)
     guarded[optimizer] = number
-    context.label = variable_name(context.outer or optimizer) or ""
-    if not context.label or context.label in _labels.values():
-        context.label = f"{context.label or 'optimizer'} {number}"
-    _labels[optimizer] = context.label
-    context.trains = variable_name(context.model) or variable_name(model) or type(model).__name__
+    context.run.label = variable_name(context.outer or optimizer) or ""
+    if not context.run.label or context.run.label in _labels.values():
+        context.run.label = f"{context.run.label or 'optimizer'} {number}"
+    _labels[optimizer] = context.run.label
+    context.run.trains = (
+        variable_name(context.model) or variable_name(model) or type(model).__name__
+    )
     context.name_guard()
     context.resources.callback(context.agreement.close)
     # the loop may have made another one since
@@ -172,7 +171,7 @@ def _open(context: Context) -> None:
         for sink in config.sinks if rank == 0 else ():
             outputs.add_user_sink(sink)
     # Messages name their guard only where a process has several.
-    add_people_outputs(outputs, config, rank, lambda: context.name if len(guarded) > 1 else "")
+    add_people_outputs(outputs, config, rank, lambda: context.run.name if len(guarded) > 1 else "")
 
 
 def _open_journal(context: Context, run_dir: str | PathLike[str]) -> None:
@@ -185,9 +184,36 @@ def _open_journal(context: Context, run_dir: str | PathLike[str]) -> None:
         # the first rank writes what the run needs; a disk of another node must not end the job
         quiet_warning(f"stepguard: rank {rank} keeps no journal: {error}", OutputLost)
         return
-    context.attempt = 1 + starts_in(Path(run_dir), rank)
+    context.run.attempt = 1 + starts_in(Path(run_dir), rank)
     context.outputs.add_journal(journal)
-    context.outputs.line("run", _header(context))
+    settings: dict[str, Any] = {}
+    # asdict copies, and a logger cannot be copied
+    for name, value in asdict(replace(context.config, sinks=())).items():
+        plain = isinstance(value, int | float | str | dict | None)
+        settings[name] = value if plain else str(value)
+    settings["sinks"] = [repr(sink) for sink in context.config.sinks]
+    context.outputs.line(
+        "run",
+        {
+            "time": time.time(),
+            "run": context.run.id,
+            "attempt": context.run.attempt,
+            "stepguard": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "process": this_process(),
+            "rank": context.agreement.world_rank,
+            "world": context.agreement.size,
+            "agreement": context.agreement.mode,
+            "optimizer": type(context.optimizer).__name__,
+            "name": context.run.label,
+            "lane": context.run.lane,
+            "schedule": context.schedule,
+            "parameters": sum(map(elements, context.parameters)),
+            "lr": context.lr,
+            "config": mask_settings(settings),
+        },
+    )
 
 
 def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> T:
@@ -198,34 +224,6 @@ def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> 
         raise ConfigError(
             f"{name}={str(folder)!r} cannot be written: {fault}; give a folder that can."
         ) from fault
-
-
-def _header(context: Context) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    # asdict copies, and a logger cannot be copied
-    for name, value in asdict(replace(context.config, sinks=())).items():
-        plain = isinstance(value, int | float | str | dict | None)
-        settings[name] = value if plain else str(value)
-    settings["sinks"] = [repr(sink) for sink in context.config.sinks]
-    return {
-        "time": time.time(),
-        "run": context.run_id,
-        "attempt": context.attempt,
-        "stepguard": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "process": this_process(),
-        "rank": context.agreement.world_rank,
-        "world": context.agreement.size,
-        "agreement": context.agreement.mode,
-        "optimizer": type(context.optimizer).__name__,
-        "name": context.label,
-        "lane": context.lane,
-        "schedule": context.schedule,
-        "parameters": sum(map(elements, context.parameters)),
-        "lr": context.lr,
-        "config": mask_settings(settings),
-    }
 
 
 def _check(model: object, optimizer: object, modules: object, extra: object) -> None:

@@ -55,34 +55,9 @@ automatic_guards: weakref.WeakKeyDictionary[Optimizer, Close] = weakref.WeakKeyD
 
 
 @dataclass
-class Context:
-    """The user's objects, the settings, and the run's memory so far."""
+class RunIdentity:
+    """What a guard is called, and which part of a run it sees."""
 
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: Any
-    """One scheduler, or several in one; None where the guard was given none."""
-    scaler: GradScaler | None
-    modules: dict[str, nn.Module]
-    extra: dict[str, Any]
-    """Further objects with a state: an EMA, a curriculum."""
-    config: GuardConfig
-    agreement: Agreement
-    history: History
-    buffers: BufferKeeper
-    roots: dict[str, nn.Module]
-    ownership: Ownership
-    declared: DeclaredRates
-    resources: ExitStack
-    """Everything installed or opened; closing it undoes all."""
-    outer: Optimizer | None = None
-    """A wrapper around `optimizer` that the user steps, such as PostLocalSGDOptimizer."""
-    attached: AttachedState = field(default_factory=lambda: AttachedState(dict))
-    """States of communication hooks: what they remember of gradients is part of a step."""
-    sharded: bool = False
-    """No rank holds all parameters, so no step can be replayed by one rank alone."""
-    shares: Shares | None = None
-    """Measures gradients of which each rank holds a part."""
     name: str = ""
     """Which guard this is, where a process has several."""
     label: str = ""
@@ -91,40 +66,55 @@ class Context:
     """The user's name of the model."""
     lane: int = 0
     """Which optimizer of its run this is, in the order of their guards."""
-    outputs: Outputs = field(default_factory=Outputs)
-    """Journal, readable log, terminal and the user's loggers."""
-    budget: Budget = field(default_factory=Budget)
-    incidents: list[Incident] = field(default_factory=list)
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     """Names this run in its checkpoints; a restored run goes on under the name it had."""
     attempt: int = 1
     """Which start in this run folder this process is."""
-    on_adopt: list[Callable[[Optimizer], None]] = field(default_factory=list)
-    """Called with an optimizer that takes the place of the one before."""
-    commit_hooks: list[Callable[[], None]] = field(default_factory=list)
-    gradient_hooks: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the gradients of a step are there, before anything is updated."""
-    step_hooks: list[Callable[[Step], None]] = field(default_factory=list)
-    """Called with every step whose update was made."""
-    step: int = 0
-    """Index of the next optimizer step."""
+    resumed: bool = False
+    """A checkpoint was restored in this process."""
+    resumed_at: int = 0
+    """The step at which it was."""
     marked: tuple[int, int] = (0, 0)
     """How far this rank has come: a step, and how many backward passes and updates of it."""
-    loss_scale: float = 1.0
-    """Static scale; falls when it is what overflows."""
-    accepted: set[str] = field(default_factory=set)
-    """Full names of tensors that may be non-finite: sentinels, and what `note` accepts at first.
 
-    `param:NAME`, `buffer:NAME`, `opt:PARAMETER/SLOT`, and `extra:OBJECT/...` as a saved state names
-    it.
+
+@dataclass
+class Hooks:
+    """Called at moments of a step."""
+
+    adopted: list[Callable[[Optimizer], None]] = field(default_factory=list)
+    """With an optimizer that takes the place of the one before."""
+    updated: list[Callable[[], None]] = field(default_factory=list)
+    """After every update that really happened."""
+    gradients: list[Callable[[], None]] = field(default_factory=list)
+    """When the gradients of a step are there, before anything is updated."""
+    committed: list[Callable[[Step], None]] = field(default_factory=list)
+    """With every step whose update was made."""
+    probe: StepProbe = field(default_factory=StepProbe)
+    """Follows healthy steps, where the guard has put one in."""
+    what_helps: Callable[[Incident, Decision], Decision] | None = None
+    """Tries what helps before a decision is applied, where the policy asks for it."""
+
+
+@dataclass
+class MeantNonFinite:
+    """Tensors that may be non-finite: sentinels, and what `note` accepts at the start."""
+
+    names: set[str] = field(default_factory=set)
+    """`param:NAME`, `buffer:NAME`, `opt:PARAMETER/SLOT`, and `extra:OBJECT/...` as a saved state
+    names it.
     """
     ignored: set[int] = field(default_factory=set)
-    """Ids of accepted tensors, which the cheap check leaves out."""
+    """Their ids, which the cheap check leaves out."""
     first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)
     """Full name and extremes of every buffer before the first step, and of what further objects
     keep; on the device until something is wrong."""
-    first_size: Tensor | float | None = None
-    """Root mean square of the weights before the first step of the run, on its device."""
+
+
+@dataclass
+class DataSource:
+    """Where batches come from, and what is known of their samples."""
+
     feed: ResumableLoader | None = None
     """The user's loader, where the guard was given it."""
     recent: RecentBatches | None = None
@@ -133,34 +123,46 @@ class Context:
     """Of the user's Trainer: what makes text of `input_ids`."""
     ledger: Ledger | None = None
     """Where lost samples are written down; made with the first loss."""
-    resumed: bool = False
-    """A checkpoint was restored in this process."""
-    resumed_at: int = 0
-    """The step at which it was."""
-    outliers: Outliers | None = None
-    """Gradients of single tensors, where `GuardConfig.outliers` asks for it."""
-    probe: StepProbe = field(default_factory=StepProbe)
-    """Looks at healthy steps, where the guard has put one in."""
-    what_helps: Callable[[Incident, Decision], Decision] | None = None
-    """Tries what helps before a decision is applied, where the policy asks for it."""
-    lead_up: LeadUp | None = None
-    """The last bad step and the steps that led to it."""
-    anchor: tuple[Step, float] | None = None
-    """A healthy step and its loss, to tell hurt weights from hard data."""
-    worked_scale: float | None = None
+
+
+@dataclass
+class LossScales:
+    """What is known of loss scales and overflows."""
+
+    static: float = 1.0
+    """Falls when it is what overflows."""
+    worked: float | None = None
     """The highest loss scale at which an update was made."""
-    missed: str = ""
-    """An update that this rank refused alone, in words; all ranks hear of it in the next step."""
     loss_overflows: int = 0
     """Steps whose loss was infinite only because finite values were added up."""
     overflows_in_a_row: int = 0
     """Steps in a row that a scaler's own scale has overflowed."""
+
+
+@dataclass
+class Memory:
+    """What parts of a guard remember of earlier steps."""
+
+    attached: AttachedState = field(default_factory=lambda: AttachedState(dict))
+    """States of communication hooks: what they remember of gradients is part of a step."""
+    shares: Shares | None = None
+    """Measures gradients of which each rank holds a part."""
+    first_size: Tensor | float | None = None
+    """Root mean square of the weights before the first step of the run, on its device."""
+    outliers: Outliers | None = None
+    """Gradients of single tensors, where `Probes.outliers` asks for it."""
+    lead_up: LeadUp | None = None
+    """The last bad step and the steps that led to it."""
+    anchor: tuple[Step, float] | None = None
+    """A healthy step and its loss, to tell hurt weights from hard data."""
+    missed: str = ""
+    """An update that this rank refused alone, in words; all ranks hear of it in the next step."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     """Values the user follows: name -> the step it was given in, and the value on its device."""
     habits: GradientHabits = field(default_factory=GradientHabits)
     """What a watched loop does with its gradients."""
     effort: LocateBudget = field(default_factory=LocateBudget)
-    """What placing an incident may cost."""
+    """What locating an incident may cost."""
     own_reading: Reading | None = None
     """What this rank itself saw of the last bad step, where ranks have agreed on another's."""
     gradient_norms: GradientNorms = field(default_factory=GradientNorms)
@@ -168,12 +170,53 @@ class Context:
     norm_of_ranks: tuple[int, GradientNorm | None] | None = None
     """The step that gradients of all ranks were last measured in, and their norm."""
     last_read: float = field(default_factory=time.perf_counter)
-    advances_schedule: bool = True
-    """False where the loop makes its own steps, and advances its schedule itself."""
-    _told_waiting: bool = False
-    _given: list[Tensor] = field(default_factory=list)
-    """The optimizer's parameters when `_ordered` was made."""
-    _ordered: list[Tensor] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)
+    """The optimizer's parameters when `ordered` was made."""
+    ordered: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Context:
+    """The user's objects, the settings, and the run so far."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    """One scheduler, or several in one; None where the guard was given none."""
+    scaler: GradScaler | None
+    extra: dict[str, Any]
+    """Further objects with a state: an EMA, a curriculum."""
+    config: GuardConfig
+    agreement: Agreement
+    buffers: BufferKeeper
+    roots: dict[str, nn.Module]
+    """The model under the empty name, and the further modules that the guard was given."""
+    ownership: Ownership
+    declared: DeclaredRates
+    resources: ExitStack
+    """Everything installed or opened; closing it undoes all."""
+    outer: Optimizer | None = None
+    """A wrapper around `optimizer` that the user steps, such as PostLocalSGDOptimizer."""
+    sharded: bool = False
+    """No rank holds all parameters, so no step can be replayed by one rank alone."""
+    outputs: Outputs = field(default_factory=Outputs)
+    """Journal, readable log, terminal and the user's loggers."""
+    history: History = field(default_factory=History)
+    budget: Budget = field(default_factory=Budget)
+    incidents: list[Incident] = field(default_factory=list)
+    step: int = 0
+    """Index of the next optimizer step."""
+    run: RunIdentity = field(default_factory=RunIdentity)
+    hooks: Hooks = field(default_factory=Hooks)
+    meant: MeantNonFinite = field(default_factory=MeantNonFinite)
+    data: DataSource = field(default_factory=DataSource)
+    scales: LossScales = field(default_factory=LossScales)
+    memory: Memory = field(default_factory=Memory)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The further modules that the guard was given."""
+        return {name: module for name, module in self.roots.items() if name}
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -184,23 +227,21 @@ class Context:
         milliseconds.
         """
         given = optimizer_parameters(self.optimizer)
-        if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
-            self._given = given
-            self._ordered = self._in_order_of_model(given)
-        return self._ordered
-
-    def _in_order_of_model(self, given: list[Tensor]) -> list[Tensor]:
-        left = {id(parameter): parameter for parameter in given}
-        ordered = []
-        for root in self.roots.values():
-            for parameter in root.parameters():
-                if left.pop(id(parameter), None) is not None:
-                    ordered.append(parameter)
-        return [*ordered, *left.values()]
+        before = self.memory.given
+        if len(given) != len(before) or not all(map(operator.is_, given, before)):
+            self.memory.given = given
+            left = {id(parameter): parameter for parameter in given}
+            ordered = []
+            for root in self.roots.values():
+                for parameter in root.parameters():
+                    if left.pop(id(parameter), None) is not None:
+                        ordered.append(parameter)
+            self.memory.ordered = [*ordered, *left.values()]
+        return self.memory.ordered
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Take this optimizer, and its schedule, in the place of the one before."""
-        for tell in self.on_adopt:
+        for tell in self.hooks.adopted:
             tell(optimizer)  # first: one may refuse
         before = self.optimizer
         guarded[optimizer] = guarded.pop(before, 0)
@@ -211,11 +252,13 @@ class Context:
         if self.scheduler is not None:
             self.scheduler = scheduler_of(optimizer)
         self.ownership.optimizer = optimizer
+        advances = self.declared.advances
         self.declared = DeclaredRates(optimizer, self.scheduler)
+        self.declared.advances = advances
         self.history.first_lr = self.history.top_lr = ()
         self.configure_rates()
-        if self.outliers is not None:
-            self.outliers = Outliers(self.roots, optimizer)
+        if self.memory.outliers is not None:
+            self.memory.outliers = Outliers(self.roots, optimizer)
         self.name_guard()
 
     def configure_rates(self) -> None:
@@ -224,16 +267,16 @@ class Context:
 
     def name_guard(self) -> None:
         """By the user's names of its optimizer and its model."""
-        self.name = f"{self.label}: {type(self.optimizer).__name__} of {self.trains}"
+        self.run.name = f"{self.run.label}: {type(self.optimizer).__name__} of {self.run.trains}"
 
     def follow(self, name: str, value: Tensor | float) -> None:
         """Keep a value for this step's packet; of several elements the largest magnitude."""
         given = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
         if given.numel() > 1:
-            self.followed[name] = (self.step, given.abs().amax())
+            self.memory.followed[name] = (self.step, given.abs().amax())
         elif given.numel():
             # a copy: the update must not change what was seen before it
-            self.followed[name] = (self.step, given.reshape(()).clone())
+            self.memory.followed[name] = (self.step, given.reshape(()).clone())
 
     @property
     def lr(self) -> tuple[float, ...]:
@@ -248,13 +291,13 @@ class Context:
     @property
     def place(self) -> tuple[int, int]:
         """How far this rank has come in the run."""
-        step, marks = self.marked
+        step, marks = self.run.marked
         return self.step, marks if step == self.step else 0
 
     def mark(self) -> None:
         """This rank has come to the next backward pass, or to the update."""
         step, marks = self.place
-        self.marked = step, marks + 1
+        self.run.marked = step, marks + 1
 
     @property
     def maximizes(self) -> bool:
@@ -275,11 +318,11 @@ class Context:
 
     def advance_schedule(self) -> None:
         """An update went through: where the guard drives the schedule, it goes one step on."""
-        if self.scheduler is None or not self.advances_schedule:
+        if self.scheduler is None or not self.declared.advances:
             return
         waiting = advance(self.scheduler)
-        if waiting and not self._told_waiting:
-            self._told_waiting = True
+        if waiting and not self.declared.told_waiting:
+            self.declared.told_waiting = True
             summary = (
                 f"{waiting[0]}.step needs a value, so guard.step leaves it to your loop: call "
                 "scheduler.step(value) there"
@@ -294,12 +337,12 @@ class Context:
     def remember(self) -> None:
         """A step begins: remember buffers, attributes of modules and states of hooks."""
         self.buffers.remember()
-        self.attached.remember()
+        self.memory.attached.remember()
 
     def put_back(self) -> None:
         """As if the step's forward and backward had never run."""
         self.buffers.restore()
-        reset = self.attached.restore()
+        reset = self.memory.attached.restore()
         if reset:
             self.outputs.note("veto", f"set to 0, since it was overwritten: {', '.join(reset)}")
 
@@ -308,11 +351,11 @@ class Context:
 
         Reads the device the first time.
         """
-        for name, extremes in self.first_buffers:
+        for name, extremes in self.meant.first_buffers:
             if not is_finite(extremes):
-                self.accepted.add(name)
-        self.first_buffers = []
-        return self.accepted
+                self.meant.names.add(name)
+        self.meant.first_buffers = []
+        return self.meant.names
 
     def scaling(self) -> bool:
         """Does a GradScaler really scale?"""
@@ -362,7 +405,7 @@ def guard_line(context: Context, *, closed: bool, armed: bool) -> str:
     state = "armed" if armed else "disarmed"
     if closed:
         state = "closed"
-    return f"Guard of {context.name}: {context.step} steps, {counted}, {state}"
+    return f"Guard of {context.run.name}: {context.step} steps, {counted}, {state}"
 
 
 def guard_html(context: Context, *, closed: bool, armed: bool) -> str:

@@ -52,15 +52,15 @@ class Protection:
     ) -> None:
         """`on_disarm` records the fault; `tell` gets one sentence for each part that failed."""
         self.armed = True
-        self.region = Region(self)
+        self.region = Shield(self)
         """A fault inside disarms the guard. Check `armed` first: a `with` cannot skip its body."""
         self._on_disarm = on_disarm
         self._tell = tell
         self._told: set[str] = set()
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> Shield:
         """A fault inside costs what `name` says; the guard stays armed."""
-        return Part(self, name)
+        return Shield(self, name)
 
     def disarm(self, fault: Exception) -> None:
         """Warn once and stay out of the way from now on."""
@@ -84,36 +84,13 @@ class Protection:
         quiet_warning(f"{message}. The run is still protected.", PartFailed)
 
 
-class Region:
-    """Guard code that makes the verdict. Reusable and reentrant: it holds no state of its own."""
-
-    __slots__ = ("_protection",)
-
-    def __init__(self, protection: Protection) -> None:
-        self._protection = protection
-
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        fault: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if not isinstance(fault, Exception) or isinstance(fault, TrainingHalted):
-            return False
-        if self._protection.armed:
-            self._protection.disarm(fault)
-        return True
-
-
-class Part:
-    """Guard code that the verdict does not need."""
+class Shield:
+    """Guard code whose faults end here. Reusable and reentrant: it holds no state of its own."""
 
     __slots__ = ("_name", "_protection")
 
-    def __init__(self, protection: Protection, name: str) -> None:
+    def __init__(self, protection: Protection, name: str = "") -> None:
+        """`name` of a part that the verdict does not need; empty for code that makes it."""
         self._protection = protection
         self._name = name
 
@@ -128,7 +105,10 @@ class Part:
     ) -> bool:
         if not isinstance(fault, Exception) or isinstance(fault, TrainingHalted):
             return False
-        self._protection.part_failed(self._name, fault)
+        if self._name:
+            self._protection.part_failed(self._name, fault)
+        elif self._protection.armed:
+            self._protection.disarm(fault)
         return True
 
 
@@ -310,7 +290,10 @@ class Output:
         except Exception as fault:
             self._failed(fault)
             return False
-        self._worked()
+        lost = self._lost
+        self._lost = 0
+        if lost and self._worth_telling():
+            self._tell(f"{self.name} can be written again; {lost} of its records are lost")
         return True
 
     def put_often(self, event: Event) -> bool:
@@ -322,12 +305,6 @@ class Output:
             return self.put(event)
         self._lost += 1
         return False
-
-    def _worked(self) -> None:
-        lost = self._lost
-        self._lost = 0
-        if lost and self._worth_telling():
-            self._tell(f"{self.name} can be written again; {lost} of its records are lost")
 
     def _failed(self, fault: Exception) -> None:
         self._lost += 1

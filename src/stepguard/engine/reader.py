@@ -66,7 +66,7 @@ class SeenAlone:
 
     def written_buffers(self) -> list[Tensor]:
         """Largest of each buffer that this step's forward wrote, 0 for one infinite on purpose."""
-        ignored = self._context.ignored
+        ignored = self._context.meant.ignored
         found: list[Tensor] = []
         # by place, not by tensor: a forward pass may put another tensor there
         for place, buffer in self._context.buffers.written_at():
@@ -83,7 +83,7 @@ class SeenAlone:
 
     def trouble(self) -> Tensor | None:
         """NaN where this rank's learning rate is not finite, or where it has missed an update."""
-        if all(map(math.isfinite, self._context.lr)) and not self._context.missed:
+        if all(map(math.isfinite, self._context.lr)) and not self._context.memory.missed:
             return None
         return torch.tensor(math.nan)
 
@@ -285,7 +285,7 @@ class Reader:
         self._ranks = RankNumbers(context, self._alone)
         self._loading = context.optimizer.register_load_state_dict_post_hook(self._loaded)
         context.resources.callback(lambda: self._loading.remove())
-        context.on_adopt.append(self._adopted)
+        context.hooks.adopted.append(self._adopted)
 
     def start(self) -> None:
         """Before the first update: parameters and optimizer state join the first packet."""
@@ -297,10 +297,10 @@ class Reader:
             return
         self._started = True
         statistics = {id(buffer) for buffer in norm_statistics(context.roots)}
-        context.first_buffers = []
-        if context.first_size is None:
+        context.meant.first_buffers = []
+        if context.memory.first_size is None:
             with suppress(Exception):  # a judgement of divergence is not worth the guard
-                context.first_size = root_mean_square(context.parameters)
+                context.memory.first_size = root_mean_square(context.parameters)
         self._alone.start()
         first = {}
         for name, buffer in named_buffers(context.roots):
@@ -310,7 +310,7 @@ class Reader:
         for name, tensor in first.items():
             found = extremes(tensor)
             if found is not None:
-                context.first_buffers.append((name, found))
+                context.meant.first_buffers.append((name, found))
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """State was loaded in mid-run: check all of it before the next update."""
@@ -324,7 +324,9 @@ class Reader:
 
     def after_update(self) -> None:
         """Check the new parameters, of a large model some in turn; read with the next packet."""
-        self._state = largest(self._scan.share(self._context.parameters, self._context.ignored))
+        self._state = largest(
+            self._scan.share(self._context.parameters, self._context.meant.ignored)
+        )
 
     def rewound(self) -> None:
         """Parameters were replaced; scan all of them in the next packet."""
@@ -353,7 +355,7 @@ class Reader:
         agreement.announce([value for value in seen if value is not None])
 
     def _largest(self, tensors: list[Tensor]) -> Tensor | None:
-        ignored = self._context.ignored
+        ignored = self._context.meant.ignored
         if ignored:
             tensors = [tensor for tensor in tensors if id(tensor) not in ignored]
         return largest(tensors)
@@ -378,18 +380,22 @@ class Reader:
         context = self._context
         context.mark()
         context.agreement.announced()
-        for tell in context.gradient_hooks:
+        for tell in context.hooks.gradients:
             tell()
-        self._leave_out_accepted()
+        # check again without tensors that were accepted since: the last check still saw them
+        accepted = len(self._context.meant.ignored)
+        if accepted != self._left_out:
+            self._left_out = accepted
+            self.after_update()
         if norm is None:
             norm = own_norm(context)
-        context.gradient_norms.keep(context.step, norm)
+        context.memory.gradient_norms.keep(context.step, norm)
         parts = _parts(losses)
         named = self._named_values(losses, norm, others)
         followed = _followed_now(context)
         single_norms: list[Tensor] = []
-        if context.outliers is not None:
-            single_norms = context.outliers.measure(context.parameters)
+        if context.memory.outliers is not None:
+            single_norms = context.memory.outliers.measure(context.parameters)
         values = [micro.total for micro in losses]
         values += parts.values()
         values += named.values()
@@ -415,13 +421,6 @@ class Reader:
             and all(micro.summed_in_half for micro in losses)
             and (context.agreement.mode == "spread" or takes_found_inf(context.optimizer)),
         )
-
-    def _leave_out_accepted(self) -> None:
-        """Check again without tensors that were accepted since: the last check still saw them."""
-        accepted = len(self._context.ignored)
-        if accepted != self._left_out:
-            self._left_out = accepted
-            self.after_update()
 
     def _named_values(
         self, losses: list[MicroLoss], norm: GradientNorm | None, others: Tensor | None
@@ -463,7 +462,7 @@ class Reader:
         norm = self._ranks.norm(pending.norm, named.get("norm"), shared)
         scale = named.get("scale")
         if scale is None and context.config.loss_scale:
-            scale = context.loss_scale
+            scale = context.scales.static
         pending.others_bad = not math.isfinite(named.get("others", 0.0))
         pending.at_risk = bool(shared) and shared[RISK] > 0
         reading = Reading(
@@ -494,18 +493,18 @@ class Reader:
         """Time since the last step was read."""
         context = self._context
         now = time.perf_counter()
-        seconds = now - context.last_read
-        context.last_read = now
-        context.effort.took(seconds)
+        seconds = now - context.memory.last_read
+        context.memory.last_read = now
+        context.memory.effort.took(seconds)
         return seconds
 
     def _without_single_norms(self, pending: Pending, numbers: list[float]) -> list[float]:
-        if self._context.outliers is None or not pending.tensors:
+        if self._context.memory.outliers is None or not pending.tensors:
             return numbers
         # a scaler that leaves dividing to the fused kernel: the gradients still carry its factor
         carried = getattr(self._context.optimizer, "grad_scale", None)
         scale = float(carried) if carried is not None else 1.0
-        self._context.outliers.read(pending.index, numbers[-pending.tensors :], scale)
+        self._context.memory.outliers.read(pending.index, numbers[-pending.tensors :], scale)
         return numbers[: -pending.tensors]
 
     def _gradients_finite(self, norm: float | None, *, grads_gone: bool) -> bool:
@@ -526,13 +525,13 @@ def own_norm(context: Context) -> GradientNorm | None:
         return scaled and GradientNorm(scaled.total / scale, scaled.clip)
     each = is_custom(context.optimizer)
     max_norm = context.config.clip_norm
-    if context.shares is not None and max_norm is None:
+    if context.memory.shares is not None and max_norm is None:
         # only to be read: the squares of all ranks are added by the reduction of the step
-        return context.shares.norm(context.parameters, each=each)
+        return context.memory.shares.norm(context.parameters, each=each)
     if not context.sharded or max_norm is None:
         return gradient_norm(_gradients(context), each=each)
     norm = norm_over_ranks(context.roots[""], context.parameters, max_norm, each=each)
-    context.norm_of_ranks = (context.step, norm)
+    context.memory.norm_of_ranks = (context.step, norm)
     return norm
 
 
@@ -552,7 +551,7 @@ def _parts(losses: list[MicroLoss]) -> dict[str, Tensor]:
 def _followed_now(context: Context) -> dict[str, Tensor]:
     """What the user has asked to follow in this step."""
     found = {}
-    for name, (step, value) in context.followed.items():
+    for name, (step, value) in context.memory.followed.items():
         if step == context.step:
             found[name] = value
     return found

@@ -173,7 +173,7 @@ class Transaction:
         if decision.action == "heal":
             decision = self.rewinder.heal(decision, incident.step)
         if decision.new_scale is not None:
-            self.context.loss_scale = decision.new_scale
+            self.context.scales.static = decision.new_scale
         change_settings(self.context, decision)
         return self._left_good(replace(incident, decision=decision))
 
@@ -258,7 +258,11 @@ class Transaction:
                 applied = self.apply(incident)
         incident = self.record(applied or self._left_good(not_applied(incident)), step)
         if incident.stopped:
-            self._halt(incident)
+            # stop even where the newest good state cannot be written
+            state: Path | None = None
+            with self.protect.part("checkpoint at the stop"):
+                state = self.rewinder.leave(incident)
+            halt(self.context, self.rewinder, incident, state)
         return incident
 
     def record_open_incident(self) -> None:
@@ -277,14 +281,13 @@ class Transaction:
             return None
         self._alone.now = False
         if not context.agreement.all_here("the last look"):
-            return self._told_alone(step, reading, verdict)
+            # what only this rank has seen, at a moment when no other rank may come any more
+            incident = self.open_incident(step, reading, verdict)
+            incident = replace(
+                incident, decision=Decision(action="note", reason=OTHERS_HAVE_NOT_SEEN)
+            )
+            return self.record(self.diagnose(incident), step)
         return self.respond(step, reading, verdict, None, committed=True)
-
-    def _told_alone(self, step: Step, reading: Reading, verdict: Verdict) -> Incident:
-        """What only this rank has seen, at a moment when no other rank may come any more."""
-        incident = self.open_incident(step, reading, verdict)
-        incident = replace(incident, decision=Decision(action="note", reason=OTHERS_HAVE_NOT_SEEN))
-        return self.record(self.diagnose(incident), step)
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
         """Tell a verdict that is worth a line, not an action, with the code of its cause."""
@@ -324,19 +327,14 @@ class Transaction:
         return self._anomalies.outlying_at(reading.step) or self._locate(step, reading)
 
     def _replay(self, step: Step, reading: Reading) -> Origin:
-        return locate(step, reading, self.context.effort)
+        return locate(step, reading, self.context.memory.effort)
 
     def _located(self, incident: Incident, step: Step) -> Incident:
         context = self.context
         found = find_together(context, self._find, step, incident.reading, self._not_explained)
         origin = mark_foreign_parameter(context, found)
-        return self._suspect_update(replace(incident, origin=origin))
-
-    def _suspect_update(self, incident: Incident) -> Incident:
-        """Blame the weights where an earlier batch, fine in its time, now fails on them as well.
-
-        A loss function that has changed since fails on earlier weights too: then they are not.
-        """
+        # blame the weights where an earlier batch, fine in its time, now fails on them as well
+        incident = replace(incident, origin=origin)
         if incident.origin is None or not self._worth_verifying(incident):
             return incident
         repeated = self._anomalies.earlier_batch_now()
@@ -372,7 +370,7 @@ class Transaction:
 
     def _remedies_tried(self, incident: Incident, step: Step) -> Incident:
         facts = run_facts(self.context, incident.reading)
-        return try_remedies(incident, step, facts, self.context.effort)
+        return try_remedies(incident, step, facts, self.context.memory.effort)
 
     def _not_explained(self, why: str) -> None:
         self.context.outputs.note("unexplained", why)
@@ -388,8 +386,8 @@ class Transaction:
         self.rewinder.probation.incident(incident.step, hurt=hurt and decision.action != "heal")
         if situation.at_start and decision.action == "note":
             accept(context, incident.reading.bad_state)
-        if context.what_helps is not None:
-            look = partial(context.what_helps, incident, decision)
+        if context.hooks.what_helps is not None:
+            look = partial(context.hooks.what_helps, incident, decision)
             return explain_or_warn(decision, self._not_explained, look)
         return decision
 
@@ -405,10 +403,3 @@ class Transaction:
                 decision, action="stop", reason=why, rewound_to=None, data=None, lr_factor=None
             )
         return decision
-
-    def _halt(self, incident: Incident) -> None:
-        """Stop even where the newest good state cannot be written."""
-        state: Path | None = None
-        with self.protect.part("checkpoint at the stop"):
-            state = self.rewinder.leave(incident)
-        halt(self.context, self.rewinder, incident, state)

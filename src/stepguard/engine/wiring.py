@@ -143,7 +143,7 @@ def _check_parameters(roots: dict[str, nn.Module], optimizer: Optimizer) -> None
 def _module_with(parameters: set[int]) -> nn.Module | None:
     """Any module of the process that holds one of these parameters itself."""
     for module in _modules():
-        for parameter in _own_parameters(module):
+        for parameter in list(module.__dict__.get("_parameters", {}).values()):
             if id(parameter) in parameters:
                 return module
     return None
@@ -169,10 +169,6 @@ def _make_way(optimizer: Optimizer) -> None:
 def _modules() -> list[nn.Module]:
     # type() and not isinstance: proxies answer isinstance with side effects
     return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
-
-
-def _own_parameters(module: nn.Module) -> list[Any]:
-    return list(module.__dict__.get("_parameters", {}).values())
 
 
 # --- while it runs
@@ -269,7 +265,7 @@ class Wiring:
         if optimizer is self._context.optimizer:
             self._alone += 1
         elif not _inside_each_other(optimizer, self._context.optimizer):
-            self._context.habits.other_steps += 1
+            self._context.memory.habits.other_steps += 1
         if optimizer is self._context.optimizer:
             return
         if optimizer not in guarded and not self._stepping:
@@ -393,7 +389,7 @@ class Wiring:
         advances it too.
         """
         scheduler, before = self._context.scheduler, self._schedule
-        if scheduler is None or before is None or not self._context.advances_schedule:
+        if scheduler is None or before is None or not self._context.declared.advances:
             return
         now = _position(scheduler)
         self._moved = self._moved + 1 if now is not None and now > before else 0

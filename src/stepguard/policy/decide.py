@@ -176,46 +176,34 @@ def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decisi
     """Choose the action, and count it: the decision and the budget after it. Never raises."""
     spent = budget.spend()
     if situation.at_start:
-        return _decide_bad_start(policy, spent)
+        decision = Decision(
+            action="note" if "note" in policy.actions else "stop",
+            reason="the state was bad before the first step",
+            consecutive=spent.consecutive,
+            total=spent.total,
+        )
+        return decision, spent
     match situation.fault:
         case "anomaly":
-            return _decide_anomaly(situation, policy, spent)
+            # a finite run is never halted: it is rewound where that is proven and possible
+            if situation.may_act and not _why_no_rewind(situation, policy, spent):
+                return _choose("rewind", situation, policy, spent)
+            return _choose("note", situation, policy, spent)
         case "state":
-            return _decide_damaged_state(situation, policy, spent)
+            # leaving the batch out changes nothing: the next one meets the same state
+            # may a damaged rank get the state of a healthy one? That loses nothing
+            allowed = "heal" in policy.actions and spent.heals < MOST_HEALS
+            if allowed and not situation.no_heal:
+                return _choose("heal", situation, policy, spent)
+            why_not = _why_no_rewind(situation, policy, spent)
+            if not why_not:
+                return _choose("rewind", situation, policy, spent)
+            reason = f"the state itself is damaged; no rewind: {why_not}"
+            return _choose("stop", situation, policy, spent, reason)
         case "data" | "update":
             return _decide_bad_step(situation, policy, spent)
         case unknown:
             assert_never(unknown)
-
-
-def _decide_bad_start(policy: Policy, spent: Budget) -> tuple[Decision, Budget]:
-    decision = Decision(
-        action="note" if "note" in policy.actions else "stop",
-        reason="the state was bad before the first step",
-        consecutive=spent.consecutive,
-        total=spent.total,
-    )
-    return decision, spent
-
-
-def _decide_anomaly(situation: Situation, policy: Policy, spent: Budget) -> tuple[Decision, Budget]:
-    """A finite run is never halted: it is rewound where that is proven and possible, else told."""
-    if situation.may_act and not _why_no_rewind(situation, policy, spent):
-        return _choose("rewind", situation, policy, spent)
-    return _choose("note", situation, policy, spent)
-
-
-def _decide_damaged_state(
-    situation: Situation, policy: Policy, spent: Budget
-) -> tuple[Decision, Budget]:
-    """Leaving the batch out changes nothing: the next one meets the same state."""
-    if _may_heal(situation, policy, spent):
-        return _choose("heal", situation, policy, spent)
-    why_not = _why_no_rewind(situation, policy, spent)
-    if not why_not:
-        return _choose("rewind", situation, policy, spent)
-    reason = f"the state itself is damaged; no rewind: {why_not}"
-    return _choose("stop", situation, policy, spent, reason)
 
 
 def _decide_bad_step(
@@ -282,12 +270,6 @@ def _continues(action: Action) -> bool:
             return False
         case unknown:
             assert_never(unknown)
-
-
-def _may_heal(situation: Situation, policy: Policy, spent: Budget) -> bool:
-    """May a damaged rank get the state of a healthy one? That loses nothing."""
-    allowed = "heal" in policy.actions and spent.heals < MOST_HEALS
-    return allowed and not situation.no_heal
 
 
 def _why_no_rewind(situation: Situation, policy: Policy, spent: Budget) -> str:

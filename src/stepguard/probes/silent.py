@@ -119,7 +119,7 @@ class HostFacts:
 
     def _rows_of_loader(self, step: int) -> list[Any]:
         """Tensors on a device are not read: the sampler of a DataLoader says what they are."""
-        recent = self._context.recent
+        recent = self._context.data.recent
         delivered = recent.of_step(step) if recent is not None else []
         rows = []
         for one in delivered:
@@ -257,7 +257,7 @@ class SilentCheck:
             self._recent,
             ended=ended,
             schedule_stood_for=schedule_stood_for,
-            habits=self._context.habits.counts,
+            habits=self._context.memory.habits.counts,
             faded_since=self._faded_since,
             first_norm=first.grad_norm,
             first_loss=abs(first.loss) if first.loss is not None else None,

@@ -50,7 +50,7 @@ def try_what_helps(context: Context, snapshots: SnapshotKeeper, own: OwnFix | No
 
 def _subject(context: Context, snapshots: SnapshotKeeper) -> TrialSubject:
     """The last bad step; of several in a row, the first."""
-    lead_up = context.lead_up
+    lead_up = context.memory.lead_up
     if lead_up is None or lead_up.incident != context.incidents[-1].id:
         why = why_not(context, bare_step(context))
         raise ConfigError(why or "nothing was kept of the last incident to try anything on.")
@@ -135,7 +135,7 @@ def what_helps(
     context: Context, snapshots: SnapshotKeeper, incident: Incident, decision: Decision
 ) -> Decision:
     """The decision after trials: the same, or one that was seen to work. The journal says why."""
-    lead_up = context.lead_up
+    lead_up = context.memory.lead_up
     if lead_up is None or lead_up.incident != incident.id or len(context.incidents) >= MOST_TRIED:
         return decision
     if decision.action in DROPS_THE_STEP:

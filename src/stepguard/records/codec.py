@@ -324,10 +324,6 @@ def read_tables(
                 hint = f"It belongs {homes[name]}." if name in homes else ""
                 hint = hint or _nearest(str(name), names, homes, prefix)
                 raise ConfigError(f"{path}: {prefix}{name} is not known. {hint}")
-        for name, value in fields.items():
-            if isinstance(value, list):
-                # files have lists where settings are tuples
-                fields[name] = tuple(value)
     for name in FOLDERS:
         if isinstance(table.get(name), str) and table[name].strip():
             # Absolute paths: the program may change the current directory.

@@ -42,6 +42,8 @@ class Decision:
     """With `rewind`: the optimizer steps that are left after it."""
     left_out: str = ""
     """What the update was made without, in words: `sample 5`, `micro-batch 2 of 4`."""
+    dropped_micro_batches: tuple[int, ...] = ()
+    """With `leave_out`: the micro-batches that were left out whole, counted from 0."""
     data: str | None = None
     """With `rewind`: `repeat` or `skip` the steps since."""
     not_restored: str = ""

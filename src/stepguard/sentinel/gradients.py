@@ -294,7 +294,13 @@ def risky_update(
         return True
     for index, group in enumerate(optimizer.param_groups):
         ceiling = lr_ceiling[index] if index < len(lr_ceiling) else math.inf
-        if _rate_jumps(group, ceiling) or _has_fragile_parameters(group):
+        rate = group.get("lr")
+        # Written with `not <=` so that a rate of NaN jumps, too.
+        if rate is not None and not float(rate) <= LR_JUMP * max(ceiling, 1e-30):
+            return True
+        eps = _epsilon(group)
+        dtypes = {parameter.dtype for parameter in group["params"]}
+        if any(_is_fragile(dtype, eps) for dtype in dtypes):
             return True
     return False
 
@@ -302,18 +308,6 @@ def risky_update(
 def _is_small(optimizer: Optimizer) -> bool:
     count: int = sum(map(elements, optimizer_parameters(optimizer)))
     return count <= CHEAP_COPY
-
-
-def _rate_jumps(group: dict[str, Any], ceiling: float) -> bool:
-    rate = group.get("lr")
-    # Written with `not <=` so that a rate of NaN jumps, too.
-    return rate is not None and not float(rate) <= LR_JUMP * max(ceiling, 1e-30)
-
-
-def _has_fragile_parameters(group: dict[str, Any]) -> bool:
-    eps = _epsilon(group)
-    dtypes = {parameter.dtype for parameter in group["params"]}
-    return any(_is_fragile(dtype, eps) for dtype in dtypes)
 
 
 def _epsilon(group: dict[str, Any]) -> float | None:

@@ -57,7 +57,8 @@ class RankJoined(RankAbsent):
     """A rank has no data left (torch's Join), so the others decide without it."""
 
 
-JOINED = "has no data left"
+JOINED = "joined: "
+"""Begins a word about a rank that has no data left."""
 
 
 class Meeting:
@@ -107,9 +108,16 @@ class Meeting:
             store.compare_set(word, "", self._missing(store, place, ended, seconds))
         said = store.get(word).decode()
         if said != GO:
-            kind = RankJoined if JOINED in said else RankAbsent
-            raise kind(f"{said} for {what} of step {step}")
-        self._tidy_up(store, place)
+            kind = RankJoined if said.startswith(JOINED) else RankAbsent
+            raise kind(f"{said.removeprefix(JOINED)} for {what} of step {step}")
+        # everybody is here: what was said before has been read
+        store.delete_key(f"{place}/{self._own}")
+        while self._gave_up:
+            store.delete_key(self._gave_up.pop())
+        if self._own == self._members[0]:
+            for key in self._over:
+                store.delete_key(key)
+            self._over = [f"{place}/word", f"{place}/count"]
 
     def arrive(self, what: str, step: int) -> str:
         """Count that this rank comes to a meeting; returns its name, the same on all ranks."""
@@ -129,16 +137,6 @@ class Meeting:
         with contextlib.suppress(Exception):
             word = f"{self._name}/{what}/{step}/{time}/word"
             default_store().compare_set(word, "", f"rank {self._own} has failed ({why})")
-
-    def _tidy_up(self, store: Any, place: str) -> None:
-        """Everybody is here: what was said before has been read."""
-        store.delete_key(f"{place}/{self._own}")
-        while self._gave_up:
-            store.delete_key(self._gave_up.pop())
-        if self._own == self._members[0]:
-            for key in self._over:
-                store.delete_key(key)
-            self._over = [f"{place}/word", f"{place}/count"]
 
     def leave(self, why: str, *, for_good: bool = False) -> None:
         """Let nobody wait for this rank. `for_good`: it takes part in no reduction any more."""
@@ -256,7 +254,7 @@ class Meeting:
         for key in ended:
             if store.check([key]):
                 said: str = store.get(key).decode()
-                return f"rank {said} {JOINED}" if key == self._joined else said
+                return f"{JOINED}rank {said} has no data left" if key == self._joined else said
         missing = [str(rank) for rank in self._members if not store.check([f"{place}/{rank}"])]
         ranks = "rank" if len(missing) == 1 else "ranks"
         return f"{ranks} {', '.join(missing)} did not come within {seconds:g} s"
@@ -371,20 +369,16 @@ def _of_wrapper(model: Any) -> RankGroup | None:
         return _of_group(group)
     for parameter in model.parameters():
         if is_distributed(parameter):
-            return _of_mesh(parameter.device_mesh)
+            # a mesh may be cut out of a larger one, whose other ranks hold other stages
+            whole = root_mesh(parameter.device_mesh)
+            members = tuple(int(rank) for rank in whole.mesh.flatten())
+            group = whole.get_group() if whole.ndim == 1 else None
+            return RankGroup(members, group)
     return None
 
 
 def _of_group(group: Any) -> RankGroup:
     return RankGroup(tuple(dist.get_process_group_ranks(group)), group)
-
-
-def _of_mesh(mesh: Any) -> RankGroup:
-    """A mesh may be cut out of a larger one, whose other ranks hold other stages of the model."""
-    whole = root_mesh(mesh)
-    members = tuple(int(rank) for rank in whole.mesh.flatten())
-    group = whole.get_group() if whole.ndim == 1 else None
-    return RankGroup(members, group)
 
 
 # --- Make every rank see the same step. Three ways, chosen once:
@@ -543,24 +537,21 @@ class Agreement:
         self._met = False
         if met is None:
             # A rank without a guard would never come.
-            self._first_meeting(step)
+            try:
+                self._meeting.all_came("the first reduction", step, PATIENCE)
+            except RankAbsent:
+                self._meeting.nobody_came("the first reduction", step)
+                raise
+            if self._needs_group:
+                # only these ranks make it, and all of them are here
+                self._group = dist.new_group(list(self.members), use_local_synchronization=True)
+                self._needs_group = False
         elif met:
             # One that has closed its guard did so before its part of these gradients was made.
             self._meeting.refuse_if_closed(step)
         else:
             raise RankAbsent(f"not all ranks take part in the reduction of step {step}")
         self._met = True
-
-    def _first_meeting(self, step: int) -> None:
-        try:
-            self._meeting.all_came("the first reduction", step, PATIENCE)
-        except RankAbsent:
-            self._meeting.nobody_came("the first reduction", step)
-            raise
-        if self._needs_group:
-            # only these ranks make it, and all of them are here
-            self._group = dist.new_group(list(self.members), use_local_synchronization=True)
-            self._needs_group = False
 
     def together(
         self,

@@ -75,7 +75,16 @@ def unscaled(root: Tensor) -> Tensor | None:
 def listen(listener: Listener) -> Callable[[], None]:
     """Start telling `listener`; return the call that stops it."""
     if not _listeners:
-        _install()
+        _patch(torch.Tensor, "backward", _observed_backward)
+        _patch(torch.autograd, "backward", _observed_autograd_backward)
+        _patch(torch.nn.Module, "load_state_dict", _observed_load)
+        _patch(GradScaler, "scale", _observed_scale)
+        _patch(GradScaler, "update", _observed_update)
+        _patch(GradScaler, "step", _observed_scaled_step)
+        _patch(AveragedModel, "update_parameters", _observed_average)
+        # Without it the guard takes its own norm.
+        if hasattr(clip_grad, CLIP_NORM):
+            _patch(clip_grad, CLIP_NORM, _observed_norm)
     reference = weakref.ref(listener, _stop)
     _listeners.append(reference)
     return functools.partial(_stop, reference)
@@ -92,19 +101,6 @@ def _stop(reference: weakref.ref[Listener]) -> None:
 def _told() -> list[Listener]:
     """A copy: a listener may stop listening while it is told."""
     return [listener for reference in _listeners if (listener := reference()) is not None]
-
-
-def _install() -> None:
-    _patch(torch.Tensor, "backward", _observed_backward)
-    _patch(torch.autograd, "backward", _observed_autograd_backward)
-    _patch(torch.nn.Module, "load_state_dict", _observed_load)
-    _patch(GradScaler, "scale", _observed_scale)
-    _patch(GradScaler, "update", _observed_update)
-    _patch(GradScaler, "step", _observed_scaled_step)
-    _patch(AveragedModel, "update_parameters", _observed_average)
-    # Without it the guard takes its own norm.
-    if hasattr(clip_grad, CLIP_NORM):
-        _patch(clip_grad, CLIP_NORM, _observed_norm)
 
 
 def _patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

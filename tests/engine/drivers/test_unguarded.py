@@ -33,7 +33,7 @@ def _loss_fn(context: Context) -> Any:
 def test_step_is_that_of_a_plain_loop_with_clipping() -> None:
     context = _context(clip_norm=0.5)
     calls: list[int] = []
-    context.commit_hooks.append(lambda: calls.append(1))
+    context.hooks.updated.append(lambda: calls.append(1))
     assert unguarded_step(context, _loss_fn(context), (DATA[0], DATA[1])).committed
     bare = plain_net()
     for inputs, targets in DATA[:2]:

@@ -125,6 +125,6 @@ def test_earlier_batch_is_evaluated_on_the_present_weights() -> None:
         with Guard(model, optimizer, config=quiet()) as guard:
             check = AnomalyCheck(guard._context, guard._rewinder, clips_itself=True)
             assert check.earlier_batch_now() is None
-            guard._context.anchor = (step_of(DATA[0], model=model), 0.25)
+            guard._context.memory.anchor = (step_of(DATA[0], model=model), 0.25)
             now = F.cross_entropy(model(DATA[0][0]), DATA[0][1]).item()
             assert check.earlier_batch_now() == (sign * now, 0.25)

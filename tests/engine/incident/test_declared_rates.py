@@ -182,6 +182,6 @@ def test_healthy_run_never_looks_into_its_schedule(monkeypatch: pytest.MonkeyPat
         raise AssertionError("a healthy step asked for the schedule's future")
 
     monkeypatch.setattr(module, "_future", looked)
-    monkeypatch.setattr(module, "_schedules_of", looked)
+    monkeypatch.setattr(module, "schedulers_of", looked)
     model, optimizer = _sgd()
     assert _notes(model, optimizer, "step", lr_scheduler.CosineAnnealingLR(optimizer, 30)) == []

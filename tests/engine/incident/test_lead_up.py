@@ -23,9 +23,9 @@ def run(bad: tuple[int, ...], steps: int) -> Guard:
 
 
 def test_snapshot_of_the_incident_stays_as_it_was_when_the_ring_has_dropped_it() -> None:
-    early = run((40,), 41)._context.lead_up
+    early = run((40,), 41)._context.memory.lead_up
     late_guard = run((40,), 100)
-    late = late_guard._context.lead_up
+    late = late_guard._context.memory.lead_up
     assert early is not None and early.snapshot is not None
     assert late is not None and late.snapshot is not None
     assert late.snapshot not in late_guard._rewinder.snapshots.ring.snapshots
@@ -35,11 +35,11 @@ def test_snapshot_of_the_incident_stays_as_it_was_when_the_ring_has_dropped_it()
 
 
 def test_bad_steps_shortly_before_are_remembered_and_older_ones_are_not() -> None:
-    lead_up = run((20, 38, 40), 41)._context.lead_up
+    lead_up = run((20, 38, 40), 41)._context.memory.lead_up
     assert lead_up is not None
     assert [one.index for one in lead_up.failed_before] == [38]
     assert 38 not in [one.index for one in lead_up.steps]
 
 
 def test_healthy_run_keeps_nothing_of_it() -> None:
-    assert run((), 12)._context.lead_up is None
+    assert run((), 12)._context.memory.lead_up is None

@@ -13,7 +13,7 @@ from stepguard.engine.incident.run_facts import (
     not_applied,
     rewinds,
     skipped_after_all,
-    with_left_out,
+    without_micro_batches,
 )
 from stepguard.records import Action, Decision, Incident, Verdict
 
@@ -56,7 +56,7 @@ def test_only_a_finite_anomaly_that_is_only_told_is_let_through(action: Action) 
 
 
 def test_what_was_really_left_out_is_said() -> None:
-    incident = with_left_out(_decided("leave_out"), "micro-batch 1 of 2")
+    incident = without_micro_batches(_decided("leave_out"), [0], 2)
     assert incident.decision is not None
     assert incident.decision.left_out == "micro-batch 1 of 2"
 

@@ -89,6 +89,7 @@ def test_worst_rank_speaks_for_all(
     members = tuple(range(len(troubles)))
     context: Any = SimpleNamespace(
         sharded=False,
+        memory=SimpleNamespace(own_reading=None),
         scaling=lambda: False,
         agreement=SimpleNamespace(in_step=together, from_rank=from_rank, deciding=members),
     )

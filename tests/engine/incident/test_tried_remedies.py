@@ -323,7 +323,7 @@ def test_no_time_left_is_said() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     guard = Guard(net, optimizer, config=GuardConfig(terminal="quiet"))
-    guard._context.effort = Never()
+    guard._context.memory.effort = Never()
     with guard:
         guard.step(lambda x: second_of_two_logs(net, x), batch())
     assert fix_of(guard.incidents[0]).tried == f"not tried: {trials.NO_TIME}"

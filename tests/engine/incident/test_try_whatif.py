@@ -200,7 +200,7 @@ def test_state_that_is_gone_from_memory_is_read_from_the_capsule(tmp_path: Path)
     )
     guard.close()
     in_memory = guard.whatif()
-    lead_up = guard._context.lead_up
+    lead_up = guard._context.memory.lead_up
     assert lead_up is not None and lead_up.snapshot is not None
     lead_up.snapshot.overwritten = True
     on_disk = guard.whatif()
@@ -243,7 +243,7 @@ def test_losses_are_those_of_the_run() -> None:
     )
     found = guard.whatif()
     guard.close()
-    lead_up = guard._context.lead_up
+    lead_up = guard._context.memory.lead_up
     assert lead_up is not None
     recorded = [one.loss for one in lead_up.steps][-found.window :]
     skipped = by_name(found)["skip"].losses

@@ -55,7 +55,7 @@ def test_checkpoints_of_another_run_and_of_later_steps_are_not_rewound_to(guard:
     guard._context.step = 2
     assert _archive(guard).steps() == []
     guard._context.step = 3
-    guard._context.run_id = "another"
+    guard._context.run.id = "another"
     assert _archive(guard).steps() == [] and _archive(guard).own_good() == []
 
 
@@ -70,7 +70,7 @@ def test_state_that_is_not_called_good_is_kept_but_not_rewound_to(guard: Guard) 
 def test_tensors_that_are_nonfinite_on_purpose_are_named_in_the_checkpoint(guard: Guard) -> None:
     with torch.no_grad():
         next(iter(guard._context.model.parameters()))[0, 0] = math.inf
-    guard._context.accepted.add("param:0.weight")
+    guard._context.meant.names.add("param:0.weight")
     assert _state(guard).facts["nonfinite_ok"] == ["model/0.weight"]
 
 

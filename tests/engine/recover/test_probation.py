@@ -71,7 +71,7 @@ def test_snapshot_with_a_nonfinite_tensor_is_not_sound(guard: Guard) -> None:
 def test_tensor_that_is_accepted_as_nonfinite_does_not_count(guard: Guard) -> None:
     with torch.no_grad():
         next(iter(guard._context.model.parameters()))[0, 0] = math.nan
-    guard._context.accepted.add("param:0.weight")
+    guard._context.meant.names.add("param:0.weight")
     assert guard._rewinder.probation.sound(_taken(guard))
     assert guard._rewinder.probation.meant_nonfinite({"model/0.weight", "model/10.weight"}) == {
         "model/0.weight"

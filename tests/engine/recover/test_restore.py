@@ -183,7 +183,7 @@ def test_resumed_guard_remembers_what_the_run_looked_like(tmp_path: Path) -> Non
         assert path is not None
         guard.restore(path)
         assert guard._context.history.losses == history.losses and guard.steps == 12
-        assert guard._context.resumed
+        assert guard._context.run.resumed
 
 
 # --- only what is good

@@ -113,4 +113,4 @@ def test_the_budget_of_the_settings_is_the_one_that_counts() -> None:
     with stepguard.watch(
         model, torch.optim.SGD(model.parameters(), lr=1e-3), config=config
     ) as guard:
-        assert guard._context.effort.steps == 2.5
+        assert guard._context.memory.effort.steps == 2.5

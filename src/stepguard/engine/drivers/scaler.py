@@ -80,8 +80,8 @@ def scaled(context: Context, loss: torch.Tensor) -> torch.Tensor:
     """The loss to call backward on, by the user's scaler or by the static scale."""
     if context.scaler is not None and context.scaling():
         return context.scaler.scale(loss)
-    if context.loss_scale != 1.0:
-        return loss * context.loss_scale
+    if context.scales.static != 1.0:
+        return loss * context.scales.static
     return loss
 
 
@@ -89,8 +89,8 @@ def unscale(context: Context) -> None:
     """Divide the scale out of the gradients."""
     if context.scaler is not None and context.scaling():
         context.scaler.unscale_(context.optimizer)
-    elif context.loss_scale != 1.0:
-        scale_gradients(context.parameters, 1.0 / context.loss_scale)
+    elif context.scales.static != 1.0:
+        scale_gradients(context.parameters, 1.0 / context.scales.static)
 
 
 # --- An update that could make NaN of finite gradients is copied before and checked after it.
@@ -117,7 +117,7 @@ class UpdateCheck:
             return
         context = self._context
         with self._protect.part("outliers"):
-            words = "" if context.outliers is None else context.outliers.words()
+            words = "" if context.memory.outliers is None else context.memory.outliers.words()
             if words:
                 context.outputs.note("outlier", words)
         if self.undo is not None:

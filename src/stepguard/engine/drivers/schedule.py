@@ -119,20 +119,25 @@ def one_schedule(given: Any) -> Any:
     return SeveralSchedules(given)
 
 
-def scheduler_of(optimizer: Optimizer) -> LRScheduler | None:
-    """The scheduler that drives this optimizer; the outermost where schedulers are chained."""
-    ours = [s for s in gc.get_objects() if _drives(s, optimizer)]
-    nested: set[int] = set()
-    for scheduler in ours:
-        # SequentialLR and ChainedScheduler keep the schedulers inside them under this name.
-        nested.update(map(id, getattr(scheduler, "_schedulers", ())))
-    outer = [s for s in ours if id(s) not in nested]
-    return outer[0] if len(outer) == 1 else None
-
-
-def _drives(item: Any, optimizer: Optimizer) -> bool:
+def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
+    """The schedulers of this process that drive the optimizer; of chained ones the outermost."""
+    # torch wraps `optimizer.step` for its schedulers; without that mark there are none to find
+    if not hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
+        return []
     # type() and not isinstance: proxies answer isinstance with side effects
-    return issubclass(type(item), LRScheduler) and getattr(item, "optimizer", None) is optimizer
+    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
+    ours = [one for one in found if vars(one).get("optimizer") is optimizer]
+    nested: set[int] = set()
+    for one in ours:
+        # SequentialLR and ChainedScheduler step the ones they hold
+        nested.update(map(id, members(one)[1:]))
+    return [one for one in ours if id(one) not in nested]
+
+
+def scheduler_of(optimizer: Optimizer) -> LRScheduler | None:
+    """The one scheduler that drives this optimizer, None where there are several."""
+    found = schedulers_of(optimizer)
+    return found[0] if len(found) == 1 else None
 
 
 def advance(scheduler: Any) -> list[str]:
@@ -260,7 +265,13 @@ def declared_rates(optimizer: Optimizer, scheduler: Any = None) -> tuple[float, 
     for member in members(scheduler):
         if member is not None:
             found += _bases_and_peaks(optimizer, member)
-            found.append(_linear_end(member))
+            # LinearLR and ConstantLR may end above their base
+            top = 0.0
+            for key in FACTOR_KEYS:
+                top = max(top, _number(getattr(member, key, None)) or 0.0)
+            found.append(
+                tuple(base * top for base in _per_group(getattr(member, "base_lrs", None)))
+            )
     found.append(_future(optimizer, scheduler))
     return _highest(found)
 
@@ -271,6 +282,9 @@ class DeclaredRates:
     def __init__(self, optimizer: Optimizer, scheduler: Any) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self.advances = True
+        """False where the loop makes its own steps, and advances its schedule itself."""
+        self.told_waiting = False
         found = [_stated(optimizer)]
         for member in _all_members(self._schedules()):
             found += _bases_and_peaks(optimizer, member)
@@ -281,7 +295,20 @@ class DeclaredRates:
     def known(self, rates: tuple[float, ...], step: int, *, suspicious: bool) -> tuple[float, ...]:
         """The highest declared rate of each group, read again where due; empty where it is not."""
         if suspicious:
-            return self._search(rates)
+            # A rate is far above everything known: has a schedule declared it all along?
+            if self._searches >= MOST_SEARCHES:
+                return self._known
+            self._searches += 1
+            schedules = self._schedules() or schedulers_of(self._optimizer)
+            if not schedules or self._overridden(schedules):
+                return self._known
+            found = [self._known]
+            for scheduler in schedules:
+                set_now = _per_group(getattr(scheduler, "_last_lr", None), len(rates))
+                if _equal(set_now, rates):
+                    found += [set_now, declared_rates(self._optimizer, scheduler)]
+            self._known = _highest(found)
+            return self._known
         if step < READ_FIRST or step % READ_EVERY == 0:
             self._known = _highest([self._known, _stated(self._optimizer)])
             return self._known
@@ -291,27 +318,11 @@ class DeclaredRates:
         """Name and position of the schedule of a watched loop, looked for among all objects; the
         name alone where it has moved on since the step had these rates.
         """
-        for scheduler in _schedules_of(self._optimizer):
+        for scheduler in schedulers_of(self._optimizer):
             if _equal(_per_group(getattr(scheduler, "_last_lr", None), len(rates)), rates):
                 return named_position(scheduler)
             return type(scheduler).__name__
         return ""
-
-    def _search(self, rates: tuple[float, ...]) -> tuple[float, ...]:
-        """A rate is far above everything known: has a schedule declared it all along?"""
-        if self._searches >= MOST_SEARCHES:
-            return self._known
-        self._searches += 1
-        schedules = self._schedules() or _schedules_of(self._optimizer)
-        if not schedules or self._overridden(schedules):
-            return self._known
-        found = [self._known]
-        for scheduler in schedules:
-            set_now = _per_group(getattr(scheduler, "_last_lr", None), len(rates))
-            if _equal(set_now, rates):
-                found += [set_now, declared_rates(self._optimizer, scheduler)]
-        self._known = _highest(found)
-        return self._known
 
     def _schedules(self) -> list[Any]:
         if self._scheduler is None:
@@ -364,14 +375,6 @@ def _bases_and_peaks(optimizer: Optimizer, scheduler: Any) -> list[tuple[float, 
     return [_per_group(getattr(scheduler, key, None), count) for key in SCHEDULE_KEYS]
 
 
-def _linear_end(scheduler: Any) -> tuple[float, ...]:
-    """LinearLR and ConstantLR may end above their base."""
-    top = 0.0
-    for key in FACTOR_KEYS:
-        top = max(top, _number(getattr(scheduler, key, None)) or 0.0)
-    return tuple(base * top for base in _per_group(getattr(scheduler, "base_lrs", None)))
-
-
 def _future(optimizer: Optimizer, scheduler: Any) -> tuple[float, ...]:
     """The highest rates of the next steps, computed on a copy with a stand-in for the optimizer."""
     if scheduler is None or wants_a_value(scheduler):
@@ -383,7 +386,9 @@ def _future(optimizer: Optimizer, scheduler: Any) -> tuple[float, ...]:
         ahead = copy.deepcopy(scheduler, {id(optimizer): stand_in})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for _ in range(_length(scheduler)):
+            lengths = [_number(getattr(scheduler, key, None)) for key in LENGTH_KEYS]
+            known = [length for length in lengths if length is not None]
+            for _ in range(min(FORESEEN, int(max(known, default=FORESEEN)))):
                 ahead.step()
                 rates = tuple(_number(group.get("lr")) or 0.0 for group in stand_in.param_groups)
                 highest = _highest([highest, rates])
@@ -405,27 +410,6 @@ def _stand_in(optimizer: Optimizer) -> SimpleNamespace:
         defaults=dict(optimizer.defaults),
         _opt_called=True,
     )
-
-
-def _length(scheduler: Any) -> int:
-    lengths = [_number(getattr(scheduler, key, None)) for key in LENGTH_KEYS]
-    known = [length for length in lengths if length is not None]
-    return min(FORESEEN, int(max(known, default=FORESEEN)))
-
-
-def _schedules_of(optimizer: Optimizer) -> list[Any]:
-    """Find the schedulers of a watched loop, which the guard was not given."""
-    # torch wraps `optimizer.step` for its schedulers; without that mark there are none to find
-    if not hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
-        return []
-    # not isinstance: that would run `__class__` of any lazy object in the process
-    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
-    ours = [one for one in found if vars(one).get("optimizer") is optimizer]
-    nested: set[int] = set()
-    for one in ours:
-        # SequentialLR and ChainedScheduler step the ones they hold
-        nested.update(map(id, members(one)[1:]))
-    return [one for one in ours if id(one) not in nested]
 
 
 def _nothing() -> None:

@@ -37,14 +37,13 @@ from stepguard.engine.incident.run_facts import (
     let_through,
     rewinds,
     skipped_after_all,
-    with_left_out,
+    without_micro_batches,
 )
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import MicroLoss, Pending, micro_loss, own_norm
 from stepguard.engine.recover.rewind import (
     Rewinder,
     good_micro_batches,
-    micro_batch_words,
     run_again,
     without_samples,
 )
@@ -71,7 +70,7 @@ def read_later(context: Context) -> bool:
     if not takes_found_inf(context.optimizer) or voting_manager(context.outer) is not None:
         return False
     # where a scaler has set its own flag, the kernel decides in any case
-    return context.outliers is None or found_inf(context.optimizer) is not None
+    return context.memory.outliers is None or found_inf(context.optimizer) is not None
 
 
 def leaves_unscaling(context: Context) -> bool:
@@ -145,7 +144,7 @@ class FusedUpdate:
             gone = self._gradients is not None and self._gradients.gone()
             self.step.grads_gone |= gone
             reading = transaction.read(self.pending, grads_gone=gone)
-            self.step.scale = reading.scale or transaction.context.loss_scale
+            self.step.scale = reading.scale or transaction.context.scales.static
             self._reading = reading
             return reading
         return None
@@ -178,7 +177,7 @@ class FusedUpdate:
             context.optimizer.state.pop(parameter, None)
         if not calibrating:
             self.step.buffers.restore()
-            context.attached.restore()
+            context.memory.attached.restore()
             restore_scaler(context, self._scaler)
 
 
@@ -209,11 +208,11 @@ class StepEnd:
         self._context = context
         self._protect = protect
         self._rewinder = rewinder
-        self.looks = context.probe
+        self.looks = context.hooks.probe
 
     def committed(self, step: Step, reading: Reading | None) -> None:
         """The update went through. `reading` is None where a disarmed guard did not read it."""
-        for hook in self._context.commit_hooks:
+        for hook in self._context.hooks.updated:
             hook()
         # an infinity that the loss shows is not one that the model has absorbed
         self.looks.finish(committed=reading is None or not reading.loss_overflow)
@@ -222,7 +221,7 @@ class StepEnd:
         with self._protect.region:
             add_to_history(self._context, step, reading)
         with self._protect.part("comparison of the ranks"):
-            for tell in self._context.step_hooks:
+            for tell in self._context.hooks.committed:
                 tell(step)
         self.looks.committed(reading)
         with self._protect.part("journal"):
@@ -249,14 +248,14 @@ class StepEnd:
 def add_to_history(context: Context, step: Step, reading: Reading) -> None:
     """Learn from a healthy step what this run looks like."""
     context.history.add(reading)
-    context.overflows_in_a_row = 0
+    context.scales.overflows_in_a_row = 0
     if reading.scale is not None:
-        context.worked_scale = max(reading.scale, context.worked_scale or 0.0)
+        context.scales.worked = max(reading.scale, context.scales.worked or 0.0)
     context.budget = context.budget.committed()
-    if context.outliers is not None:
-        context.outliers.committed()
+    if context.memory.outliers is not None:
+        context.memory.outliers.committed()
     done = context.history.committed
-    if done < ANCHOR_EVERY or done % ANCHOR_EVERY == 1 or context.anchor is None:
+    if done < ANCHOR_EVERY or done % ANCHOR_EVERY == 1 or context.memory.anchor is None:
         keep_anchor(context, step, reading)
 
 
@@ -264,13 +263,13 @@ def keep_anchor(context: Context, step: Step, reading: Reading) -> None:
     """Remember this step as healthy, so that its batch can be tried on later weights."""
     loss = reading.judged_loss
     if step.replayable and loss is not None and math.isfinite(loss):
-        context.anchor = (step, loss)
+        context.memory.anchor = (step, loss)
 
 
 def write_step(context: Context, reading: Reading, *, committed: bool) -> None:
     """Write the one line of this step."""
     if reading.overflow:
-        context.overflows_in_a_row += 1
+        context.scales.overflows_in_a_row += 1
     context.outputs.step(reading, committed=committed)
 
 
@@ -303,7 +302,7 @@ def unguarded_update(context: Context) -> StepResult:
     context.step += 1
     if committed:
         context.advance_schedule()
-        for hook in context.commit_hooks:
+        for hook in context.hooks.updated:
             hook()
     return StepResult().resolve(None, committed=committed)
 
@@ -312,8 +311,8 @@ def _norm_of_ranks(context: Context) -> GradientNorm | None:
     """Measure sharded gradients that are to be clipped, unless that was done before the fault."""
     if not context.sharded or context.config.clip_norm is None:
         return None
-    if context.norm_of_ranks is not None and context.norm_of_ranks[0] == context.step:
-        return context.norm_of_ranks[1]
+    if context.memory.norm_of_ranks is not None and context.memory.norm_of_ranks[0] == context.step:
+        return context.memory.norm_of_ranks[1]
     return own_norm(context)
 
 
@@ -365,7 +364,22 @@ class StepDriver:
         with kernel_unscales(self.context):
             pending = self._issue(losses)
             if pending is not None and read_later(self.context):
-                return self._update_fused(step, pending)
+                # the kernel takes the verdict from the device; the host reads it one step later
+                context = self.context
+                several = context.agreement.size > 1
+                result = StepResult(settle=self._show_numbers if several else self.settle)
+                fused = FusedUpdate(context, step, pending, result)
+                if context.config.clip_norm is not None and pending.norm is not None:
+                    clip(context.parameters, context.config.clip_norm, pending.norm)
+                self.looks.before_update()
+                fused.update(context)
+                if self.protect.armed:
+                    with self.protect.region:
+                        fused.issued(context)
+                self._fused = fused
+                self.after_update()
+                context.step += 1
+                return result
         if pending is None:
             return unguarded_update(self.context)
         return self._update(step, pending)
@@ -513,7 +527,11 @@ class StepDriver:
         self.looks.before_update()
         updated = update(context)
         if not updated:
-            return self._end_without_update(step, reading)
+            # A wrapper around the optimizer has refused a step that is good here
+            self.context.put_back()
+            hold_scaler(self.context)
+            self._end(step, reading, committed=False)
+            return StepResult().resolve(reading, committed=False)
         undone = check.undone(reading)
         if undone is not None:
             reading, verdict = self.transaction.assess(step, undone)
@@ -522,13 +540,6 @@ class StepDriver:
         self._end(step, reading, committed=True, incident=incident)
         incident = self.transaction.conclude(incident)
         return (result or StepResult()).resolve(reading, committed=True, incident=incident)
-
-    def _end_without_update(self, step: Step, reading: Reading) -> StepResult:
-        """A wrapper around the optimizer has refused a step that is good here."""
-        self.context.put_back()
-        hold_scaler(self.context)
-        self._end(step, reading, committed=False)
-        return StepResult().resolve(reading, committed=False)
 
     def _clip(self, pending: Pending, reading: Reading) -> None:
         context = self.context
@@ -589,7 +600,7 @@ class StepDriver:
         if not good or len(good) == count:
             return None
         bad = [index for index in range(count) if index not in good]
-        told = with_left_out(incident, micro_batch_words(bad, count))
+        told = without_micro_batches(incident, bad, count)
         return self._commit_only(step, good, told, result)
 
     def _commit_only(
@@ -612,24 +623,6 @@ class StepDriver:
         return self._commit(step, pending, reading, incident, result)
 
     # --- fused optimizers -----------------------------------------------------------------------
-
-    def _update_fused(self, step: Step, pending: Pending) -> StepResult:
-        """The kernel takes the verdict from the device; the host reads it one step later."""
-        context = self.context
-        several = context.agreement.size > 1
-        result = StepResult(settle=self._show_numbers if several else self.settle)
-        fused = FusedUpdate(context, step, pending, result)
-        if context.config.clip_norm is not None and pending.norm is not None:
-            clip(context.parameters, context.config.clip_norm, pending.norm)
-        self.looks.before_update()
-        fused.update(context)
-        if self.protect.armed:
-            with self.protect.region:
-                fused.issued(context)
-        self._fused = fused
-        self.after_update()
-        context.step += 1
-        return result
 
     def _show_numbers(self) -> None:
         """Fill in the result of a fused step. The other ranks may not be asking for theirs, so
@@ -703,7 +696,25 @@ class ClosureDriver(StepDriver):
         context = self.context
         step = self.begin(loss_fn, micro_batches)
         if step is None:
-            return self._unguarded_closure(loss_fn, micro_batches)
+            # the step of a disarmed guard
+            optimizer = self.context.optimizer
+
+            def closure() -> float:
+                optimizer.zero_grad(set_to_none=True)
+                total = 0.0
+                for batch in micro_batches:
+                    loss = loss_fn(batch)
+                    assert isinstance(loss, Tensor)
+                    torch.autograd.backward(loss)
+                    total += float(loss)
+                return total
+
+            if evaluates_again(optimizer):
+                closure()
+            optimizer.step(closure)
+            self.after_update()
+            self.context.step += 1
+            return StepResult().resolve(None, committed=True)
         step.began = capture_rng()
         evaluations = Evaluations(self, step)
         undo: UndoCopy | None = None
@@ -748,27 +759,6 @@ class ClosureDriver(StepDriver):
         if second is not None:
             return second
         return StepResult().resolve(reading, committed=False, incident=incident)
-
-    def _unguarded_closure(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
-        """The step of a disarmed guard."""
-        optimizer = self.context.optimizer
-
-        def closure() -> float:
-            optimizer.zero_grad(set_to_none=True)
-            total = 0.0
-            for batch in micro_batches:
-                loss = loss_fn(batch)
-                assert isinstance(loss, Tensor)
-                torch.autograd.backward(loss)
-                total += float(loss)
-            return total
-
-        if evaluates_again(optimizer):
-            closure()
-        optimizer.step(closure)
-        self.after_update()
-        self.context.step += 1
-        return StepResult().resolve(None, committed=True)
 
 
 class Evaluations:

@@ -118,7 +118,7 @@ class WatchedStep:
 
     def _model_called(self, arguments: dict[str, Any]) -> None:
         self.boundary.root_called()
-        self.context.habits.calls += 1
+        self.context.memory.habits.calls += 1
         self.tracing.model_called(arguments)
         self.looks.saw_batch(arguments)
 
@@ -327,7 +327,7 @@ class FusedWatchedStep(WatchedStep):
                 fused.issued(self.context)
         try:
             self.dropped = False
-            changed = self.context.buffers.changing() or bool(self.context.attached)
+            changed = self.context.buffers.changing() or bool(self.context.memory.attached)
             if not self._remembered or changed:
                 # changed buffers cannot wait: the next forward needs them put back
                 self.dropped = self.settle(inside=True)
@@ -430,7 +430,10 @@ class JudgedStep(FusedWatchedStep):
             with self.protect.region:
                 pending = self._issue_with(sharing)
         if pending is None:
-            self._check_disarmed()
+            # ranks that are still armed may refuse the step; a scaler refuses by itself
+            refused = self.context.agreement.stay(self.context.step, self.context.parameters)
+            if refused and not self.context.scaling():
+                self._refuse()
             return
         self.wiring.update(pending.norm)
         if late:
@@ -456,12 +459,6 @@ class JudgedStep(FusedWatchedStep):
         pending = self.reader.issue(self.observed.losses, self.observed.norm(), others)
         self.shared.norm = pending.norm.total if pending.norm is not None else None
         return pending
-
-    def _check_disarmed(self) -> None:
-        """Ranks that are still armed may refuse the step; a scaler refuses by itself."""
-        refused = self.context.agreement.stay(self.context.step, self.context.parameters)
-        if refused and not self.context.scaling():
-            self._refuse()
 
     def _read(self, pending: Pending) -> Reading | None:
         if self.protect.armed:
@@ -737,7 +734,19 @@ class WatchDriver(JudgedStep):
         if not ours or new_scale is not None:
             update(new_scale)
         elif self.observed.losses:
-            self._scaler_skipped(update)
+            # the scaler skipped by itself: the optimizer's hooks were never called
+            reading = self._judge_unreached()
+            if not self.vetoing:
+                update(None)
+                self._close_books(self._step(reading), reading, committed=False)
+                self._end_step()
+                self.rollback.scaler_skipped()
+                return
+            try:
+                self._vetoed()
+            finally:
+                update(present_scale(self.context))
+                self.rollback.scaler = False
         else:
             update(present_scale(self.context) if self.rollback.scaler else None)
             self.rollback.scaler = False
@@ -790,7 +799,17 @@ class WatchDriver(JudgedStep):
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Check the gradients; returns other arguments for `step` where it has a closure."""
-        self._before_update()
+        # close the last step, and take the snapshot that no call of the model has prompted
+        if self._veto.hidden:
+            # an exception of the optimizer ended that step: nothing has been put back yet
+            self._vetoed()
+        self._begin()
+        if inside_backward():
+            self.rewinder.snapshots.turn_off(IN_BACKWARD)
+        if self.protect.armed and self.rewinder.snapshots.due():
+            # the root module was not called, only its methods or its children
+            with self.protect.part("snapshots and checkpoints"):
+                self.rewinder.snapshots.before_update()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             # gradients from before a rewind belong to weights that are gone
@@ -805,19 +824,6 @@ class WatchDriver(JudgedStep):
         rest = dict(kwargs)
         rest.pop("closure", None)
         return (args[0], checked, *args[2:]), rest
-
-    def _before_update(self) -> None:
-        """Close the last step, and take the snapshot that no call of the model has prompted."""
-        if self._veto.hidden:
-            # an exception of the optimizer ended that step: nothing has been put back yet
-            self._vetoed()
-        self._begin()
-        if inside_backward():
-            self.rewinder.snapshots.turn_off(IN_BACKWARD)
-        if self.protect.armed and self.rewinder.snapshots.due():
-            # the root module was not called, only its methods or its children
-            with self.protect.part("snapshots and checkpoints"):
-                self.rewinder.snapshots.before_update()
 
     def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure, with a check of what each evaluation leaves."""
@@ -849,21 +855,6 @@ class WatchDriver(JudgedStep):
             self._vetoed()
         else:
             self._committed()
-
-    def _scaler_skipped(self, update: Update) -> None:
-        """The scaler skipped by itself: the optimizer's hooks were never called."""
-        reading = self._judge_unreached()
-        if not self.vetoing:
-            update(None)
-            self._close_books(self._step(reading), reading, committed=False)
-            self._end_step()
-            self.rollback.scaler_skipped()
-            return
-        try:
-            self._vetoed()
-        finally:
-            update(present_scale(self.context))
-            self.rollback.scaler = False
 
     def finish(self) -> None:
         """The loop is over: take back what it did after a vetoed last update."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepguard.detect import judge
-from stepguard.detect.judge import LASTING, Signs, blame_weights, worth_measuring
+from stepguard.detect.judge import LASTING, blame_weights, worth_measuring
 from stepguard.engine.context import Context
 from stepguard.engine.incident.run_facts import update_ratio
 from stepguard.engine.incident.sample_identity import delivered_beside, name_samples
@@ -90,8 +90,8 @@ class AnomalyCheck:
             if found is not None and self._usual(found):
                 return None
             if found is not None:
-                return name_samples(found, step, context.recent, context.config.id_key)
-            for delivered, micro in delivered_beside(step, context.recent):
+                return name_samples(found, step, context.data.recent, context.config.id_key)
+            for delivered, micro in delivered_beside(step, context.data.recent):
                 # what the loader delivered holds the targets, which a call of the model does not
                 tensors = delivered.tensors
                 found = outlying_rows(step.index, [tensors])
@@ -112,9 +112,9 @@ class AnomalyCheck:
 
     def _usual(self, found: Origin) -> bool:
         """Does a healthy batch have such rows as well? Then they explain nothing."""
-        if self._context.anchor is None:
+        if self._context.memory.anchor is None:
             return False
-        healthy = outlying_rows(0, self._context.anchor[0].micro_batches)
+        healthy = outlying_rows(0, self._context.memory.anchor[0].micro_batches)
         return healthy is not None and ALIKE * _largest_row(healthy) >= _largest_row(found)
 
     def _with_rows(self, verdict: Verdict, outlying: Origin | None) -> Verdict:
@@ -164,44 +164,29 @@ class AnomalyCheck:
         return min(norms[-1], self._context.config.clip_norm or math.inf)
 
     def _prove(self, step: Step, reading: Reading, verdict: Verdict) -> tuple[Reading, Verdict]:
+        """Run the user's code again to compare losses, where the loss itself asks for it."""
         context = self._context
-        signs = self._signs(step, reading, verdict)
-        proven = blame_weights(verdict, reading, context.history, signs)
-        reading = replace(reading, repeat_loss=signs.earlier_now, repeat_before=signs.earlier_then)
+        history = context.history
+        loss = reading.judged_loss
+        asks = verdict.bad
+        if loss is not None and history.best is not None and self._in_a_row >= LASTING:
+            asks = asks or loss > history.progress.lost_limit
+        compared = None
+        moved = None
+        if asks and context.agreement.size == 1:
+            if step.replayable:
+                compared = compare_with_best(context, self._rewinder.snapshots, step)
+            if compared is None:
+                moved = reading.weights_moved
+            else:
+                reading = replace(reading, repeat_loss=compared.now, repeat_before=compared.then)
+        proven = blame_weights(verdict, reading, history, self._in_a_row, compared, moved)
         self.proven = proven.bad
         if proven.bad or not verdict.bad or self._told_lately(reading.step):
             return reading, proven
         # a runaway loss is told, whatever could be proven
         self._told_at = reading.step
         return reading, verdict
-
-    def _signs(self, step: Step, reading: Reading, verdict: Verdict) -> Signs:
-        """Run the user's code again to compare losses, where the loss itself asks for it."""
-        signs = Signs(lasting=self._in_a_row)
-        asks = verdict.bad or self._lost_for_long(reading)
-        if not asks or self._context.agreement.size > 1:
-            return signs
-        found = None
-        if step.replayable:
-            found = compare_with_best(self._context, self._rewinder.snapshots, step)
-        if found is None:
-            return replace(signs, moved=reading.weights_moved)
-        return replace(
-            signs,
-            earlier_then=found.then,
-            earlier_now=found.now,
-            own_then=found.then,
-            own_now=found.again,
-            older_step=found.step,
-            older_loss=found.this_then,
-        )
-
-    def _lost_for_long(self, reading: Reading) -> bool:
-        loss = reading.judged_loss
-        history = self._context.history
-        if loss is None or history.best is None or self._in_a_row < LASTING:
-            return False
-        return loss > history.progress.lost_limit
 
     def earlier_batch_now(self) -> tuple[float, float] | None:
         """Loss of an earlier healthy batch now and when it was new; the worst over the ranks."""
@@ -210,7 +195,7 @@ class AnomalyCheck:
         return max(known, key=_rise, default=None)
 
     def _run_anchor(self) -> dict[str, Any]:
-        anchor = self._context.anchor
+        anchor = self._context.memory.anchor
         if anchor is None:
             return {"again": None}
         step, then = anchor

@@ -46,10 +46,10 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
     if reading.state_born:
         # found after the update, which has been undone since
         return reading
-    if context.missed:
+    if context.memory.missed:
         # it was told by gradients: they are not bad of themselves
         fine = replace(reading, grads_finite=True, grad_norm=None, bad_state=())
-        return replace(fine, missed=context.missed)
+        return replace(fine, missed=context.memory.missed)
     if _only_rate(context, reading):
         reading = replace(reading, grads_finite=True, grad_norm=None)
     if _only_gradients(context, reading) and overflows_by_scale(context, step, reading):
@@ -79,11 +79,11 @@ def _only_loss_overflows(context: Context, step: Step, reading: Reading) -> bool
         return False
     if not step.replayable:
         return step.summed_in_half
-    context.loss_overflows += 1
+    context.scales.loss_overflows += 1
     # the user's loss function is not run again for each of a long series
-    power_of_two = context.loss_overflows & (context.loss_overflows - 1) == 0
+    power_of_two = context.scales.loss_overflows & (context.scales.loss_overflows - 1) == 0
     if power_of_two and not overflowed_in_replay(step, reading.bad_micro_batches):
-        context.loss_overflows = 0
+        context.scales.loss_overflows = 0
         return False
     return True
 
@@ -143,7 +143,7 @@ def born_in_update(context: Context) -> list[str]:
     stored = (*context.parameters, *state_tensors(context.optimizer))
     checked: list[Tensor] = []
     for tensor in stored:
-        if id(tensor) not in context.ignored:
+        if id(tensor) not in context.meant.ignored:
             values = dense_real(tensor).detach()
             if values.is_floating_point():
                 checked.append(values)
@@ -185,10 +185,10 @@ def accept(context: Context, names: Iterable[str]) -> None:
     """Ignore state that was bad from the start: the policy lets it pass."""
     bad = set(names)
     slots = bad_slots(context.roots, context.optimizer)
-    context.accepted.update(name for name in bad if not name.startswith("opt:"))
-    context.accepted.update(slot for slot in slots if _label(slot) in bad)
+    context.meant.names.update(name for name in bad if not name.startswith("opt:"))
+    context.meant.names.update(slot for slot in slots if _label(slot) in bad)
     copies = extra_tensors(context.extra).items()
-    context.accepted.update(name for name, tensor in copies if not is_finite(tensor))
+    context.meant.names.update(name for name, tensor in copies if not is_finite(tensor))
     stored = [
         *context.parameters,
         *norm_statistics(context.roots),
@@ -203,7 +203,7 @@ def ignore_sentinels(context: Context) -> None:
 
 
 def _ignore_nonfinite(context: Context, tensors: Iterable[Tensor]) -> None:
-    context.ignored.update(id(tensor) for tensor in tensors if not is_finite(tensor))
+    context.meant.ignored.update(id(tensor) for tensor in tensors if not is_finite(tensor))
 
 
 def overflows_by_scale(context: Context, step: Step, reading: Reading) -> bool:
@@ -212,7 +212,15 @@ def overflows_by_scale(context: Context, step: Step, reading: Reading) -> bool:
     if context.scaling() and _usual_for_a_scaler(context, scale, reading.grad_norm):
         return True
     with kept_loss_function_state(step):
-        return _finite_at_a_lower_scale(context, step, scale)
+        if not context.scaling():
+            return step.scale != 1.0 and step.replayable and rerun(step, scale=1.0).grads_finite
+        if step.model_only:
+            # the loss's own backward cannot be run again: infinities out of it are the scale's
+            return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
+        if not step.replayable:
+            # cannot be run again: a scaler that still falls is presumed to be calibrating
+            return True
+        return rerun(step, scale=min(1.0, step.scale * FAR_BELOW)).grads_finite
 
 
 def _usual_for_a_scaler(context: Context, scale: float, norm: float | None) -> bool:
@@ -221,23 +229,11 @@ def _usual_for_a_scaler(context: Context, scale: float, norm: float | None) -> b
     An overflow leaves infinities, so the norm is infinite. A NaN may have been born as one, so the
     step is run again, and so it is with a scale that keeps falling.
     """
-    if context.overflows_in_a_row >= LOOK_CLOSER_AFTER:
+    if context.scales.overflows_in_a_row >= LOOK_CLOSER_AFTER:
         return False
-    worked = context.worked_scale
+    worked = context.scales.worked
     higher_than_ever = worked is not None and scale > worked
     return higher_than_ever or (norm is not None and math.isinf(norm))
-
-
-def _finite_at_a_lower_scale(context: Context, step: Step, scale: float) -> bool:
-    if not context.scaling():
-        return step.scale != 1.0 and step.replayable and rerun(step, scale=1.0).grads_finite
-    if step.model_only:
-        # the loss's own backward cannot be run again: infinities out of it are the scale's
-        return model_finite(step, scale=scale) or not gradients_came_back_finite(step)
-    if not step.replayable:
-        # cannot be run again: a scaler that still falls is presumed to be calibrating
-        return True
-    return rerun(step, scale=min(1.0, step.scale * FAR_BELOW)).grads_finite
 
 
 def working_scale(step: Step) -> float:
@@ -388,7 +384,7 @@ class FoundAlone:
             self.now = not agreement.all_here(WHAT, WAIT)
         elif agreement.follows_first_rank:
             came = agreement.all_here(WHAT, WAIT_GRADIENT)
-            if not came and self._context.missed:
+            if not came and self._context.memory.missed:
                 # they were told with the gradients; to wait for them again would hold up the run
                 others = [str(r) for r in agreement.members if r != agreement.world_rank]
                 raise RankAbsent(
@@ -401,7 +397,7 @@ class FoundAlone:
     def left_behind(self, incident: Incident) -> Incident:
         """This rank alone does without the update; the others hear of it with the next step."""
         context = self._context
-        context.missed = (
+        context.memory.missed = (
             f"rank {context.agreement.world_rank} has refused the update of step {incident.step} "
             f"alone: {incident.verdict.summary}"
         )
@@ -423,7 +419,7 @@ UNNAMED = "param:unnamed"
 
 def presumed_reading(context: Context, reading: Reading) -> Reading:
     """The reading without a closer look. A bad buffer may be meant, so it proves nothing."""
-    if context.scaling() and not reading.grads_finite and _presumed_verdict_losses_finite(reading):
+    if context.scaling() and not reading.grads_finite and _losses_finite(reading):
         return replace(reading, bad_state=(), overflow=True)
     stored = (UNNAMED,) if "state" in reading.bad_state else ()
     return replace(reading, bad_state=stored, overflow=False)
@@ -440,7 +436,7 @@ def presumed_verdict(context: Context, reading: Reading) -> Verdict:
             severity="note",
             summary="gradients overflow at the present scale",
         )
-    if not _presumed_verdict_losses_finite(seen):
+    if not _losses_finite(seen):
         return _bad("nonfinite_loss", f"loss is {seen.loss}")
     if not seen.grads_finite:
         return _bad("nonfinite_gradient", "gradient is non-finite")
@@ -458,8 +454,3 @@ def presumed_verdict(context: Context, reading: Reading) -> Verdict:
 
 def _bad(kind: VerdictKind, summary: str) -> Verdict:
     return Verdict(kind=kind, severity="incident", summary=summary)
-
-
-def _presumed_verdict_losses_finite(reading: Reading) -> bool:
-    losses = (reading.loss, *reading.micro_losses)
-    return all(loss is None or math.isfinite(loss) for loss in losses)

@@ -89,7 +89,9 @@ class Exceptions:
         with self._protect.part("place of an exception"):
             origin = self._placed(origin, step, error, attempt)
         decision = self._decide(step, error, may_skip=may_skip)
-        _complete(step)
+        if step.replayable:
+            while len(step.rng) < len(step.micro_batches):
+                step.rng.append(capture_rng())
         if not repeatable(error):
             # no memory to write a capsule with
             step = replace(step, loss_fn=None)
@@ -172,7 +174,7 @@ def tell_end(
 ) -> None:
     """Write the last line of an attempt: how far it came, and by what it ended."""
     fields: dict[str, Any] = {
-        "attempt": context.attempt,
+        "attempt": context.run.attempt,
         "steps": context.step,
         "incidents": len(context.incidents),
         "armed": armed,
@@ -210,10 +212,3 @@ def _why_not_skipped(error: Exception, context: Context) -> str:
     if context.agreement.size > 1:
         return "ranks have to go on together"
     return ""
-
-
-def _complete(step: Step) -> None:
-    """Give micro-batches that never ran the present random numbers, for a replay to start from."""
-    if step.replayable:
-        while len(step.rng) < len(step.micro_batches):
-            step.rng.append(capture_rng())

@@ -119,19 +119,18 @@ class Outliers:
         for parameter, norm in self._present:
             if not (math.isfinite(norm) and norm > 0.0):
                 continue
-            self._remember(id(parameter), math.log(norm))
+            key = id(parameter)
+            value = math.log(norm)
+            row = self._rows.setdefault(key, deque(maxlen=WINDOW))
+            largest = self._largest.get(key, -math.inf)
+            # only where the largest falls out of the window does the whole row have to be read
+            drops_largest = len(row) == WINDOW and row[0] >= largest
+            row.append(value)
+            self._largest[key] = max(row) if drops_largest else max(largest, value)
         if self._found:
             self.committed_one = max(self._found.values(), key=lambda o: o.norm / o.usual)
         self._present = []
         self._found = {}
-
-    def _remember(self, key: int, value: float) -> None:
-        row = self._rows.setdefault(key, deque(maxlen=WINDOW))
-        largest = self._largest.get(key, -math.inf)
-        # only where the largest falls out of the window does the whole row have to be read
-        drops_largest = len(row) == WINDOW and row[0] >= largest
-        row.append(value)
-        self._largest[key] = max(row) if drops_largest else max(largest, value)
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:

@@ -51,7 +51,16 @@ def write_down(context: Context, incident: Incident, step: Step) -> Incident:
     incident = _with_capsule(context, incident, step)
     context.incidents.append(incident)
     if context.outputs.journal is not None and _keeps_folder(context, incident):
-        _write_folder(context, incident)
+        folder = _folder(context, incident)
+        try:
+            write_file(folder / "incident.json", dumps(to_plain(incident)).encode())
+            _write_gradients(context, folder)
+        except Exception as fault:
+            # a full disk must not cost the veto, nor what else is told of the incident
+            why = f"{type(fault).__name__}: {fault}"
+            context.outputs.note(
+                "output", f"the folder of incident {incident.id} could not be written: {why}"
+            )
     note_lost(context, step, incident)
     context.outputs.incident(incident)
     return incident
@@ -68,26 +77,13 @@ def _keeps_folder(context: Context, incident: Incident) -> bool:
     return context.agreement.world_rank in keep
 
 
-def _write_folder(context: Context, incident: Incident) -> None:
-    folder = _folder(context, incident)
-    try:
-        write_file(folder / "incident.json", dumps(to_plain(incident)).encode())
-        _write_gradients(context, folder)
-    except Exception as fault:
-        # a full disk must not cost the veto, nor what else is told of the incident
-        why = f"{type(fault).__name__}: {fault}"
-        context.outputs.note(
-            "output", f"the folder of incident {incident.id} could not be written: {why}"
-        )
-
-
 def _write_gradients(context: Context, folder: Path) -> None:
     """Write the gradient norms of each module in the steps before, as far as they are known."""
     if len(context.incidents) > MOST_CAPSULES:
         return
     named = parameter_names(context.roots, context.optimizer)
     names = {id(parameter): name for parameter, name in named}
-    table = context.gradient_norms.table([names[id(one)] for one in context.parameters])
+    table = context.memory.gradient_norms.table([names[id(one)] for one in context.parameters])
     if table is not None:
         write_file(folder / GRADIENTS, dumps(table).encode())
 
@@ -134,7 +130,7 @@ def _wants_capsule(context: Context, incident: Incident, step: Step) -> bool:
 
 def _keep_window(context: Context, incident: Incident, capsule: Path) -> None:
     """Put the steps that led to the bad one beside it, as far as they are known and fit."""
-    lead_up = context.lead_up
+    lead_up = context.memory.lead_up
     if lead_up is None or lead_up.incident != incident.id or lead_up.snapshot is None:
         return
     if context.config.capsule != "full" or len(context.incidents) >= MOST_WINDOWS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,21 +24,19 @@ from stepguard.sentinel.rank_agreement import ASKED
 from stepguard.state.batch import Step
 from stepguard.state.loader import Place
 
-_MICRO_BATCHES = re.compile(r"micro-batch(?:es)? ([\d, ]+) of")
-
 
 def note_lost(context: Context, step: Step, incident: Incident) -> None:
     """Write what was lost to the ledger. Never raises: a fault costs the line, and is said once."""
     if context.config.run_dir is None or borrowing() or not _loses_samples(incident):
         return
-    if context.ledger is None:
-        context.ledger = Ledger(Path(context.config.run_dir), context.agreement.rank)
+    if context.data.ledger is None:
+        context.data.ledger = Ledger(Path(context.config.run_dir), context.agreement.rank)
     try:
         for entry in _entries(context, step, incident):
-            context.ledger.append(entry)
+            context.data.ledger.append(entry)
     except Exception as fault:
-        if not context.ledger.failed:
-            context.ledger.failed = True
+        if not context.data.ledger.failed:
+            context.data.ledger.failed = True
             summary = (
                 f"the ledger of bad samples misses step {incident.step}: "
                 f"{type(fault).__name__}: {fault}"
@@ -55,9 +52,11 @@ def with_sample_names(
     def found(step: Step, reading: Reading) -> Origin:
         origin = find(step, reading)
         try:
-            origin = name_samples(origin, step, context.recent, context.config.id_key)
+            origin = name_samples(origin, step, context.data.recent, context.config.id_key)
             if context.config.capsule == "full" and origin.samples:
-                text = text_of(step, origin.samples[0], origin.micro_batch or 0, context.tokenizer)
+                text = text_of(
+                    step, origin.samples[0], origin.micro_batch or 0, context.data.tokenizer
+                )
                 origin = replace(origin, excerpt=text)
             return origin
         except Exception:
@@ -77,7 +76,7 @@ def known_bad(run_dir: Path, rank: int = 0) -> list[BadSamples]:
 
 def skip_lost_batches(context: Context) -> None:
     """After a restore: do not deliver again the batches that were lost because of their data."""
-    feed = context.feed
+    feed = context.data.feed
     entries = _agreed(context, _lost_batches(context))
     if feed is None or not entries:
         return
@@ -97,10 +96,10 @@ def _lost_batches(context: Context) -> list[BadSamples]:
     """Entries of this run and rank whose batch is known and would fail again."""
     run_dir = context.config.run_dir
     rank = context.agreement.rank
-    if context.feed is None or run_dir is None:
+    if context.data.feed is None or run_dir is None:
         return []
     # every process has drawn a run id of its own: that of rank 0 is in the checkpoint
-    run_id = context.run_id if rank == 0 else None
+    run_id = context.run.id if rank == 0 else None
     return [entry for entry in known_bad(Path(run_dir), rank) if _is_skipped(entry, run_id)]
 
 
@@ -114,7 +113,7 @@ def _agreed(context: Context, entries: list[BadSamples]) -> list[BadSamples]:
     """What every rank has on record, in the present pass: all must deliver as many batches."""
     if context.agreement.size == 1:
         return entries
-    present = context.feed.epoch if context.feed is not None else -1
+    present = context.data.feed.epoch if context.data.feed is not None else -1
     own = [_moment(entry) for entry in entries if entry.epoch == present]
     told = context.agreement.together(lambda: {"lost": own}, "the lost samples", seconds=ASKED)
     common = set(map(tuple, own))
@@ -147,7 +146,7 @@ def _loses_samples(incident: Incident) -> bool:
 
 def _entries(context: Context, step: Step, incident: Incident) -> list[BadSamples]:
     """One entry for each micro-batch that was lost."""
-    parts = parts_of(step, context.recent, context.config.id_key) or [BatchPart()]
+    parts = parts_of(step, context.data.recent, context.config.id_key) or [BatchPart()]
     guilty = _guilty(incident, len(parts))
     shared = _shared_fields(context, parts, incident)
     origin = incident.origin
@@ -160,7 +159,23 @@ def _entries(context: Context, step: Step, incident: Incident) -> list[BadSample
         innocent = elsewhere or number not in guilty
         samples = () if innocent else _guilty_samples(origin, number)
         micro = number if len(parts) > 1 else None
-        found.append(_entry(part, micro, samples, innocent, shared))
+        count = part.size or 0
+        if shared["left_out"] == "sample":
+            count = len(samples)
+        epoch, batch = part.place or (None, None)
+        found.append(
+            BadSamples(
+                **shared,
+                micro_batch=micro,
+                samples=samples,
+                count=count,
+                indices=part.indices_of(samples),
+                ids=part.ids_of(samples),
+                epoch=epoch,
+                batch=batch,
+                innocent=innocent,
+            )
+        )
     return found
 
 
@@ -175,8 +190,8 @@ def _shared_fields(context: Context, parts: list[BatchPart], incident: Incident)
     known = [part.size for part in parts if part.size is not None]
     return {
         "step": incident.step,
-        "run": getattr(context, "run_id", None) or None,
-        "attempt": getattr(context, "attempt", 1),
+        "run": context.run.id,
+        "attempt": context.run.attempt,
         "rank": context.agreement.rank,
         "time": time.time(),
         "of": sum(known) if len(known) == len(parts) else 0,
@@ -187,48 +202,22 @@ def _shared_fields(context: Context, parts: list[BatchPart], incident: Incident)
     }
 
 
-def _entry(
-    part: BatchPart,
-    micro: int | None,
-    samples: tuple[int, ...],
-    innocent: bool,
-    shared: dict[str, Any],
-) -> BadSamples:
-    count = part.size or 0
-    if shared["left_out"] == "sample":
-        count = len(samples)
-    epoch, batch = part.place or (None, None)
-    return BadSamples(
-        **shared,
-        micro_batch=micro,
-        samples=samples,
-        count=count,
-        indices=part.indices_of(samples),
-        ids=part.ids_of(samples),
-        epoch=epoch,
-        batch=batch,
-        innocent=innocent,
-    )
-
-
 def _guilty(incident: Incident, count: int) -> set[int]:
     """Micro-batches that caused it; all of them where it is not known which."""
     if incident.decision is not None:
-        words = _MICRO_BATCHES.match(incident.decision.left_out)
-        if words is not None:
-            return {int(number) - 1 for number in words[1].split(",")}
+        dropped = set(incident.decision.dropped_micro_batches)
+        if dropped:
+            return dropped
     if incident.origin is not None and incident.origin.micro_batch is not None:
         return {incident.origin.micro_batch}
     return set(incident.reading.bad_micro_batches) or set(range(count))
 
 
 def _extent(incident: Incident) -> Extent:
-    words = "" if incident.decision is None else incident.decision.left_out
-    if words.startswith("sample"):
-        return "sample"
-    if "micro-batch" in words:
-        return "micro_batch"
-    return "step"
+    decision = incident.decision
+    if decision is None or decision.action != "leave_out":
+        return "step"
+    return "micro_batch" if decision.dropped_micro_batches else "sample"
 
 
 def _place(incident: Incident) -> str:

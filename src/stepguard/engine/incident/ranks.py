@@ -210,7 +210,7 @@ def agreed_reading(
         except Exception as error:
             trouble = _presumed_trouble(own)
             fault = in_words(error)[:MOST_SAID]
-        context.own_reading = own
+        context.memory.own_reading = own
         part = _own_part(own) if context.sharded else {}
         return {"trouble": trouble, "fault": fault, "needs_others": step.sharded, "part": part}
 
@@ -409,7 +409,13 @@ def find_together(
     def look() -> dict[str, Any]:
         # first of all, before anything can fail: the other ranks are entering it too
         with gathered_on(context, step, holders):
-            return _own_word(context, find, step, reading, finders)
+            # what this rank finds; nothing where it is not to blame
+            rank = context.agreement.world_rank
+            if rank not in finders:
+                return {}
+            known = rank if reading.bad_ranks else None
+            own = _own_reading(context, reading, leads=rank == finders[0])
+            return to_jsonable(with_rank(_found(find, step, own), known))
 
     try:
         holders: tuple[int, ...] = ()
@@ -422,27 +428,12 @@ def find_together(
         # told to all ranks alike
         not_explained(f"a bad step is not located: {fault}")
         return None
-    return _of_finders(told, [agreement.deciding.index(finder) for finder in finders])
-
-
-def _of_finders(told: list[dict[str, Any]], places: list[int]) -> Origin | None:
-    """What the first rank to blame has found, with what the others say."""
+    # what the first rank to blame has found, with what the others say
+    places = [agreement.deciding.index(finder) for finder in finders]
     found = [from_jsonable(Origin, told[place]) for place in places if told[place]]
     if not found:
         return None
     return _with_others(found[0], found[1:])
-
-
-def _own_word(
-    context: Context, find: Find, step: Step, reading: Reading, finders: tuple[int, ...]
-) -> dict[str, Any]:
-    """What this rank finds; nothing where it is not to blame."""
-    rank = context.agreement.world_rank
-    if rank not in finders:
-        return {}
-    known = rank if reading.bad_ranks else None
-    own = _own_reading(context, reading, leads=rank == finders[0])
-    return to_jsonable(with_rank(_found(find, step, own), known))
 
 
 def _found(find: Find, step: Step, reading: Reading) -> Origin:
@@ -464,7 +455,7 @@ def _asks_for_replay(reading: Reading) -> bool:
 
 def _own_reading(context: Context, agreed: Reading, *, leads: bool) -> Reading:
     """The reading of the first rank to blame is the agreed one; another has seen its own."""
-    own = context.own_reading
+    own = context.memory.own_reading
     if leads or own is None or own.step != agreed.step:
         return agreed
     # of a sharded gradient this rank's part may be finite though it made the bad one
@@ -517,8 +508,8 @@ class RankComparison:
         """What has been told and has not been fine since."""
         self._fault: Exception | None = None
         if self._every is not None:
-            context.gradient_hooks.append(self.before_update)
-            context.step_hooks.append(self.committed)
+            context.hooks.gradients.append(self.before_update)
+            context.hooks.committed.append(self.committed)
 
     # --- while a step runs
 
@@ -575,7 +566,27 @@ class RankComparison:
         if shards:
             weights = self._by_parameter(shards)
         self._tell_drift(weights, odd_rates(told))
-        self._tell_data(same_batches(told), odd_samplers(told))
+        same = same_batches(told)
+        samplers = odd_samplers(told)
+        if not same and samplers is None:
+            self._told.discard("data")
+            return
+        if "data" in self._told:
+            return
+        self._told.add("data")
+        said: dict[str, float | int | str] = {}
+        if same:
+            said["ranks"] = _ranks(same)
+            summary = (
+                f"{_named(same)} read the same batch at this step and at the comparison before"
+            )
+        else:
+            assert samplers is not None
+            said["ranks"] = _ranks(samplers.ranks)
+            summary = f"the samplers of the ranks divide the data differently ({samplers.what})"
+        if samplers is not None:
+            said["samplers"] = samplers.what
+        self._record("same_data", summary, said)
 
     def _own_facts(self) -> dict[str, Any]:
         if self._fault is not None:
@@ -597,7 +608,7 @@ class RankComparison:
             "sharded": self._context.sharded,
             "batch": batch,
             "batch_before": before,
-            "sampler": _sampler(self._context.feed),
+            "sampler": _sampler(self._context.data.feed),
         }
 
     def _parts(self) -> dict[str, dict[str, tuple[int, int]]]:
@@ -610,7 +621,7 @@ class RankComparison:
         if len(gradients) != len(values):
             # parameters were added since
             gradients = [NO_GRADIENT] * len(values)
-        ignored = _left_to_each_rank(context.model)
+        ignored = set(getattr(context.model, "parameters_to_ignore", ()))
         parts: dict[str, dict[str, tuple[int, int]]] = {}
         for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
             name = names[id(parameter)]
@@ -661,7 +672,10 @@ class RankComparison:
         if rates is not None:
             said["rates"] = rates.what
             sentences.append(f"the learning rates differ ({rates.what})")
-        origin = _origin(self._context, found)
+        # where the drift is: the one rank that differs, where it is one
+        step = max(self._context.step - 1, 0)
+        rank = found.ranks[0] if found.agree and len(found.ranks) == 1 else None
+        origin = Origin(step=step, phase="state", rank=rank, method="comparison of the ranks")
         decision = self._healed(weights, rates)
         self._record("replica_drift", "; ".join(sentences), said, origin, decision)
 
@@ -685,27 +699,6 @@ class RankComparison:
         return Decision(
             action=action, reason=reason, consecutive=budget.consecutive, total=budget.total
         )
-
-    def _tell_data(self, same: tuple[int, ...], samplers: Odd | None) -> None:
-        if not same and samplers is None:
-            self._told.discard("data")
-            return
-        if "data" in self._told:
-            return
-        self._told.add("data")
-        said: dict[str, float | int | str] = {}
-        if same:
-            said["ranks"] = _ranks(same)
-            summary = (
-                f"{_named(same)} read the same batch at this step and at the comparison before"
-            )
-        else:
-            assert samplers is not None
-            said["ranks"] = _ranks(samplers.ranks)
-            summary = f"the samplers of the ranks divide the data differently ({samplers.what})"
-        if samplers is not None:
-            said["samplers"] = samplers.what
-        self._record("same_data", summary, said)
 
     def _record(
         self,
@@ -739,13 +732,6 @@ def _digest(facts: dict[str, Any]) -> RankDigest:
     return RankDigest(**{**fields, "rates": tuple(facts["rates"])})
 
 
-def _origin(context: Context, odd: Odd) -> Origin | None:
-    """Where the drift is: the one rank that differs, where it is one."""
-    step = max(context.step - 1, 0)
-    rank = odd.ranks[0] if odd.agree and len(odd.ranks) == 1 else None
-    return Origin(step=step, phase="state", rank=rank, method="comparison of the ranks")
-
-
 def _weights_differ(odd: Odd) -> str:
     what = f"param:{odd.what}"
     if odd.count > 1:
@@ -771,11 +757,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _number(name: str) -> int:
     return int.from_bytes(name.encode(), "big")
-
-
-def _left_to_each_rank(model: Any) -> set[str]:
-    """Parameters that DistributedDataParallel was told not to exchange."""
-    return set(getattr(model, "parameters_to_ignore", ()))
 
 
 def _sampler(feed: Any) -> str:

@@ -91,10 +91,19 @@ def leaves_out(incident: Incident | None) -> bool:
     return incident.decision.action == "leave_out"
 
 
-def with_left_out(incident: Incident, what: str) -> Incident:
-    """Say in the decision what was really left out."""
+def without_micro_batches(incident: Incident, dropped: Sequence[int], count: int) -> Incident:
+    """Say in the decision which micro-batches were really left out."""
     assert incident.decision is not None
-    return replace(incident, decision=replace(incident.decision, left_out=what))
+    words = micro_batch_words(dropped, count)
+    decision = replace(incident.decision, left_out=words, dropped_micro_batches=tuple(dropped))
+    return replace(incident, decision=decision)
+
+
+def micro_batch_words(dropped: Sequence[int], count: int) -> str:
+    """`micro-batch 2 of 4`, counted from 1 as people do."""
+    said = "micro-batches " if len(dropped) > 1 else "micro-batch "
+    said += ", ".join(str(index + 1) for index in dropped)
+    return f"{said} of {count}"
 
 
 def skipped_after_all(incident: Incident | None) -> Incident | None:
@@ -146,8 +155,8 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         scaling=_scaling(context),
         world_size=context.agreement.size,
         committed=history.committed,
-        resumed=context.resumed,
-        just_loaded=context.resumed and context.step == context.resumed_at,
+        resumed=context.run.resumed,
+        just_loaded=context.run.resumed and context.step == context.run.resumed_at,
         outlier=_outlier(context),
     )
 
@@ -160,15 +169,15 @@ def _launcher_precision() -> str | None:
 def _scaling(context: Context) -> Scaling:
     if context.scaling():
         return "dynamic"
-    if context.loss_scale != 1.0:
+    if context.scales.static != 1.0:
         return "static"
     return "none"
 
 
 def _outlier(context: Context) -> tuple[int, str, float] | None:
-    if context.outliers is None or context.outliers.committed_one is None:
+    if context.memory.outliers is None or context.memory.outliers.committed_one is None:
         return None
-    seen = context.outliers.committed_one
+    seen = context.memory.outliers.committed_one
     return seen.step, seen.name, seen.norm / seen.usual
 
 

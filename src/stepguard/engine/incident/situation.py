@@ -75,7 +75,7 @@ def restart_after(
     origin = incident.origin
     transient = origin is not None and origin.reproduced is False
     in_samples = bool(reading.bad_inputs or (origin is not None and origin.samples))
-    return "helps" if transient or (in_samples and context.feed is not None) else "same-fault"
+    return "helps" if transient or (in_samples and context.data.feed is not None) else "same-fault"
 
 
 def _recurred(context: Context, rewinder: Rewinder, incident: Incident) -> bool:
@@ -142,8 +142,8 @@ def keep_lead_up(
     context: Context, snapshots: SnapshotKeeper, incident: Incident, step: Step
 ) -> None:
     """Keep what trials need of this step: references, and a snapshot that is not overwritten."""
-    last = context.lead_up
-    context.lead_up = None
+    last = context.memory.lead_up
+    context.memory.lead_up = None
     for one in (last, last.first if last is not None else None):
         if one is not None and one.snapshot is not None:
             one.snapshot.held = False
@@ -166,7 +166,7 @@ def keep_lead_up(
     _hold_window(snapshots, lead_up)
     if lead_up.first is not None and lead_up.first.snapshot is not None:
         lead_up.first.snapshot.held = True
-    context.lead_up = lead_up
+    context.memory.lead_up = lead_up
 
 
 def _hold_window(snapshots: SnapshotKeeper, lead_up: LeadUp) -> None:
@@ -249,7 +249,7 @@ class SituationReader:
     def situation(self, incident: Incident, step: Step, *, committed: bool) -> Situation:
         """`committed`: the update was made before its verdict was read."""
         reading = incident.reading
-        ruined = self._ruined(incident)
+        ruined = weights_ruined(incident.origin) or self._diverged(incident.reading)
         fault = self._fault(incident, committed=committed, ruined=ruined)
         repeatable = self._repeatable(step)
         may_act = fault == "anomaly" and self._anomalies.proven
@@ -347,10 +347,6 @@ class SituationReader:
         if self._context.agreement.apart:
             return APART
         return self._rewinder.healing.plan(incident.step)
-
-    def _ruined(self, incident: Incident) -> bool:
-        """Are the weights ruined but finite? An earlier batch fails on them, or they diverged."""
-        return weights_ruined(incident.origin) or self._diverged(incident.reading)
 
     def _diverged(self, reading: Reading) -> bool:
         """Had the run diverged before it was non-finite? Ranks would have to ask together."""

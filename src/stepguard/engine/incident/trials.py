@@ -114,7 +114,16 @@ def try_remedies(incident: Incident, step: Step, facts: RunFacts, budget: Locate
     if why_not or not any(remedy.edits for remedy in first.remedies):
         first = _not_tried(first, why_not)
     else:
-        first = _with_trials(first, incident, step, facts, budget)
+        with untouched(step) as keeper, kept_loss_function_state(step) as own:
+            replayer = Replayer(step, keeper, budget)
+            if step.model_only:
+                replayer = ModelReplayer(step, keeper, budget)
+                replayer.any_gradient = True
+            replayer.loss_fn_state = own
+            kept = _Trial(replayer, incident, facts).of_all(first.remedies)
+        if not kept:
+            kept = [Remedy(title=NONE_MENDS.format(code=first.code))]
+        first = replace(first, remedies=tuple(kept))
     return replace(incident, findings=(first, *others))
 
 
@@ -142,21 +151,6 @@ def _why_not(incident: Incident, step: Step) -> str:
     if not origin.reproduced:
         return "the replay does not show the bad value again"
     return ""
-
-
-def _with_trials(
-    finding: Finding, incident: Incident, step: Step, facts: RunFacts, budget: LocateBudget
-) -> Finding:
-    with untouched(step) as keeper, kept_loss_function_state(step) as own:
-        replayer = Replayer(step, keeper, budget)
-        if step.model_only:
-            replayer = ModelReplayer(step, keeper, budget)
-            replayer.any_gradient = True
-        replayer.loss_fn_state = own
-        kept = _Trial(replayer, incident, facts).of_all(finding.remedies)
-    if not kept:
-        kept = [Remedy(title=NONE_MENDS.format(code=finding.code))]
-    return replace(finding, remedies=tuple(kept))
 
 
 class _Trial:

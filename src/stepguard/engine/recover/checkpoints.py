@@ -140,7 +140,15 @@ class Checkpoints:
         """Rank 0 writes, or every rank its part, and every rank learns where."""
         if archive.shared:
             archive.complete(state, parts, weights)
-            return self._write_together(archive, state)
+            step = self._context.step
+            save, why = archive.begin_shared(state, step)
+            try:
+                if save is not None:
+                    return save.run()
+            except Exception as fault:
+                why = str(fault)
+            self._say(f"checkpoint of step {step} NOT saved, training goes on: {why}")
+            return None
 
         def write() -> dict[str, Any]:
             if self._context.agreement.rank:
@@ -151,17 +159,6 @@ class Checkpoints:
 
         path = self._context.agreement.together(write, "writing", seconds=ASKED)[0]["path"]
         return None if path is None else Path(path)
-
-    def _write_together(self, archive: Archive, state: SavedState) -> Path | None:
-        step = self._context.step
-        save, why = archive.begin_shared(state, step)
-        try:
-            if save is not None:
-                return save.run()
-        except Exception as fault:
-            why = str(fault)
-        self._say(f"checkpoint of step {step} NOT saved, training goes on: {why}")
-        return None
 
     def _doubt(self) -> str:
         """What speaks against the present state, if it is finite; empty when it is good."""
@@ -263,20 +260,15 @@ class Checkpoints:
         why = _first_refusal(told)
         if archive.shared:
             archive.complete(state, parts, weights)
-            self._lend_shards(archive, pending, state, why)
+            # have the shards of a snapshot written by all ranks; `why`: it is not good
+            save, refused = archive.begin_shared(state, pending.step, why)
+            if save is None:
+                self._refuse(f"no checkpoint of step {pending.step}: {refused}", pending.step)
+                return
+            self._lend(pending, archive.background.offer_job(pending.step, save.run))
         elif self._context.agreement.rank == 0:
             archive.complete(pending.state, parts, weights)
             self._lend(pending, archive.offer(pending.step, pending.state, why))
-
-    def _lend_shards(
-        self, archive: Archive, snapshot: Snapshot, state: SavedState, why: str
-    ) -> None:
-        """Have the shards of a snapshot written by all ranks; `why`: it is not good."""
-        save, refused = archive.begin_shared(state, snapshot.step, why)
-        if save is None:
-            self._refuse(f"no checkpoint of step {snapshot.step}: {refused}", snapshot.step)
-            return
-        self._lend(snapshot, archive.background.offer_job(snapshot.step, save.run))
 
     def _lend(self, snapshot: Snapshot, is_taken: bool) -> None:
         """Do not use the memory of a snapshot again before it is written."""

@@ -117,24 +117,23 @@ class SharedSave:
     def _sealed(self) -> str:
         """As the first rank: wait for all, and seal what they have written."""
         try:
-            digests = self._digests()
+            # what all ranks have written; StoreError where one has not, once all are done
+            until = self._deadline(1.0)
+            words = []
+            # all of them first: one that is still writing would write into a folder that is gone
+            for rank, member in enumerate(self.context.agreement.members):
+                words.append(
+                    self._word(str(rank), until, f"rank {member} has not written its part")
+                )
+            for said in words:
+                if not said.startswith(WRITTEN):
+                    raise StoreError(said.removeprefix(NOT_SEALED))
+            digests = [said.removeprefix(WRITTEN) for said in words]
             path = self.store.finish(self.folder, self.step, self.state.facts, self.health, digests)
         except Exception as fault:
             self.store.drop(self.folder)
             return f"{NOT_SEALED}{fault}"
         return f"{SEALED}{path}"
-
-    def _digests(self) -> list[str]:
-        """What all ranks have written; StoreError where one has not, once all are done."""
-        until = self._deadline(1.0)
-        words = []
-        # all of them first: one that is still writing would write into a folder that is gone
-        for rank, member in enumerate(self.context.agreement.members):
-            words.append(self._word(str(rank), until, f"rank {member} has not written its part"))
-        for said in words:
-            if not said.startswith(WRITTEN):
-                raise StoreError(said.removeprefix(NOT_SEALED))
-        return [said.removeprefix(WRITTEN) for said in words]
 
     # --- words in the store of the process group
 
@@ -163,26 +162,6 @@ class SharedSave:
         return time.monotonic() + times * min(most, writing_time(self.state))
 
 
-def begin_together(context: Context, store: Store, step: int) -> tuple[Path | None, str]:
-    """Have the first rank make the folder; returns it, or why there is none. All ranks call."""
-
-    def begin() -> dict[str, Any]:
-        if context.agreement.rank:
-            return {}
-        try:
-            return {"folder": str(store.begin(step)), "why": ""}
-        except StoreError as fault:
-            return {"folder": "", "why": str(fault)}
-
-    told: Mapping[str, Any] = context.agreement.together(begin, "writing a checkpoint")[0]
-    if told["why"]:
-        return None, str(told["why"])
-    return Path(told["folder"]), ""
-
-
-Job = Callable[[], Path | None]
-
-
 # --- The checkpoint store of one guard: which checkpoints belong to this run, and what one holds.
 
 
@@ -205,7 +184,7 @@ class Archive:
         self.store = Store(folder, keep=config.keep)
         self.background = Background(self.store, self._say, self._sealed)
         if context.agreement.size > 1 and context.agreement.rank == 0:
-            context.agreement.tell(RUN, context.run_id)
+            context.agreement.tell(RUN, context.run.id)
         context.resources.callback(self.store.close)
         context.resources.callback(self.background.close)
 
@@ -221,7 +200,7 @@ class Archive:
         own: list[Entry] = []
         for entry in self.store.list():
             # ranks share a folder, and only the first one knows the run's name
-            ours = self._context.agreement.rank > 0 or entry.health.run == self._context.run_id
+            ours = self._context.agreement.rank > 0 or entry.health.run == self._context.run.id
             if entry.good and ours:
                 own.append(entry)
         return own
@@ -295,7 +274,7 @@ class Archive:
                     state.facts.setdefault(kind, {})[str(rank)] = facts
         bad = {name for name, tensor in state.tensors.items() if not is_finite(tensor)}
         state.facts["nonfinite_ok"] = sorted(self._probation.meant_nonfinite(bad))
-        first = self._context.first_size
+        first = self._context.memory.first_size
         state.facts["first_size"] = None if first is None else float(first)
 
     def begin_shared(
@@ -305,9 +284,19 @@ class Archive:
 
         `why` it is not good, here and in `offer`; empty where it is.
         """
-        folder, refused = begin_together(self._context, self.store, step)
-        if folder is None:
-            return None, refused
+
+        def begin() -> dict[str, Any]:
+            if self._context.agreement.rank:
+                return {}
+            try:
+                return {"folder": str(self.store.begin(step)), "why": ""}
+            except StoreError as fault:
+                return {"folder": "", "why": str(fault)}
+
+        first = self._context.agreement.together(begin, "writing a checkpoint")[0]
+        if first["why"]:
+            return None, str(first["why"])
+        folder = Path(first["folder"])
         allowed = frozenset(state.facts["nonfinite_ok"])
         health = self.health(why)
         where = (self._context, self.store, folder)
@@ -336,7 +325,7 @@ class Archive:
 
     def save_alone(self, state: SavedState) -> Path | None:
         """Write the state that all ranks hold alike; each of the others may add its own part."""
-        own = ["random numbers"] if self._context.feed is None else ["random numbers", PLACES]
+        own = ["random numbers"] if self._context.data.feed is None else ["random numbers", PLACES]
         model = self._context.model
         if isinstance(model, DistributedDataParallel) and not model.broadcast_buffers:
             own.append("buffers")
@@ -344,8 +333,8 @@ class Archive:
         ranks = list(self._context.agreement.members)
         state.facts["saved_alone"] = {"ranks": ranks, "own": ", ".join(own)}
         context = self._context
-        if context.agreement.rank and not context.resumed:
-            context.run_id = context.agreement.told(RUN) or context.run_id
+        if context.agreement.rank and not context.run.resumed:
+            context.run.id = context.agreement.told(RUN) or context.run.id
         path = self.save(state, missing=missing_in(state.facts))
         if context.agreement.rank:
             # the first rank is the one that writes, unless it does not come
@@ -382,7 +371,7 @@ class Archive:
             incidents=context.budget.total,
             good=not why,
             why=why,
-            run=context.run_id,
+            run=context.run.id,
             missing=missing,
         )
 
@@ -439,16 +428,16 @@ def restore_checkpoint(
     for passed in opened.passed_over:
         context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
     state = _state_that_fits(context, rewinder, opened)
-    difference = compare_rates(context.optimizer, state.facts["groups"], state.tensors)
+    rates = _different_rates(context.optimizer, state.facts["groups"], state.tensors)
     _load(context, rewinder, state)
-    context.run_id = opened.health.run or context.run_id
+    context.run.id = opened.health.run or context.run.id
     skip_lost_batches(context)
     rewinder.past = past_of(attempts)
     context.outputs.note(
         "restored",
         f"restored {opened.path}: {opened.step} optimizer steps are done",
         checkpoint=opened.path.name,
-        run=context.run_id,
+        run=context.run.id,
     )
     missing = missing_in(opened.facts)
     if missing:
@@ -456,11 +445,22 @@ def restore_checkpoint(
             "checkpoint", f"{opened.path.name} was saved by one rank, without: {missing}"
         )
     _mention_newer(context, store, opened)
-    if difference is not None:
-        applied = context.config.resume_lr == "config"
-        if applied:
-            scale_rates(context.optimizer, context.scheduler, difference.factors)
-        context.outputs.note("lr_mismatch", difference.story(applied=applied))
+    if rates:
+        done = (
+            "the checkpoint's is used; GuardConfig(resume_lr='config') applies the configured one"
+        )
+        if context.config.resume_lr == "config":
+            # a rate of 0 cannot be scaled
+            factors = [now / then if then else 1.0 for now, then in rates]
+            scale_rates(context.optimizer, context.scheduler, factors)
+            done = "the configured one is applied, at the same place of the schedule"
+            done += " (GuardConfig.resume_lr='config')"
+        said = "; ".join(
+            f"group {group} is configured with lr {now:.4g} and the checkpoint brings {then:.4g}"
+            for group, (now, then) in enumerate(rates)
+            if not math.isclose(now, then, rel_tol=SAME_RATE)
+        )
+        context.outputs.note("lr_mismatch", f"{said}: {done}; see `stepguard explain SG802`")
     return context.step
 
 
@@ -521,7 +521,7 @@ def _open_candidate(
             return {"why": str(opened), "path": ""}
         return {"why": "", "path": "" if opened is None else str(opened.path)}
 
-    trained = context.step != context.resumed_at
+    trained = context.step != context.run.resumed_at
     patience = ASKED_IN_LOCK_STEP if trained and not agreement.rank else ASKED
     first = agreement.together(choose, WHAT, seconds=patience)[0]
     path = None if first["why"] else Path(first["path"])
@@ -580,18 +580,18 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     own = tree_from_json(state.facts["guard"], {})
     configured = context.history.configured_lr
     context.step = own["step"]
-    context.loss_scale = own["loss_scale"]
+    context.scales.static = own["loss_scale"]
     context.history = history_from(own["history"])
     context.history.configured_lr = configured
-    context.first_size = state.facts.get("first_size", context.first_size)
+    context.memory.first_size = state.facts.get("first_size", context.memory.first_size)
     # a restart by the user accepts what was lost: each attempt may lose its own share
     context.budget = replace(budget_from(own["budget"]), lost=(), consecutive=0)
-    context.resumed = True
-    context.resumed_at = context.step
+    context.run.resumed = True
+    context.run.resumed_at = context.step
     random_numbers = run_state.random_numbers(state)
     run_state.put_back_random_numbers(state)
-    if context.feed is not None:
-        resume_data(context, context.feed, state, random_numbers)
+    if context.data.feed is not None:
+        resume_data(context, context.data.feed, state, random_numbers)
     rewinder.forget()
 
 
@@ -611,55 +611,25 @@ def _mention_newer(context: Context, store: Store, opened: Opened) -> None:
 # --- the learning rate of the checkpoint against the one this program configures
 
 
-@dataclass(frozen=True, slots=True)
-class RateDifference:
-    """For each group, what is configured now and what the restored state brings."""
-
-    configured: tuple[float, ...]
-    restored: tuple[float, ...]
-
-    @property
-    def factors(self) -> list[float]:
-        """What the restored rates have to be multiplied by."""
-        factors: list[float] = []
-        for configured, restored in zip(self.configured, self.restored, strict=True):
-            # a rate of 0 cannot be scaled
-            factors.append(configured / restored if restored else 1.0)
-        return factors
-
-    def groups(self) -> list[int]:
-        """The groups whose rates differ."""
-        pairs = zip(self.configured, self.restored, strict=True)
-        return [g for g, (c, r) in enumerate(pairs) if not math.isclose(c, r, rel_tol=1e-6)]
-
-    def story(self, *, applied: bool) -> str:
-        said: list[str] = []
-        for group in self.groups():
-            rates = f"lr {self.configured[group]:.4g} and the checkpoint brings"
-            said.append(f"group {group} is configured with {rates} {self.restored[group]:.4g}")
-        done = (
-            "the checkpoint's is used; GuardConfig(resume_lr='config') applies the configured one"
-        )
-        if applied:
-            done = (
-                "the configured one is applied, at the same place of the schedule "
-                "(GuardConfig.resume_lr='config')"
-            )
-        return f"{'; '.join(said)}: {done}; see `stepguard explain SG802`"
+SAME_RATE = 1e-6
 
 
-def compare_rates(
+def _different_rates(
     optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
-) -> RateDifference | None:
-    """Compare rates before the state is put back: where a schedule runs, those it starts from."""
+) -> list[tuple[float, float]]:
+    """The configured and the restored rate of each group; empty where they are the same.
+
+    Asked before the state is put back. Where a schedule runs, those it starts from.
+    """
     if len(saved) != len(optimizer.param_groups):
-        return None
-    settings = [tree_from_json(group["settings"], tensors) for group in saved]
-    found = RateDifference(
-        configured=tuple(_base_rate(group) for group in optimizer.param_groups),
-        restored=tuple(_base_rate(group) for group in settings),
-    )
-    return found if found.groups() else None
+        return []
+    rates = []
+    for group, state in zip(optimizer.param_groups, saved, strict=True):
+        settings = tree_from_json(state["settings"], tensors)
+        rates.append((_base_rate(group), _base_rate(settings)))
+    if all(math.isclose(now, then, rel_tol=SAME_RATE) for now, then in rates):
+        return []
+    return rates
 
 
 def _base_rate(group: Mapping[str, Any]) -> float:

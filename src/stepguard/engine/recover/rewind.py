@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from stepguard.detect.history import LR_JUMP, history_from
+from stepguard.detect.judge import Comparison
 from stepguard.engine.context import Context
+from stepguard.engine.incident.run_facts import micro_batch_words
 from stepguard.engine.recover.kept_steps import KeptStep
 from stepguard.engine.recover.rank_weights import PeerHealing
 from stepguard.engine.recover.snapshots import SnapshotKeeper, wait_for_copies
@@ -32,22 +34,6 @@ from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
 
 # --- Run earlier steps on earlier weights: is it the weights, the batch or the loss function?
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Losses of an earlier step and of the present one; lower is better, each was evaluated."""
-
-    step: int
-    """The step of the snapshot, which is also the earlier step."""
-    then: float
-    """The earlier step when it ran."""
-    again: float
-    """The earlier step on the same weights, now."""
-    now: float
-    """The earlier step on the present weights."""
-    this_then: float
-    """The present step on the weights of the snapshot."""
 
 
 def loss_function_changed(snapshots: SnapshotKeeper) -> bool:
@@ -136,13 +122,6 @@ def _sample_words(step: Step, incident: Incident) -> str:
     if count > 1:
         said += f" of micro-batch {(origin.micro_batch or 0) + 1} of {count}"
     return said
-
-
-def micro_batch_words(guilty: Sequence[int], count: int) -> str:
-    """`micro-batch 2 of 4`, counted from 1 as people do."""
-    said = "micro-batches " if len(guilty) > 1 else "micro-batch "
-    said += ", ".join(str(index + 1) for index in guilty)
-    return f"{said} of {count}"
 
 
 def share_of(step: Step, incident: Incident) -> float:
@@ -262,21 +241,17 @@ def _add(attempt: PastAttempt, line: dict[str, Any]) -> None:
         attempt.restored = str(line.get("checkpoint") or "") or None
     incident = line.get("incident")
     if kind == "incident" and isinstance(incident, dict):
-        _add_incident(attempt, incident)
-
-
-def _add_incident(attempt: PastAttempt, incident: dict[str, Any]) -> None:
-    decision = incident.get("decision") or {}
-    verdict = incident.get("verdict") or {}
-    attempt.kinds.append(str(verdict.get("kind", "")))
-    step = incident.get("step")
-    if not isinstance(step, int):
-        return
-    stopped = decision.get("action") == "stop"
-    if stopped:
-        attempt.stopped_at = step
-    if stopped or decision.get("left_out"):
-        attempt.lost_steps.add(step)
+        decision = incident.get("decision") or {}
+        verdict = incident.get("verdict") or {}
+        attempt.kinds.append(str(verdict.get("kind", "")))
+        step = incident.get("step")
+        if not isinstance(step, int):
+            return
+        stopped = decision.get("action") == "stop"
+        if stopped:
+            attempt.stopped_at = step
+        if stopped or decision.get("left_out"):
+            attempt.lost_steps.add(step)
 
 
 def _lines(journal: Path) -> Iterator[dict[str, Any]]:
@@ -337,13 +312,22 @@ class RewindPlanner:
         them loses least. Damage that cannot be seen asks for one that has proved good, else for one
         on probation from a good level.
         """
-        self._forget_what_worked()
+        # A repetition that led well past the step that failed may serve for another fault
+        step = self._context.step
+        for plan, failed in list(self._repeated.items()):
+            if step - failed > self._context.config.snapshots.probation:
+                del self._repeated[plan]
+                self._tried.remove(plan)
         told = self._context.agreement.together(
             partial(self._offer, visible), "the choice of a rewind"
         )
         tried: list[RewindTarget] = []
         for standing in ("good", "young"):
-            targets = _offered_by_all(facts[standing] for facts in told)
+            # the states that every rank has, newest first
+            offers = (facts[standing] for facts in told)
+            first, *others = [set(map(tuple, offered)) for offered in offers]
+            newest_first = sorted(first.intersection(*others), reverse=True)
+            targets = [RewindTarget(step=s, kind=kind, timeline=t) for s, kind, t in newest_first]
             exact = transient and _repeatable_by_all(targets, told)
             self._chosen = self._choose(targets, exact)
             if self._chosen is not None:
@@ -370,14 +354,6 @@ class RewindPlanner:
             if _offer_of(snapshot) == [plan.target.step, "snapshot", plan.target.timeline]:
                 return plan, snapshot
         raise LookupError(f"the snapshot of step {plan.target.step} is gone")
-
-    def _forget_what_worked(self) -> None:
-        """A repetition that led well past the step that failed may serve for another fault."""
-        step = self._context.step
-        for plan, failed in list(self._repeated.items()):
-            if step - failed > self._context.config.snapshots.probation:
-                del self._repeated[plan]
-                self._tried.remove(plan)
 
     def forget(self) -> None:
         """Forget what was tried: another run begins."""
@@ -447,13 +423,6 @@ class RewindPlanner:
 
 def _offer_of(snapshot: Snapshot) -> Offer:
     return [snapshot.step, "snapshot", snapshot.memory["timeline"]]
-
-
-def _offered_by_all(offers: Iterable[list[Offer]]) -> list[RewindTarget]:
-    """The states that every rank has, newest first."""
-    first, *others = [set(map(tuple, offered)) for offered in offers]
-    newest_first = sorted(first.intersection(*others), reverse=True)
-    return [RewindTarget(step=s, kind=kind, timeline=t) for s, kind, t in newest_first]
 
 
 def _repeatable_by_all(targets: Sequence[RewindTarget], told: Sequence[dict[str, Any]]) -> bool:
@@ -534,7 +503,7 @@ class Rewinder:
             # the rates of that time were those of another optimizer
             context.history.first_lr, context.history.top_lr = rates.first_lr, rates.top_lr
             context.history.configured_lr = rates.configured_lr
-        context.anchor = snapshot.memory.get("anchor")
+        context.memory.anchor = snapshot.memory.get("anchor")
         self._bound_rates()
         self.probation.rewound(snapshot)
         self.left = self.snapshots.kept.take_since(snapshot.step)
@@ -559,11 +528,11 @@ class Rewinder:
         self.probation.forget()
         self.planner.forget()
         self.retried = -1
-        self._context.anchor = None
+        self._context.memory.anchor = None
         self._restarted()
 
     def _restarted(self) -> None:
-        self._context.missed = ""
+        self._context.memory.missed = ""
         self.snapshots.restarted()
         for tell in self.after_rewind:
             tell()
@@ -668,7 +637,7 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
     with rewinder.snapshots.paused():
         for kept in rewinder.left:
             result = _once_more(runs, kept.step)
-            missed = bool(runs.context.missed)
+            missed = bool(runs.context.memory.missed)
             if result.incident is not None and not missed:
                 # it failed again, which was an incident of its own with its own decision
                 return None

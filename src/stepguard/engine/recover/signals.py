@@ -378,7 +378,13 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         if not _listening:
-            _install()
+            for number in SIGNALS:
+                before = signal.getsignal(number)
+                # None: installed outside of Python, it cannot be put back; ours is still
+                # there where the last guard was collected in another thread
+                if before not in (signal.SIG_IGN, None, _handle):
+                    _before[number] = before
+                    signal.signal(number, _handle)
         if self._stop is not None and not _stuck:
             _stuck.append(StuckProcess(_ends_process, grace))
         _listening.append(weakref.ref(self, _left))
@@ -434,7 +440,14 @@ def _left(reference: weakref.ref[Signals]) -> None:
     if reference in _listening:
         _listening.remove(reference)
     if not _listening and threading.current_thread() is threading.main_thread():
-        _uninstall()
+        while _stuck:
+            _stuck.pop().close()
+        for number, before in _before.items():
+            # another handler that was installed after this one is left alone
+            if signal.getsignal(number) is _handle:
+                signal.signal(number, before)
+        _before.clear()
+        _heard.clear()
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
@@ -459,24 +472,3 @@ def _usual_effect(number: int, before: Any, frame: FrameType | None = None) -> N
 def _ends_process(number: int) -> bool:
     """Would the signal end this process at once if there were no guard?"""
     return number in _before and _before[number] is signal.SIG_DFL
-
-
-def _install() -> None:
-    for number in SIGNALS:
-        before = signal.getsignal(number)
-        # None: the handler was installed outside of Python and cannot be put back; ours is still
-        # there where the last guard was collected in another thread
-        if before not in (signal.SIG_IGN, None, _handle):
-            _before[number] = before
-            signal.signal(number, _handle)
-
-
-def _uninstall() -> None:
-    while _stuck:
-        _stuck.pop().close()
-    for number, before in _before.items():
-        # another handler that was installed after this one is left alone
-        if signal.getsignal(number) is _handle:
-            signal.signal(number, before)
-    _before.clear()
-    _heard.clear()

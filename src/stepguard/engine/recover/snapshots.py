@@ -151,7 +151,7 @@ class Probation:
 
     def _growth(self, size: Tensor | None) -> float | None:
         """Size of the weights over that before the first step; None where it is not known."""
-        first = self._context.first_size
+        first = self._context.memory.first_size
         if size is None or first is None:
             return None
         growth = float(size) / max(float(first), LEAST_SIZE)
@@ -215,12 +215,19 @@ class SnapshotKeeper:
     def __init__(self, context: Context, *, clock: Callable[[], float] = time.perf_counter) -> None:
         config = context.config
         self._context = context
+        # states beside model and optimizer, where the run may have any
+        found: dict[str, AttachedState] = {}
+        if context.agreement.mode == "spread":
+            found["communication hooks"] = context.memory.attached
+        outer = context.outer
+        if outer is not None and averager(outer):
+            found["averager"] = AttachedState(partial(averager, outer))
         self.run_state = RunState(
             context.roots,
             context.optimizer,
             scheduler=context.scheduler,
             scaler=context.scaler,
-            extra={**context.extra, **_attached(context)},
+            extra={**context.extra, **found},
             rank=context.agreement.rank,
             ownership=context.ownership,
         )
@@ -320,7 +327,7 @@ class SnapshotKeeper:
         if snapshot is None:
             return None
         snapshot.memory = {
-            "anchor": context.anchor,
+            "anchor": context.memory.anchor,
             "level": context.history.level if context.history.losses else None,
             "size": root_mean_square(context.parameters),
             "diverged": self.probation.divergence() if context.history.diverged_at else "",
@@ -341,12 +348,12 @@ class SnapshotKeeper:
             "step": context.step,
             "history": history_facts(context.history),
             "budget": asdict(context.budget),
-            "loss_scale": context.loss_scale,
+            "loss_scale": context.scales.static,
         }
         state.facts["guard"] = tree_to_json(own, {}, "guard")
-        if context.feed is not None:
+        if context.data.feed is not None:
             rank = context.agreement.rank
-            position = tree_to_json(context.feed.position(), state.tensors, f"loader/{rank}")
+            position = tree_to_json(context.data.feed.position(), state.tensors, f"loader/{rank}")
             state.facts["loader"] = {str(rank): position}
         return state
 
@@ -365,17 +372,6 @@ class SnapshotKeeper:
         self._context.remember()
         self.cadence.rewound(self._context.step)
         self._seen = self._context.step
-
-
-def _attached(context: Context) -> dict[str, AttachedState]:
-    """States beside model and optimizer, where the run may have any."""
-    found: dict[str, AttachedState] = {}
-    if context.agreement.mode == "spread":
-        found["communication hooks"] = context.attached
-    outer = context.outer
-    if outer is not None and averager(outer):
-        found["averager"] = AttachedState(partial(averager, outer))
-    return found
 
 
 # --- Which part of every tensor of a checkpoint this rank reads, whatever mesh it was written on.

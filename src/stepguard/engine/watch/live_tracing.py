@@ -58,7 +58,7 @@ class LiveTracing:
 
     def locate(self, step: Step, reading: Reading) -> Origin:
         """Take the replay's answer if it is complete, else the live trace's; else trace on."""
-        origin = locate(step, reading, self._context.effort)
+        origin = locate(step, reading, self._context.memory.effort)
         if step.replayable or placed(origin) or reading.overflow:
             return origin
         seen = self._finished.origin(step, reading) if self._finished is not None else None
@@ -80,7 +80,7 @@ class LiveTracing:
             which = f"the next {IN_A_ROW} steps, then every {THEN_EVERY}th up to {ARMED_STEPS}"
             self._say(step, f"tracing {which}, slower, so that the next bad one can be placed")
         self._since = None if why_not else 0
-        self._context.effort.begin_tracing()
+        self._context.memory.effort.begin_tracing()
 
     def _why_not(self, unheard: bool) -> str:
         if needs_closure(self._context.optimizer):
@@ -103,7 +103,7 @@ class LiveTracing:
     def begin(self) -> None:
         """An update is done: everything up to the next one is the next step."""
         trace = self._next_trace()
-        self._context.effort.tracing = trace is not None
+        self._context.memory.effort.tracing = trace is not None
         self._running = trace
         if trace is not None:
             trace.enter()
@@ -113,7 +113,7 @@ class LiveTracing:
         if self._since is None:
             return None
         self._since += 1
-        limit = self._context.effort
+        limit = self._context.memory.effort
         if self._since >= ARMED_STEPS:
             self._disarm(f"{ARMED_STEPS} steps without another bad one")
             return None

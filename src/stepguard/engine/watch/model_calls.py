@@ -334,7 +334,11 @@ class ModelCalls:
         """The model has run."""
         if self.calls and self._hears(module):
             with self._protect.region:
-                self._returned(output)
+                for index, tensor in enumerate(differentiable(output)):
+                    hook = partial(_received, weakref.ref(self), self.calls[-1].gradients, index)
+                    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the output does not warn
+                    with suppress(RuntimeError):
+                        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _hears(self, module: nn.Module) -> bool:
         if self._paused or self.off or not module.training or not self._protect.armed:
@@ -347,13 +351,6 @@ class ModelCalls:
         self._on_call(arguments)
         if len(self.calls) < MOST_CALLS:
             self.calls.append(ModelCall(arguments, len(args), capture_rng(), user_line()))
-
-    def _returned(self, output: Any) -> None:
-        for index, tensor in enumerate(differentiable(output)):
-            hook = partial(_received, weakref.ref(self), self.calls[-1].gradients, index)
-            hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the output does not warn
-            with suppress(RuntimeError):
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def keep(self, gradients: OutputGradients, index: int, gradient: Tensor) -> None:
         if self._protect.armed:

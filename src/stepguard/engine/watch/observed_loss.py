@@ -111,7 +111,19 @@ class GradientVeto:
         undo = self._undo
         self._forget()
         if undo is None:
-            return self._moved_without_gradient(parameters, marks)
+            moved = set()
+            for parameter, mark in zip(parameters, marks, strict=True):
+                if written_since([parameter], [mark]):
+                    moved.add(id(parameter))
+            if not moved:
+                return ""
+            optimizer = self._context.optimizer
+            names = []
+            for parameter, name in parameter_names(self._context.roots, optimizer):
+                if id(parameter) in moved:
+                    names.append(name)
+            told = ", ".join(names[:MOST_NAMED])
+            return f"{type(optimizer).__name__} moved {told} without a gradient{self._why_no_copy}"
         unknown = undo.restore()
         if not unknown:
             return ""
@@ -121,21 +133,6 @@ class GradientVeto:
         """Let the update happen after all."""
         self.give_back()
         self._forget()
-
-    def _moved_without_gradient(self, parameters: list[Tensor], marks: list[int]) -> str:
-        moved = set()
-        for parameter, mark in zip(parameters, marks, strict=True):
-            if written_since([parameter], [mark]):
-                moved.add(id(parameter))
-        if not moved:
-            return ""
-        optimizer = self._context.optimizer
-        names = []
-        for parameter, name in parameter_names(self._context.roots, optimizer):
-            if id(parameter) in moved:
-                names.append(name)
-        told = ", ".join(names[:MOST_NAMED])
-        return f"{type(optimizer).__name__} moved {told} without a gradient{self._why_no_copy}"
 
     def _copy(self) -> UndoCopy | None:
         try:
@@ -189,7 +186,7 @@ class ObservedLoss:
                 value = value / scale
         self._at_start = self._gradient_marks()
         dropped = self._at_start != self._at_end
-        self._context.habits.backward_begins(
+        self._context.memory.habits.backward_begins(
             root, self._context.parameters, first=not self.losses, dropped=dropped
         )
         if self.losses and dropped:
@@ -211,13 +208,13 @@ class ObservedLoss:
         if self.losses and not ours:
             self.losses.pop()
         if ours:
-            self._context.habits.backward_over(self._context.parameters)
+            self._context.memory.habits.backward_over(self._context.parameters)
         return ours
 
     def update_made(self) -> None:
         """The optimizer has made an update of what was observed."""
         if self.losses:
-            self._context.habits.update_made(self._context.parameters, self._at_end)
+            self._context.memory.habits.update_made(self._context.parameters, self._at_end)
 
     def divide(self, scale: Tensor | None) -> None:
         """The losses heard so far carry this factor, which was not known then."""
@@ -236,7 +233,7 @@ class ObservedLoss:
             return
         # Of sharded gradients each rank keeps its part: the whole would take a collective, which a
         # rank without a guard does not join. What ranks exchange for the step adds the parts up.
-        shares = self._context.shares
+        shares = self._context.memory.shares
         if shares is not None:
             self._norm = shares.heard(norm)
         else:
@@ -272,7 +269,7 @@ class ObservedLoss:
 
     def _measured(self) -> GradientNorm | None:
         each = is_custom(self._context.optimizer)
-        shares = self._context.shares
+        shares = self._context.memory.shares
         if shares is not None:
             return shares.norm(self._context.parameters, each=each)
         return gradient_norm(self._gradients(), each=each)
