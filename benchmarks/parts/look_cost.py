@@ -13,6 +13,7 @@ import stepguard
 from benchmarks.parts.variants import RATE, bare
 from benchmarks.parts.workloads import Workload
 from stepguard.probes.look_schedule import FIRST, SHARE
+from stepguard.probes.looks import Looks
 from stepguard.records.probes import Look
 
 ROUNDS = 8
@@ -65,7 +66,9 @@ def look_cost(workload: Workload, rounds: int = ROUNDS) -> LookCost:
         terminal="quiet",
     )
     with stepguard.watch(model, optimizer, config=config) as guard:
-        guard._driver.looks.heard.append(heard)
+        looks = guard._driver.looks
+        assert isinstance(looks, Looks)
+        looks.heard.append(heard)
         for _ in range(FIRST + 2 * rounds):
             before = len(claimed)
             batch = workload.batch(generator)
