@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merged = _merge(options.output, results, quick=options.quick)
     machine.keep(merged, options.output)
     console.print(
-        f"written to {options.output.name}; python -m benchmarks.table puts it into docs/evidence.md"
+        f"written to {options.output.name}; `-m benchmarks.table` puts it into docs/evidence.md"
     )
     return 0
 

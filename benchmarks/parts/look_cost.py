@@ -14,7 +14,6 @@ from benchmarks.parts.variants import RATE, bare
 from benchmarks.parts.workloads import Workload
 from stepguard.probes.look_schedule import FIRST, SHARE
 from stepguard.probes.looks import Looks
-from stepguard.records.probes import Look
 
 ROUNDS = 8
 
@@ -57,9 +56,6 @@ def look_cost(workload: Workload, rounds: int = ROUNDS) -> LookCost:
     looked: list[float] = []
     plain: list[float] = []
 
-    def heard(look: Look) -> None:
-        claimed.append(look.seconds)
-
     config = stepguard.GuardConfig(
         probes=stepguard.Probes(look_every=2),
         snapshots=stepguard.Snapshots(count=0),
@@ -68,7 +64,13 @@ def look_cost(workload: Workload, rounds: int = ROUNDS) -> LookCost:
     with stepguard.watch(model, optimizer, config=config) as guard:
         looks = guard._driver.looks
         assert isinstance(looks, Looks)
-        looks.heard.append(heard)
+        take = looks.schedule.took
+
+        def took(step: int, seconds: float) -> None:
+            claimed.append(seconds)
+            take(step, seconds)
+
+        looks.schedule.took = took  # type: ignore[method-assign]
         for _ in range(FIRST + 2 * rounds):
             before = len(claimed)
             batch = workload.batch(generator)
