@@ -184,7 +184,7 @@ def measure(found: list[Module]) -> dict[str, float]:
             if isinstance(node, ast.ClassDef):
                 counts["dataclasses"] += _is_dataclass(node)
                 if node.name in SETTINGS:
-                    counts["settings"] += sum(isinstance(s, ast.AnnAssign) for s in node.body)
+                    counts["settings"] += sum(map(_is_setting, node.body))
         counts["numeric constants"] += sum(map(_is_numeric_constant, module.tree.body))
     lines_in_all = max(counts["lines"], 1)
     return {
@@ -201,6 +201,11 @@ def measure(found: list[Module]) -> dict[str, float]:
 
 def _is_dataclass(node: ast.ClassDef) -> bool:
     return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def _is_setting(node: ast.stmt) -> bool:
+    """A field of the settings that is not a group of them."""
+    return isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) not in SETTINGS
 
 
 def _is_numeric_constant(node: ast.stmt) -> bool:
