@@ -271,7 +271,7 @@ def is_number(text: str) -> bool:
 
 
 LONGEST = 40
-"""Characters of an expression; a longer one tells no more than its part does."""
+"""Characters of an expression; a longer one says no more than its part does."""
 OPERATORS: dict[str, type[ast.operator]] = {
     "add": ast.Add,
     "sub": ast.Sub,
