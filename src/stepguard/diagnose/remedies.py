@@ -143,7 +143,7 @@ def _in_float32(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...
         return ()
     matrix = case.op in MATRIX
     # a product written with `@`, whichever way torch has folded it
-    found = named_expression(origin, "matmul", ast.MatMult) if matrix else None
+    found = named_expression(origin, "matmul") if matrix else None
     found = found or _forward_expression(case, origin)
     # autocast would make half precision of the operands of a product again
     inside = matrix and case.evidence.autocast
@@ -244,7 +244,6 @@ REWRITTEN: dict[str, Callable[[Case, Origin, Fields], tuple[Remedy, ...]]] = {
 RECIPROCAL = Remedy(
     title="where {x} is 0 the result is 0, without a gradient", snippet="safe_div(1.0, {x})"
 )
-OPERATORS = {"div": ast.Div, "pow": ast.Pow}
 IN_PLACE = {
     "div": ("torch.where({by} == 0, 1, {y})", "where {y} is 0 it is divided by 1"),
     "log": ("{by}.clamp_(min=1e-12)", "{y} stays above 0"),
@@ -280,7 +279,7 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
         return (fix,)
     if origin.library is not None:
         return (_in_a_library(case, origin),)
-    found = named_expression(origin, name, OPERATORS.get(name))
+    found = named_expression(origin, name)
     use = fix
     if found is None and name == "div":
         use = RECIPROCAL
