@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import string
+from pathlib import Path
+
 import pytest
 
+from stepguard.diagnose import Case, rules
 from stepguard.diagnose.rules import RULES
-from stepguard.diagnose.wording import parse, rule_text
+from stepguard.diagnose.wording import RuleText, parse, rule_text
 
 PAGE = """# SG999: a made-up cause
 
@@ -128,3 +134,55 @@ def test_the_heading_of_a_page_is_its_code() -> None:
     for rule in RULES:
         page = files("stepguard.diagnose.rules").joinpath(f"{rule.code.lower()}.md")
         assert page.read_text(encoding="utf-8").startswith(f"# {rule.code}: ")
+
+
+FOLDER = Path(rules.__file__).parent
+FILLED_IN = {"who", "in_batch", "statement", "no_line"}
+"""Fields that every remedy of an incident can have (remedies.py)."""
+
+
+def pages_of(module: Path) -> dict[str, RuleText]:
+    """The pages whose rules a module recognises: sg900.py stops where sg950.py begins."""
+    modules = sorted(path.stem for path in FOLDER.glob("sg*.py"))
+    found = {}
+    for rule in RULES:
+        if max(name for name in modules if name < rule.code.lower()) == module.stem:
+            found[rule.code] = rule.text
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(FOLDER.glob("sg*.py")), ids=lambda path: path.stem)
+def test_pages_say_what_their_rules_find(module: Path) -> None:
+    """What a rule names has sentences on its page, and no sentence is left over."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    named = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named.add(node.value)
+    called = set()
+    for node in ast.walk(tree):
+        proves = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if proves and node.func.id in ("certain", "likely", "possible", "prove") and node.args:
+            called |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    said = {name for page in pages_of(module).values() for name in page.evidence}
+    assert called <= said
+    assert said - {""} <= named
+
+
+@pytest.mark.parametrize("module", sorted(FOLDER.glob("sg*.py")), ids=lambda path: path.stem)
+def test_fields_of_a_page_are_known(module: Path) -> None:
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    known = FILLED_IN | set(dir(Case))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg:
+            known.add(node.arg)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            known.add(node.value)
+    for code, page in pages_of(module).items():
+        sentences = [one for some in page.evidence.values() for one in some]
+        for condition, remedies in page.incident:
+            sentences += ["{" + name.removeprefix("not ") + "}" for name in condition.split(", ")]
+            sentences += [text for one in remedies for text in (one.title, one.snippet)]
+        for sentence in sentences:
+            for _, field, _, _ in string.Formatter().parse(sentence):
+                assert not field or re.split(r"[.\[]", field)[0] in known, (code, sentence)

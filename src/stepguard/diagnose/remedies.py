@@ -32,7 +32,7 @@ from stepguard.records.incident import Safety
 
 LONGEST_LINE = 60
 """Characters of a line within a sentence."""
-FORMULAS_FAIL_AS = ("SG201", "SG202", "SG203", "SG206", "SG301", "SG401", "SG403")
+FORMULAS_FAIL_AS = ("SG201", "SG202", "SG203", "SG206", "SG301", "SG401", "SG402", "SG403")
 """Codes of what happens to a formula that torch has a function for."""
 POLES = ("SG401", "SG201", "SG202")
 """Codes of functions that are singular somewhere."""
@@ -44,8 +44,9 @@ def in_their_words(finding: Finding, case: Case, proof: Proof) -> Finding:
     """The finding with remedies for this very incident; else those of the page, titles only."""
     own = _for_incident(finding.code, case, proof)
     if finding.code in FORMULAS_FAIL_AS:
-        formula = _stable_formula(case.where)
-        own = formula if formula and finding.code in REWRITTEN else (*formula, *own)
+        formula = _stable_formula(case)
+        enough = formula and finding.code in ("SG206", "SG301")
+        own = formula if enough else (*formula, *own)
     if finding.code == "SG402":
         # a function that is safe at the pole needs no selection before it
         safe = [one for pole in POLES for one in _for_operation(pole, case) if one.edits]
@@ -142,7 +143,7 @@ def _in_float32(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...
         return ()
     matrix = case.op in MATRIX
     # a product written with `@`, whichever way torch has folded it
-    found = named_expression(origin, "matmul", ast.MatMult) if matrix else None
+    found = named_expression(origin, "matmul") if matrix else None
     found = found or _forward_expression(case, origin)
     # autocast would make half precision of the operands of a product again
     inside = matrix and case.evidence.autocast
@@ -243,7 +244,6 @@ REWRITTEN: dict[str, Callable[[Case, Origin, Fields], tuple[Remedy, ...]]] = {
 RECIPROCAL = Remedy(
     title="where {x} is 0 the result is 0, without a gradient", snippet="safe_div(1.0, {x})"
 )
-OPERATORS = {"div": ast.Div, "pow": ast.Pow}
 IN_PLACE = {
     "div": ("torch.where({by} == 0, 1, {y})", "where {y} is 0 it is divided by 1"),
     "log": ("{by}.clamp_(min=1e-12)", "{y} stays above 0"),
@@ -279,7 +279,7 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
         return (fix,)
     if origin.library is not None:
         return (_in_a_library(case, origin),)
-    found = named_expression(origin, name, OPERATORS.get(name))
+    found = named_expression(origin, name)
     use = fix
     if found is None and name == "div":
         use = RECIPROCAL
@@ -296,7 +296,7 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     if "{most}" in use.snippet:
         # the second is shown only where a trial has found the first wanting
         return written, replace(_written(origin, use, found, second), snippet="")
-    return (*_from_logits(case, origin, found, name), written)
+    return (*_from_logits(case, found, name), written)
 
 
 def _made_harmless(case: Case, found: Expression, name: str) -> Remedy:
@@ -311,10 +311,10 @@ def _made_harmless(case: Case, found: Expression, name: str) -> Remedy:
     return rewriting(case.where, line, title, safety="changes-numbers")
 
 
-def _from_logits(case: Case, origin: Origin, found: Expression, name: str) -> tuple[Remedy, ...]:
+def _from_logits(case: Case, found: Expression, name: str) -> tuple[Remedy, ...]:
     """The log of a probability that another line has made; a formula in one line is rewritten."""
     made_by = base_name(case.evidence.argument_from)
-    if name != "log" or made_by not in SATURATES or _stable_formula(origin):
+    if name != "log" or made_by not in SATURATES or _stable_formula(case):
         return ()
     title = (
         f"Compute the loss from the logits, by {SATURATES[made_by]}: `{found.operands[0]}` comes "
@@ -473,14 +473,14 @@ def _zero_infinity(origin: Origin) -> Remedy:
     return _replaced(origin, found, use, why, safety="changes-training")
 
 
-def _stable_formula(origin: Origin) -> tuple[Remedy, ...]:
+def _stable_formula(case: Case) -> tuple[Remedy, ...]:
     """Torch's own function in the place of the formula that the operation is part of."""
-    line, span = culprit_line(origin), culprit_span(origin)
-    logarithm = named_expression(origin, "log")
-    if span is None and logarithm is not None:
+    span = culprit_span(case.where)
+    logarithm = named_expression(case.where, "log")
+    if span is None and logarithm is not None and "log" in (case.op, case.node.lower()):
         span = logarithm.span()
-    found = stable_form(line, span)
+    found = stable_form(culprit_line(case.where), span)
     if found is None:
         return ()
     expression, use = found
-    return (_replaced(origin, expression, use, "the same function, which stays finite"),)
+    return (_replaced(case.where, expression, use, "the same function, which stays finite"),)

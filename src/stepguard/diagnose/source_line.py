@@ -271,7 +271,7 @@ def is_number(text: str) -> bool:
 
 
 LONGEST = 40
-"""Characters of an expression; a longer one tells no more than its part does."""
+"""Characters of an expression; a longer one says no more than its part does."""
 OPERATORS: dict[str, type[ast.operator]] = {
     "add": ast.Add,
     "sub": ast.Sub,
@@ -283,6 +283,7 @@ OPERATORS: dict[str, type[ast.operator]] = {
     "remainder": ast.Mod,
     # matmul folds a batch into `mm` and may swap its sides then; `bmm` keeps them.
     "bmm": ast.MatMult,
+    "matmul": ast.MatMult,
 }
 COMMUTES = words("add mul")
 """Here torch takes the tensor first where the other side is a Python number."""
@@ -357,17 +358,15 @@ def _operation(origin: Origin) -> str:
 
 def expression_of(origin: Origin) -> Expression | None:
     """The expression of a forward operation in its source line, where it is there once."""
-    operation = _operation(origin)
-    return named_expression(origin, operation, OPERATORS.get(operation))
+    return named_expression(origin, _operation(origin))
 
 
-def named_expression(
-    origin: Origin, operation: str, operator: type[ast.operator] | None = None
-) -> Expression | None:
+def named_expression(origin: Origin, operation: str) -> Expression | None:
     """The call of this operation, or the use of its operator, in the culprit's line."""
     names = ALIASES.get(operation, operation).split()
     # In place, a method has the same name and an underscore.
     calls = frozenset(names) | {f"{name}_" for name in names}
+    operator = OPERATORS.get(operation)
     return find_expression(culprit_line(origin), calls, operator, culprit_span(origin))
 
 

@@ -246,7 +246,7 @@ def sg104(case: Case) -> Proof | None:
 
 
 def _beyond_domain(case: Case) -> Proof | None:
-    """A target that is no class, no probability, or of probability 0."""
+    """A target that is not a class, not a probability, or has probability 0."""
     scores = case.argument("self", 0)
     target = case.argument("target", 1)
     other = case.argument("other", 1)

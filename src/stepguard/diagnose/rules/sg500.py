@@ -174,8 +174,9 @@ def sg504(case: Case) -> Proof | None:
 def _how_well_a_jump(case: Case) -> Certainty:
     """How well a jump of the learning rate explains what was seen."""
     kind = case.verdict.kind
+    ruined = case.verdict.finite_anomaly or case.evidence.weights_ruined
     # loaded state that brings the old rate back is SG802
-    if kind == "lr_mismatch":
+    if kind == "lr_mismatch" and not ruined:
         return "likely" if case.facts.resumed else "certain"
     # past exp(709) float64 overflows as well, so that no wider dtype is finite; without an
     # operation nothing but the update is known to be bad
@@ -183,7 +184,6 @@ def _how_well_a_jump(case: Case) -> Certainty:
         ran_away = not case.short
     else:
         ran_away = case.phase in ("", "optimizer") and not case.op
-    ruined = case.verdict.finite_anomaly or case.evidence.weights_ruined
     return "certain" if ruined or ran_away or kind == "infinite_norm" else "possible"
 
 

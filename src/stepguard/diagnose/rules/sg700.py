@@ -10,7 +10,7 @@ from stepguard.diagnose.rule import Proof, certain, likely, possible, rule
 def sg701(case: Case) -> Proof | None:
     """One rank made it, all ranks have it."""
     ranks = case.reading.bad_ranks
-    # the size of the world is not known after the fact, but a rank number tells a part of it
+    # the size of the world is not known after the fact, but a rank number bounds it from below
     world = max(case.facts.world_size, max(ranks, default=0) + 1)
     if not ranks or world < 2 or len(ranks) >= world:
         return None

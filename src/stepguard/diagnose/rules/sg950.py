@@ -71,7 +71,7 @@ def sg952(case: Case) -> Proof | None:
 
 
 NEAR = {"float16": 8.0}
-"""Bits of headroom from which on a trend is told."""
+"""Bits of headroom from which on a trend is reported."""
 NEAR_WIDE = 64.0
 """The same for wider dtypes: squares overflow from here on."""
 
