@@ -24,7 +24,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """
 WATCH = """
 guard = stepguard.watch(
-    model, optimizer, config=stepguard.GuardConfig(run_dir="run", snapshots=0)
+    model, optimizer, config=stepguard.GuardConfig(run_dir="run", snapshots=stepguard.Snapshots(count=0))
 )
 """
 LOOP = """
