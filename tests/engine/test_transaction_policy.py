@@ -294,7 +294,7 @@ SCRIPT = """
     from torch import nn
     model = nn.Linear(3, 1)
     optimizer = torch.optim.{optimizer}
-    config = stepguard.GuardConfig(locate=False, policy=stepguard.Policy(max_consecutive=1))
+    config = stepguard.GuardConfig(policy=stepguard.Policy(max_consecutive=1))
     {body}
     print("not reached")
 """
@@ -342,7 +342,7 @@ def test_other_uncaught_exceptions_keep_their_own_exit_code() -> None:
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         policy = stepguard.Policy(actions=("stop",))
-        config = stepguard.GuardConfig(locate=False, terminal="quiet", policy=policy)
+        config = stepguard.GuardConfig(terminal="quiet", policy=policy)
         try:
             with stepguard.Guard(model, optimizer, config=config) as guard:
                 guard.step(lambda b: model(b).mean(), torch.full((2, 3), float("nan")))

@@ -23,9 +23,9 @@ model = nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """
 WATCH = """
-guard = stepguard.watch(
-    model, optimizer, config=stepguard.GuardConfig(run_dir="run", snapshots=stepguard.Snapshots(count=0))
-)
+none = stepguard.Snapshots(count=0)
+config = stepguard.GuardConfig(run_dir="run", snapshots=none)
+guard = stepguard.watch(model, optimizer, config=config)
 """
 LOOP = """
 def loss_fn(batch):
