@@ -294,7 +294,9 @@ SCRIPT = """
     from torch import nn
     model = nn.Linear(3, 1)
     optimizer = torch.optim.{optimizer}
-    config = stepguard.GuardConfig(policy=stepguard.Policy(max_consecutive=1))
+    config = stepguard.GuardConfig(
+        probes=stepguard.Probes(locate_budget=0), policy=stepguard.Policy(max_consecutive=1)
+    )
     {body}
     print("not reached")
 """
