@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from stepguard._errors import CapsuleError, ConfigError, StateError
-from stepguard.engine.context import Context, LeadUp, bare_step
+from stepguard.engine.context import Context, bare_step
+from stepguard.engine.hooks import LeadUp
 from stepguard.engine.incident.situation import as_window, why_not
 from stepguard.engine.recover.snapshots import Snapshots
 from stepguard.probes.whatif_candidates import Candidate, OwnFix, no_worse

@@ -179,6 +179,17 @@ def _of_incident(incident: Incident, bad: WindowStep) -> list[Candidate]:
                 fix=remedy,
             )
         )
+    found += _left_out(incident, bad)
+    if incident.origin is not None:
+        found += _in_float32(incident.origin)
+    spoiled = any(name.startswith("opt:") for name in incident.reading.bad_state)
+    if spoiled or any(finding.code == "SG503" for finding in incident.findings):
+        found.append(FRESH_STATE)
+    return found
+
+
+def _left_out(incident: Incident, bad: WindowStep) -> list[Candidate]:
+    """Without the samples or micro-batches that are proven guilty."""
     origin = incident.origin
     leave_out = Candidate(
         name="leave out",
@@ -188,22 +199,17 @@ def _of_incident(incident: Incident, bad: WindowStep) -> list[Candidate]:
         "data",
         codes=("SG101", "SG102", "SG103", "SG104"),
     )
-    micro = origin.micro_batch or 0 if origin is not None else 0
-    samples = origin.samples if origin is not None else ()
+    if origin is not None and origin.samples:
+        micro = origin.micro_batch or 0
+        if batch_without(bad.micro_batches[micro], origin.samples) is not None:
+            label = f"leave out {origin.culprits}"
+            return [replace(leave_out, label=label, rows=origin.samples, micro_batch=micro)]
     guilty = incident.reading.bad_micro_batches
-    if samples and batch_without(bad.micro_batches[micro], samples) is not None:
-        label = f"leave out {origin.culprits}" if origin is not None else ""
-        found.append(replace(leave_out, label=label, rows=samples, micro_batch=micro))
-    elif guilty and len(guilty) < len(bad.micro_batches):
-        numbers = ", ".join(str(index + 1) for index in guilty)
-        label = f"leave out micro-batch {numbers} of {len(bad.micro_batches)}"
-        found.append(replace(leave_out, label=label, micro_batches=guilty))
-    if origin is not None:
-        found += _in_float32(origin)
-    spoiled = any(name.startswith("opt:") for name in incident.reading.bad_state)
-    if spoiled or any(finding.code == "SG503" for finding in incident.findings):
-        found.append(FRESH_STATE)
-    return found
+    if not guilty or len(guilty) >= len(bad.micro_batches):
+        return []
+    numbers = ", ".join(str(index + 1) for index in guilty)
+    label = f"leave out micro-batch {numbers} of {len(bad.micro_batches)}"
+    return [replace(leave_out, label=label, micro_batches=guilty)]
 
 
 def _in_float32(origin: Origin) -> list[Candidate]:
@@ -337,10 +343,7 @@ def ranked(
     `recorded`: losses of the run on the way to the bad step. `healthy`: the loss of the good state
     that all trials began with; who ends no higher has lost nothing, however low others end.
     """
-    # how much losses of neighbouring steps differ, without the trend of the run
-    finite = [loss for loss in recorded if math.isfinite(loss)]
-    steps = [abs(later - earlier) for earlier, later in pairwise(finite)]
-    noise = NOISE_OF_BATCHES * statistics.median(steps) if len(steps) > 1 else 0.0
+    noise = _noise_of_batches(recorded)
     floor = -math.inf
     if healthy is not None and math.isfinite(healthy):
         floor = healthy
@@ -360,6 +363,13 @@ def ranked(
     # of those that fail, the one that got furthest, then the cheapest
     failing.sort(key=lambda one: (bool(one.why_not), -len(one.losses), one.cost))
     return order + failing
+
+
+def _noise_of_batches(recorded: Sequence[float]) -> float:
+    """How much losses of neighbouring steps differ, without the trend of the run."""
+    finite = [loss for loss in recorded if math.isfinite(loss)]
+    steps = [abs(later - earlier) for earlier, later in pairwise(finite)]
+    return NOISE_OF_BATCHES * statistics.median(steps) if len(steps) > 1 else 0.0
 
 
 def no_worse(one: TrialOutcome, other: TrialOutcome) -> bool:
