@@ -24,11 +24,11 @@ def look_at(
     optimizer.zero_grad()
     look = DeepLook(0, {"": model}, optimizer, owned)
     look.begin()
-    look.saw_batch(batch)
+    look.batch.add(batch)
     loss(batch).backward()
-    look.gradients_ready()
+    look.observer.stop()
     look.before_update()
     optimizer.step()
     found = look.finish(committed=True)
-    assert look.fault is None
+    assert look.observer.fault is None
     return found

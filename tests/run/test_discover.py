@@ -20,7 +20,7 @@ from stepguard.run.guarded_script import (
 def test_model_is_the_outermost_module_with_the_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert trained_by(optimizer).model is model
+    assert trained_by(optimizer)[0] is model
     assert share(model[0], parameters_of(optimizer)) == 2
 
 
@@ -29,24 +29,24 @@ def test_called_model_is_preferred_to_a_container_around_it() -> None:
     model = nn.Linear(2, 1)
     container = nn.ModuleDict({"model": model})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert trained_by(optimizer).model is container
-    assert trained_by(optimizer, called=model).model is model
+    assert trained_by(optimizer)[0] is container
+    assert trained_by(optimizer, called=model)[0] is model
 
 
 def test_further_modules_have_the_names_of_their_variables() -> None:
     body = nn.Linear(4, 4)
     head = nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-    trained = trained_by(optimizer)
-    assert trained.model is body
-    assert trained.modules == {"head": head}
+    model, modules = trained_by(optimizer)
+    assert model is body
+    assert modules == {"head": head}
     assert variable_name(head) == "head"
 
 
 def test_parameters_of_no_module_get_one() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    model = trained_by(optimizer).model
+    model = trained_by(optimizer)[0]
     assert isinstance(model, LooseParameters)
     assert [id(p) for p in model.parameters()] == [id(weight)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepguard import GuardConfig
-from stepguard.run.guarded_script import run_script, tell_how_it_ended
+from stepguard.run.guarded_script import run_script
 
 QUIET = GuardConfig(terminal="quiet")
 
@@ -50,10 +50,30 @@ def test_swallowed_stop_is_still_exit_code_3(tmp_path: Path) -> None:
     assert run_script(str(tmp_path / "train.py"), [], QUIET) == 3
 
 
-def test_end_of_a_run_without_guards_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_how_it_ended([], refused=0, code=0)
-    tell_how_it_ended([], refused=1, code=0)
-    tell_how_it_ended([], refused=0, code=1)
-    first, second = capsys.readouterr().err.splitlines()
-    assert "the script made none that stepped" in first
-    assert "for the reason above" in second
+REFUSED = """
+import torch
+class Engine(torch.optim.SGD):
+    pass
+Engine.__module__ = "deepspeed.runtime"
+model = torch.nn.Linear(1, 1)
+optimizer = Engine(model.parameters(), lr=0.1)
+model(torch.ones(1, 1)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("x = 1", "the script made none that stepped"),
+        (REFUSED, "for the reason above"),
+        ("raise SystemExit(7)", ""),
+    ],
+)
+def test_end_of_a_run_without_guards_says_why(
+    source: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(source)
+    run_script(str(tmp_path / "train.py"), [], QUIET)
+    lines = capsys.readouterr().err.splitlines()
+    assert said in lines[-1] if said else lines == []

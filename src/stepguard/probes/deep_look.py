@@ -88,43 +88,56 @@ SURE_OF_A_SUM = 4e-3
 
 @dataclass(slots=True)
 class LayerFacts:
-    """Numbers on the device, and what each stands for."""
+    """Numbers on the device, and the row of the record that each becomes."""
 
     numbers: Numbers
-    _attention: list[tuple[str, int, int]] = field(default_factory=list)
-    _norms: list[tuple[str, str, int]] = field(default_factory=list)
-    _units: list[tuple[str, str, int, int, int]] = field(default_factory=list)
-    _targets: list[int] = field(default_factory=list)
+    _rows: list[tuple[Any, dict[str, Any], tuple[str, ...], int]] = field(default_factory=list)
+    """Kind of row, what is known of it, the names of its numbers, and where these are."""
+    _targets: list[tuple[int, int]] = field(default_factory=list)
     _probabilities: list[int] = field(default_factory=list)
 
-    def before(self, operator: Operator, args: Any, kwargs: Any, module: str) -> None:
+    def before(self, operator: Operator, args: Any, kwargs: Any, module: str | None) -> None:
         """Note what goes in, where the operation may overwrite it."""
-        name = operator.name
-        if name in LOG_SOFTMAX:
-            self._note_probabilities(args[0], args[1])
-        elif name in TARGETS:
-            self._note_targets(args)
+        if operator.name in LOG_SOFTMAX:
+            # rows that are between 0 and 1 and sum to 1 have been through a softmax
+            values, dim = args[0].detach(), args[1]
+            if values.dim() > 1 and values.shape[dim] > 1:
+                wide = values.float()
+                off = torch.maximum((wide.sum(dim) - 1.0).abs().amax(), (-wide).amax())
+                self._probabilities.append(self.numbers.add(off))
+        elif operator.name in TARGETS:
+            ignored = self.numbers.add((args[1] == args[4]).sum())
+            self._targets.append((ignored, args[1].numel()))
 
     def after(
-        self, operator: Operator, args: Any, kwargs: Any, results: list[Tensor], module: str
+        self, operator: Operator, args: Any, kwargs: Any, results: list[Tensor], module: str | None
     ) -> None:
         """Note what came out of a forward operation."""
         name = operator.name
-        if name in SOFTMAX and module:
-            self._note_softmax(module, args[0], args[1])
+        place = module or ""
+        if name in SOFTMAX and place:
+            logits, dim = args[0].detach(), args[1]
+            if logits.dim() > 2 and dim in (-1, logits.dim() - 1):
+                self._add_rows(place, logits.reshape(-1, logits.shape[-1]))
         elif name in FUSED_ATTENTION:
-            self._note_fused(module, args, kwargs)
+            self._note_fused(place, args, kwargs)
         elif name in NORMS:
-            self._note_norm(module, args[0], results[0])
+            zeros = (sampled(results[0].detach()) == 0).double().mean()
+            dtype = str(args[0].dtype).removeprefix("torch.")
+            self._add(
+                NormLook,
+                {"scale": root_mean_square(args[0].detach()), "output_zeros": zeros},
+                module=place,
+                dtype=dtype,
+            )
         elif name in RECTIFIERS or name in SATURATING:
-            self._note_units(module, name, results[0])
+            self._note_units(place, name, results[0].detach())
+
+    def _add(self, kind: Any, measured: dict[str, Tensor], **known: Any) -> None:
+        number = self.numbers.add(*measured.values())
+        self._rows.append((kind, known, tuple(measured), number))
 
     # --- attention ------------------------------------------------------------------------------
-
-    def _note_softmax(self, module: str, logits: Tensor, dim: int) -> None:
-        if logits.dim() < 3 or dim not in (-1, logits.dim() - 1):
-            return
-        self._add_rows(module, _some_rows(logits.detach().reshape(-1, logits.shape[-1])))
 
     def _note_fused(self, module: str, args: Any, kwargs: Any) -> None:
         """A fused attention keeps its logits to itself: compute some of them again."""
@@ -140,13 +153,15 @@ class LayerFacts:
             # a mask may have one row for all queries, and one for all heads or samples
             shown = mask.detach()[:1] if mask.dim() == 4 else mask.detach()
             rows = rows + shown.expand(*rows.shape[:2], query.shape[-2], -1)[:, :, positions]
-        if _is_causal(args, kwargs):
+        # `is_causal` stands behind the dropout in every fused attention, or is a keyword
+        if kwargs.get("is_causal", any(argument is True for argument in args[3:])):
             keys = torch.arange(key.shape[-2], device=query.device)
             rows = rows.masked_fill(keys[None, :] > positions[:, None], -torch.inf)
-        self._add_rows(module, _some_rows(rows.reshape(-1, rows.shape[-1])))
+        self._add_rows(module, rows.reshape(-1, rows.shape[-1]))
 
     def _add_rows(self, module: str, logits: Tensor) -> None:
-        wide = logits.float()
+        stride = max(1, math.ceil(logits.shape[0] / MOST_ROWS))
+        wide = logits[::stride].float()
         seen = wide > MASKED_BELOW
         keys = seen.sum(-1)
         several = keys > 1
@@ -154,113 +169,46 @@ class LayerFacts:
         entropy = -(weights * torch.log(weights.clamp_min(1e-30))).sum(-1)
         relative = entropy / torch.log(keys.clamp_min(2).float())
         count = several.sum().clamp_min(1)
-        parts = (
-            torch.where(seen, wide, -torch.inf).amax(),
-            torch.where(several, relative, 0.0).sum() / count,
-            (several & (weights.amax(-1) > 0.99)).sum() / count,
-            (several & (relative > 0.999)).sum() / count,
-        )
-        vector = torch.cat([part.to(torch.float64).reshape(1) for part in parts])
-        self._attention.append((module, self.numbers.add(vector), logits.shape[-1]))
+        measured = {
+            "largest_logit": torch.where(seen, wide, -torch.inf).amax(),
+            "entropy": torch.where(several, relative, 0.0).sum() / count,
+            "collapsed": (several & (weights.amax(-1) > 0.99)).sum() / count,
+            "uniform": (several & (relative > 0.999)).sum() / count,
+        }
+        self._add(AttentionLook, measured, module=module, keys=logits.shape[-1])
 
     # --- the rest -------------------------------------------------------------------------------
 
-    def _note_norm(self, module: str, given: Tensor, result: Tensor) -> None:
-        scale = root_mean_square(given.detach())
-        zeros = (sampled(result.detach()) == 0).to(torch.float64).mean().reshape(1)
-        number = self.numbers.add(torch.cat([scale, zeros]))
-        self._norms.append((module, str(given.dtype).removeprefix("torch."), number))
-
-    def _note_units(self, module: str, op: str, result: Tensor) -> None:
-        values = result.detach()
+    def _note_units(self, module: str, op: str, values: Tensor) -> None:
         if values.dim() < 2:
             return
         axis = 1 if values.dim() == 4 else values.dim() - 1
         units = values.shape[axis]
-        positions = values.numel() // max(units, 1)
         if op in SATURATING:
             low, high = SATURATING[op]
             sample = sampled(values)
-            share = ((sample < low) | (sample > high)).to(torch.float64).mean()
+            measured = {"saturated": ((sample < low) | (sample > high)).double().mean()}
         else:
             others = [dim for dim in range(values.dim()) if dim != axis]
-            share = (values.amax(others) <= 0).to(torch.float64).mean()
-        self._units.append((module, op, units, positions, self.numbers.add(share.reshape(1))))
-
-    def _note_probabilities(self, logits: Tensor, dim: int) -> None:
-        """Rows that are between 0 and 1 and sum to 1 have been through a softmax."""
-        values = logits.detach()
-        if values.dim() < 2 or values.shape[dim] < 2:
-            return
-        sums = values.float().sum(dim)
-        off = torch.maximum((sums - 1.0).abs().amax(), (-values.float()).amax())
-        self._probabilities.append(self.numbers.add(off.to(torch.float64).reshape(1)))
-
-    def _note_targets(self, args: Any) -> None:
-        target = args[1]
-        ignored = (target == args[4]).sum().to(torch.float64).reshape(1)
-        count = ignored.new_tensor([float(target.numel())])
-        self._targets.append(self.numbers.add(torch.cat([ignored, count])))
+            measured = {"dead": (values.amax(others) <= 0).double().mean()}
+        positions = values.numel() // max(units, 1)
+        self._add(UnitLook, measured, module=module, op=op, units=units, positions=positions)
 
     # --- on the host ----------------------------------------------------------------------------
 
-    def attention(self, values: list[list[float]]) -> list[AttentionLook]:
-        found = []
-        for module, number, keys in self._attention:
-            logit, entropy, collapsed, uniform = values[number]
-            found.append(
-                AttentionLook(
-                    module=module,
-                    largest_logit=logit,
-                    entropy=entropy,
-                    collapsed=collapsed,
-                    uniform=uniform,
-                    keys=keys,
-                )
-            )
-        return found
-
-    def norms(self, values: list[list[float]]) -> list[NormLook]:
-        found = []
-        for module, dtype, number in self._norms:
-            scale, zeros = values[number]
-            found.append(NormLook(module=module, dtype=dtype, scale=scale, output_zeros=zeros))
-        return found
-
-    def units(self, values: list[list[float]]) -> list[UnitLook]:
-        found = []
-        for module, op, units, positions, number in self._units:
-            share = values[number][0]
-            flat = op in SATURATING
-            found.append(
-                UnitLook(
-                    module=module,
-                    op=op,
-                    units=units,
-                    positions=positions,
-                    saturated=share if flat else 0.0,
-                    dead=0.0 if flat else share,
-                )
-            )
-        return found
+    def rows(self, kind: Any, values: list[list[float]]) -> tuple[Any, ...]:
+        """The rows of this kind, in the order of their operations."""
+        found: list[Any] = []
+        for one, known, names, number in self._rows:
+            if one is kind and len(found) < MOST_ROWS_KEPT:
+                found.append(kind(**known, **dict(zip(names, values[number], strict=True))))
+        return tuple(found)
 
     def facts(self, values: list[list[float]]) -> StepFacts:
-        ignored = sum(values[number][0] for number in self._targets)
-        labels = sum(values[number][1] for number in self._targets)
+        ignored = sum(values[number][0] for number, _ in self._targets)
+        labels = sum(count for _, count in self._targets)
         twice = any(values[number][0] < SURE_OF_A_SUM for number in self._probabilities)
-        return StepFacts(labels=int(labels), ignored=int(ignored), softmax_twice=twice)
-
-
-def _some_rows(rows: Tensor) -> Tensor:
-    stride = max(1, math.ceil(rows.shape[0] / MOST_ROWS))
-    return rows[::stride]
-
-
-def _is_causal(args: Any, kwargs: Any) -> bool:
-    """`is_causal` stands behind the dropout in every fused attention, or is a keyword."""
-    if "is_causal" in kwargs:
-        return bool(kwargs["is_causal"])
-    return any(argument is True for argument in args[3:])
+        return StepFacts(labels=labels, ignored=int(ignored), softmax_twice=twice)
 
 
 # --- A dispatch mode that watches a healthy step: every operation runs once, as it would have.
@@ -351,7 +299,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._idle(func):
+        # a worker process of a data loader inherits the mode
+        elsewhere = os.getpid() != self._process or func.namespace in sharded.NAMESPACES
+        full = self.fault is not None or len(self.seen) >= MOST_RESULTS
+        if self.paused or full or elsewhere:
             return func(*args, **kwargs)
         operator = describe(func)
         before = self._before(operator, args, kwargs)
@@ -360,27 +311,22 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._after(operator, before, args, kwargs, result)
         return result
 
-    def _idle(self, func: Any) -> bool:
-        if self.paused or self.fault is not None or len(self.seen) >= MOST_RESULTS:
-            return True
-        # A worker process of a data loader inherits the mode.
-        if os.getpid() != self._process:
-            return True
-        return func.namespace in sharded.NAMESPACES
-
     def _before(self, operator: Operator, args: Any, kwargs: Any) -> list[Tensor] | None:
         """The tensors that go in; None where the operation makes no values."""
         began = time.thread_time()
         try:
             if operator.views or operator.name in TESTS or operator.name in UNINITIALISED:
                 return None
-            self._notice_backward()
+            backward = self._stage() == "backward"
+            if backward and not self._in_backward and self.backward_begins is not None:
+                self.backward_begins()
+            self._in_backward = backward
             entries = operator.entries(args, kwargs)
             tensors = [entry.value for entry in entries if isinstance(entry.value, Tensor)]
             # before it runs: an operation in place overwrites what it reads
-            self._note_layer(self.layers.before, operator, args, kwargs)
+            self._note(self.layers.before, operator, args, kwargs)
             if self._stage() == "forward":
-                self._note_loss(self.loss.before, operator, args, kwargs)
+                self._note(self.loss.before, operator, args, kwargs)
             return tensors
         except Exception as fault:
             self.fault = fault
@@ -393,45 +339,34 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         began = time.thread_time()
         try:
-            parents = self._parents(operator, given)
+            parents = self._parents(given)
             module = self._module()
             stage = self._stage()
-            results = _tensors(result) or [t for t in given if t is _written(operator, args)]
+            results = [one for one in _as_list(result) if isinstance(one, Tensor)]
+            if not results and operator.written and args:
+                # an operation without a result writes its first argument
+                results = [one for one in given if one is args[0]]
             for tensor in results:
                 known = operator.name in TAKES_INFINITY
                 self._add(operator.name, module, stage, tensor, parents, may_hold_infinity=known)
             if operator.name in CONVERSIONS and results:
                 self._note_conversion(given[-1], results[0])
             if stage == "forward":
-                self._note_layer(self.layers.after, operator, args, kwargs, results)
-                made = _tensors(result) or results
-                self._note_loss(self.loss.after, operator, args, kwargs, made)
+                self._note(self.layers.after, operator, args, kwargs, results)
+                self._note(self.loss.after, operator, args, kwargs, results)
         except Exception as fault:
             self.fault = fault
         finally:
             self.seconds += time.thread_time() - began + DISPATCH_SECONDS
 
-    def _note_layer(self, note: Callable[..., None], *given: Any) -> None:
-        if self.layer_fault is None:
-            try:
-                note(*given, self._module())
-            except Exception as fault:
-                self.layer_fault = fault
-
-    def _note_loss(self, note: Callable[..., None], *given: Any) -> None:
+    def _note(self, note: Callable[..., None], *given: Any) -> None:
         if self.layer_fault is None:
             try:
                 note(*given, self.modules.current)
             except Exception as fault:
                 self.layer_fault = fault
 
-    def _notice_backward(self) -> None:
-        backward = self._stage() == "backward"
-        if backward and not self._in_backward and self.backward_begins is not None:
-            self.backward_begins()
-        self._in_backward = backward
-
-    def _parents(self, operator: Operator, given: list[Tensor]) -> tuple[int, ...]:
+    def _parents(self, given: list[Tensor]) -> tuple[int, ...]:
         parents = []
         for tensor in given:
             if not numeric(tensor):
@@ -485,19 +420,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "backward"
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, list | tuple):
-        return [item for item in result if isinstance(item, Tensor)]
-    return []
-
-
-def _written(operator: Operator, args: Any) -> Any:
-    """The argument that an operation without a result writes."""
-    if not operator.written or not args:
-        return None
-    return args[0]
+def _as_list(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, list | tuple) else [result]
 
 
 # --- One deep look: begin before the forward pass, end after the update, and get a record.
@@ -522,31 +446,12 @@ class DeepLook:
         self._roots = roots
         self._optimizer = optimizer
         self._owned = owned
-        self._observer = Observer(roots, optimizer_parameter_ids(optimizer), owned)
-        self._observer.backward_begins = self._backward_begins
+        self.observer = Observer(roots, optimizer_parameter_ids(optimizer), owned)
+        self.observer.backward_begins = self._backward_begins
         self._updates: Updates | None = None
         self._seconds = 0.0
         self._kept_gradients: list[int | None] = []
         """For each backward pass: number of gradients found there that are not 0; None: none."""
-
-    @property
-    def fault(self) -> Exception | None:
-        """Why nothing more was measured."""
-        return self._observer.fault
-
-    @property
-    def layer_fault(self) -> Exception | None:
-        """Why nothing more was noted of layers."""
-        return self._observer.layer_fault
-
-    def suspend(self) -> None:
-        """A backward pass is over: what the loop does until it calls the model again is its own."""
-        self._observer.stop()
-
-    def resume(self) -> None:
-        """The model is called again before the update."""
-        if not self._observer.on_the_stack:
-            self._observer.start()
 
     def begin(self) -> None:
         """The step begins."""
@@ -555,20 +460,12 @@ class DeepLook:
         if not transforming():
             for name, parameter in named_parameters(self._roots):
                 if not is_lazy(parameter):
-                    self._observer.store(f"param:{name}", parameter)
+                    self.observer.store(f"param:{name}", parameter)
             for name, buffer in named_buffers(self._roots):
                 if not is_lazy(buffer):
-                    self._observer.store(f"buffer:{name}", buffer)
+                    self.observer.store(f"buffer:{name}", buffer)
         self._seconds += time.thread_time() - began
-        self._observer.start()
-
-    def pause(self, *, on: bool) -> None:
-        """The guard begins or ends work of its own."""
-        self._observer.paused = on
-
-    def saw_batch(self, batch: Any) -> None:
-        """The step's data, or a part of it."""
-        self.batch.add(batch)
+        self.observer.start()
 
     def _backward_begins(self) -> None:
         """Note which gradients are there already."""
@@ -580,10 +477,10 @@ class DeepLook:
                 continue  # another player's: its own loop zeroes it
             if gradient is not None and gradient.layout is torch.strided and gradient.numel():
                 part = sampled(plain(gradient), GRADIENT_SAMPLE)
-                parts.append((part != 0).any().to(torch.float64).reshape(1))
+                parts.append((part != 0).any())
         number = None
         if parts:
-            number = self._observer.numbers.add(torch.cat(parts).sum().reshape(1))
+            number = self.observer.numbers.add(torch.stack(parts).sum())
         self._kept_gradients.append(number)
 
     def loss_seen(self, root: Tensor) -> None:
@@ -591,16 +488,12 @@ class DeepLook:
         unobserved, and counts.
         """
         self._backward_begins()
-        self._observer.loss.backward_begins(root)
+        self.observer.loss.backward_begins(root)
 
     @property
     def outsiders(self) -> list[Tensor]:
         """Tensors that got a gradient and belong to no model and no optimizer."""
-        return [one for one in self._observer.loss.outsiders if one.grad is not None]
-
-    def gradients_ready(self) -> None:
-        """Forward and backward are over."""
-        self._observer.stop()
+        return [one for one in self.observer.loss.outsiders if one.grad is not None]
 
     def before_update(self) -> None:
         """The optimizer is about to step."""
@@ -608,34 +501,29 @@ class DeepLook:
         self._updates = Updates(self._roots, self._optimizer, self._owned)
         self._seconds += time.thread_time() - began
 
-    def abandon(self) -> bool:
-        """Nothing came of this step. False inside a backward pass, which keeps the observer."""
-        self._observer.stop()
-        return not self._observer.on_the_stack
-
     def finish(self, *, committed: bool) -> Look:
         """The update is over."""
         began = time.thread_time()
-        self._observer.stop()
+        self.observer.stop()
         parameters: tuple[ParameterLook, ...] = ()
         if self._updates is not None:
             parameters = self._updates.finish(committed=committed)
-        values = self._observer.numbers.read()
-        layers = self._observer.layers
-        tensors = tensor_rows(self._observer.seen, values)
+        values = self.observer.numbers.read()
+        layers = self.observer.layers
+        tensors = tensor_rows(self.observer.seen, values)
         look = Look(
             step=self.step,
             tensors=tuple(tensors[:MOST_ROWS_KEPT]),
             parameters=_worst_parameters(parameters),
-            attention=tuple(layers.attention(values)[:MOST_ROWS_KEPT]),
-            norms=tuple(layers.norms(values)[:MOST_ROWS_KEPT]),
-            units=tuple(layers.units(values)[:MOST_ROWS_KEPT]),
-            facts=self._facts(self._observer.loss.facts(layers.facts(values), values), values),
+            attention=layers.rows(AttentionLook, values),
+            norms=layers.rows(NormLook, values),
+            units=layers.rows(UnitLook, values),
+            facts=self._facts(self.observer.loss.facts(layers.facts(values), values), values),
             left_out=max(0, len(tensors) - MOST_ROWS_KEPT)
             + max(0, len(parameters) - MOST_ROWS_KEPT),
         )
         self._seconds += time.thread_time() - began
-        return replace(look, seconds=self._seconds + self._observer.seconds)
+        return replace(look, seconds=self._seconds + self.observer.seconds)
 
     def _facts(self, facts: StepFacts, values: list[list[float]]) -> StepFacts:
         dropout = []
@@ -647,6 +535,12 @@ class DeepLook:
                 dropout.append(name)
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 norms.append(name)
+        # Every backward pass of the step found gradients. The first of an accumulated step finds
+        # none; nor does the last one where `zero_grad` stands between a gradient inside the loss
+        # and its backward pass.
+        counts = []
+        for number in self._kept_gradients:
+            counts.append(0.0 if number is None else values[number][0])
         without: tuple[str, ...] = ()
         if self._updates is not None:
             without = without_unused_parts(self._roots, self._updates.without_gradient)
@@ -657,20 +551,9 @@ class DeepLook:
             training=next(iter(self._roots.values())).training,
             dropout=tuple(dropout),
             norms_in_eval=tuple(norms),
-            kept_gradients=self._gradients_were_kept(values),
+            kept_gradients=bool(counts) and min(counts) > 0.0,
             without_gradient=without,
         )
-
-    def _gradients_were_kept(self, values: list[list[float]]) -> bool:
-        """Every backward pass of the step found gradients.
-
-        The first of an accumulated step finds none; nor does the last one where `zero_grad` stands
-        between a gradient inside the loss and its backward pass.
-        """
-        counts = []
-        for number in self._kept_gradients:
-            counts.append(0.0 if number is None else values[number][0])
-        return bool(counts) and min(counts) > 0.0
 
 
 def without_unused_parts(roots: Mapping[str, nn.Module], names: tuple[str, ...]) -> tuple[str, ...]:

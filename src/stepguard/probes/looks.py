@@ -68,7 +68,7 @@ class Looks(StepProbe):
     def begin(self) -> None:
         """The next step is about to begin."""
         if self._left_behind is not None:
-            self._left_behind.abandon()
+            self._left_behind.observer.stop()
             return
         if self._running is not None or not self.schedule.due(self._context.step):
             return
@@ -118,9 +118,11 @@ class Looks(StepProbe):
                 self._next_batch.add(batch)
         if self._running is not None:
             with self._protect.part(PART), self.paused():
-                self._running.saw_batch(batch)
+                self._running.batch.add(batch)
             with self._protect.part(PART):
-                self._running.resume()
+                # the model is called again before the update
+                if not self._running.observer.on_the_stack:
+                    self._running.observer.start()
 
     def loss_seen(self, root: Tensor) -> None:
         """A backward pass of the loop begins at this loss."""
@@ -132,13 +134,11 @@ class Looks(StepProbe):
         """A backward pass of the loop is over; others may follow before the update."""
         if self._running is not None:
             with self._protect.part(PART):
-                self._running.suspend()
+                self._running.observer.stop()
 
     def gradients_ready(self) -> None:
         """Forward and backward are over: what follows is the guard's own work."""
-        if self._running is not None:
-            with self._protect.part(PART):
-                self._running.gradients_ready()
+        self.backward_over()
 
     def before_update(self) -> None:
         """The optimizer steps next."""
@@ -147,7 +147,7 @@ class Looks(StepProbe):
                 self._host_facts.before_update()
         if self._running is not None:
             with self._protect.part(PART):
-                self._running.gradients_ready()
+                self._running.observer.stop()
                 self._running.before_update()
 
     def finish(self, *, committed: bool) -> None:
@@ -159,23 +159,24 @@ class Looks(StepProbe):
                 self._say_why(CLOSURE)
             return
         self._running = None
-        if not look.abandon():
+        look.observer.stop()
+        if look.observer.on_the_stack:
             self._left_behind = look
             return
         with self._protect.part(PART):
             taken = look.finish(committed=committed)
             self.schedule.took(look.step, taken.seconds)
-            fault = look.fault or look.layer_fault
+            fault = look.observer.fault or look.observer.layer_fault
             if fault is not None and "fault" not in self._said:
                 self._said.add("fault")
-                missing = "nothing" if look.fault is not None else "a part of it"
+                missing = "nothing" if look.observer.fault is not None else "a part of it"
                 self._context.outputs.note(
                     "look",
                     f"the deep look at step {look.step} failed, and {missing} is reported: "
                     f"{type(fault).__name__}: {fault}. Training is not affected",
                     reason=f"a look failed: {type(fault).__name__}: {fault}",
                 )
-            if committed and look.fault is None and is_finite(taken):
+            if committed and look.observer.fault is None and is_finite(taken):
                 self._tell(taken, look.outsiders)
             self._last_batch = look.batch
             self._next_batch = SeenBatch()
@@ -251,17 +252,17 @@ class Looks(StepProbe):
         if look is None:
             yield
             return
-        look.pause(on=True)
+        look.observer.paused = True
         try:
             yield
         finally:
-            look.pause(on=False)
+            look.observer.paused = False
 
     def close(self) -> None:
         """End a look that is under way, without a record."""
         for look in (self._running, self._left_behind):
             if look is not None:
-                look.abandon()
+                look.observer.stop()
         self._running = None
 
 

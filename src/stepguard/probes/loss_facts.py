@@ -26,26 +26,10 @@ RANGES = {
     "ReluBackward0": ("relu", 0.0, float("inf")),
 }
 """Activations that bound the output of a model."""
-SHAPES_ONLY = [
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "Squeeze",
-    "Unsqueeze",
-    "Select",
-    "Slice",
-    "Transpose",
-    "T",
-    "Permute",
-    "Expand",
-    "Clone",
-    "ToCopy",
-    "Alias",
-    "Split",
-    "Unbind",
-    "Index",
-    "Flatten",
-]
+SHAPES_ONLY = aten(
+    "View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Transpose T Permute Expand Clone "
+    "ToCopy Alias Split Unbind Index Flatten"
+)
 """Operations that leave values as they are."""
 LOG_SOFTMAX = aten("_log_softmax")
 NLL = aten("nll_loss_forward nll_loss2d_forward")
@@ -79,8 +63,7 @@ class LossFacts:
     """Each once, in the order of their use."""
     single_class: bool = False
     _bounds: list[tuple[str, int]] = field(default_factory=list)
-    _logs: list[int] = field(default_factory=list)
-    _divergences: list[int] = field(default_factory=list)
+    _logs: list[tuple[str, int]] = field(default_factory=list)
     _classes: list[int] = field(default_factory=list)
     _entropies: list[int] = field(default_factory=list)
     _spread: int | None = None
@@ -137,7 +120,7 @@ class LossFacts:
             else:
                 self._cut.discard(storage_key(result))
         if operator.name in NLL and self._classes and args[3] == 1:
-            self._entropies.append(self.numbers.add(_number(results[0].detach())))
+            self._entropies.append(self.numbers.add(results[0].detach()))
 
     def backward_begins(self, root: Tensor) -> None:
         """Count the terms of this loss that are constants to the backward pass."""
@@ -171,19 +154,19 @@ class LossFacts:
         elif _axis_of_softmax(args[0]) not in (None, 1):
             self.mixed_up["nll_loss"] = "a log_softmax over another axis"
         else:
-            self._logs.append(self.numbers.add(_log_sums(values, 1)))
+            self._logs.append(("nll_loss", self.numbers.add(*_log_sums(values, 1))))
         classes = values.shape[1]
         if values.dim() == 2 and classes <= MOST_CLASSES and args[2] is None:
             counted = torch.where(target == args[4], classes, target).reshape(-1)
             counts = torch.bincount(counted, minlength=classes + 1)[:classes]
-            self._classes.append(self.numbers.add(counts.to(torch.float64)))
+            self._classes.append(self.numbers.add(counts))
 
     def _note_divergence(self, given: Tensor) -> None:
         maker = _maker(given)
         if maker in PROBABILITIES:
             self.mixed_up["kl_div"] = "probabilities"
         elif maker != "LogSoftmaxBackward0" and given.dim() > 1 and given.shape[-1] > 1:
-            self._divergences.append(self.numbers.add(_log_sums(given.detach(), -1)))
+            self._logs.append(("kl_div", self.numbers.add(*_log_sums(given.detach(), -1))))
 
     def _note_shapes(self, name: str, output: Tensor, target: Tensor) -> None:
         """Two shapes that were spread over each other: (n, 1) beside (n,) makes (n, n)."""
@@ -233,7 +216,7 @@ class LossFacts:
             low = 0.5  # the sigmoid of 0
         margin = MARGIN * values.std(correction=0)
         beyond = (values < low - margin) | (values > high + margin)
-        self._bounds.append((name, self.numbers.add(_number(beyond.to(torch.float64).mean()))))
+        self._bounds.append((name, self.numbers.add(beyond.double().mean())))
 
     def _note_spread(self, output: Tensor) -> None:
         values = output.detach()
@@ -242,20 +225,19 @@ class LossFacts:
         some = values.float()
         deviation = some.std(0, correction=0).square().mean().sqrt()
         size = some.square().mean().sqrt().clamp_min(1e-30)
-        self._spread = self.numbers.add(_number(deviation / size))
+        self._spread = self.numbers.add(deviation / size)
 
     # --- on the host ----------------------------------------------------------------------------
 
     def facts(self, facts: StepFacts, values: list[list[float]]) -> StepFacts:
         """These facts, and what was noted of the loss."""
         mixed = dict(self.mixed_up)
-        for loss, found in (("nll_loss", self._logs), ("kl_div", self._divergences)):
-            for number in found:
-                least, most, lowest, sums = values[number]
-                if lowest >= 0.0 and sums < OFF_BY:
-                    mixed[loss] = "probabilities"
-                elif min(abs(least), abs(most)) > OFF_BY and most > OFF_BY:
-                    mixed[loss] = "logits"
+        for loss, number in self._logs:
+            least, most, lowest, sums = values[number]
+            if lowest >= 0.0 and sums < OFF_BY:
+                mixed[loss] = "probabilities"
+            elif min(abs(least), abs(most)) > OFF_BY and most > OFF_BY:
+                mixed[loss] = "logits"
         bound, beyond = "", 0.0
         for name, number in self._bounds:
             if values[number][0] > beyond:
@@ -282,7 +264,7 @@ def _maker(tensor: Tensor) -> str:
     node: Any = tensor.grad_fn
     while node is not None:
         name: str = node.name()
-        if name.partition("Backward")[0] not in SHAPES_ONLY:
+        if f"aten.{name.partition('Backward')[0]}" not in SHAPES_ONLY:
             return name
         node = node.next_functions[0][0] if node.next_functions else None
     return ""
@@ -322,16 +304,11 @@ def _spreads_by_chance(learned: Tensor, fixed: Tensor) -> bool:
     return False
 
 
-def _log_sums(values: Tensor, dim: int) -> Tensor:
+def _log_sums(values: Tensor, dim: int) -> tuple[Tensor, ...]:
     """Least and largest logarithm of a row's sum of exponentials; the smallest value; how far the
     sum of a row is from 1 at most.
     """
     wide = values.float()
     sums = torch.logsumexp(wide, dim)
     off = (wide.sum(dim) - 1.0).abs().amax()
-    parts = (sums.amin(), sums.amax(), wide.amin(), off)
-    return torch.cat([_number(part) for part in parts])
-
-
-def _number(value: Tensor) -> Tensor:
-    return value.to(torch.float64).reshape(1)
+    return sums.amin(), sums.amax(), wide.amin(), off

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Mapping
@@ -43,9 +44,10 @@ class Numbers:
 
     _vectors: list[Tensor] = field(default_factory=list)
 
-    def add(self, vector: Tensor) -> int:
-        """Keep a one-dimensional vector; returns its number for `read`."""
-        self._vectors.append(vector)
+    def add(self, *parts: Tensor) -> int:
+        """Keep these numbers as one vector; returns its number for `read`."""
+        wide = [part.to(torch.float64).reshape(-1) for part in parts]
+        self._vectors.append(torch.cat(wide) if len(wide) > 1 else wide[0])
         return len(self._vectors) - 1
 
     def read(self) -> list[list[float]]:
@@ -81,7 +83,9 @@ def vector_of(tensor: Tensor) -> Tensor | None:
         values = values.float()
     low, high = torch.aminmax(values)
     sample = sampled(values)
-    sizes = sample.abs().to(_wide(sample.dtype))
+    sizes = sample.abs()
+    if sizes.dtype is not torch.float64:
+        sizes = sizes.float()
     present = sizes > 0
     finite = torch.isfinite(sizes)
     smallest = torch.where(present, sizes, torch.inf).amin()
@@ -97,16 +101,16 @@ def vector_of(tensor: Tensor) -> Tensor | None:
         torch.maximum((~finite).sum(), (~torch.isfinite(whole)).sum()),
         low,
     )
-    numbers = [part.to(torch.float64).reshape(1) for part in parts]
-    return torch.cat([*numbers, numbers[0].new_tensor([float(sample.numel())])])
+    numbers = [part.to(torch.float64) for part in parts]
+    return torch.stack([*numbers, numbers[0].new_tensor(float(sample.numel()))])
 
 
 def rounded_to_zero(before: Tensor, after: Tensor) -> Tensor:
     """How many elements a conversion turned into 0, and of how many, on a sample."""
     given = sampled(plain(before))
     got = sampled(plain(after))
-    lost = ((given != 0) & (got == 0)).sum().to(torch.float64).reshape(1)
-    return torch.cat([lost, lost.new_tensor([float(given.numel())])])
+    lost = ((given != 0) & (got == 0)).sum().to(torch.float64)
+    return torch.stack([lost, lost.new_tensor(float(given.numel()))])
 
 
 def bits_of_headroom(largest: float, dtype: torch.dtype) -> float | None:
@@ -125,14 +129,7 @@ def bits_above_floor(smallest: float, dtype: torch.dtype) -> float | None:
 
 def root_mean_square(values: Tensor) -> Tensor:
     """As one number in float64, on a sample."""
-    sample = sampled(values).to(torch.float64)
-    return sample.square().mean().sqrt().reshape(1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    if dtype is torch.float64:
-        return torch.float64
-    return torch.float32
+    return sampled(values).to(torch.float64).square().mean().sqrt()
 
 
 # --- Is this the batch of that step? By a digest of its numbers, and by the tensors themselves.
@@ -177,13 +174,10 @@ class SeenBatch:
             return "other"
         mine = [reference() for reference in self._tensors]
         theirs = [reference() for reference in later._tensors]
-        if len(mine) == len(theirs) and all(map(_is_same, mine, theirs)):
+        alive = all(one is not None for one in mine)
+        if alive and len(mine) == len(theirs) and all(map(operator.is_, mine, theirs)):
             return "same"
         return "equal"
-
-
-def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and one is other
 
 
 def digest_of(batch: Any, before: str = "") -> str:
@@ -256,9 +250,9 @@ class Updates:
             if scale is not None:
                 # a scaler leaves it to the fused kernel to divide by its factor
                 gradient = gradient.float() / scale
-            zeros = (gradient == 0).to(torch.float64).mean().reshape(1)
+            zeros = (gradient == 0).to(torch.float64).mean()
             numbers += [root_mean_square(gradient), zeros, _rows_are_copies(parameter)]
-        number = self._numbers.add(torch.cat(numbers))
+        number = self._numbers.add(*numbers)
         epsilon = self._epsilons.get(id(parameter))
         return Sampled(name, parameter, owned, before, gradient, number, epsilon)
 
@@ -273,7 +267,12 @@ class Updates:
         for one, number in zip(self._sampled, after, strict=True):
             record = _record(one, values[one.numbers], values[number] if number else [])
             found.append(record)
-            if id(one.parameter) in self._updated and record.trainable and _without(one, record):
+            missing = one.parameter.grad is None
+            if one.gradient is not None:
+                # nothing but zeros in one that was seen whole; those of a bias may cancel out
+                whole = one.parameter.dim() > 1 and len(one.gradient) == one.parameter.numel()
+                missing = whole and record.gradient_zeros >= 1.0
+            if missing and record.trainable and id(one.parameter) in self._updated:
                 without.append(one.name)
         self.without_gradient = tuple(without)
         return tuple(found)
@@ -288,31 +287,16 @@ class Updates:
         change = now.to(torch.float64) - one.before.to(torch.float64)
         asked = one.gradient != 0
         count = asked.sum().clamp_min(1).to(torch.float64)
-        lost = (asked & (now == one.before)).sum().to(torch.float64) / count
-        parts = [root_mean_square(change), lost.reshape(1)]
-        moment = self._moment(one.parameter)
-        if moment is not None and moment.shape == asked.shape:
-            empty = (asked & (moment == 0)).sum().to(torch.float64) / count
-            smallest = torch.where(moment > 0, moment, torch.inf).amin()
-            parts += [empty.reshape(1), smallest.to(torch.float64).reshape(1)]
-        return self._numbers.add(torch.cat(parts))
-
-    def _moment(self, parameter: Tensor) -> Tensor | None:
-        state = self._optimizer.state.get(parameter, {})
+        parts = [root_mean_square(change), (asked & (now == one.before)).sum() / count]
+        state = self._optimizer.state.get(one.parameter, {})
         for name in MOMENTS:
             value = state.get(name)
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                return sampled(plain(value))
-        return None
-
-
-def _without(one: Sampled, record: ParameterLook) -> bool:
-    """No gradient, or nothing but zeros in one that was seen whole."""
-    if one.gradient is None:
-        return one.parameter.grad is None
-    # the gradients of a bias may cancel out
-    whole = one.parameter.dim() > 1 and len(one.gradient) == one.parameter.numel()
-    return whole and record.gradient_zeros >= 1.0
+            if isinstance(value, Tensor) and value.shape == one.parameter.shape:
+                moment = sampled(plain(value))
+                smallest = torch.where(moment > 0, moment, torch.inf).amin()
+                parts += [(asked & (moment == 0)).sum() / count, smallest]
+                break
+        return self._numbers.add(*parts)
 
 
 def _rows_are_copies(parameter: Tensor) -> Tensor:
@@ -324,7 +308,7 @@ def _rows_are_copies(parameter: Tensor) -> Tensor:
             rows = values.reshape(values.shape[0], -1)[:MOST_ROWS, :MOST_COLUMNS]
             equal.append((rows == rows[:1]).all())
         equal.append((rows != 0).any())
-    return torch.stack(equal).all().to(torch.float64).reshape(1)
+    return torch.stack(equal).all()
 
 
 def epsilons(optimizer: Optimizer) -> dict[int, float]:
@@ -336,16 +320,13 @@ def epsilons(optimizer: Optimizer) -> dict[int, float]:
             continue
         for parameter in group["params"]:
             value = float(epsilon)
-            if parameter.is_floating_point() and value < _smallest(parameter.dtype):
-                value = 0.0
+            if parameter.is_floating_point():
+                limits = torch.finfo(parameter.dtype)
+                # below half of the smallest number above 0 it rounds to 0
+                if value < limits.smallest_normal * limits.eps / 2.0:
+                    value = 0.0
             found[id(parameter)] = value
     return found
-
-
-def _smallest(dtype: torch.dtype) -> float:
-    """Half of the smallest number above 0: what is below rounds to 0."""
-    limits = torch.finfo(dtype)
-    return limits.smallest_normal * limits.eps / 2.0
 
 
 def _shapes_outside(roots: Mapping[str, nn.Module], optimizer: Optimizer) -> set[torch.Size]:

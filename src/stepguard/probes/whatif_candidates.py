@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -100,23 +100,14 @@ SKIP = Candidate(
     change='nothing to change: Policy(actions=("skip", ...)) is the default',
     skip=True,
 )
-
-
-def lower_rate(factor: float, cost: int, rates: tuple[float, ...]) -> Candidate:
-    """The learning rate of every group times `factor`."""
-    label = f"learning rate x{factor:g}"
-    change = f"multiply the learning rate by {factor:g}"
-    if rates:
-        label += f" ({rates[0]:.3g} -> {rates[0] * factor:.3g})"
-        change = f"lr={rates[0] * factor:.3g} in place of {rates[0]:.3g}"
-    return Candidate(
-        name=f"lr x{factor:g}",
-        label=label,
-        cost=cost,
-        change=change,
-        codes=("SG505", "SG504"),
-        lr_factor=factor,
-    )
+FRESH_STATE = Candidate(
+    name="fresh state",
+    label="forget the optimizer's state before the step",
+    cost=7,
+    change="optimizer.state.clear() after loading, or a checkpoint from before the damage",
+    codes=("SG503",),
+    fresh_state=True,
+)
 
 
 def candidates(
@@ -132,109 +123,171 @@ def candidates(
 
     `way`: the steps that led to the bad one.
     """
-    finite = [rate for rate in bad.lr if math.isfinite(rate) and rate > 0.0]
-    rates = tuple(finite) if len(finite) == len(bad.lr) else ()
-    found = _of_panel(incident)
-    found += [SKIP, lower_rate(0.5, 8, rates), lower_rate(0.1, 11, rates)]
-    found += _left_out(incident, bad)
-    found += _of_rates(way, bad)
-    found += _of_settings(optimizer)
-    found += _of_decay(optimizer)
-    found += _in_float32(incident.origin)
+    found = [SKIP, *_of_incident(incident, bad), *_of_rates(way, bad), *_of_settings(optimizer)]
     if bad.scale >= LARGE_SCALE:
-        found.append(_smaller_scale(bad.scale))
+        smaller = bad.scale * SCALE_FACTOR
+        found.append(
+            Candidate(
+                name="loss scale",
+                label=f"smaller loss scale ({bad.scale:g} -> {smaller:g})",
+                cost=4,
+                change=f"GradScaler(init_scale={smaller:g}), or GuardConfig("
+                f"loss_scale={smaller:g})",
+                codes=("SG506",),
+                scale_factor=SCALE_FACTOR,
+            )
+        )
     if usual_norm is not None:
-        found.append(_harder_clipping(usual_norm, bad.clip_norm))
-    if _spoiled_state(incident):
-        found.append(_fresh_state())
+        before = "not clipped"
+        if bad.clip_norm is not None:
+            before = f"{bad.clip_norm:g}"
+            usual_norm = min(usual_norm, bad.clip_norm / 2.0)
+        limit = float(f"{usual_norm:.2g}")
+        found.append(
+            Candidate(
+                name="clip",
+                label=f"clip the gradients to {limit:g} ({before} before)",
+                cost=7,
+                change=f"GuardConfig(clip_norm={limit:g})",
+                codes=("SG501", "SG505"),
+                clip_norm=limit,
+            )
+        )
     if own is not None:
-        found.append(_own(own))
+        name = getattr(own, "__name__", type(own).__name__)
+        found.append(
+            Candidate(
+                name="own", label=f"your own: {name}", cost=3, change=f"what {name} does", own=own
+            )
+        )
     return sorted(found, key=lambda candidate: candidate.cost)
 
 
-def _of_panel(incident: Incident) -> list[Candidate]:
-    """The change of the program that the panel offers, where the step was run with it."""
-    for finding in incident.findings[:1]:
-        for remedy in finding.remedies:
-            if remedy.proven:
-                return [
-                    Candidate(
-                        name="fix",
-                        label=f"the fix for {finding.code} in your own line",
-                        cost=1,
-                        change=f"{remedy.title} (`stepguard fix` writes it)",
-                        codes=(finding.code,),
-                        fix=remedy,
-                    )
-                ]
-    return []
+def _of_incident(incident: Incident, bad: WindowStep) -> list[Candidate]:
+    """What its findings, samples and operands suggest."""
+    found: list[Candidate] = []
+    remedies = [(one.code, fix) for one in incident.findings[:1] for fix in one.remedies]
+    # the change of the program that the panel offers
+    for code, remedy in [(code, remedy) for code, remedy in remedies if remedy.proven][:1]:
+        found.append(
+            Candidate(
+                name="fix",
+                label=f"the fix for {code} in your own line",
+                cost=1,
+                change=f"{remedy.title} (`stepguard fix` writes it)",
+                codes=(code,),
+                fix=remedy,
+            )
+        )
+    found += _left_out(incident, bad)
+    if incident.origin is not None:
+        found += _in_float32(incident.origin)
+    spoiled = any(name.startswith("opt:") for name in incident.reading.bad_state)
+    if spoiled or any(finding.code == "SG503" for finding in incident.findings):
+        found.append(FRESH_STATE)
+    return found
 
 
 def _left_out(incident: Incident, bad: WindowStep) -> list[Candidate]:
     """Without the samples or micro-batches that are proven guilty."""
     origin = incident.origin
-    change = 'nothing to change: Policy(actions=("leave_out", ...)) is the default; repair the data'
+    leave_out = Candidate(
+        name="leave out",
+        label="",
+        cost=1,
+        change='nothing to change: Policy(actions=("leave_out", ...)) is the default; repair the '
+        "data",
+        codes=("SG101", "SG102", "SG103", "SG104"),
+    )
     if origin is not None and origin.samples:
         micro = origin.micro_batch or 0
         if batch_without(bad.micro_batches[micro], origin.samples) is not None:
-            return [
-                Candidate(
-                    name="leave out",
-                    label=f"leave out {origin.culprits}",
-                    cost=1,
-                    change=change,
-                    codes=("SG101", "SG102", "SG103", "SG104"),
-                    rows=origin.samples,
-                    micro_batch=micro,
-                )
-            ]
+            label = f"leave out {origin.culprits}"
+            return [replace(leave_out, label=label, rows=origin.samples, micro_batch=micro)]
     guilty = incident.reading.bad_micro_batches
     if not guilty or len(guilty) >= len(bad.micro_batches):
         return []
     numbers = ", ".join(str(index + 1) for index in guilty)
-    return [
-        Candidate(
-            name="leave out",
-            label=f"leave out micro-batch {numbers} of {len(bad.micro_batches)}",
-            cost=1,
-            change=change,
-            codes=("SG101", "SG102", "SG103", "SG104"),
-            micro_batches=guilty,
-        )
-    ]
+    label = f"leave out micro-batch {numbers} of {len(bad.micro_batches)}"
+    return [replace(leave_out, label=label, micro_batches=guilty)]
+
+
+def _in_float32(origin: Origin) -> list[Candidate]:
+    """Where the bad value was born in half precision: its module, and the whole model."""
+    halves = {str(dtype).removeprefix("torch.") for dtype in HALVES}
+    dtypes = {operand.dtype for operand in (*origin.inputs, origin.output) if operand is not None}
+    if not dtypes & halves:
+        return []
+    whole = Candidate(
+        name="float32",
+        label="the whole model in float32",
+        cost=10,
+        change="train without autocast and half-precision weights, or in bfloat16",
+        codes=("SG301", "SG302", "SG801"),
+        wide="",
+    )
+    module = origin.module
+    if not module:
+        return [whole]
+    part = replace(
+        whole,
+        name="wider module",
+        label=f"{module} in float32",
+        cost=5,
+        change=f"run {module} under torch.autocast(device_type, enabled=False), in float32",
+        wide=module,
+    )
+    return [whole, part]
 
 
 def _of_rates(way: Sequence[WindowStep], bad: WindowStep) -> list[Candidate]:
-    """Where a rate has jumped on the way to the bad step, or with it: the rate it had."""
-    if not way or not way[0].lr:
-        return []
-    first = way[0]
+    """Lower rates; and where a rate has jumped on the way to the bad step, the rate it had."""
+    found: list[Candidate] = []
+    known = bool(bad.lr) and all(math.isfinite(rate) and rate > 0.0 for rate in bad.lr)
+    for factor, cost in ((0.5, 8), (0.1, 11)):
+        label = f"learning rate x{factor:g}"
+        change = f"multiply the learning rate by {factor:g}"
+        if known:
+            rate = bad.lr[0]
+            label += f" ({rate:.3g} -> {rate * factor:.3g})"
+            change = f"lr={rate * factor:.3g} in place of {rate:.3g}"
+        found.append(
+            Candidate(
+                name=f"lr x{factor:g}",
+                label=label,
+                cost=cost,
+                change=change,
+                codes=("SG505", "SG504"),
+                lr_factor=factor,
+            )
+        )
+    first = way[0].lr if way else ()
     for one in (*way[1:], bad):
-        for now, then in zip(one.lr, first.lr, strict=False):
+        for now, then in zip(one.lr, first, strict=False):
             if now <= RATE_JUMP * then:
                 continue
             # also where it is NaN now
-            return [
-                Candidate(
-                    name="keep lr",
-                    label=f"keep the learning rate of step {first.index} ({then:.3g})",
-                    cost=3,
-                    change=f"the rate rises to {now:.3g} at step {one.index}: keep {then:.3g}",
-                    codes=("SG504", "SG802"),
-                    rates_at_most=first.lr,
-                )
-            ]
-    return []
+            jump = Candidate(
+                name="keep lr",
+                label=f"keep the learning rate of step {way[0].index} ({then:.3g})",
+                cost=3,
+                change=f"the rate rises to {now:.3g} at step {one.index}: keep {then:.3g}",
+                codes=("SG504", "SG802"),
+                rates_at_most=first,
+            )
+            return [*found, jump]
+    return found
 
 
 def _of_settings(optimizer: Optimizer) -> list[Candidate]:
-    """Larger epsilon, another memory of the second moment: where the optimizer has them."""
+    """Larger epsilon, another memory of the second moment, no decay: where there are such."""
     found: list[Candidate] = []
     kind = type(optimizer).__name__
     group = optimizer.param_groups[0]
     eps = group.get("eps")
     if isinstance(eps, float):
-        larger = max(eps * EPS_FACTOR, _least_eps(optimizer))
+        halves = any(one.dtype is torch.float16 for one in optimizer_parameters(optimizer))
+        larger = max(eps * EPS_FACTOR, LEAST_EPS_OF_HALF if halves else LEAST_EPS)
         found.append(
             Candidate(
                 name="eps",
@@ -258,121 +311,19 @@ def _of_settings(optimizer: Optimizer) -> list[Candidate]:
                     settings=(("betas", (betas[0], memory)),),
                 )
             )
-    return found
-
-
-def _least_eps(optimizer: Optimizer) -> float:
-    dtypes = {parameter.dtype for parameter in optimizer_parameters(optimizer)}
-    return LEAST_EPS_OF_HALF if torch.float16 in dtypes else LEAST_EPS
-
-
-def _of_decay(optimizer: Optimizer) -> list[Candidate]:
-    group = optimizer.param_groups[0]
     decay = group.get("weight_decay", 0.0)
-    rate = group.get("lr", 0.0)
-    if not isinstance(decay, float | int) or float(rate) * decay < STRONG_DECAY:
-        return []
-    return [
-        Candidate(
-            name="no decay",
-            label=f"weight decay {decay:g} -> 0",
-            cost=7,
-            change=f"{type(optimizer).__name__}(..., weight_decay=0), or far less than {decay:g}",
-            codes=("SG505",),
-            settings=(("weight_decay", 0.0),),
-        )
-    ]
-
-
-def _in_float32(origin: Origin | None) -> list[Candidate]:
-    """Where the bad value was born in half precision: its module, and the whole model."""
-    if origin is None:
-        return []
-    operands = [*origin.inputs, *([origin.output] if origin.output is not None else [])]
-    names = {str(dtype).removeprefix("torch.") for dtype in HALVES}
-    if not any(operand.dtype in names for operand in operands):
-        return []
-    codes = ("SG301", "SG302", "SG801")
-    found = [
-        Candidate(
-            name="float32",
-            label="the whole model in float32",
-            cost=10,
-            change="train without autocast and half-precision weights, or in bfloat16",
-            codes=codes,
-            wide="",
-        )
-    ]
-    if origin.module:
-        module = origin.module
+    if isinstance(decay, float | int) and float(group.get("lr", 0.0)) * decay >= STRONG_DECAY:
         found.append(
             Candidate(
-                name="wider module",
-                label=f"{module} in float32",
-                cost=5,
-                change=f"run {module} under torch.autocast(device_type, enabled=False), in float32",
-                codes=codes,
-                wide=module,
+                name="no decay",
+                label=f"weight decay {decay:g} -> 0",
+                cost=7,
+                change=f"{kind}(..., weight_decay=0), or far less than {decay:g}",
+                codes=("SG505",),
+                settings=(("weight_decay", 0.0),),
             )
         )
     return found
-
-
-def _smaller_scale(scale: float) -> Candidate:
-    smaller = scale * SCALE_FACTOR
-    return Candidate(
-        name="loss scale",
-        label=f"smaller loss scale ({scale:g} -> {smaller:g})",
-        cost=4,
-        change=f"GradScaler(init_scale={smaller:g}), or GuardConfig(loss_scale={smaller:g})",
-        codes=("SG506",),
-        scale_factor=SCALE_FACTOR,
-    )
-
-
-def _harder_clipping(usual: float, clip_norm: float | None) -> Candidate:
-    limit = usual
-    if clip_norm is not None:
-        limit = min(usual, clip_norm / 2.0)
-    limit = float(f"{limit:.2g}")
-    before = "not clipped" if clip_norm is None else f"{clip_norm:g}"
-    return Candidate(
-        name="clip",
-        label=f"clip the gradients to {limit:g} ({before} before)",
-        cost=7,
-        change=f"GuardConfig(clip_norm={limit:g})",
-        codes=("SG501", "SG505"),
-        clip_norm=limit,
-    )
-
-
-def _spoiled_state(incident: Incident) -> bool:
-    if any(finding.code == "SG503" for finding in incident.findings):
-        return True
-    return any(name.startswith("opt:") for name in incident.reading.bad_state)
-
-
-def _fresh_state() -> Candidate:
-    return Candidate(
-        name="fresh state",
-        label="forget the optimizer's state before the step",
-        cost=7,
-        change="optimizer.state.clear() after loading, or a checkpoint from before the damage",
-        codes=("SG503",),
-        fresh_state=True,
-    )
-
-
-def _own(own: OwnFix) -> Candidate:
-    name = getattr(own, "__name__", type(own).__name__)
-    return Candidate(
-        name="own", label=f"your own: {name}", cost=3, change=f"what {name} does", own=own
-    )
-
-
-def answered(candidate: Candidate, codes: Iterable[str]) -> tuple[str, ...]:
-    """Those of the incident's findings that this is the remedy of."""
-    return tuple(code for code in codes if code in candidate.codes)
 
 
 # --- Order the outcomes: what works first, then what ends lower, then what changes training less.
@@ -392,62 +343,49 @@ def ranked(
     `recorded`: losses of the run on the way to the bad step. `healthy`: the loss of the good state
     that all trials began with; who ends no higher has lost nothing, however low others end.
     """
-    working = [outcome for outcome in outcomes if outcome.works]
-    failing = [outcome for outcome in outcomes if not outcome.works]
-    order: list[TrialOutcome] = []
     noise = _noise_of_batches(recorded)
+    floor = -math.inf
+    if healthy is not None and math.isfinite(healthy):
+        floor = healthy
+    working = [outcome for outcome in outcomes if outcome.works]
+    order: list[TrialOutcome] = []
     while working:
-        equal = _equal_to_best(working, noise, healthy)
+        limit = math.inf
+        known = [loss for loss in map(_loss, working) if loss > -math.inf]
+        if known:
+            best = max(min(known), floor)
+            limit = best + max(NOISE_SHARE * abs(best), noise)
+        # they lost nothing, or end where the best does, as far as so few batches can tell
+        equal = [outcome for outcome in working if _loss(outcome) <= limit]
         order += sorted(equal, key=lambda outcome: outcome.cost)
         working = [outcome for outcome in working if outcome not in equal]
-    return order + sorted(failing, key=_longest_first)
-
-
-def no_worse(one: TrialOutcome, other: TrialOutcome) -> bool:
-    """Does it end at a loss that is not clearly higher?"""
-    mine = _loss(one)
-    theirs = _loss(other)
-    if mine is None or theirs is None:
-        return True
-    return mine <= theirs + NOISE_SHARE * abs(theirs)
-
-
-def _equal_to_best(
-    working: Sequence[TrialOutcome], noise: float, healthy: float | None
-) -> list[TrialOutcome]:
-    """Those that lost nothing, or end where the best does, as far as so few batches can tell."""
-    losses = [loss for outcome in working if (loss := _loss(outcome)) is not None]
-    if not losses:
-        return list(working)
-    best = min(losses)
-    if healthy is not None and math.isfinite(healthy):
-        best = max(best, healthy)
-    limit = best + max(NOISE_SHARE * abs(best), noise)
-    return [outcome for outcome in working if _at_most(_loss(outcome), limit)]
-
-
-def _at_most(loss: float | None, limit: float) -> bool:
-    return loss is None or loss <= limit
-
-
-def _loss(outcome: TrialOutcome) -> float | None:
-    return judged_by(outcome.loss, outcome.held_out)
-
-
-def judged_by(loss: float | None, held_out: float | None) -> float | None:
-    """What counts: batches that were not trained on, where there are any."""
-    return loss if held_out is None else held_out
+    failing = [outcome for outcome in outcomes if not outcome.works]
+    # of those that fail, the one that got furthest, then the cheapest
+    failing.sort(key=lambda one: (bool(one.why_not), -len(one.losses), one.cost))
+    return order + failing
 
 
 def _noise_of_batches(recorded: Sequence[float]) -> float:
     """How much losses of neighbouring steps differ, without the trend of the run."""
     finite = [loss for loss in recorded if math.isfinite(loss)]
-    if len(finite) < 3:
-        return 0.0
     steps = [abs(later - earlier) for earlier, later in pairwise(finite)]
-    return NOISE_OF_BATCHES * statistics.median(steps)
+    return NOISE_OF_BATCHES * statistics.median(steps) if len(steps) > 1 else 0.0
 
 
-def _longest_first(outcome: TrialOutcome) -> tuple[bool, int, int]:
-    """Of those that fail, the one that got furthest, then the cheapest."""
-    return bool(outcome.why_not), -len(outcome.losses), outcome.cost
+def no_worse(one: TrialOutcome, other: TrialOutcome) -> bool:
+    """Does it end at a loss that is not clearly higher?"""
+    limit = _loss(other)
+    if math.isfinite(limit):
+        return _loss(one) <= limit + NOISE_SHARE * abs(limit)
+    return True
+
+
+def _loss(outcome: TrialOutcome) -> float:
+    """Below every loss where none is known: then it counts as equal to any."""
+    loss = judged_by(outcome.loss, outcome.held_out)
+    return -math.inf if loss is None else loss
+
+
+def judged_by(loss: float | None, held_out: float | None) -> float | None:
+    """What counts: batches that were not trained on, where there are any."""
+    return loss if held_out is None else held_out

@@ -21,7 +21,6 @@ from stepguard.probes.whatif_candidates import (
     UNCHANGED,
     Candidate,
     OwnFix,
-    answered,
     candidates,
     judged_by,
     ranked,
@@ -141,31 +140,25 @@ def undone(step: Step, run_state: RunState) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(untouched(step))
         stack.enter_context(kept_loss_function_state(step))
-        stack.enter_context(_no_hooks(step.optimizer))
+        # hooks around the updates count steps, average weights, or are a guard's
+        for name, hooks in vars(step.optimizer).items():
+            if name.startswith(HOOKS) and isinstance(hooks, dict):
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
         stack.callback(put_back, run_state, present, own_only=False)
         yield
-
-
-@contextmanager
-def _no_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Run no hook around the updates: they count steps, average weights, or are a guard's own."""
-    kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for name, hooks in vars(optimizer).items():
-        if name.startswith(HOOKS) and isinstance(hooks, dict):
-            kept.append((hooks, dict(hooks)))
-            hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, content in kept:
-            hooks.update(content)
 
 
 @contextmanager
 def kept_program(roots: list[nn.Module], optimizer: Optimizer) -> Iterator[None]:
     """Undo what a fix of the user's own does: modules, hooks and forwards put in, settings."""
     modules = [module for root in roots for module in root.modules()]
-    attributes = [_shallow(module) for module in modules]
+    attributes = []
+    for module in modules:
+        own = dict(vars(module))
+        # the content of its dicts: parameters, children, hooks
+        inside = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
+        attributes.append((own, inside))
     groups = list(optimizer.param_groups)
     settings = [dict(group) for group in groups]
     try:
@@ -184,29 +177,25 @@ def kept_program(roots: list[nn.Module], optimizer: Optimizer) -> Iterator[None]
             group.update(kept)
 
 
-def _shallow(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[Any, Any]]]:
-    """A module's attributes, and the content of its own dicts: parameters, children, hooks."""
-    own = dict(vars(module))
-    inside = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
-    return own, inside
-
-
 @contextmanager
 def in_float32(module: nn.Module, *, whole: bool) -> Iterator[None]:
     """Run the module's forward in float32. `whole`: what it returns stays in float32."""
     original = module.forward
     own = vars(module).get("forward")
+    device = next((parameter.device.type for parameter in module.parameters()), "cpu")
     running = False
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal running
         if running:
             return original(*args, **kwargs)
-        args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+        args, kwargs = tree_map_only(
+            Tensor, lambda one: one.float() if one.dtype in HALVES else one, (args, kwargs)
+        )
         wide = {name: p.float() for name, p in module.named_parameters() if p.dtype in HALVES}
         running = True
         try:
-            with torch.autocast(_device(module), enabled=False):
+            with torch.autocast(device, enabled=False):
                 out = functional_call(module, wide, args, kwargs)
         finally:
             running = False
@@ -225,16 +214,6 @@ def in_float32(module: nn.Module, *, whole: bool) -> Iterator[None]:
         del vars(module)["forward"]
         if own is not None:
             vars(module)["forward"] = own
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALVES else tensor
-
-
-def _device(module: nn.Module) -> str:
-    for parameter in module.parameters():
-        return parameter.device.type
-    return "cpu"
 
 
 # --- Train the steps before an incident again with one thing changed, and see what happens.
@@ -277,20 +256,21 @@ class Trials:
         named = parameter_names(self._roots, self._optimizer)
         self._parameters = [(parameter, name) for parameter, name in named if id(parameter) in held]
         self._start = subject.window.start
-        self._steps = subject.window.steps
+        self.steps = subject.window.steps
+        """The steps before the bad one that each trial runs."""
         self._before_bad: SavedState | None = None
         self._shared = Course()
         """The way to the bad step with nothing changed."""
-        if len(self._steps) > most_steps:
-            self._approach(len(self._steps) - most_steps)
         self._fill(self._start)
+        if len(self.steps) > most_steps:
+            # run the first of many steps once, and begin every trial after them
+            early = self.steps[:-most_steps]
+            for one in early:
+                self._train(one, UNCHANGED, Course())
+            self._start = copied_state(subject.run_state)
+            self.steps = self.steps[len(early) :]
         self._start_rates = _rates(self._optimizer)
         self._healthy = [name for name, buffer in named_buffers(self._roots) if is_finite(buffer)]
-
-    @property
-    def steps(self) -> list[WindowStep]:
-        """The steps before the bad one that each trial runs."""
-        return self._steps
 
     @property
     def usual_norm(self) -> float | None:
@@ -298,25 +278,16 @@ class Trials:
         norms = [norm for norm in self._shared.norms if math.isfinite(norm) and norm > 0.0]
         return statistics.median(norms) if norms else None
 
-    def _approach(self, count: int) -> None:
-        """Run the first of many steps once, and begin every trial after them."""
-        self._fill(self._start)
-        course = Course()
-        for one in self._steps[:count]:
-            self._train(one, UNCHANGED, course)
-        self._start = copied_state(self._subject.run_state)
-        self._steps = self._steps[count:]
-
     def healthy(self) -> tuple[float | None, float | None]:
         """Losses of the good state: on batches of the window, and on those held out."""
         self._fill(self._start)
-        loss = self._evaluated(self._steps[-MOST_EVALUATED:], self._shared)
+        loss = self._evaluated(self.steps[-MOST_EVALUATED:], self._shared)
         return loss, self._evaluated(self._subject.held_out, self._shared)
 
     def lead_up(self) -> list[float]:
         """Train the way to the bad step as it was, once; return its losses."""
         self._fill(self._start)
-        for one in self._steps:
+        for one in self.steps:
             self._train(one, UNCHANGED, self._shared)
             if self._shared.bad_step is not None:
                 break
@@ -332,7 +303,7 @@ class Trials:
             cost=candidate.cost,
             change=candidate.change,
             value=candidate.value,
-            answers=answered(candidate, codes),
+            answers=tuple(code for code in codes if code in candidate.codes),
         )
         assert self._before_bad is not None, "the way to the bad step is run first"
         subject = self._subject
@@ -358,7 +329,7 @@ class Trials:
             self._train(one, candidate, course, rates_of=self._rates_after(one))
         loss = held_out = None
         if course.bad_step is None:
-            loss = self._evaluated(self._steps[-MOST_EVALUATED:], course)
+            loss = self._evaluated(self.steps[-MOST_EVALUATED:], course)
             held_out = self._evaluated(self._subject.held_out, course)
             self._last_look(course)
         numbers = [number for number in (loss, held_out) if number is not None]
@@ -388,8 +359,11 @@ class Trials:
             return
         if candidate.own is None:
             self._fill(self._start)
-        self._set(candidate)
-        for one in self._steps:
+        for key, value in candidate.settings:
+            for group in self._optimizer.param_groups:
+                if key in group:
+                    group[key] = value
+        for one in self.steps:
             self._train(one, candidate, course)
             if course.bad_step is not None:
                 return
@@ -435,7 +409,11 @@ class Trials:
         scale = one.scale * candidate.scale_factor * course.scale_factor
         loss = self._gradients(one, course, scale)
         course.losses.append(loss)
-        if self._bad_loss(one, loss, course):
+        limit = self._subject.limit
+        # earlier steps were what they were
+        late = len(course.losses) > len(self.steps)
+        if not math.isfinite(loss) or (limit is not None and late and loss > limit):
+            course.failed(one.index, f"loss is {loss:.4g}")
             return
         if not self._finite_gradients():
             self._overflowed(one, course, scale)
@@ -465,18 +443,6 @@ class Trials:
         if scale != 1.0:
             scale_gradients([p for p, _ in self._parameters], 1.0 / scale)
         return total
-
-    def _bad_loss(self, one: WindowStep, loss: float, course: Course) -> bool:
-        if not math.isfinite(loss):
-            course.failed(one.index, f"loss is {loss:g}")
-            return True
-        limit = self._subject.limit
-        # earlier steps were what they were
-        late = len(course.losses) > len(self._steps)
-        if limit is not None and late and loss > limit:
-            course.failed(one.index, f"loss is {loss:.4g}")
-            return True
-        return False
 
     def _finite_gradients(self) -> bool:
         return all(p.grad is None or is_finite(p.grad) for p, _ in self._parameters)
@@ -510,7 +476,11 @@ class Trials:
         if candidate.clip_norm is None:
             course.failed(one.index, "the norm of the gradients overflows")
             return False
-        _clip_in_float64(parameters, candidate.clip_norm)
+        # the norm is beyond float32
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        length = math.hypot(*(float(one.double().norm()) for one in gradients))
+        for gradient in gradients:
+            gradient.mul_(candidate.clip_norm / length)
         return True
 
     def _set_rates(self, rates: tuple[float, ...], candidate: Candidate, course: Course) -> None:
@@ -529,12 +499,6 @@ class Trials:
                 group["lr"].fill_(rate)
             elif "lr" in group:
                 group["lr"] = rate
-
-    def _set(self, candidate: Candidate) -> None:
-        for key, value in candidate.settings:
-            for group in self._optimizer.param_groups:
-                if key in group:
-                    group[key] = value
 
     def _evaluated(self, steps: Sequence[WindowStep], course: Course) -> float | None:
         """Mean loss of these batches on the present weights."""
@@ -580,7 +544,10 @@ class Trials:
                 stack.enter_context(kept_program(list(self._roots.values()), self._optimizer))
                 # settings that it makes are to win over those of the state
                 self._fill(self._start)
-                course.loss_fn = _started(candidate.own, self._subject.step, stack)
+                made = candidate.own(self._subject.step.model, self._optimizer)
+                if hasattr(made, "__enter__"):
+                    made = stack.enter_context(made)
+                course.loss_fn = made if callable(made) else None
                 pairs = zip(_rates(self._optimizer), self._start_rates, strict=False)
                 course.rate_factors = tuple(now / then if then else 1.0 for now, then in pairs)
             yield course
@@ -589,25 +556,8 @@ class Trials:
         put_back(self._subject.run_state, saved, own_only=True)
 
 
-def _started(own: Callable[..., Any], step: Step, stack: ExitStack) -> LossFn | None:
-    """Apply a fix of the user's own; the loss function it gives back, if any."""
-    made = own(step.model, step.optimizer)
-    if hasattr(made, "__enter__"):
-        made = stack.enter_context(made)
-    return made if callable(made) else None
-
-
 def _rates(optimizer: Optimizer) -> tuple[float, ...]:
     return tuple(float(group.get("lr", 0.0)) for group in optimizer.param_groups)
-
-
-def _clip_in_float64(parameters: Sequence[Tensor], limit: float) -> None:
-    """Clip gradients whose norm is beyond float32."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = [float(torch.linalg.vector_norm(gradient.double())) for gradient in gradients]
-    length = math.hypot(*norms)
-    for gradient in gradients:
-        gradient.mul_(limit / length)
 
 
 # --- Try every candidate for an incident on the steps that led to it, and rank them.

@@ -13,10 +13,9 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,46 +57,30 @@ def as_main(
     script: str | Path, arguments: list[str], *, module: bool = False
 ) -> Iterator[Callable[[], None]]:
     """Yield a function that does what `python script arguments` (`module`: `python -m`) does."""
-    # python -m searches the current directory first, python script.py that of the script.
-    folder = Path.cwd() if module else Path(script).resolve().parent
-    with _surroundings(str(script), arguments, folder):
+    path = Path(script).resolve()
+
+    def run() -> None:
         if module:
-            yield lambda: _run_module(str(script))
-        else:
-            yield lambda: _run_file(Path(script).resolve())
-
-
-def _run_module(name: str) -> None:
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def _run_file(path: Path) -> None:
-    # Not runpy.run_path: it changes sys.argv[0] or leaves __file__ relative, unlike python.
-    with io.open_code(str(path)) as file:
-        code = compile(file.read(), str(path), "exec", dont_inherit=True)
-    main = ModuleType("__main__")
-    main.__file__ = str(path)
-    main.__loader__ = SourceFileLoader("__main__", str(path))
-    sys.modules["__main__"] = main
-    exec(code, main.__dict__)
-
-
-@contextmanager
-def _surroundings(name: str, arguments: list[str], folder: Path) -> Iterator[None]:
-    argv = sys.argv
-    search = list(sys.path)
-    hook = sys.excepthook
-    main = sys.modules["__main__"]
-    sys.argv = [name, *arguments]
-    sys.excepthook = sys.__excepthook__
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
+            runpy.run_module(str(script), run_name="__main__", alter_sys=True)
+            return
+        # Not runpy.run_path: it changes sys.argv[0] or leaves __file__ relative, unlike python.
+        with io.open_code(str(path)) as file:
+            code = compile(file.read(), str(path), "exec", dont_inherit=True)
+        main = ModuleType("__main__")
+        main.__file__ = str(path)
+        main.__loader__ = SourceFileLoader("__main__", str(path))
         sys.modules["__main__"] = main
-        sys.argv = argv
-        sys.path[:] = search
-        sys.excepthook = hook
+        exec(code, main.__dict__)
+
+    before = sys.argv, list(sys.path), sys.excepthook, sys.modules["__main__"]
+    sys.argv = [str(script), *arguments]
+    sys.excepthook = sys.__excepthook__
+    # python -m searches the current directory first, python script.py that of the script.
+    sys.path.insert(0, str(Path.cwd() if module else path.parent))
+    try:
+        yield run
+    finally:
+        sys.argv, sys.path[:], sys.excepthook, sys.modules["__main__"] = before
 
 
 # --- Find the model, scheduler and scaler of an optimizer among the objects of the process.
@@ -110,14 +93,6 @@ class LooseParameters(nn.Module):
         super().__init__()
         params = optimizer_parameters(optimizer)
         self.loose = nn.ParameterList([p for p in params if isinstance(p, nn.Parameter)])
-
-
-@dataclass(slots=True)
-class Trained:
-    """What an optimizer trains: the model, and further modules by name where it has several."""
-
-    model: nn.Module
-    modules: dict[str, nn.Module] = field(default_factory=dict)
 
 
 def parameters_of(optimizer: Optimizer) -> frozenset[int]:
@@ -134,44 +109,39 @@ def share(module: nn.Module, parameters: frozenset[int]) -> int:
         return 0
 
 
-def trained_by(optimizer: Optimizer, called: nn.Module | None = None) -> Trained:
-    """The outermost modules that hold the parameters; `called` is preferred to what contains it."""
+def trained_by(
+    optimizer: Optimizer, called: nn.Module | None = None
+) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """The outermost module that holds the parameters, and further ones by name.
+
+    `called` is preferred to what contains it: a trainer, an average of weights.
+    """
     ours = parameters_of(optimizer)
-    found = [_called_first(module, called, ours) for module in _outermost(ours)]
+    found = _outermost(ours)
+    for position, module in enumerate(found):
+        contains = called is not None and any(part is called for part in module.modules())
+        if contains and called is not None and share(called, ours) == share(module, ours):
+            found[position] = called
     if not found and called is not None and share(called, ours):
-        return Trained(called)
+        return called, {}
     if not found:
-        return Trained(LooseParameters(optimizer))
+        return LooseParameters(optimizer), {}
     found.sort(key=lambda module: (share(module, ours), module is called), reverse=True)
-    rest = {}
+    rest: dict[str, nn.Module] = {}
     for index, module in enumerate(found[1:], start=1):
         name = variable_name(module) or f"{type(module).__name__.lower()}{index}"
         if name in rest:
             name = f"{name}{index}"
         rest[name] = module
-    return Trained(found[0], rest)
+    return found[0], rest
 
 
 def _outermost(parameters: frozenset[int]) -> list[nn.Module]:
-    modules: list[nn.Module] = []
-    inner: set[int] = set()
-    for module in _living(nn.Module):
-        if isinstance(module, LooseParameters) or not share(module, parameters):
-            continue
-        modules.append(module)
-        # Module.modules() begins with the module itself.
-        inner.update(map(id, list(module.modules())[1:]))
-    return [module for module in modules if id(module) not in inner]
-
-
-def _called_first(
-    module: nn.Module, called: nn.Module | None, parameters: frozenset[int]
-) -> nn.Module:
-    """The called module in place of a container (a trainer, an average of weights) around it."""
-    if called is None or not any(inner is called for inner in module.modules()):
-        return module
-    complete = share(called, parameters) == share(module, parameters)
-    return called if complete else module
+    held = [module for module in _living(nn.Module) if share(module, parameters)]
+    held = [module for module in held if not isinstance(module, LooseParameters)]
+    # Module.modules() begins with the module itself.
+    inner = {id(part) for module in held for part in list(module.modules())[1:]}
+    return [module for module in held if id(module) not in inner]
 
 
 def scaler_in_use() -> GradScaler | None:
@@ -256,14 +226,11 @@ class AutomaticGuards:
             self._known.add(optimizer)
             self._waiting.add(optimizer)
             self._calls = 0
-            self._listen()
+            if self._call_hook is None:
+                self._call_hook = ExitStack()
+                wrap(self._call_hook, nn.Module, "__call__", self._before_call)
 
         return init
-
-    def _listen(self) -> None:
-        if self._call_hook is None:
-            self._call_hook = ExitStack()
-            wrap(self._call_hook, nn.Module, "__call__", self._before_call)
 
     def _stop_listening(self) -> None:
         if self._call_hook is not None:
@@ -286,19 +253,15 @@ class AutomaticGuards:
         for optimizer in list(self._waiting):
             if optimizer in guarded or self._calls > MOST_CALLS:
                 self._waiting.discard(optimizer)
-            elif share(module, parameters_of(optimizer)):
+            elif share(module, ours := parameters_of(optimizer)):
                 self._waiting.discard(optimizer)
-                if not self._shares_parameters(optimizer):
+                others = [other for other in self._known if other is not optimizer]
+                # of one optimizer inside another, the one that steps first is the user's
+                if not any(ours & parameters_of(other) for other in others):
                     self._early.add(optimizer)
                     self._attach(optimizer, module)
         if not self._waiting:
             self._stop_listening()
-
-    def _shares_parameters(self, optimizer: Optimizer) -> bool:
-        """One optimizer inside another: the one that steps first is the user's."""
-        ours = parameters_of(optimizer)
-        others = [other for other in self._known if other is not optimizer]
-        return any(ours & parameters_of(other) for other in others)
 
     # --- an optimizer steps ---
 
@@ -326,7 +289,7 @@ class AutomaticGuards:
         guard = next((g for g in self.guards if g.optimizer is optimizer), None)
         if guard is None or not distributed() or isinstance(guard.model, DistributedDataParallel):
             return
-        if isinstance(trained_by(optimizer).model, DistributedDataParallel):
+        if isinstance(trained_by(optimizer)[0], DistributedDataParallel):
             automatic_guards.pop(optimizer)()
 
     # --- the guards ---
@@ -335,11 +298,11 @@ class AutomaticGuards:
         if optimizer in self._refused:
             return
         try:
-            trained = trained_by(optimizer, called)
+            model, modules = trained_by(optimizer, called)
             guard = watch(
-                trained.model,
+                model,
                 optimizer,
-                modules=trained.modules,
+                modules=modules,
                 scheduler=scheduler_of(optimizer),
                 scaler=scaler_in_use(),
                 config=self._config,
@@ -354,17 +317,15 @@ class AutomaticGuards:
             return
         self.guards.append(guard)
         automatic_guards[optimizer] = functools.partial(self._make_way, guard)
-        if self._restore_from is not None:
-            self._restore(guard, self._restore_from, late=called is None)
-
-    def _restore(self, guard: Guard, which: str, *, late: bool) -> None:
-        """Load the checkpoint; `late`: gradients of the fresh weights are there already."""
+        which = self._restore_from
+        if which is None:
+            return
         try:
             done = guard.restore(which)
         except StepguardError as fault:
             raise NotRestored(f"--restore {which}: {fault}") from fault
-        if late:
-            # They belong to weights that are gone: the update at hand finds nothing to do.
+        if called is None:
+            # Gradients belong to weights that are gone: the update at hand finds nothing to do.
             guard.optimizer.zero_grad(set_to_none=True)
         if guard.rank == 0:
             self._complain(
@@ -427,39 +388,46 @@ def run_script(
     `restore` names a checkpoint to go on from; `ours` are options that may have been misplaced.
     """
     check_watched(config)
-    _end_before_python()
+    # A thread that still frees a tensor while Python shuts down aborts the process. The threads of
+    # a process group end with it, and that with the DDP wrapper, part of a reference cycle.
+    # Registered first, so called last: after what the script itself registers.
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        atexit.register(gc.collect)
     with (
         AutomaticGuards(config, tell, restore) as automatic,
         as_main(script, arguments, module=module) as start,
     ):
         code = _run(start, automatic)
-    if code in SWALLOWED and _halted(automatic.guards):
+    guards = automatic.guards
+    # a guard stopped the run, and the exception got lost in code that catches everything
+    if code in SWALLOWED and any(one.incidents and one.incidents[-1].stopped for one in guards):
         code = EXIT_HALTED
-    if code == EXIT_USAGE:
-        _tell_misplaced(script, arguments, ours)
-    tell_how_it_ended(automatic.guards, automatic.refused, code)
+    misplaced = [word.partition("=")[0] for word in arguments]
+    misplaced = [option for option in misplaced if option in ours]
+    if code == EXIT_USAGE and misplaced:
+        # the script refused its options: perhaps one of them was meant for stepguard
+        tell(
+            f"{misplaced[0]} stands after the script and went to it; options of stepguard stand "
+            f"before: stepguard run {misplaced[0]} ... {Path(script).name}"
+        )
+    _tell_how_it_ended(automatic, code)
     return code
 
 
-def _tell_misplaced(script: str, arguments: Sequence[str], ours: Sequence[str]) -> None:
-    """The script refused its options: perhaps one of them was meant for stepguard."""
-    for word in arguments:
-        option = word.partition("=")[0]
-        if option in ours:
-            tell(
-                f"{option} stands after the script and went to it; options of stepguard stand "
-                f"before: stepguard run {option} ... {Path(script).name}"
-            )
-            return
-
-
-def _end_before_python() -> None:
-    """End the threads of a process group before Python ends."""
-    # A thread that still frees a tensor while Python shuts down aborts the process. The threads
-    # end with their group, and that with the DDP wrapper, which is part of a reference cycle.
-    # Registered first, so called last: after what the script itself registers.
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        atexit.register(gc.collect)
+def _tell_how_it_ended(automatic: AutomaticGuards, code: int) -> None:
+    guards = automatic.guards
+    if not guards and code == 0 and automatic.refused:
+        tell("the run was not guarded: no optimizer of the script could be, for the reason above.")
+    elif not guards and code == 0:
+        tell(
+            "no optimizer was guarded: the script made none that stepped in this process, or "
+            "guards its own."
+        )
+    for guard in guards:
+        if guard.rank == 0:
+            whose = guard.name if len(guards) > 1 else ""
+            incidents = count(len(guard.incidents), "incident")
+            tell(f"{count(guard.steps, 'step')} guarded, {incidents}.", whose)
 
 
 def _run(start: Callable[[], None], automatic: AutomaticGuards) -> int:
@@ -471,7 +439,10 @@ def _run(start: Callable[[], None], automatic: AutomaticGuards) -> int:
         tell(f"error: {refusal}")
         return EXIT_USAGE
     except SystemExit as ending:
-        code = _exit_code(ending.code)
+        code = 0 if ending.code is None else ending.code
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = EXIT_SCRIPT_FAILED
         if code == EXIT_SCRIPT_FAILED and _comes_from_a_stop(ending):
             return EXIT_HALTED
         return code
@@ -498,36 +469,19 @@ def _comes_from_a_stop(fault: BaseException) -> bool:
     return False
 
 
-def _halted(guards: list[Guard]) -> bool:
-    """Did a guard stop the run, and the exception get lost in code that catches everything?"""
-    return any(guard.incidents and guard.incidents[-1].stopped for guard in guards)
-
-
-def _exit_code(code: Any) -> int:
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code
-    print(code, file=sys.stderr)
-    return EXIT_SCRIPT_FAILED
-
-
 def _print_fault(fault: BaseException) -> None:
     """Print the traceback without the runner's frames, by the script's excepthook if it has one."""
     # The hook that halting installs stands before the script's own.
     hook = getattr(sys.excepthook, "_previous", sys.excepthook)
     if hook is not sys.__excepthook__:
-        hook(type(fault), fault, _without_runner(fault.__traceback__))
+        trace = fault.__traceback__
+        while trace is not None and _ours(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        hook(type(fault), fault, trace)
         return
     told = traceback.TracebackException.from_exception(fault)
     _keep_users_frames(told)
     print("".join(told.format()), end="", file=sys.stderr)
-
-
-def _without_runner(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and _ours(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    return trace
 
 
 def _keep_users_frames(told: traceback.TracebackException) -> None:
@@ -545,23 +499,3 @@ def tell(text: str, whose: str = "") -> None:
     """Print one line to stderr; `whose` names the guard where there are several."""
     speaker = f"stepguard ({whose})" if whose else "stepguard"
     print(f"{speaker}: {printable(text)}", file=sys.stderr)
-
-
-def tell_how_it_ended(guards: Sequence[Guard], refused: int, code: int) -> None:
-    """Print the counts of every guard, or why there was none."""
-    if not guards and code == 0:
-        tell(_why_none(refused))
-    for guard in guards:
-        if guard.rank == 0:
-            whose = guard.name if len(guards) > 1 else ""
-            incidents = count(len(guard.incidents), "incident")
-            tell(f"{count(guard.steps, 'step')} guarded, {incidents}.", whose)
-
-
-def _why_none(refused: int) -> str:
-    if refused:
-        return "the run was not guarded: no optimizer of the script could be, for the reason above."
-    return (
-        "no optimizer was guarded: the script made none that stepped in this process, or guards "
-        "its own."
-    )

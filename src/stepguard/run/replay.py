@@ -13,7 +13,7 @@ import ast
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from stepguard.locate.origins import place_replayed_exception
 from stepguard.locate.replay_state import LocateBudget
 from stepguard.probes.whatif_candidates import OwnFix
 from stepguard.probes.whatif_trial import Progress, TrialSubject, compare_candidates
-from stepguard.records import Edit, Evidence, Incident, Origin, Reading, Remedy, Verdict
+from stepguard.records import Evidence, Incident, Origin, Reading, Remedy, Verdict
 from stepguard.records.incident import VerdictKind
 from stepguard.records.probes import WhatIf
 from stepguard.run.guarded_script import as_main
@@ -154,7 +154,13 @@ class CapsuleReplay:
         self, script: str, module: str | None, check: Check = lambda path: None
     ) -> Incident:
         """Run the script up to a guarded step that fits, and replay with its objects."""
-        path = _below_here(Path(script))
+        # A capsule may name code of the user's project, nothing else on the machine.
+        path = inside(Path(script), script, CapsuleError)
+        if not path.is_file():
+            raise CapsuleError(
+                f"{script} does not exist here; run this in the project's folder, or pass script= "
+                "or build=."
+            )
         check(path)
         if module is not None:
             with importable():
@@ -168,7 +174,18 @@ class CapsuleReplay:
         grad = torch.is_grad_enabled()
         try:
             with program as start, taking(self._take):
-                self._start(start, path.name)
+                start()
+        except StepTaken:
+            pass
+        except CapsuleError:
+            raise
+        except SystemExit as ending:
+            self._why_not = self._why_not or f"it ended with exit code {ending.code!r}"
+        except Exception as fault:
+            raise CapsuleError(
+                f"{path.name} failed before its step could be taken: {type(fault).__name__}: "
+                f"{fault}"
+            ) from fault
         finally:
             torch.set_grad_enabled(grad)
             # The script ends here without having closed its guards.
@@ -180,20 +197,6 @@ class CapsuleReplay:
                 f"{path.name} gave nothing to run the capsule with: {why}; pass script= or build=."
             )
         return self._found
-
-    def _start(self, start: Callable[[], None], name: str) -> None:
-        try:
-            start()
-        except StepTaken:
-            return
-        except CapsuleError:
-            raise
-        except SystemExit as ending:
-            self._why_not = self._why_not or f"it ended with exit code {ending.code!r}"
-        except Exception as fault:
-            raise CapsuleError(
-                f"{name} failed before its step could be taken: {type(fault).__name__}: {fault}"
-            ) from fault
 
     def _take(self, context: Context, loss_fn: LossFn) -> bool:
         """Take the first step whose model and optimizer fit the capsule."""
@@ -240,7 +243,13 @@ class CapsuleReplay:
         incident = Incident(
             id=f"{reading.step:08d}-replay", step=reading.step, verdict=verdict, reading=reading
         )
-        incident = replace(incident, origin=_found(step, incident), capsule=str(capsule.folder))
+        if kind == "exception":
+            origin = place_replayed_exception(step)
+        elif verdict.finite_anomaly:
+            origin = _compared(step, reading)
+        else:
+            origin = locate(step, reading)
+        incident = replace(incident, origin=origin, capsule=str(capsule.folder))
         incident = replace(incident, findings=diagnose(incident, RunFacts()))
         budget = LocateBudget(steps=MOST_RUNS)
         budget.begin(on_host=True)
@@ -248,15 +257,6 @@ class CapsuleReplay:
         if self._inspect is not None:
             self._inspect(step, incident)
         return incident
-
-
-def _found(step: Step, incident: Incident) -> Origin:
-    """Where the bad value is born; of a finite step, whether its loss is the same again."""
-    if incident.verdict.kind == "exception":
-        return place_replayed_exception(step)
-    if incident.verdict.finite_anomaly:
-        return _compared(step, incident.reading)
-    return locate(step, incident.reading)
 
 
 def _compared(step: Step, reading: Reading) -> Origin:
@@ -298,17 +298,6 @@ def _refuse_brought(capsule: Capsule, path: Path) -> None:
         )
 
 
-def _below_here(path: Path) -> Path:
-    """A capsule may name code of the user's project, nothing else on the machine."""
-    resolved = inside(path, str(path), CapsuleError)
-    if not resolved.is_file():
-        raise CapsuleError(
-            f"{path} does not exist here; run this in the project's folder, or pass script= or "
-            f"build=."
-        )
-    return resolved
-
-
 # --- Try on a capsule what would have helped, with the objects of the user's own program.
 
 
@@ -335,34 +324,24 @@ def whatif(
     found: list[WhatIf] = []
 
     def try_all(step: Step, incident: Incident) -> None:
-        named = replace(incident, id=_name(content.folder))
-        found.append(_tried(content, step, named, fix, progress, failed_next))
+        named = content.folder
+        if named.name == "capsule":
+            named = named.resolve().parent
+        subject = TrialSubject(
+            step=step,
+            bad=window_step(step, incident.reading.loss, incident.reading.lr),
+            window=read_window(folder) or Window(start=content.saved_state(), steps=[]),
+            run_state=RunState(step.named_roots(), step.optimizer),
+            incident=replace(incident, id=named.name),
+            failed_next=failed_next,
+        )
+        try:
+            found.append(compare_candidates(subject, own=fix, progress=progress))
+        except StateError as why:
+            raise CapsuleError(f"{folder} cannot be tried: {why}") from None
 
     replay(folder, build=build, script=script, inspect=try_all, confirm=confirm)
     return found[0]
-
-
-def _tried(
-    content: Capsule,
-    step: Step,
-    incident: Incident,
-    own: OwnFix | None,
-    progress: Progress,
-    failed_next: int | None,
-) -> WhatIf:
-    window = read_window(content.folder) or Window(start=content.saved_state(), steps=[])
-    subject = TrialSubject(
-        step=step,
-        bad=window_step(step, incident.reading.loss, incident.reading.lr),
-        window=window,
-        run_state=RunState(step.named_roots(), step.optimizer),
-        incident=incident,
-        failed_next=failed_next,
-    )
-    try:
-        return compare_candidates(subject, own=own, progress=progress)
-    except StateError as why:
-        raise CapsuleError(f"{content.folder} cannot be tried: {why}") from None
 
 
 def capsule_of(
@@ -412,12 +391,6 @@ def _failed_next(known: list[Incident], name: str) -> int | None:
     return step + 1
 
 
-def _name(capsule: Path) -> str:
-    if capsule.name == "capsule":
-        return capsule.resolve().parent.name
-    return capsule.name
-
-
 # --- Write the fix of an incident as a change of the user's files, proven by running the step.
 
 
@@ -430,7 +403,7 @@ class ProvenFix:
     remedy: Remedy
     code: str
     """Of the finding that it answers."""
-    files: dict[Path, tuple[str, str]] = field(default_factory=dict)
+    files: dict[Path, tuple[str, str]]
     """Each file as it is, and as it is to be."""
 
     @property
@@ -471,7 +444,11 @@ def fix(
     Of a run, the first incident of its last chain for which the run itself has found a fix, else
     the first of all.
     """
-    folder, _ = capsule_of(Path(path), _has_fix)
+
+    def has_fix(incident: Incident) -> bool:
+        return any(remedy.proven for one in incident.findings[:1] for remedy in one.remedies)
+
+    folder, _ = capsule_of(Path(path), has_fix)
     incident = replay(folder, build=build, script=script, confirm=confirm)
     if incident.origin is None or not incident.origin.reproduced:
         raise CapsuleError(f"{folder} is not reproduced here: there is nothing to prove a fix on.")
@@ -479,17 +456,12 @@ def fix(
     for finding in incident.findings[:1]:
         for remedy in finding.remedies:
             if remedy.proven:
-                found = ProvenFix(incident=incident, remedy=remedy, code=finding.code)
-                found.files = _changed_files(remedy)
-                return found
+                files = _changed_files(remedy)
+                return ProvenFix(incident=incident, remedy=remedy, code=finding.code, files=files)
             untried = untried or remedy.tried or remedy.title
     raise CapsuleError(
         f"no change of your own lines is known to mend {folder}: {untried or 'no cause was found'}."
     )
-
-
-def _has_fix(incident: Incident) -> bool:
-    return any(remedy.proven for one in incident.findings[:1] for remedy in one.remedies)
 
 
 def _changed_files(remedy: Remedy) -> dict[Path, tuple[str, str]]:
@@ -499,29 +471,21 @@ def _changed_files(remedy: Remedy) -> dict[Path, tuple[str, str]]:
             raise CapsuleError(f"{name} is not a file: change the cell by hand: {remedy.snippet}")
         path = inside(Path(name), name, CapsuleError)
         old = _read(path)
-        files[path] = (old, _changed(path, old, remedy, name))
+        lines = old.splitlines(keepends=True)
+        newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+        edits = [edit for edit in remedy.edits if edit.file == name]
+        for edit in sorted(edits, key=lambda one: one.line, reverse=True):
+            first = edit.line - 1
+            last = first + len(edit.old)
+            if tuple(line.rstrip("\r\n") for line in lines[first:last]) != edit.old:
+                raise CapsuleError(f"{path} has changed since it was loaded; run this again.")
+            lines[first:last] = [line + newline for line in edit.new]
+        place, known = _after_imports("".join(lines))
+        needs = tuple(function for function in remedy.needs if function not in known)
+        if needs:
+            lines.insert(place, import_of(needs) + newline)
+        files[path] = (old, "".join(lines))
     return files
-
-
-def _changed(path: Path, text: str, remedy: Remedy, name: str) -> str:
-    lines = text.splitlines(keepends=True)
-    newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
-    edits = [edit for edit in remedy.edits if edit.file == name]
-    for edit in sorted(edits, key=lambda one: one.line, reverse=True):
-        _replace(path, lines, edit, newline)
-    place, known = _after_imports("".join(lines))
-    needs = tuple(name for name in remedy.needs if name not in known)
-    if needs:
-        lines.insert(place, import_of(needs) + newline)
-    return "".join(lines)
-
-
-def _replace(path: Path, lines: list[str], edit: Edit, newline: str) -> None:
-    first = edit.line - 1
-    last = first + len(edit.old)
-    if tuple(line.rstrip("\r\n") for line in lines[first:last]) != edit.old:
-        raise CapsuleError(f"{path} has changed since it was loaded; run this again.")
-    lines[first:last] = [line + newline for line in edit.new]
 
 
 def _after_imports(text: str) -> tuple[int, set[str]]:
