@@ -112,7 +112,7 @@ class MeantNonFinite:
 
 
 @dataclass
-class DataSource:
+class DataFeed:
     """Where batches come from, and what is known of their samples."""
 
     feed: ResumableLoader | None = None
@@ -209,7 +209,7 @@ class Context:
     run: RunIdentity = field(default_factory=RunIdentity)
     hooks: Hooks = field(default_factory=Hooks)
     meant: MeantNonFinite = field(default_factory=MeantNonFinite)
-    data: DataSource = field(default_factory=DataSource)
+    data: DataFeed = field(default_factory=DataFeed)
     scales: LossScales = field(default_factory=LossScales)
     memory: Memory = field(default_factory=Memory)
 
