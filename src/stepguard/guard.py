@@ -330,7 +330,10 @@ class Guard:
         self._closed = True
         self.port.closed = True
         try:
-            self._finish()
+            if isinstance(self._driver, WatchDriver):
+                self._driver.finish()
+            else:
+                self._driver.settle()
             if self.armed:
                 with self._protect.region:
                     self._last_look()
@@ -350,12 +353,6 @@ class Guard:
 
     def _tell_end(self) -> None:
         tell_end(self._context, self._error, armed=self.armed, by_signal=self._signal)
-
-    def _finish(self) -> None:
-        if isinstance(self._driver, WatchDriver):
-            self._driver.finish()
-        else:
-            self._driver.settle()
 
     def _between(self) -> None:
         """The loop asks for its next batch."""

@@ -131,7 +131,29 @@ def _check_dcp_files(
     def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
         _begin_dcp_file(source, layout, sealed)
         value = read_metadata(source, layout, role)
-        items.extend(_dcp_items(value))
+        stored = value.field("storage_data") if isinstance(value, PickledObject) else None
+        if not isinstance(stored, dict):
+            raise Damaged("malformed", f"{METADATA} holds no storage_data")
+        shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+        for name, _, chunks in _described(value):
+            for offsets, sizes in chunks:
+                shapes[name, offsets] = sizes
+        dcp_items = []
+        for index, info in stored.items():
+            if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
+                raise Damaged("malformed", f"{METADATA} names a piece by a {type(index).__name__}")
+            name = index.field("fqn")
+            file = info.field("relative_path")
+            offset = info.field("offset")
+            length = info.field("length")
+            is_named = isinstance(name, str) and isinstance(file, str)
+            if not is_named or type(offset) is not int or type(length) is not int:
+                raise Damaged("malformed", f"{METADATA} does not say where a piece lies")
+            place = index.field("offset")
+            shape = shapes.get((name, tuple(place))) if is_shape(place) else None
+            transformed = bool(info.field("transform_descriptors"))
+            dcp_items.append(DcpItem(name, file, offset, length, transformed, shape))
+        items.extend(dcp_items)
         _check_completeness(value, layout.problems)
 
     metadata = check_file(folder / METADATA, progress, read=read)
@@ -225,32 +247,6 @@ def _read_dcp_item(source: FileSlice, layout: FileLayout, item: DcpItem) -> None
     # DCP flattens states down to their single values
     if isinstance(value, float) and role is not None:
         add_number(layout, tuple(parts), role, value)
-
-
-def _dcp_items(value: Any) -> list[DcpItem]:
-    stored = value.field("storage_data") if isinstance(value, PickledObject) else None
-    if not isinstance(stored, dict):
-        raise Damaged("malformed", f"{METADATA} holds no storage_data")
-    shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-    for name, _, chunks in _described(value):
-        for offsets, sizes in chunks:
-            shapes[name, offsets] = sizes
-    items = []
-    for index, info in stored.items():
-        if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
-            raise Damaged("malformed", f"{METADATA} names a piece by a {type(index).__name__}")
-        name = index.field("fqn")
-        file = info.field("relative_path")
-        offset = info.field("offset")
-        length = info.field("length")
-        is_named = isinstance(name, str) and isinstance(file, str)
-        if not is_named or type(offset) is not int or type(length) is not int:
-            raise Damaged("malformed", f"{METADATA} does not say where a piece lies")
-        place = index.field("offset")
-        shape = shapes.get((name, tuple(place))) if is_shape(place) else None
-        transformed = bool(info.field("transform_descriptors"))
-        items.append(DcpItem(name, file, offset, length, transformed, shape))
-    return items
 
 
 Chunks = list[tuple[tuple[int, ...], tuple[int, ...]]]

@@ -877,35 +877,32 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
     def value(self) -> Any:
         """Return the value of a file that is one pickle, or an old torch.save."""
         if self.is_legacy:
-            return self._legacy()
+            # Read the pickles of an old torch.save and find its storages, which follow them.
+            # the third one holds byte order and sizes of the machine that wrote it
+            magic, protocol, _, value, keys = [self.load() for _ in range(5)]
+            if magic != LEGACY_MAGIC or protocol != 1001 or not isinstance(keys, list):
+                raise Damaged("malformed", "its first pickles are not those of torch.save")
+            at = self.file.tell()
+            for key in keys:
+                storage = self.storages.get(key) if isinstance(key, str) else None
+                if storage is None or storage.start is not None:
+                    detail = f"names {str(key)[:40]!r}, which is unknown or doubled"
+                    raise Damaged("malformed", f"its list of storages {detail}")
+                count = int.from_bytes(self.source.exactly(at, 8), "little", signed=True)
+                if count != storage.elements:
+                    detail = f"has {count:,} elements where the pickle says {storage.elements:,}"
+                    raise Damaged("torn", f"storage {key} {detail}")
+                storage.held = storage.size
+                storage.start = self.source.part(at + 8, storage.size).start
+                at += 8 + storage.size
+            self._refuse_rest(at, "the last storage")
+            self._read_nested()
+            return value
         found = self.load()
         self._read_nested()
         # torch.load goes on reading if the first value equals its magic number
         self._refuse_rest(self.file.tell(), "the end of the pickle")
         return found
-
-    def _legacy(self) -> Any:
-        """Read the pickles of an old torch.save and find its storages, which follow them."""
-        # the third one holds byte order and sizes of the machine that wrote it
-        magic, protocol, _, value, keys = [self.load() for _ in range(5)]
-        if magic != LEGACY_MAGIC or protocol != 1001 or not isinstance(keys, list):
-            raise Damaged("malformed", "its first pickles are not those of torch.save")
-        at = self.file.tell()
-        for key in keys:
-            storage = self.storages.get(key) if isinstance(key, str) else None
-            if storage is None or storage.start is not None:
-                detail = f"names {str(key)[:40]!r}, which is unknown or doubled"
-                raise Damaged("malformed", f"its list of storages {detail}")
-            count = int.from_bytes(self.source.exactly(at, 8), "little", signed=True)
-            if count != storage.elements:
-                detail = f"has {count:,} elements where the pickle says {storage.elements:,}"
-                raise Damaged("torn", f"storage {key} {detail}")
-            storage.held = storage.size
-            storage.start = self.source.part(at + 8, storage.size).start
-            at += 8 + storage.size
-        self._refuse_rest(at, "the last storage")
-        self._read_nested()
-        return value
 
     def _refuse_rest(self, at: int, what: str) -> None:
         left = self.source.size - at

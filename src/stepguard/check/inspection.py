@@ -157,7 +157,11 @@ class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name in DIVISIONS:
             self._divided(args[0] if name == "reciprocal" else args[1])
         elif name == "add" and len(args) > 1:
-            self._added(args, out)
+            # Note an eps that is below the spacing of what it is added to.
+            value, eps = args[:2]
+            small = isinstance(eps, float) and 0 < abs(eps) <= LARGEST_EPS
+            if small and value.is_floating_point() and torch.equal(value, out):
+                self.lost_eps[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
         elif name in CROSS_ENTROPIES:
             # Classes are the second dimension, behind the batch, if there is a batch.
             self.classes = int(args[0].shape[:2][-1])
@@ -175,13 +179,6 @@ class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.divisions += 1
         if abs(float(divisor)) < self.divisor[0]:
             self.divisor = (abs(float(divisor)), dtype, _user_line())
-
-    def _added(self, args: Any, out: Tensor) -> None:
-        """Note an eps that is below the spacing of what it is added to."""
-        value, eps = args[:2]
-        small = isinstance(eps, float) and 0 < abs(eps) <= LARGEST_EPS
-        if small and value.is_floating_point() and torch.equal(value, out):
-            self.lost_eps[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
 
     def _squared_error(self, name: str, args: Any, out: Tensor) -> None:
         """Of torch, or written by hand: a difference, then its square."""
@@ -237,7 +234,13 @@ def trace_step(subject: Subject, framework: FrameworkContext, batch: Any) -> Tra
                 if subject.loss_fn is not None:
                     loss: Any = total_loss(subject.loss_fn(copied))
                 else:
-                    output = _call_model(model, copied)
+                    # Call the model on a batch as it comes: keywords, positions, or one tensor.
+                    if isinstance(copied, Mapping):
+                        output = model(**copied)
+                    elif isinstance(copied, tuple | list):
+                        output = model(*copied)
+                    else:
+                        output = model(copied)
                     loss = getattr(output, "loss", None)
                     step.outputs_bad = nonfinite_outputs(output)
             if isinstance(loss, Tensor):
@@ -249,15 +252,6 @@ def trace_step(subject: Subject, framework: FrameworkContext, batch: Any) -> Tra
         except Exception as fault:
             step.fault = one_line(fault, 160)
     return step
-
-
-def _call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model on a batch as it comes: keywords, positions, or one tensor."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
 
 
 def _read_gradients(step: TracedStep, model: nn.Module) -> None:

@@ -47,7 +47,18 @@ def config_types(run: Inspection) -> Answer:
         if not isinstance(leaf.value, str) or leaf.means("text"):
             continue
         if isinstance(leaf.value, UnquotedNumber):
-            if not _became_a_number(run, leaf):
+            # Does the program read such a text as a number? OmegaConf does, and the optimizer
+            # shows it.
+            if run.program.imports & {"omegaconf", "hydra"}:
+                became_a_number = True
+            elif run.subject.optimizer is None or run.setting("lr") != leaf:
+                became_a_number = False
+            else:
+                rate = float(leaf.value)
+                became_a_number = any(
+                    math.isclose(rate, peak, rel_tol=1e-3) for peak in peak_rates(run.optimizer)
+                )
+            if not became_a_number:
                 doubtful.append(f"{leaf.key}: {leaf.value}")
         elif spells_number(leaf.value):
             numbers.append(f"{leaf.key}: {leaf.value!r}")
@@ -66,16 +77,6 @@ def config_types(run: Inspection) -> Answer:
             *said, fix="Write 1.0e-4 instead of 1e-4, which every reader takes for a number."
         )
     return passed(f"{len(leaves)} values, none of them a number or switch in disguise")
-
-
-def _became_a_number(run: Inspection, leaf: Setting) -> bool:
-    """Does the program read such a text as a number? OmegaConf does, and the optimizer shows it."""
-    if run.program.imports & {"omegaconf", "hydra"}:
-        return True
-    if run.subject.optimizer is None or run.setting("lr") != leaf:
-        return False
-    rate = float(leaf.value)
-    return any(math.isclose(rate, peak, rel_tol=1e-3) for peak in peak_rates(run.optimizer))
 
 
 def _listed(label: str, names: list[str], most: int = 4) -> list[str]:

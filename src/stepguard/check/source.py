@@ -61,7 +61,14 @@ def read_source(folder: Path, paths: Iterable[Path]) -> Source:
     found = Source(len(trees))
     testers = {name: {name} for name in FINITE_TESTS}
     for tree in trees.values():
-        _add_testers(testers, tree)
+        # Add functions of the program that test one of their arguments: `def good(x):
+        # isfinite(x)`.
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
+                for call in ast.walk(node):
+                    if _called(call) in FINITE_TESTS and _values_in(call) & given - {"self"}:
+                        testers.setdefault(node.name, set()).add(_called(call))
     for path, tree in trees.items():
         _FileReader(found, testers).read(tree, os.path.relpath(path.resolve(), folder.resolve()))
     return found
@@ -140,16 +147,6 @@ def _imported_files(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path
                     yield from filter(Path.is_file, candidates)
 
 
-def _add_testers(testers: dict[str, set[str]], tree: ast.Module) -> None:
-    """Add functions of the program that test one of their arguments: `def good(x): isfinite(x)`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            given = {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
-            for call in ast.walk(node):
-                if _called(call) in FINITE_TESTS and _values_in(call) & given - {"self"}:
-                    testers.setdefault(node.name, set()).add(_called(call))
-
-
 class _FileReader:
     """Adds what one file does to a Source."""
 
@@ -167,7 +164,19 @@ class _FileReader:
         self._name_values(tree)
         for node in ast.walk(tree):
             place = f"{name}:{getattr(node, 'lineno', 0)}"
-            mentioned = _mentioned(node)
+            if isinstance(node, ast.Attribute):
+                mentioned = node.attr
+            # `lr = 1` is not a use of lr.
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                mentioned = node.id
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node.value.isidentifier()
+            ):
+                mentioned = node.value
+            else:
+                mentioned = ""
             self._found.mentions.add(mentioned)
             if isinstance(node, ast.Expr):
                 unused.add(getattr(node.value, "func", None))
@@ -264,14 +273,3 @@ def _dotted(node: ast.AST) -> str:
 def _values_in(node: ast.AST) -> set[str]:
     """Names in an expression, without functions that are called with arguments and keywords."""
     return set(re.findall(r"[A-Za-z_]\w*", NOT_A_VALUE.sub("(", ast.unparse(node))))
-
-
-def _mentioned(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    # `lr = 1` is not a use of lr.
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        return node.id
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-        return node.value
-    return ""

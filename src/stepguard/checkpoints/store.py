@@ -477,7 +477,33 @@ class Store:
         """Write facts and seal, give the folder its name, move `last-good`, remove old ones."""
         path = self._free_path(step)
         try:
-            seal_digest = self._seal(temporary, step, written, facts, health)
+            # Write the facts and, last, the seal; returns its digest.
+            written.files[FACTS] = write_json(temporary / FACTS, _json(dict(facts)), self._disk)
+            if self._reads_back:
+                read_back(temporary / FACTS, written.files[FACTS])
+            config = facts.get("config")
+            seal = Seal(
+                step=step,
+                health=health,
+                files=written.files,
+                tensors=written.tensors,
+                serial=1 + max((entry.serial for entry in self.list()), default=0),
+                nonfinite=tuple(written.nonfinite),
+                config=dict(config) if isinstance(config, Mapping) else {},
+                versions={
+                    "stepguard": __version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+                written=datetime.now(UTC).isoformat(timespec="seconds"),
+                ranks=written.ranks,
+                schema=SCHEMA if written.ranks else PLAIN,
+            )
+            content = seal_bytes(seal)
+            write_json(temporary / SEAL, content, self._disk)
+            # fsync of a file does not make its name durable, that of its folder does
+            self._disk.sync_folder(temporary)
+            seal_digest = digest_of(content)
             self._disk.rename(temporary, path)
         except BaseException:
             self.drop(temporary)
@@ -507,42 +533,6 @@ class Store:
             old = removable(own, self._last_good(), self.keep, self.keep_every)
             remove(self.folder, [entry.path for entry in old], self._disk, self.say)
         return path
-
-    def _seal(
-        self,
-        folder: Path,
-        step: int,
-        written: WrittenFiles,
-        facts: Mapping[str, Any],
-        health: Health,
-    ) -> str:
-        """Write the facts and, last, the seal; returns its digest."""
-        written.files[FACTS] = write_json(folder / FACTS, _json(dict(facts)), self._disk)
-        if self._reads_back:
-            read_back(folder / FACTS, written.files[FACTS])
-        config = facts.get("config")
-        seal = Seal(
-            step=step,
-            health=health,
-            files=written.files,
-            tensors=written.tensors,
-            serial=1 + max((entry.serial for entry in self.list()), default=0),
-            nonfinite=tuple(written.nonfinite),
-            config=dict(config) if isinstance(config, Mapping) else {},
-            versions={
-                "stepguard": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            written=datetime.now(UTC).isoformat(timespec="seconds"),
-            ranks=written.ranks,
-            schema=SCHEMA if written.ranks else PLAIN,
-        )
-        content = seal_bytes(seal)
-        write_json(folder / SEAL, content, self._disk)
-        # fsync of a file does not make its name durable, that of its folder does
-        self._disk.sync_folder(folder)
-        return digest_of(content)
 
     def _last_good(self) -> Path | None:
         try:

@@ -225,7 +225,24 @@ def follow(
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live_screen:
         while True:
             follower.read()
-            seen = _judge(follower, stages, wanted, once=once, now=clock())
+            now = clock()
+            from stepguard.report.health import concerns, silence
+            from stepguard.report.live import judge_run, judge_stages
+
+            latest = follower.story().latest
+            outcomes = judge_stages(latest, stages)
+            found = concerns(latest)
+            verdict = judge_run(latest, outcomes, wanted, found)
+            written = 0.0
+            for lane in latest.lanes:
+                with suppress(OSError):
+                    written = max(written, lane.path.stat().st_mtime)
+            quiet_since = silence(latest, now - written) if written else None
+            if verdict == "waiting" and quiet_since is not None:
+                found = (*found, quiet_since)
+            if once:
+                verdict = judge_run(latest, outcomes, wanted, found, now=True)
+            seen = Seen(verdict, outcomes, found)
             if shows:
                 live_screen.update(_screenful(follower, seen), refresh=True)
             if once or seen.verdict != "waiting":
@@ -235,28 +252,6 @@ def follow(
         shown = _screenful(follower, seen)
         screen.put(screen.draw(sys.stdout, lambda paper: paper.print(shown)), sys.stdout)
     return seen
-
-
-def _judge(
-    follower: StoryReader, stages: list[Stage], wanted: int | None, *, once: bool, now: float
-) -> Seen:
-    from stepguard.report.health import concerns, silence
-    from stepguard.report.live import judge_run, judge_stages
-
-    latest = follower.story().latest
-    outcomes = judge_stages(latest, stages)
-    found = concerns(latest)
-    verdict = judge_run(latest, outcomes, wanted, found)
-    written = 0.0
-    for lane in latest.lanes:
-        with suppress(OSError):
-            written = max(written, lane.path.stat().st_mtime)
-    quiet_since = silence(latest, now - written) if written else None
-    if verdict == "waiting" and quiet_since is not None:
-        found = (*found, quiet_since)
-    if once:
-        verdict = judge_run(latest, outcomes, wanted, found, now=True)
-    return Seen(verdict, outcomes, found)
 
 
 def _screenful(follower: StoryReader, seen: Seen) -> RenderableType:

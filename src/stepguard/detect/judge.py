@@ -46,7 +46,15 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
     if loss is None or not _knows_a_level(history):
         return OK
     excess = (loss - history.level) / history.spread
-    if not excess > _spike_limit(len(history.losses), sigmas):
+    # Deviations that make a spike, after so many losses.
+    known = len(history.losses)
+    if known < FIRST_LOSSES:
+        spike_limit = max(sigmas, NEWBORN_SIGMAS)
+    elif known < MATURE:
+        spike_limit = max(sigmas, YOUNG_SIGMAS)
+    else:
+        spike_limit = sigmas
+    if not excess > spike_limit:
         return OK
     why = _runs_away(reading, history) or _has_diverged(reading, history)
     if not why and len(history.losses) >= MATURE and excess < HEAVY_TAIL * history.tail:
@@ -68,15 +76,6 @@ def _knows_a_level(history: History) -> bool:
     if len(history.losses) < MATURE:
         return any(history.losses)
     return True
-
-
-def _spike_limit(known: int, sigmas: float) -> float:
-    """Deviations that make a spike, after so many losses."""
-    if known < FIRST_LOSSES:
-        return max(sigmas, NEWBORN_SIGMAS)
-    if known < MATURE:
-        return max(sigmas, YOUNG_SIGMAS)
-    return sigmas
 
 
 def _told(

@@ -113,7 +113,17 @@ def _matches(pattern: ast.AST, node: ast.AST, bound: dict[str, str]) -> bool:
     if isinstance(pattern, ast.Constant):
         return bool(pattern.value == getattr(node, "value", None))
     if isinstance(pattern, ast.Call) and isinstance(node, ast.Call):
-        return _call_matches(pattern, node, bound)
+        found = call_operands(node, words(ast.unparse(pattern.func)))
+        if found is None or not found[0]:
+            return False
+        operands, settings = found
+        first, *rest = pattern.args
+        further = [*map(ast.unparse, operands[1:]), *settings]
+        if further and not rest:
+            return False
+        if rest:
+            bound["D"] = "\0".join(further)
+        return _matches(first, operands[0], bound)
     parts = list(ast.iter_child_nodes(pattern))
     orders = [list(ast.iter_child_nodes(node))]
     if isinstance(getattr(pattern, "op", None), ast.Add):
@@ -125,17 +135,3 @@ def _matches(pattern: ast.AST, node: ast.AST, bound: dict[str, str]) -> bool:
             bound.update(trial)
             return True
     return False
-
-
-def _call_matches(pattern: ast.Call, node: ast.Call, bound: dict[str, str]) -> bool:
-    found = call_operands(node, words(ast.unparse(pattern.func)))
-    if found is None or not found[0]:
-        return False
-    operands, settings = found
-    first, *rest = pattern.args
-    further = [*map(ast.unparse, operands[1:]), *settings]
-    if further and not rest:
-        return False
-    if rest:
-        bound["D"] = "\0".join(further)
-    return _matches(first, operands[0], bound)

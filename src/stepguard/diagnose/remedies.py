@@ -66,15 +66,7 @@ def _for_incident(code: str, case: Case, proof: Proof) -> tuple[Remedy, ...]:
     fields["statement"] = f"`{line}`" if 0 < len(line) <= LONGEST_LINE else case.place
     rewritten = REWRITTEN[code](case, case.where, fields) if code in REWRITTEN else ()
     fields["no_line"] = not rewritten
-    own = (*rewritten, *_of_page(code, case, fields))
-    # a loss of 0 for a batch without labels would only hide it
-    if not own or (code == "SG102" and not fields["labels_missing"]):
-        own += _for_operation(code, case)
-    return own
-
-
-def _of_page(code: str, case: Case, fields: Fields) -> tuple[Remedy, ...]:
-    """The remedies of the page under the first condition that holds."""
+    # The remedies of the page under the first condition that holds.
     filled = []
     groups = rule_text(code).incident
     remedies = next((some for condition, some in groups if holds(condition, case, fields)), ())
@@ -83,7 +75,12 @@ def _of_page(code: str, case: Case, fields: Fields) -> tuple[Remedy, ...]:
         if title:
             snippet = fill(remedy.snippet, case, fields)
             filled.append(replace(remedy, title=title, snippet=snippet))
-    return tuple(filled)
+    of_page = tuple(filled)
+    own = (*rewritten, *of_page)
+    # a loss of 0 for a batch without labels would only hide it
+    if not own or (code == "SG102" and not fields["labels_missing"]):
+        own += _for_operation(code, case)
+    return own
 
 
 def _samples(case: Case) -> str:

@@ -111,7 +111,12 @@ def build_context(
     _register(context)
     if config.probes.outliers is not None:
         context.memory.outliers = Outliers(roots, optimizer)
-    _open_files(context)
+    # All of them or, with what else has been installed by then undone, none.
+    try:
+        _open(context)
+    except BaseException:
+        context.resources.close()
+        raise
     return context
 
 
@@ -144,15 +149,6 @@ def _register(context: Context) -> None:
     # the loop may have made another one since
     context.resources.callback(lambda: guarded.pop(context.optimizer, None))
     context.resources.callback(_labels.pop, optimizer, None)
-
-
-def _open_files(context: Context) -> None:
-    """All of them or, with what else has been installed by then undone, none."""
-    try:
-        _open(context)
-    except BaseException:
-        context.resources.close()
-        raise
 
 
 def _open(context: Context) -> None:
@@ -227,7 +223,15 @@ def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> 
 
 
 def _check(model: object, optimizer: object, modules: object, extra: object) -> None:
-    _refuse_engines(model, optimizer)
+    # Engines with an update of their own, told by their package: torch's hooks never run there.
+    for item in (model, optimizer):
+        packages = {kind.__module__.partition(".")[0] for kind in type(item).__mro__}
+        for package in packages & ENGINES.keys():
+            raise ConfigError(
+                f"{type(item).__name__} is {ENGINES[package]}'s: it keeps gradients and weights in "
+                "buffers of its own and updates them itself, where a guard cannot stop an update; "
+                "train without a guard, and look at its checkpoints with stepguard.verify(path)."
+            )
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; give the torch.nn.Module that is trained."
@@ -242,18 +246,6 @@ def _check(model: object, optimizer: object, modules: object, extra: object) -> 
             "{'criterion': loss_module}."
         )
     _check_extra(extra)
-
-
-def _refuse_engines(model: object, optimizer: object) -> None:
-    """Engines with an update of their own, told by their package: torch's hooks never run there."""
-    for item in (model, optimizer):
-        packages = {kind.__module__.partition(".")[0] for kind in type(item).__mro__}
-        for package in packages & ENGINES.keys():
-            raise ConfigError(
-                f"{type(item).__name__} is {ENGINES[package]}'s: it keeps gradients and weights in "
-                "buffers of its own and updates them itself, where a guard cannot stop an update; "
-                "train without a guard, and look at its checkpoints with stepguard.verify(path)."
-            )
 
 
 def _check_clipping(roots: dict[str, nn.Module]) -> None:

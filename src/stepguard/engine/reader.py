@@ -392,7 +392,11 @@ class Reader:
         context.memory.gradient_norms.keep(context.step, norm)
         parts = _parts(losses)
         named = self._named_values(losses, norm, others)
-        followed = _followed_now(context)
+        # What the user has asked to follow in this step.
+        followed = {}
+        for name, (step, value) in context.memory.followed.items():
+            if step == context.step:
+                followed[name] = value
         single_norms: list[Tensor] = []
         if context.memory.outliers is not None:
             single_norms = context.memory.outliers.measure(context.parameters)
@@ -546,15 +550,6 @@ def _parts(losses: list[MicroLoss]) -> dict[str, Tensor]:
         for name, part in micro.parts.items():
             found.setdefault(name, []).append(part)
     return {name: _added(values) for name, values in found.items()}
-
-
-def _followed_now(context: Context) -> dict[str, Tensor]:
-    """What the user has asked to follow in this step."""
-    found = {}
-    for name, (step, value) in context.memory.followed.items():
-        if step == context.step:
-            found[name] = value
-    return found
 
 
 def _bad_stored(named: dict[str, float]) -> tuple[str, ...]:

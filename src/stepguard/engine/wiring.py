@@ -117,7 +117,19 @@ def check_optimizer(model: object, optimizer: Any, modules: object) -> None:
     further = {name: module for name, module in named.items() if isinstance(module, nn.Module)}
     _check_parameters({"": unwrapped(model), **further}, optimizer)
     automatic_guards.pop(optimizer, lambda: None)()
-    _make_way(optimizer)
+    # A guard that is left from before (a notebook cell that runs again) is replaced; one in use is
+    # not.
+    reference = owners.get(optimizer)
+    owner = reference() if reference is not None else None
+    if owner is None:
+        return
+    why = owner.in_use(building_for.get())
+    if why:
+        raise ConfigError(
+            f"this optimizer has a guard already, {why}; close that one first, or go on with it."
+        )
+    with suppress(TrainingHalted):  # what is still pending is on record by then
+        owner.replaced()
 
 
 def _check_parameters(roots: dict[str, nn.Module], optimizer: Optimizer) -> None:
@@ -147,23 +159,6 @@ def _module_with(parameters: set[int]) -> nn.Module | None:
             if id(parameter) in parameters:
                 return module
     return None
-
-
-def _make_way(optimizer: Optimizer) -> None:
-    """A guard that is left from before (a notebook cell that runs again) is replaced; one in use is
-    not.
-    """
-    reference = owners.get(optimizer)
-    owner = reference() if reference is not None else None
-    if owner is None:
-        return
-    why = owner.in_use(building_for.get())
-    if why:
-        raise ConfigError(
-            f"this optimizer has a guard already, {why}; close that one first, or go on with it."
-        )
-    with suppress(TrainingHalted):  # what is still pending is on record by then
-        owner.replaced()
 
 
 def _modules() -> list[nn.Module]:
@@ -347,7 +342,18 @@ class Wiring:
             self._check_first()
         elif self._steps == LOOKED_AT:
             self.expect_own_steps()
-        self._compare_schedule()
+        # Moved twice in a row since the last `guard.step`: not a jump by hand, but a loop that
+        # advances it too.
+        scheduler, before = self._context.scheduler, self._schedule
+        if not (scheduler is None or before is None or not self._context.declared.advances):
+            now = _position(scheduler)
+            self._moved = self._moved + 1 if now is not None and now > before else 0
+            if self._moved == 2:
+                self._warn(
+                    "the loop calls scheduler.step() and guard.step does so too: the schedule runs "
+                    "twice as fast; take the "
+                    "call out of the loop, or give the scheduler as state={'schedule': scheduler}"
+                )
         self._stepping = True
 
     def end_step(self, *, done: bool) -> None:
@@ -382,22 +388,6 @@ class Wiring:
             self._say(
                 "torch's anomaly mode is on: it slows every step and raises at a NaN; stepguard "
                 "needs neither"
-            )
-
-    def _compare_schedule(self) -> None:
-        """Moved twice in a row since the last `guard.step`: not a jump by hand, but a loop that
-        advances it too.
-        """
-        scheduler, before = self._context.scheduler, self._schedule
-        if scheduler is None or before is None or not self._context.declared.advances:
-            return
-        now = _position(scheduler)
-        self._moved = self._moved + 1 if now is not None and now > before else 0
-        if self._moved == 2:
-            self._warn(
-                "the loop calls scheduler.step() and guard.step does so too: the schedule runs "
-                "twice as fast; take the "
-                "call out of the loop, or give the scheduler as state={'schedule': scheduler}"
             )
 
     def _optimizer_steps(self, *_: Any) -> None:

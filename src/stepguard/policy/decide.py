@@ -296,22 +296,18 @@ def _choose(
     )
     match action:
         case "rewind":
-            return _with_rewind(decision, situation.rewind, spent)
+            assert situation.rewind is not None, "a rewind is decided with a plan only"
+            decision = replace(
+                decision, rewound_to=situation.rewind.target.step, data=situation.rewind.data
+            )
+            # what came before the rewind is undone, so the incidents in a row are forgiven
+            return decision, replace(spent, consecutive=0, rewinds=spent.rewinds + 1)
         case "heal":
             return decision, replace(spent, heals=spent.heals + 1)
         case "leave_out" | "skip" | "retry" | "undo" | "stop" | "note":
             return decision, spent
         case unknown:
             assert_never(unknown)
-
-
-def _with_rewind(
-    decision: Decision, plan: RewindPlan | None, spent: Budget
-) -> tuple[Decision, Budget]:
-    assert plan is not None, "a rewind is decided with a plan only"
-    decision = replace(decision, rewound_to=plan.target.step, data=plan.data)
-    # what came before the rewind is undone, so the incidents in a row are forgiven
-    return decision, replace(spent, consecutive=0, rewinds=spent.rewinds + 1)
 
 
 def _left_out(action: Action, situation: Situation) -> str:

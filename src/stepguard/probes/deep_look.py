@@ -131,7 +131,21 @@ class LayerFacts:
                 dtype=dtype,
             )
         elif name in RECTIFIERS or name in SATURATING:
-            self._note_units(place, name, results[0].detach())
+            values = results[0].detach()
+            if not (values.dim() < 2):
+                axis = 1 if values.dim() == 4 else values.dim() - 1
+                units = values.shape[axis]
+                if name in SATURATING:
+                    low, high = SATURATING[name]
+                    sample = sampled(values)
+                    measured = {"saturated": ((sample < low) | (sample > high)).double().mean()}
+                else:
+                    others = [dim for dim in range(values.dim()) if dim != axis]
+                    measured = {"dead": (values.amax(others) <= 0).double().mean()}
+                positions = values.numel() // max(units, 1)
+                self._add(
+                    UnitLook, measured, module=place, op=name, units=units, positions=positions
+                )
 
     def _add(self, kind: Any, measured: dict[str, Tensor], **known: Any) -> None:
         number = self.numbers.add(*measured.values())
@@ -176,23 +190,6 @@ class LayerFacts:
             "uniform": (several & (relative > 0.999)).sum() / count,
         }
         self._add(AttentionLook, measured, module=module, keys=logits.shape[-1])
-
-    # --- the rest -------------------------------------------------------------------------------
-
-    def _note_units(self, module: str, op: str, values: Tensor) -> None:
-        if values.dim() < 2:
-            return
-        axis = 1 if values.dim() == 4 else values.dim() - 1
-        units = values.shape[axis]
-        if op in SATURATING:
-            low, high = SATURATING[op]
-            sample = sampled(values)
-            measured = {"saturated": ((sample < low) | (sample > high)).double().mean()}
-        else:
-            others = [dim for dim in range(values.dim()) if dim != axis]
-            measured = {"dead": (values.amax(others) <= 0).double().mean()}
-        positions = values.numel() // max(units, 1)
-        self._add(UnitLook, measured, module=module, op=op, units=units, positions=positions)
 
     # --- on the host ----------------------------------------------------------------------------
 

@@ -41,7 +41,14 @@ class ForecastCheck:
         """A step went through, or a GradScaler skipped it."""
         if self._recent and reading.step < self._recent[-1].step:
             self._forget(reading.step)
-        scale_changed = self._add(reading)
+        before = self._recent[-1].scale if self._recent else None
+        scale_changed = reading.scale is not None and reading.scale != before
+        if scale_changed:
+            # the last step of a scale says whether it worked
+            if before is not None:
+                self._scales.append(self._recent[-1])
+            self._scales.append(reading)
+        self._recent.append(reading)
         if scale_changed or self._loss_grows():
             self._check()
 
@@ -51,17 +58,6 @@ class ForecastCheck:
         if self._recent:
             self._at_looks.append(self._recent[-1])
         self._check()
-
-    def _add(self, reading: Reading) -> bool:
-        before = self._recent[-1].scale if self._recent else None
-        changed = reading.scale is not None and reading.scale != before
-        if changed:
-            # the last step of a scale says whether it worked
-            if before is not None:
-                self._scales.append(self._recent[-1])
-            self._scales.append(reading)
-        self._recent.append(reading)
-        return changed
 
     def _loss_grows(self) -> bool:
         if len(self._recent) < QUICK:
@@ -85,20 +81,17 @@ class ForecastCheck:
         self._scales = deque((one for one in self._scales if one.step < step), MOST_SCALES)
 
     def _check(self) -> None:
-        recent = self._history()
-        for finding, forecast in forecasts(self._looks, recent):
-            if forecast.now > self._told.get(finding.code, -1):
-                self._told[finding.code] = forecast.latest
-                self._tell(finding, forecast)
-        self._schedule.hurry = trend_begins(self._looks, recent)
-
-    def _history(self) -> list[Reading]:
         oldest = self._recent[0].step if self._recent else 0
         earlier = {}
         for reading in (*self._scales, *self._at_looks):
             if reading.step < oldest:
                 earlier[reading.step] = reading
-        return [*(earlier[step] for step in sorted(earlier)), *self._recent]
+        recent = [*(earlier[step] for step in sorted(earlier)), *self._recent]
+        for finding, forecast in forecasts(self._looks, recent):
+            if forecast.now > self._told.get(finding.code, -1):
+                self._told[finding.code] = forecast.latest
+                self._tell(finding, forecast)
+        self._schedule.hurry = trend_begins(self._looks, recent)
 
     def _tell(self, finding: Finding, forecast: Forecast) -> None:
         evidence = "; ".join(finding.evidence)

@@ -152,7 +152,11 @@ class Looks(StepProbe):
 
     def finish(self, *, committed: bool) -> None:
         """The step is over. A bad one is told elsewhere, and nothing is said of it here."""
-        self._compare_batches()
+        # The step after a look is over: was it given the same batch?
+        if self._last_batch is not None and self._next_batch is not None:
+            self._batch_after = self._last_batch.compared(self._next_batch)
+        self._last_batch = None
+        self._next_batch = None
         look = self._running
         if look is None:
             if self._closure:  # its driver announces no steps
@@ -200,19 +204,29 @@ class Looks(StepProbe):
         with self._protect.part("silent failures"):
             self._silent.run_ended()
 
-    def _compare_batches(self) -> None:
-        """The step after a look is over: was it given the same batch?"""
-        if self._last_batch is not None and self._next_batch is not None:
-            self._batch_after = self._last_batch.compared(self._next_batch)
-        self._last_batch = None
-        self._next_batch = None
-
     def _tell(self, look: Look, outsiders: list[Tensor]) -> None:
+        # Digests of those further objects that look like an average of the weights.
+        shapes = {parameter.shape for parameter in self._context.parameters}
+        averages = {}
+        for name, thing in self._context.extra.items():
+            if not is_average(name, thing):
+                continue
+            tensors = [value for value in tensors_held(thing) if value.shape in shapes]
+            if 2 * len(tensors) >= len(shapes):
+                averages[name] = digest_of(tensors)
+        # What they are, by number and version: who updates one gives it another version.
+        numbered = {}
+        for one in outsiders:
+            if one not in self._outsiders:
+                self._outsiders[one] = next(self._counted)
+            number = self._outsiders[one]
+            kind = "Parameter" if isinstance(one, nn.Parameter) else "tensor with requires_grad"
+            numbered[f"{number}.{one._version}"] = f"a {kind} of shape {list(one.shape)}"
         facts = replace(
             look.facts,
-            averages=self._averages(),
+            averages=averages,
             batch_after=self._batch_after,
-            outsiders=self._numbered(outsiders),
+            outsiders=numbered,
         )
         if facts.batch:
             facts = replace(facts, repeats=self._batches[facts.batch])
@@ -221,29 +235,6 @@ class Looks(StepProbe):
         self._context.outputs.look(look)
         self._silent.looked(look)
         self._forecast.looked(look)
-
-    def _numbered(self, outsiders: list[Tensor]) -> dict[str, str]:
-        """What they are, by number and version: who updates one gives it another version."""
-        found = {}
-        for one in outsiders:
-            if one not in self._outsiders:
-                self._outsiders[one] = next(self._counted)
-            number = self._outsiders[one]
-            kind = "Parameter" if isinstance(one, nn.Parameter) else "tensor with requires_grad"
-            found[f"{number}.{one._version}"] = f"a {kind} of shape {list(one.shape)}"
-        return found
-
-    def _averages(self) -> dict[str, str]:
-        """Digests of those further objects that look like an average of the weights."""
-        shapes = {parameter.shape for parameter in self._context.parameters}
-        found = {}
-        for name, thing in self._context.extra.items():
-            if not is_average(name, thing):
-                continue
-            tensors = [value for value in tensors_held(thing) if value.shape in shapes]
-            if 2 * len(tensors) >= len(shapes):
-                found[name] = digest_of(tensors)
-        return found
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -222,22 +222,19 @@ class SilentCheck:
         self._steps += 1
         self._first = self._first or reading
         if reading.lr != self._rates:
-            self._rates_changed(reading)
+            # Remember the highest rates, and since when the present ones are nothing beside them.
+            before = self._highest
+            self._rates = reading.lr
+            if len(before) != len(reading.lr):
+                before = reading.lr
+            self._highest = tuple(map(max, before, reading.lr))
+            pairs = zip(reading.lr, self._highest, strict=True)
+            if not all(rate < FADED * highest for rate, highest in pairs):
+                self._faded_since = None
+            elif self._faded_since is None:
+                self._faded_since = reading.step
         if self._look_is_new or self._steps % EVERY == 0:
             self._check()
-
-    def _rates_changed(self, reading: Reading) -> None:
-        """Remember the highest rates, and since when the present ones are nothing beside them."""
-        before = self._highest
-        self._rates = reading.lr
-        if len(before) != len(reading.lr):
-            before = reading.lr
-        self._highest = tuple(map(max, before, reading.lr))
-        pairs = zip(reading.lr, self._highest, strict=True)
-        if not all(rate < FADED * highest for rate, highest in pairs):
-            self._faded_since = None
-        elif self._faded_since is None:
-            self._faded_since = reading.step
 
     def looked(self, look: Look) -> None:
         """A deep look was taken."""

@@ -238,23 +238,21 @@ class Updates:
         for parameter, name in parameter_names(roots, optimizer):
             if not is_lazy(parameter) and parameter.is_floating_point() and parameter.numel():
                 updated = id(parameter) in owned or parameter.shape in copies
-                self._sampled.append(self._sample(name, parameter, updated))
-
-    def _sample(self, name: str, parameter: Tensor, owned: bool) -> Sampled:
-        before = sampled(plain(parameter)).clone()
-        numbers = [root_mean_square(before)]
-        gradient: Tensor | None = None
-        if parameter.grad is not None and parameter.grad.layout is torch.strided:
-            gradient = sampled(plain(parameter.grad)).clone()
-            scale = getattr(self._optimizer, "grad_scale", None)
-            if scale is not None:
-                # a scaler leaves it to the fused kernel to divide by its factor
-                gradient = gradient.float() / scale
-            zeros = (gradient == 0).to(torch.float64).mean()
-            numbers += [root_mean_square(gradient), zeros, _rows_are_copies(parameter)]
-        number = self._numbers.add(*numbers)
-        epsilon = self._epsilons.get(id(parameter))
-        return Sampled(name, parameter, owned, before, gradient, number, epsilon)
+                before = sampled(plain(parameter)).clone()
+                numbers = [root_mean_square(before)]
+                gradient: Tensor | None = None
+                if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                    gradient = sampled(plain(parameter.grad)).clone()
+                    scale = getattr(self._optimizer, "grad_scale", None)
+                    if scale is not None:
+                        # a scaler leaves it to the fused kernel to divide by its factor
+                        gradient = gradient.float() / scale
+                    zeros = (gradient == 0).to(torch.float64).mean()
+                    numbers += [root_mean_square(gradient), zeros, _rows_are_copies(parameter)]
+                number = self._numbers.add(*numbers)
+                epsilon = self._epsilons.get(id(parameter))
+                sample = Sampled(name, parameter, updated, before, gradient, number, epsilon)
+                self._sampled.append(sample)
 
     def finish(self, *, committed: bool) -> tuple[ParameterLook, ...]:
         """The update is over, or did not happen."""

@@ -61,22 +61,20 @@ def _subject(context: Context, snapshots: SnapshotKeeper) -> TrialSubject:
     window = _window(context, snapshots, lead_up, incident)
     following = lead_up.bad.index + 1
     failed_next = any(one.step == following for one in context.incidents)
+    # Is neither a sample nor the batch to blame, so that any batch may fail?
+    if incident.reading.bad_inputs or incident.origin is None:
+        by_no_sample = False
+    else:
+        by_no_sample = not incident.origin.samples
     return TrialSubject(
         step=lead_up.step,
         bad=lead_up.bad,
         window=window,
         run_state=snapshots.run_state,
         incident=incident,
-        failed_before=failed if _by_no_sample(incident) else [],
+        failed_before=failed if by_no_sample else [],
         failed_next=following if failed_next else None,
     )
-
-
-def _by_no_sample(incident: Incident) -> bool:
-    """Is neither a sample nor the batch to blame, so that any batch may fail?"""
-    if incident.reading.bad_inputs or incident.origin is None:
-        return False
-    return not incident.origin.samples
 
 
 def _window(
@@ -88,7 +86,14 @@ def _window(
     snapshot = lead_up.snapshot
     if snapshot is not None and not snapshot.overwritten:
         return Window(start=snapshot.state, steps=lead_up.steps, others=others)
-    if _nothing_moved_since(context, lead_up, incident):
+    # Are the present weights still those that the bad step began from?
+    decision = incident.decision
+    if decision is None or decision.action not in NOTHING_MOVED or decision.rewound_to is not None:
+        nothing_moved_since = False
+    else:
+        unmoved = context.history.committed == lead_up.committed
+        nothing_moved_since = unmoved or context.step - lead_up.bad.index in (0, 1)
+    if nothing_moved_since:
         return Window(start=copied_state(snapshots.run_state), steps=[], others=others)
     if incident.capsule is not None and incident.run is not None:
         return window_on_disk(Path(incident.run) / incident.capsule, others)
@@ -96,15 +101,6 @@ def _window(
         "the state before the incident is gone: call guard.whatif() sooner, or give "
         "GuardConfig(run_dir=...), so that it is kept on disk."
     )
-
-
-def _nothing_moved_since(context: Context, lead_up: LeadUp, incident: Incident) -> bool:
-    """Are the present weights still those that the bad step began from?"""
-    decision = incident.decision
-    if decision is None or decision.action not in NOTHING_MOVED or decision.rewound_to is not None:
-        return False
-    unmoved = context.history.committed == lead_up.committed
-    return unmoved or context.step - lead_up.bad.index in (0, 1)
 
 
 def window_on_disk(capsule: Path, others: list[WindowStep]) -> Window:
@@ -169,7 +165,21 @@ def _instead_of_skipping(
     _tell(context, found, best)
     if best is None:
         return decision
-    return _as_decision(decision, best, _why(found, best))
+    # What was seen to work, as far as it is another thing than what was decided.
+    why = _why(found, best)
+    if best.name == "leave out":
+        if decision.action == "leave_out":
+            return replace(decision, reason=why)
+        return decision
+    dropped: Action = "undo" if decision.action == "undo" else "skip"
+    told = replace(decision, action=dropped, left_out="the step", reason=why)
+    if best.name in RATES:
+        return replace(told, lr_factor=RATES[best.name])
+    if best.name == "eps":
+        return replace(told, new_eps=best.value)
+    if best.name == "clip":
+        return replace(told, new_clip=best.value)
+    return told
 
 
 def _without_the_step(candidate: Candidate) -> Candidate:
@@ -187,23 +197,6 @@ def _cheapest(outcomes: Sequence[TrialOutcome]) -> TrialOutcome | None:
         if not skipped or no_worse(one, skipped[0]):
             return one
     return None
-
-
-def _as_decision(decision: Decision, best: TrialOutcome, why: str) -> Decision:
-    """What was seen to work, as far as it is another thing than what was decided."""
-    if best.name == "leave out":
-        if decision.action == "leave_out":
-            return replace(decision, reason=why)
-        return decision
-    dropped: Action = "undo" if decision.action == "undo" else "skip"
-    told = replace(decision, action=dropped, left_out="the step", reason=why)
-    if best.name in RATES:
-        return replace(told, lr_factor=RATES[best.name])
-    if best.name == "eps":
-        return replace(told, new_eps=best.value)
-    if best.name == "clip":
-        return replace(told, new_clip=best.value)
-    return told
 
 
 def _rewind_lower(

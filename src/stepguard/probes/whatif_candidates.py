@@ -123,7 +123,28 @@ def candidates(
 
     `way`: the steps that led to the bad one.
     """
-    found = [SKIP, *_of_incident(incident, bad), *_of_rates(way, bad), *_of_settings(optimizer)]
+    # What its findings, samples and operands suggest.
+    of_incident: list[Candidate] = []
+    remedies = [(one.code, fix) for one in incident.findings[:1] for fix in one.remedies]
+    # the change of the program that the panel offers
+    for code, remedy in [(code, remedy) for code, remedy in remedies if remedy.proven][:1]:
+        of_incident.append(
+            Candidate(
+                name="fix",
+                label=f"the fix for {code} in your own line",
+                cost=1,
+                change=f"{remedy.title} (`stepguard fix` writes it)",
+                codes=(code,),
+                fix=remedy,
+            )
+        )
+    of_incident += _left_out(incident, bad)
+    if incident.origin is not None:
+        of_incident += _in_float32(incident.origin)
+    spoiled = any(name.startswith("opt:") for name in incident.reading.bad_state)
+    if spoiled or any(finding.code == "SG503" for finding in incident.findings):
+        of_incident.append(FRESH_STATE)
+    found = [SKIP, *of_incident, *_of_rates(way, bad), *_of_settings(optimizer)]
     if bad.scale >= LARGE_SCALE:
         smaller = bad.scale * SCALE_FACTOR
         found.append(
@@ -161,31 +182,6 @@ def candidates(
             )
         )
     return sorted(found, key=lambda candidate: candidate.cost)
-
-
-def _of_incident(incident: Incident, bad: WindowStep) -> list[Candidate]:
-    """What its findings, samples and operands suggest."""
-    found: list[Candidate] = []
-    remedies = [(one.code, fix) for one in incident.findings[:1] for fix in one.remedies]
-    # the change of the program that the panel offers
-    for code, remedy in [(code, remedy) for code, remedy in remedies if remedy.proven][:1]:
-        found.append(
-            Candidate(
-                name="fix",
-                label=f"the fix for {code} in your own line",
-                cost=1,
-                change=f"{remedy.title} (`stepguard fix` writes it)",
-                codes=(code,),
-                fix=remedy,
-            )
-        )
-    found += _left_out(incident, bad)
-    if incident.origin is not None:
-        found += _in_float32(incident.origin)
-    spoiled = any(name.startswith("opt:") for name in incident.reading.bad_state)
-    if spoiled or any(finding.code == "SG503" for finding in incident.findings):
-        found.append(FRESH_STATE)
-    return found
 
 
 def _left_out(incident: Incident, bad: WindowStep) -> list[Candidate]:

@@ -823,7 +823,10 @@ class Incident:
         """One line: what was wrong, where, why, and what was done."""
         parts = [self.verdict.summary or self.verdict.kind]
         if self.origin is not None:
-            parts.append(_where(self.origin))
+            where = place_and_phase(self.origin)
+            if self.origin.samples or self.origin.rows:
+                where += f" {self.origin.culprits}"
+            parts.append(where)
         if self.findings:
             parts.append(f"{self.findings[0].code} {self.findings[0].title}")
         if self.decision is not None and self.decision.reason:
@@ -831,13 +834,6 @@ class Incident:
         elif self.decision is not None:
             parts.append(self.decision.action)
         return "; ".join(parts)
-
-
-def _where(origin: Origin) -> str:
-    where = place_and_phase(origin)
-    if origin.samples or origin.rows:
-        where += f" {origin.culprits}"
-    return where
 
 
 # --- What `stepguard doctor` found: sections, each with a status and sentences.

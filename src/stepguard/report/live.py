@@ -120,7 +120,9 @@ def _value(run: Run, stage: Stage, name: str) -> float | None:
     if name == "skipped":
         return float((inside & ~table.committed).sum())
     chosen = inside & table.counts
-    numbers = table.values(_series_named(run, name), chosen)
+    names = (name, f"loss/{name}", f"followed/{name}")
+    series_named = next((series for series in names if series in run.steps.series), "")
+    numbers = table.values(series_named, chosen)
     if name == "fall":
         numbers = table.values("loss", chosen)
     elif name == "lr":
@@ -138,12 +140,6 @@ def _value(run: Run, stage: Stage, name: str) -> float | None:
     if name == "fall":
         return float(np.median(numbers[:tenth])) - ended
     return ended
-
-
-def _series_named(run: Run, name: str) -> str:
-    """Components and followed values go by the names the user gave them."""
-    names = (name, f"loss/{name}", f"followed/{name}")
-    return next((series for series in names if series in run.steps.series), "")
 
 
 def _no_such_value(run: Run, name: str, value: float | None) -> str:

@@ -283,7 +283,40 @@ def write_png(shown: RunFigure, path: Path) -> None:
         right.tick_params(colors=AMBER, labelsize=8)
         right.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
         right.spines[["top", "left", "bottom"]].set_visible(False)
-    _draw_marks(upper, shown)
+    edge = upper.get_xaxis_transform()
+    for marks in shown.marks:
+        marker, colour, face = MARKERS[marks.kind]
+        upper.scatter(
+            marks.steps,
+            [1.025 + ROW_HEIGHT * marks.row] * len(marks.steps),
+            label=f"{marks.kind} ({marks.total:,})",
+            marker=marker,
+            s=42,
+            edgecolors=colour,
+            facecolors=face,
+            transform=edge,
+            clip_on=False,
+        )
+    if shown.marks:
+        above = 1.06 + ROW_HEIGHT * max(marks.row for marks in shown.marks)
+        corner = {"loc": "lower right", "bbox_to_anchor": (1.0, above), "ncols": 3}
+        upper.legend(frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0.0, **corner)
+    for row, (step, text) in enumerate(shown.labels):
+        side, away = "left", 8
+        if step > (shown.first_step + shown.last_step) / 2:
+            side, away = "right", -8
+        upper.annotate(
+            text,
+            xy=(step, 1.0),
+            xycoords=edge,
+            xytext=(away, -12 - 15 * row),
+            textcoords="offset points",
+            ha=side,
+            va="center",
+            fontsize=9,
+            color=RED,
+            bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none"},
+        )
     upper.set_title(shown.title, loc="left", color=INK, fontsize=12, fontweight="bold", pad=22)
     lowest.set_xlabel("optimizer step", color=INK)
     lowest.xaxis.get_major_locator().set_params(integer=True)
@@ -319,43 +352,6 @@ def _draw_panel(axes: Any, panel: Panel, spans: list[tuple[int, int]]) -> None:
     axes.tick_params(which="both", colors=GREY, labelsize=9)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_marks(axes: Any, shown: RunFigure) -> None:
-    edge = axes.get_xaxis_transform()
-    for marks in shown.marks:
-        marker, colour, face = MARKERS[marks.kind]
-        axes.scatter(
-            marks.steps,
-            [1.025 + ROW_HEIGHT * marks.row] * len(marks.steps),
-            label=f"{marks.kind} ({marks.total:,})",
-            marker=marker,
-            s=42,
-            edgecolors=colour,
-            facecolors=face,
-            transform=edge,
-            clip_on=False,
-        )
-    if shown.marks:
-        above = 1.06 + ROW_HEIGHT * max(marks.row for marks in shown.marks)
-        corner = {"loc": "lower right", "bbox_to_anchor": (1.0, above), "ncols": 3}
-        axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0.0, **corner)
-    for row, (step, text) in enumerate(shown.labels):
-        side, away = "left", 8
-        if step > (shown.first_step + shown.last_step) / 2:
-            side, away = "right", -8
-        axes.annotate(
-            text,
-            xy=(step, 1.0),
-            xycoords=edge,
-            xytext=(away, -12 - 15 * row),
-            textcoords="offset points",
-            ha=side,
-            va="center",
-            fontsize=9,
-            color=RED,
-            bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none"},
-        )
 
 
 def write_trials_png(found: WhatIf, path: Path) -> None:

@@ -98,7 +98,19 @@ def counts(summary: RunSummary) -> list[Row]:
         rows.append((lane.name, f"{STATES[lane.state]}: {', '.join(parts)}"))
     if rows:
         return [*rows, ("incidents", f"{summary.incidents:,}")]
-    rows = [("steps", _steps(summary)), ("bad steps", "none")]
+    steps = f"{summary.steps:,} seen, {summary.committed:,} committed"
+    if summary.left:
+        ways = []
+        if summary.rewinds:
+            ways.append(phrases.count(summary.rewinds, "rewind"))
+        if summary.restarts:
+            ways.append(phrases.count(summary.restarts, "restart"))
+        why = " and ".join(ways) or "the run went back"
+        steps += f" ({summary.left:,} of them no longer count: {why})"
+    steps += f", {summary.skipped:,} skipped"
+    if summary.calibrations:
+        steps += f", {phrases.count(summary.calibrations, 'loss-scale calibration')}"
+    rows = [("steps", steps), ("bad steps", "none")]
     if summary.first_bad is not None:
         rows[1] = (
             "bad steps",
@@ -116,22 +128,6 @@ def counts(summary: RunSummary) -> list[Row]:
     if summary.seconds_per_step is not None:
         rows.append(("speed", f"{phrases.number(summary.seconds_per_step)} s a step (median)"))
     return rows
-
-
-def _steps(summary: RunSummary) -> str:
-    text = f"{summary.steps:,} seen, {summary.committed:,} committed"
-    if summary.left:
-        ways = []
-        if summary.rewinds:
-            ways.append(phrases.count(summary.rewinds, "rewind"))
-        if summary.restarts:
-            ways.append(phrases.count(summary.restarts, "restart"))
-        why = " and ".join(ways) or "the run went back"
-        text += f" ({summary.left:,} of them no longer count: {why})"
-    text += f", {summary.skipped:,} skipped"
-    if summary.calibrations:
-        text += f", {phrases.count(summary.calibrations, 'loss-scale calibration')}"
-    return text
 
 
 def lead_up(summary: RunSummary, *, plain: bool = False) -> list[Row]:

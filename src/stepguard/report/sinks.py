@@ -362,7 +362,10 @@ class WebhookSink(Sink):
                 text += f"\n({self._left_out} messages before this one were left out)"
                 self._left_out = 0
             try:
-                self._send(text)
+                body = json.dumps(payload(f"{self._name}: {text}")).encode()
+                request = Request(self._url, body, {"Content-Type": "application/json"})
+                with build_opener(_NoRedirects).open(request, timeout=self._timeout) as answer:
+                    answer.read(LARGEST_ANSWER)
             except Exception as error:
                 # Type and status only: the text of an error may hold the address, a secret.
                 why = type(error).__name__
@@ -373,12 +376,6 @@ class WebhookSink(Sink):
                     why += f" ({type(reason).__name__})"
                 self._fault = WebhookFailed(f"{self._host} did not take an alert: {why}")
                 return
-
-    def _send(self, text: str) -> None:
-        body = json.dumps(payload(f"{self._name}: {text}")).encode()
-        request = Request(self._url, body, {"Content-Type": "application/json"})
-        with build_opener(_NoRedirects).open(request, timeout=self._timeout) as answer:
-            answer.read(LARGEST_ANSWER)
 
     def __repr__(self) -> str:
         return f"WebhookSink({self._host})"

@@ -243,25 +243,22 @@ class AutomaticGuards:
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._waiting and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self._called(module)
+                self._calls += 1
+                for optimizer in list(self._waiting):
+                    if optimizer in guarded or self._calls > MOST_CALLS:
+                        self._waiting.discard(optimizer)
+                    elif share(module, ours := parameters_of(optimizer)):
+                        self._waiting.discard(optimizer)
+                        others = [other for other in self._known if other is not optimizer]
+                        # of one optimizer inside another, the one that steps first is the user's
+                        if not any(ours & parameters_of(other) for other in others):
+                            self._early.add(optimizer)
+                            self._attach(optimizer, module)
+                if not self._waiting:
+                    self._stop_listening()
             return original(module, *args, **kwargs)
 
         return call
-
-    def _called(self, module: nn.Module) -> None:
-        self._calls += 1
-        for optimizer in list(self._waiting):
-            if optimizer in guarded or self._calls > MOST_CALLS:
-                self._waiting.discard(optimizer)
-            elif share(module, ours := parameters_of(optimizer)):
-                self._waiting.discard(optimizer)
-                others = [other for other in self._known if other is not optimizer]
-                # of one optimizer inside another, the one that steps first is the user's
-                if not any(ours & parameters_of(other) for other in others):
-                    self._early.add(optimizer)
-                    self._attach(optimizer, module)
-        if not self._waiting:
-            self._stop_listening()
 
     # --- an optimizer steps ---
 
@@ -448,7 +445,19 @@ def _run(start: Callable[[], None], automatic: AutomaticGuards) -> int:
         return code
     except BaseException as fault:
         automatic.ended_by(fault)
-        _print_fault(fault)
+        # Print the traceback without the runner's frames, by the script's excepthook if it has
+        # one.
+        # The hook that halting installs stands before the script's own.
+        hook = getattr(sys.excepthook, "_previous", sys.excepthook)
+        if hook is not sys.__excepthook__:
+            trace = fault.__traceback__
+            while trace is not None and _ours(trace.tb_frame.f_code.co_filename):
+                trace = trace.tb_next
+            hook(type(fault), fault, trace)
+        else:
+            told = traceback.TracebackException.from_exception(fault)
+            _keep_users_frames(told)
+            print("".join(told.format()), end="", file=sys.stderr)
         if _comes_from_a_stop(fault):
             return EXIT_HALTED
         if isinstance(fault, KeyboardInterrupt):
@@ -467,21 +476,6 @@ def _comes_from_a_stop(fault: BaseException) -> bool:
         seen.add(id(found))
         found = found.__cause__ or found.__context__
     return False
-
-
-def _print_fault(fault: BaseException) -> None:
-    """Print the traceback without the runner's frames, by the script's excepthook if it has one."""
-    # The hook that halting installs stands before the script's own.
-    hook = getattr(sys.excepthook, "_previous", sys.excepthook)
-    if hook is not sys.__excepthook__:
-        trace = fault.__traceback__
-        while trace is not None and _ours(trace.tb_frame.f_code.co_filename):
-            trace = trace.tb_next
-        hook(type(fault), fault, trace)
-        return
-    told = traceback.TracebackException.from_exception(fault)
-    _keep_users_frames(told)
-    print("".join(told.format()), end="", file=sys.stderr)
 
 
 def _keep_users_frames(told: traceback.TracebackException) -> None:

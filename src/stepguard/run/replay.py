@@ -35,7 +35,7 @@ from stepguard.locate.origins import place_replayed_exception
 from stepguard.locate.replay_state import LocateBudget
 from stepguard.probes.whatif_candidates import OwnFix
 from stepguard.probes.whatif_trial import Progress, TrialSubject, compare_candidates
-from stepguard.records import Evidence, Incident, Origin, Reading, Remedy, Verdict
+from stepguard.records import Evidence, Incident, Origin, Remedy, Verdict
 from stepguard.records.incident import VerdictKind
 from stepguard.records.probes import WhatIf
 from stepguard.run.guarded_script import as_main
@@ -246,7 +246,27 @@ class CapsuleReplay:
         if kind == "exception":
             origin = place_replayed_exception(step)
         elif verdict.finite_anomaly:
-            origin = _compared(step, reading)
+            # Nothing is non-finite here, so the replay shows the loss: that is what was wrong
+            # with it.
+            losses = rerun(step).losses
+            now = math.fsum(losses)
+            told = "the replay gives loss"
+            same = reading.loss is not None and math.isclose(now, reading.loss, rel_tol=SAME_LOSS)
+            if now == reading.loss:
+                remark = f"{told} {now:.9g}, the same to the last bit"
+            elif reading.loss is None:
+                remark = f"{told} {now:.9g}; that of the step was not seen"
+            else:
+                remark = f"{told} {now:.9g}, in training it was {reading.loss:.9g}"
+            departs = None if same else remark
+            origin = Origin(
+                step=step.index,
+                phase="loss",
+                method="rerun",
+                reproduced=same,
+                evidence=Evidence(departs=departs),
+                remarks=(remark,) if same else (),
+            )
         else:
             origin = locate(step, reading)
         incident = replace(incident, origin=origin, capsule=str(capsule.folder))
@@ -257,29 +277,6 @@ class CapsuleReplay:
         if self._inspect is not None:
             self._inspect(step, incident)
         return incident
-
-
-def _compared(step: Step, reading: Reading) -> Origin:
-    """Nothing is non-finite here, so the replay shows the loss: that is what was wrong with it."""
-    losses = rerun(step).losses
-    now = math.fsum(losses)
-    told = "the replay gives loss"
-    same = reading.loss is not None and math.isclose(now, reading.loss, rel_tol=SAME_LOSS)
-    if now == reading.loss:
-        remark = f"{told} {now:.9g}, the same to the last bit"
-    elif reading.loss is None:
-        remark = f"{told} {now:.9g}; that of the step was not seen"
-    else:
-        remark = f"{told} {now:.9g}, in training it was {reading.loss:.9g}"
-    departs = None if same else remark
-    return Origin(
-        step=step.index,
-        phase="loss",
-        method="rerun",
-        reproduced=same,
-        evidence=Evidence(departs=departs),
-        remarks=(remark,) if same else (),
-    )
 
 
 def _refuse_brought(capsule: Capsule, path: Path) -> None:

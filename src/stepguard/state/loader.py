@@ -382,7 +382,16 @@ class ResumableLoader:
             place = (self.epoch, self.delivered)
             self.delivered += 1
             raw = _yielded_for_last(iterator)
-            if self._is_skipped(place, raw, dataset):
+            if place not in self._skipped:
+                is_skipped = False
+            else:
+                _, expected = self._skipped[place]
+                indices = as_indices(raw, dataset)
+                if not expected or indices is None:
+                    is_skipped = place[0] == self._known_order
+                else:
+                    is_skipped = set(expected) <= set(indices)
+            if is_skipped:
                 stretch.append(place)
                 continue
             self._say_skipped(stretch)
@@ -390,15 +399,6 @@ class ResumableLoader:
             self.recent.add(batch, *place, raw, dataset)
             yield batch
         self._say_skipped(stretch)
-
-    def _is_skipped(self, place: Place, raw: Any, dataset: Any) -> bool:
-        if place not in self._skipped:
-            return False
-        _, expected = self._skipped[place]
-        indices = as_indices(raw, dataset)
-        if not expected or indices is None:
-            return place[0] == self._known_order
-        return set(expected) <= set(indices)
 
     def _say_skipped(self, stretch: list[Place]) -> None:
         """Say one line on a stretch of skipped batches that has ended."""

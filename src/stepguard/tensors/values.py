@@ -61,7 +61,9 @@ def dense_values(tensor: Tensor) -> Tensor:
 
 def dense_real(tensor: Tensor) -> Tensor:
     """Return `dense_values` in a dtype that reductions take; empty where nothing can be read."""
-    if _is_plain(tensor):
+    ordinary = type(tensor) in PLAIN and tensor.dtype in ORDINARY and tensor.layout is torch.strided
+    is_plain = ordinary and not (tensor.is_meta or tensor.is_nested)
+    if is_plain:
         return tensor
     if not _is_readable(tensor):
         return torch.empty(0)
@@ -93,12 +95,6 @@ def is_finite(tensor: Tensor) -> bool:
     if math.isfinite(values.sum().item()):
         return True
     return bool(torch.isfinite(values).all())
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """True for nearly every parameter. Asked of all of them in every step: few questions."""
-    ordinary = type(tensor) in PLAIN and tensor.dtype in ORDINARY and tensor.layout is torch.strided
-    return ordinary and not (tensor.is_meta or tensor.is_nested)
 
 
 def _is_readable(tensor: Tensor) -> bool:

@@ -170,7 +170,14 @@ def sg203(case: Case) -> Proof | None:
         return None
     # in any phase: people write exponentials into a backward of their own
     if case.op in EXPONENTIALS and base.finite:
-        return _exponential(case, base)
+        limit = exp_limit(case.dtype, case.op)
+        both_sides = case.op in EVEN
+        most = reach(base) if both_sides else high(base)
+        # the limit is that of exact arithmetic, so a rounded operand may show just below it
+        if not most > limit * 0.99:
+            return None
+        prove = likely if case.absorbed or case.narrow else certain
+        return prove("exponential", base=base, most=most, limit=limit, both_sides=both_sides)
     return _power(case, base) if case.computes and not case.narrow else None
 
 
@@ -183,17 +190,6 @@ def _power(case: Case, base: Operand) -> Proof | None:
     if reach(power) <= POLYNOMIAL or low(power) < 0:
         return None
     return likely("power", base=base, power=power)
-
-
-def _exponential(case: Case, base: Operand) -> Proof | None:
-    limit = exp_limit(case.dtype, case.op)
-    both_sides = case.op in EVEN
-    most = reach(base) if both_sides else high(base)
-    # the limit is that of exact arithmetic, so a rounded operand may show just below it
-    if not most > limit * 0.99:
-        return None
-    prove = likely if case.absorbed or case.narrow else certain
-    return prove("exponential", base=base, most=most, limit=limit, both_sides=both_sides)
 
 
 # --- SG204: a softmax over a row in which everything is masked.

@@ -53,7 +53,6 @@ from stepguard.records import Incident, Reading
 from stepguard.records.incident import OK, Verdict
 from stepguard.sentinel.gradients import (
     GradientMark,
-    GradientNorm,
     clip,
     scale_gradients,
 )
@@ -289,7 +288,15 @@ def unguarded_step(context: Context, loss_fn: LossFn, micro_batches: tuple[Any, 
 def unguarded_update(context: Context) -> StepResult:
     """Clip and update, unless ranks that are still armed refuse the step."""
     # Armed ranks measure before they exchange what they saw: the same order of collectives.
-    norm = _norm_of_ranks(context)
+    # Measure sharded gradients that are to be clipped, unless that was done before the fault.
+    if not context.sharded or context.config.clip_norm is None:
+        norm = None
+    elif (
+        context.memory.norm_of_ranks is not None and context.memory.norm_of_ranks[0] == context.step
+    ):
+        norm = context.memory.norm_of_ranks[1]
+    else:
+        norm = own_norm(context)
     if context.agreement.stay(context.step, context.parameters) and not context.scaling():
         step_without_gradients(context)
         context.step += 1
@@ -298,34 +305,22 @@ def unguarded_update(context: Context) -> StepResult:
         clip(context.parameters, context.config.clip_norm, norm)
     elif context.config.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(context.parameters, context.config.clip_norm)
-    committed = _scaled_or_plain_update(context)
+    # Did the optimizer really step?
+    if context.scaler is None or not context.scaling():
+        context.stepped.step()
+        committed = True
+    else:
+        before = context.scaler.get_scale()
+        context.scaler.step(context.optimizer)
+        context.scaler.update()
+        # a scaler lowers its scale exactly when it has refused the step
+        committed = context.scaler.get_scale() >= before
     context.step += 1
     if committed:
         context.advance_schedule()
         for hook in context.hooks.updated:
             hook()
     return StepResult().resolve(None, committed=committed)
-
-
-def _norm_of_ranks(context: Context) -> GradientNorm | None:
-    """Measure sharded gradients that are to be clipped, unless that was done before the fault."""
-    if not context.sharded or context.config.clip_norm is None:
-        return None
-    if context.memory.norm_of_ranks is not None and context.memory.norm_of_ranks[0] == context.step:
-        return context.memory.norm_of_ranks[1]
-    return own_norm(context)
-
-
-def _scaled_or_plain_update(context: Context) -> bool:
-    """Did the optimizer really step?"""
-    if context.scaler is None or not context.scaling():
-        context.stepped.step()
-        return True
-    before = context.scaler.get_scale()
-    context.scaler.step(context.optimizer)
-    context.scaler.update()
-    # a scaler lowers its scale exactly when it has refused the step
-    return context.scaler.get_scale() >= before
 
 
 # --- `guard.step`: the guard runs the step, so it can replay it exactly.
@@ -382,7 +377,22 @@ class StepDriver:
                 return result
         if pending is None:
             return unguarded_update(self.context)
-        return self._update(step, pending)
+        # Read, agree and judge; then commit or refuse.
+        reading = self._read(pending)
+        if reading is None:
+            return unguarded_update(self.context)
+        step.scale = reading.scale or 1.0
+        reading, verdict = self.transaction.assess(step, reading)
+        self.transaction.note(reading, verdict)
+        if verdict.bad:
+            return self._refuse(step, pending, reading, verdict)
+        if verdict.kind == "scale_calibration":
+            # a loop would have clipped before its scaler refused the update
+            self._clip(pending, reading)
+            update_scaler(self.context)
+            self._end(step, reading, committed=False)
+            return StepResult().resolve(reading, committed=False)
+        return self._commit(step, pending, reading)
 
     def between(self) -> None:
         """The loop is between two steps; a snapshot needs the last one read."""
@@ -430,18 +440,15 @@ class StepDriver:
                 restore_rng(step.rng[index])
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
-            self._announce(seen)
+            # Before backward, whose exchange of gradients tells other ranks of a bad loss.
+            if self.protect.armed:
+                with self.protect.region, self.looks.paused():
+                    self.reader.announce(seen.total, summed_in_half=seen.summed_in_half)
             self.looks.loss_seen(loss)
             torch.autograd.backward(scaled(context, loss))
         if only is not None or not leaves_unscaling(context):
             unscale(context)
         return losses
-
-    def _announce(self, loss: MicroLoss) -> None:
-        """Before backward, whose exchange of gradients tells other ranks of a bad loss."""
-        if self.protect.armed:
-            with self.protect.region, self.looks.paused():
-                self.reader.announce(loss.total, summed_in_half=loss.summed_in_half)
 
     def _issue(self, losses: list[MicroLoss]) -> Pending | None:
         if self.protect.armed:
@@ -461,26 +468,6 @@ class StepDriver:
         self.context.step += 1
         return StepResult().resolve(incident.reading, committed=False, incident=incident)
 
-    # --- the verdict, and what follows from it --------------------------------------------------
-
-    def _update(self, step: Step, pending: Pending) -> StepResult:
-        """Read, agree and judge; then commit or refuse."""
-        reading = self._read(pending)
-        if reading is None:
-            return unguarded_update(self.context)
-        step.scale = reading.scale or 1.0
-        reading, verdict = self.transaction.assess(step, reading)
-        self.transaction.note(reading, verdict)
-        if verdict.bad:
-            return self._refuse(step, pending, reading, verdict)
-        if verdict.kind == "scale_calibration":
-            # a loop would have clipped before its scaler refused the update
-            self._clip(pending, reading)
-            update_scaler(self.context)
-            self._end(step, reading, committed=False)
-            return StepResult().resolve(reading, committed=False)
-        return self._commit(step, pending, reading)
-
     def _refuse(
         self, step: Step, pending: Pending, reading: Reading, verdict: Verdict
     ) -> StepResult:
@@ -496,10 +483,7 @@ class StepDriver:
             if partial is not None:
                 return partial
             incident = skipped_after_all(incident)
-        return self._drop(step, reading, incident)
-
-    def _drop(self, step: Step, reading: Reading, incident: Incident | None) -> StepResult:
-        """Leave buffers, scaler and schedule as if this batch had never come."""
+        # Leave buffers, scaler and schedule as if this batch had never come.
         self.context.put_back()
         hold_scaler(self.context)
         step_without_gradients(self.context)
@@ -565,18 +549,14 @@ class StepDriver:
             self.step_end.dropped(reading)
         if self.protect.armed:
             with self.protect.part("steps kept for repetition"):
-                self._keep(step, reading, incident, committed=committed)
+                # Keep what went as it should, to run it again; what a bad step left behind cannot
+                # be.
+                if incident is None:
+                    self.rewinder.snapshots.keep(step, reading.loss, reading.lr)
+                elif committed:
+                    self.rewinder.snapshots.kept.broken(step.index)
         if step.index == self.context.step:
             self.context.step += 1
-
-    def _keep(
-        self, step: Step, reading: Reading, incident: Incident | None, *, committed: bool
-    ) -> None:
-        """Keep what went as it should, to run it again; what a bad step left behind cannot be."""
-        if incident is None:
-            self.rewinder.snapshots.keep(step, reading.loss, reading.lr)
-        elif committed:
-            self.rewinder.snapshots.kept.broken(step.index)
 
     # --- the good part of a bad step ------------------------------------------------------------
 

@@ -52,7 +52,7 @@ from stepguard.engine.watch.shared_backward import SharedBackward, Sharing
 from stepguard.engine.wiring import Wiring, owners
 from stepguard.locate.origins import Attempt
 from stepguard.records import Incident, Reading
-from stepguard.records.incident import OK, Verdict
+from stepguard.records.incident import OK
 from stepguard.sentinel.torch_patches import Update, inside_backward, listen
 from stepguard.state.batch import LossFn, Step, total_loss, unwrapped
 from stepguard.state.buffers import BufferKeeper
@@ -359,34 +359,26 @@ class FusedWatchedStep(WatchedStep):
         refused = verdict.bad or together
         vetoed = fused.vetoed(reading) or together
         if vetoed:
-            self._take_back(fused, refused=refused)
-        self._finish_fused(fused, reading, verdict, vetoed=vetoed, inside=inside)
+            # The kernel left everything alone: take back what the host did in the meantime.
+            if not refused:
+                self.rollback.scaler_skipped()
+            else:
+                every_step = self.rollback.every_step
+                fused.take_back(self.context, calibrating=False, schedule=every_step)
+                if self._commits in self._averaged.values():
+                    told = "an AveragedModel took in the weights once more after the vetoed update"
+                    self.context.outputs.note("veto", told)
+        if not verdict.bad:
+            self._close_books(fused.step, reading, committed=not vetoed)
+        else:
+            incident = self.transaction.respond(
+                fused.step, reading, verdict, None, committed=not vetoed
+            )
+            self._close_books(fused.step, reading, committed=not vetoed)
+            self._conclude(incident, hold=vetoed and inside)
         if together and not verdict.bad:
             self.context.outputs.note("veto", DROPPED_FOR_ANOTHER)
         return vetoed and refused
-
-    def _take_back(self, fused: FusedUpdate, *, refused: bool) -> None:
-        """The kernel left everything alone: take back what the host did in the meantime."""
-        if not refused:
-            self.rollback.scaler_skipped()
-            return
-        every_step = self.rollback.every_step
-        fused.take_back(self.context, calibrating=False, schedule=every_step)
-        if self._commits in self._averaged.values():
-            told = "an AveragedModel took in the weights once more after the vetoed update"
-            self.context.outputs.note("veto", told)
-
-    def _finish_fused(
-        self, fused: FusedUpdate, reading: Reading, verdict: Verdict, *, vetoed: bool, inside: bool
-    ) -> None:
-        if not verdict.bad:
-            self._close_books(fused.step, reading, committed=not vetoed)
-            return
-        incident = self.transaction.respond(
-            fused.step, reading, verdict, None, committed=not vetoed
-        )
-        self._close_books(fused.step, reading, committed=not vetoed)
-        self._conclude(incident, hold=vetoed and inside)
 
 
 # --- The verdict of a watched step: judge it, decide with other optimizers, commit or put back.
@@ -428,7 +420,12 @@ class JudgedStep(FusedWatchedStep):
         pending: Pending | None = None
         if self.protect.armed:
             with self.protect.region:
-                pending = self._issue_with(sharing)
+                # Gradients of other optimizers from the same backward pass are tested in one
+                # packet.
+                self.reader.start()
+                others = self.shared.norm_of_others(sharing)
+                pending = self.reader.issue(self.observed.losses, self.observed.norm(), others)
+                self.shared.norm = pending.norm.total if pending.norm is not None else None
         if pending is None:
             # ranks that are still armed may refuse the step; a scaler refuses by itself
             refused = self.context.agreement.stay(self.context.step, self.context.parameters)
@@ -451,14 +448,6 @@ class JudgedStep(FusedWatchedStep):
         if not self.vetoing and self._check.undo is None:
             self._check.prepare(reading, at_risk=pending.at_risk)
             self.looks.before_update()
-
-    def _issue_with(self, sharing: list[Sharing]) -> Pending:
-        """Gradients of other optimizers from the same backward pass are tested in one packet."""
-        self.reader.start()
-        others = self.shared.norm_of_others(sharing)
-        pending = self.reader.issue(self.observed.losses, self.observed.norm(), others)
-        self.shared.norm = pending.norm.total if pending.norm is not None else None
-        return pending
 
     def _read(self, pending: Pending) -> Reading | None:
         if self.protect.armed:
@@ -549,7 +538,23 @@ class JudgedStep(FusedWatchedStep):
         dropped_by_peer = self.shared.is_dropped
         self.dropped = True
         self._dropped_for = None
-        incident = self._with_not_restored(self._incident, self._put_back())
+        # Undo what moved; in words what cannot be undone. Runs when disarmed, too.
+        left = []
+        with self.protect.part("undoing a vetoed update"):
+            left.append(self._veto.put_back())
+        with self.protect.part("buffers before the step"):
+            left.append(self.restore_buffers())
+        put_back = "; ".join(words for words in left if words)
+        # Say in the decision what could not be put back, or on a line of its own.
+        if not put_back:
+            incident = self._incident
+        elif self._incident is None or self._incident.decision is None:
+            self.context.outputs.note("veto", f"the update was vetoed, but {put_back}")
+            incident = self._incident
+        else:
+            incident = replace(
+                self._incident, decision=replace(self._incident.decision, not_restored=put_back)
+            )
         self._close_books(self._step(self._reading), self._reading, committed=False)
         if dropped_by_peer or peer is not None or self._dropped_late:
             self.context.outputs.note("veto", DROPPED_FOR_ANOTHER)
@@ -560,24 +565,6 @@ class JudgedStep(FusedWatchedStep):
         if peer is not None:
             peer._vetoed()
             peer.shared.drop(counts=False)  # its own call of step is still to come
-
-    def _put_back(self) -> str:
-        """Undo what moved; in words what cannot be undone. Runs when disarmed, too."""
-        left = []
-        with self.protect.part("undoing a vetoed update"):
-            left.append(self._veto.put_back())
-        with self.protect.part("buffers before the step"):
-            left.append(self.restore_buffers())
-        return "; ".join(words for words in left if words)
-
-    def _with_not_restored(self, incident: Incident | None, left: str) -> Incident | None:
-        """Say in the decision what could not be put back, or on a line of its own."""
-        if not left:
-            return incident
-        if incident is None or incident.decision is None:
-            self.context.outputs.note("veto", f"the update was vetoed, but {left}")
-            return incident
-        return replace(incident, decision=replace(incident.decision, not_restored=left))
 
     def _committed(self) -> None:
         """The optimizer has stepped; an update that made something non-finite is undone."""

@@ -51,7 +51,11 @@ class AnomalyCheck:
         """Make it a note, or for a runaway loss an incident, acted upon only if asked."""
         context = self._context
         self.proven = False
-        self._count(reading.step)
+        if reading.step == self._last + 1:
+            self._in_a_row += 1
+        else:
+            self._in_a_row = 1
+        self._last = reading.step
         outlying = self._rows_that_stand_out(step) if verdict.kind == "spike" else None
         if context.agreement.mode == "spread":
             # a rank sees its own loss only; asking the others takes a collective they do not join
@@ -66,13 +70,6 @@ class AnomalyCheck:
             self._told_at = reading.step
             return reading, verdict
         return reading, replace(verdict, severity="note")
-
-    def _count(self, step: int) -> None:
-        if step == self._last + 1:
-            self._in_a_row += 1
-        else:
-            self._in_a_row = 1
-        self._last = step
 
     def _told_lately(self, step: int) -> bool:
         return self._told_at is not None and 0 <= step - self._told_at < TOLD_FOR

@@ -70,22 +70,21 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
         bad_inputs=tuple(bad_batch_tensors(step.micro_batches)),
         bad_grads=tuple(_bad_gradients(context, step)),
     )
-    return replace(found, loss_overflow=_only_loss_overflows(context, step, found))
-
-
-def _only_loss_overflows(context: Context, step: Step, reading: Reading) -> bool:
-    """Is an infinite loss all that is wrong, made by adding up finite values?"""
-    if not only_loss_infinite(reading):
-        return False
-    if not step.replayable:
-        return step.summed_in_half
-    context.scales.loss_overflows += 1
-    # the user's loss function is not run again for each of a long series
-    power_of_two = context.scales.loss_overflows & (context.scales.loss_overflows - 1) == 0
-    if power_of_two and not overflowed_in_replay(step, reading.bad_micro_batches):
-        context.scales.loss_overflows = 0
-        return False
-    return True
+    # Is an infinite loss all that is wrong, made by adding up finite values?
+    if not only_loss_infinite(found):
+        only_loss_overflows = False
+    elif not step.replayable:
+        only_loss_overflows = step.summed_in_half
+    else:
+        context.scales.loss_overflows += 1
+        # the user's loss function is not run again for each of a long series
+        power_of_two = context.scales.loss_overflows & (context.scales.loss_overflows - 1) == 0
+        if power_of_two and not overflowed_in_replay(step, found.bad_micro_batches):
+            context.scales.loss_overflows = 0
+            only_loss_overflows = False
+        else:
+            only_loss_overflows = True
+    return replace(found, loss_overflow=only_loss_overflows)
 
 
 def _only_gradients(context: Context, reading: Reading) -> bool:

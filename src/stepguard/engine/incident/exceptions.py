@@ -49,7 +49,9 @@ class Exceptions:
         incident: Incident | None = None
         with kept_rng():
             with self._protect.part("state before an exception"):
-                self._take_back(step)
+                step.buffers.restore()
+                for parameter in self._context.parameters:
+                    parameter.grad = None
             with self._protect.part("record of an exception"):
                 incident = self._record(step, error, None, may_skip=True)
         if incident is None or incident.decision is None or incident.decision.action != "skip":
@@ -67,11 +69,6 @@ class Exceptions:
         if not recorded(error):
             with kept_rng(), self._protect.part("record of an exception"):
                 self._record(step, error, attempt, may_skip=False)
-
-    def _take_back(self, step: Step) -> None:
-        step.buffers.restore()
-        for parameter in self._context.parameters:
-            parameter.grad = None
 
     def _record(
         self, step: Step, error: Exception, attempt: Attempt | None, *, may_skip: bool
@@ -125,7 +122,13 @@ class Exceptions:
             return _raised_again("the exception is raised again", context.budget)
         spent = context.budget.spend().lose(1.0)
         context.budget = spent
-        why_not = _why_not_skipped(error, context) or spent.exceeded(policy)
+        if not repeatable(error):
+            why_not_skipped = "memory or the device is exhausted"
+        elif context.agreement.size > 1:
+            why_not_skipped = "ranks have to go on together"
+        else:
+            why_not_skipped = ""
+        why_not = why_not_skipped or spent.exceeded(policy)
         if why_not:
             return _raised_again(f"no skip: {why_not}; the exception is raised again", spent)
         return replace(_raised_again("Policy.exceptions is 'skip'", spent), action="skip")
@@ -204,11 +207,3 @@ def last_uncaught() -> BaseException | None:
         # a notebook keeps one for every cell that failed
         return None
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-
-
-def _why_not_skipped(error: Exception, context: Context) -> str:
-    if not repeatable(error):
-        return "memory or the device is exhausted"
-    if context.agreement.size > 1:
-        return "ranks have to go on together"
-    return ""

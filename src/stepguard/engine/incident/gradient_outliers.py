@@ -65,7 +65,18 @@ class Outliers:
             if parameter.grad is not None:
                 self._measured.append(parameter)
                 gradients.append(dense_values(parameter.grad))
-        return _norms(gradients)
+        # One foreach pass for each device and dtype; the norms in the order of the gradients.
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, gradient in enumerate(gradients):
+            groups.setdefault((gradient.device, gradient.dtype), []).append(index)
+        norms: dict[int, Tensor] = {}
+        for (_, dtype), indices in groups.items():
+            chosen = [gradients[index].detach() for index in indices]
+            # squares of half precision overflow early, so they are added up in fp32
+            accumulate = torch.float32 if dtype in HALVES else None
+            found = foreach_norm(chosen, 2, dtype=accumulate)
+            norms.update(zip(indices, found, strict=True))
+        return [norms[index] for index in range(len(gradients))]
 
     def read(self, step: int, norms: list[float], scale: float) -> None:
         """Take the numbers of this step; `scale` is what the gradients still carry."""
@@ -74,7 +85,23 @@ class Outliers:
         for parameter, scaled in zip(self._measured, norms, strict=False):
             norm = scaled / scale
             self._present.append((parameter, norm))
-            usual = self._exceeds(id(parameter), norm)
+            # The usual largest norm, where this one is far outside.
+            key = id(parameter)
+            row = self._rows.get(key)
+            if row is None or len(row) < FEWEST or not math.isfinite(norm):
+                usual = None
+            else:
+                largest = self._largest[key]
+                if norm <= TIMES * math.exp(largest):
+                    usual = None
+                else:
+                    values = torch.tensor(list(row), dtype=torch.float64)
+                    middle = values.median()
+                    sigma = max(float((values - middle).abs().median()) * MAD_TO_SIGMA, LEAST_SIGMA)
+                    if math.log(norm) - float(middle) <= SIGMAS * sigma:
+                        usual = None
+                    else:
+                        usual = math.exp(largest)
             if usual is not None:
                 self._found[id(parameter)] = Outlier(step, "?", norm, usual)
         if self._found:
@@ -85,21 +112,6 @@ class Outliers:
         for parameter, name in parameter_names(self._roots, self._optimizer):
             if id(parameter) in self._found:
                 self._found[id(parameter)] = replace(self._found[id(parameter)], name=name)
-
-    def _exceeds(self, key: int, norm: float) -> float | None:
-        """The usual largest norm, where this one is far outside."""
-        row = self._rows.get(key)
-        if row is None or len(row) < FEWEST or not math.isfinite(norm):
-            return None
-        largest = self._largest[key]
-        if norm <= TIMES * math.exp(largest):
-            return None
-        values = torch.tensor(list(row), dtype=torch.float64)
-        middle = values.median()
-        sigma = max(float((values - middle).abs().median()) * MAD_TO_SIGMA, LEAST_SIGMA)
-        if math.log(norm) - float(middle) <= SIGMAS * sigma:
-            return None
-        return math.exp(largest)
 
     def words(self) -> str:
         """What was found in this step; empty where nothing was."""
@@ -131,18 +143,3 @@ class Outliers:
             self.committed_one = max(self._found.values(), key=lambda o: o.norm / o.usual)
         self._present = []
         self._found = {}
-
-
-def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """One foreach pass for each device and dtype; the norms in the order of the gradients."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, gradient in enumerate(gradients):
-        groups.setdefault((gradient.device, gradient.dtype), []).append(index)
-    norms: dict[int, Tensor] = {}
-    for (_, dtype), indices in groups.items():
-        chosen = [gradients[index].detach() for index in indices]
-        # squares of half precision overflow early, so they are added up in fp32
-        accumulate = torch.float32 if dtype in HALVES else None
-        found = foreach_norm(chosen, 2, dtype=accumulate)
-        norms.update(zip(indices, found, strict=True))
-    return [norms[index] for index in range(len(gradients))]

@@ -54,7 +54,16 @@ def write_down(context: Context, incident: Incident, step: Step) -> Incident:
         folder = _folder(context, incident)
         try:
             write_file(folder / "incident.json", dumps(to_plain(incident)).encode())
-            _write_gradients(context, folder)
+            # Write the gradient norms of each module in the steps before, as far as they are
+            # known.
+            if not (len(context.incidents) > MOST_CAPSULES):
+                named = parameter_names(context.roots, context.optimizer)
+                names = {id(parameter): name for parameter, name in named}
+                table = context.memory.gradient_norms.table(
+                    [names[id(one)] for one in context.parameters]
+                )
+                if table is not None:
+                    write_file(folder / GRADIENTS, dumps(table).encode())
         except Exception as fault:
             # a full disk must not cost the veto, nor what else is told of the incident
             why = f"{type(fault).__name__}: {fault}"
@@ -75,17 +84,6 @@ def _keeps_folder(context: Context, incident: Incident) -> bool:
         healthy = (rank for rank in members if rank not in at_fault)
         keep.update(islice(healthy, 1))
     return context.agreement.world_rank in keep
-
-
-def _write_gradients(context: Context, folder: Path) -> None:
-    """Write the gradient norms of each module in the steps before, as far as they are known."""
-    if len(context.incidents) > MOST_CAPSULES:
-        return
-    named = parameter_names(context.roots, context.optimizer)
-    names = {id(parameter): name for parameter, name in named}
-    table = context.memory.gradient_norms.table([names[id(one)] for one in context.parameters])
-    if table is not None:
-        write_file(folder / GRADIENTS, dumps(table).encode())
 
 
 def free_id(context: Context, name: str) -> str:
@@ -122,12 +120,6 @@ def _folder(context: Context, incident: Incident) -> Path:
     return folder
 
 
-def _wants_capsule(context: Context, incident: Incident, step: Step) -> bool:
-    if incident.capsule or not step.replayable or len(context.incidents) >= MOST_CAPSULES:
-        return False
-    return _keeps_folder(context, incident)
-
-
 def _keep_window(context: Context, incident: Incident, capsule: Path) -> None:
     """Put the steps that led to the bad one beside it, as far as they are known and fit."""
     lead_up = context.memory.lead_up
@@ -151,7 +143,11 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
     config = context.config
     if config.run_dir is None or config.capsule == "off":
         return incident
-    if not _wants_capsule(context, incident, step):
+    if incident.capsule or not step.replayable or len(context.incidents) >= MOST_CAPSULES:
+        wants_capsule = False
+    else:
+        wants_capsule = _keeps_folder(context, incident)
+    if not wants_capsule:
         return incident
     folder = _folder(context, incident) / "capsule"
     if folder.exists():

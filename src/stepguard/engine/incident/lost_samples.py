@@ -77,7 +77,18 @@ def known_bad(run_dir: Path, rank: int = 0) -> list[BadSamples]:
 def skip_lost_batches(context: Context) -> None:
     """After a restore: do not deliver again the batches that were lost because of their data."""
     feed = context.data.feed
-    entries = _agreed(context, _lost_batches(context))
+    # Entries of this run and rank whose batch is known and would fail again.
+    run_dir = context.config.run_dir
+    rank = context.agreement.rank
+    if context.data.feed is None or run_dir is None:
+        lost_batches = []
+    else:
+        # every process has drawn a run id of its own: that of rank 0 is in the checkpoint
+        run_id = context.run.id if rank == 0 else None
+        lost_batches = [
+            entry for entry in known_bad(Path(run_dir), rank) if _is_skipped(entry, run_id)
+        ]
+    entries = _agreed(context, lost_batches)
     if feed is None or not entries:
         return
     causes: dict[Place, str] = {}
@@ -90,17 +101,6 @@ def skip_lost_batches(context: Context) -> None:
         feed.pass_over(causes, causes=causes, indices=None)
     else:
         feed.pass_over(causes, causes=causes, indices=indices)
-
-
-def _lost_batches(context: Context) -> list[BadSamples]:
-    """Entries of this run and rank whose batch is known and would fail again."""
-    run_dir = context.config.run_dir
-    rank = context.agreement.rank
-    if context.data.feed is None or run_dir is None:
-        return []
-    # every process has drawn a run id of its own: that of rank 0 is in the checkpoint
-    run_id = context.run.id if rank == 0 else None
-    return [entry for entry in known_bad(Path(run_dir), rank) if _is_skipped(entry, run_id)]
 
 
 def _is_skipped(entry: BadSamples, run_id: str | None) -> bool:

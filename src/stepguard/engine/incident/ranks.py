@@ -208,7 +208,13 @@ def agreed_reading(
         try:
             own, trouble = _closer_look(context, step, reading)
         except Exception as error:
-            trouble = _presumed_trouble(own)
+            # `own_trouble` without running anything.
+            if own.bad_state:
+                trouble = HELD
+            elif _made_here(own):
+                trouble = HERE
+            else:
+                trouble = 0 if own.grads_finite else EXCHANGED
             fault = in_words(error)[:MOST_SAID]
         context.memory.own_reading = own
         part = _own_part(own) if context.sharded else {}
@@ -220,21 +226,18 @@ def agreed_reading(
             warn_not_explained(tell, f"rank {rank}: {told['fault']}")
     # all or none: what is decided must not depend on who tried a replay
     step.sharded = any(told["needs_others"] for told in told_by_rank)
-    bad = _to_blame(context, step, [told["trouble"] for told in told_by_rank])
+    # Places of the ranks that made the bad value, the surest first.
+    troubles = [told["trouble"] for told in told_by_rank]
+    if context.sharded and max(troubles) == EXCHANGED:
+        troubles = _troubles_before_exchange(context, step) or troubles
+    spreads = context.sharded and spreads_in_forward(context.roots.values())
+    bad = blamed_ranks(troubles, sharded=context.sharded, spreads=spreads)
     leader = agreement.deciding[bad[0] if bad else 0]
     worst = agreement.from_rank(leader, lambda: to_jsonable(_shortened(own)))
     agreed = from_jsonable(Reading, worst)
     if context.sharded:
         agreed = _with_bad_parts(agreed, [told["part"] for told in told_by_rank])
     return replace(agreed, bad_ranks=tuple(agreement.deciding[place] for place in bad))
-
-
-def _to_blame(context: Context, step: Step, troubles: list[int]) -> list[int]:
-    """Places of the ranks that made the bad value, the surest first."""
-    if context.sharded and max(troubles) == EXCHANGED:
-        troubles = _troubles_before_exchange(context, step) or troubles
-    spreads = context.sharded and spreads_in_forward(context.roots.values())
-    return blamed_ranks(troubles, sharded=context.sharded, spreads=spreads)
 
 
 def _own_part(reading: Reading) -> dict[str, Any]:
@@ -343,15 +346,6 @@ def own_trouble(step: Step, reading: Reading) -> int:
     return 0 if clean else HERE
 
 
-def _presumed_trouble(reading: Reading) -> int:
-    """`own_trouble` without running anything."""
-    if reading.bad_state:
-        return HELD
-    if _made_here(reading):
-        return HERE
-    return 0 if reading.grads_finite else EXCHANGED
-
-
 def _finite_alone(step: Step) -> bool | None:
     """Are this rank's own gradients finite? None if no replay can tell.
 
@@ -433,7 +427,10 @@ def find_together(
     found = [from_jsonable(Origin, told[place]) for place in places if told[place]]
     if not found:
         return None
-    return _with_others(found[0], found[1:])
+    origin = found[0]
+    others = found[1:]
+    words = tuple(_in_words(other) for other in others)
+    return replace(origin, remarks=(*origin.remarks, *words))
 
 
 def _found(find: Find, step: Step, reading: Reading) -> Origin:
@@ -461,11 +458,6 @@ def _own_reading(context: Context, agreed: Reading, *, leads: bool) -> Reading:
     # of a sharded gradient this rank's part may be finite though it made the bad one
     finite = own.grads_finite and agreed.grads_finite
     return replace(own, bad_ranks=agreed.bad_ranks, grads_finite=finite)
-
-
-def _with_others(origin: Origin, others: list[Origin]) -> Origin:
-    words = tuple(_in_words(other) for other in others)
-    return replace(origin, remarks=(*origin.remarks, *words))
 
 
 def _in_words(origin: Origin) -> str:

@@ -151,7 +151,7 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         eps=_number(first_group.get("eps")),
         betas=_numbers(first_group.get("betas")),
         clip_norm=context.config.clip_norm,
-        configured_dtype=_launcher_precision(),
+        configured_dtype=PRECISIONS.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()),
         scaling=_scaling(context),
         world_size=context.agreement.size,
         committed=history.committed,
@@ -159,11 +159,6 @@ def run_facts(context: Context, reading: Reading) -> RunFacts:
         just_loaded=context.run.resumed and context.step == context.run.resumed_at,
         outlier=_outlier(context),
     )
-
-
-def _launcher_precision() -> str | None:
-    """What `accelerate launch` was asked for: it tells its processes by this variable."""
-    return PRECISIONS.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower())
 
 
 def _scaling(context: Context) -> Scaling:
@@ -244,16 +239,14 @@ def moved_most(context: Context, rates: Sequence[float]) -> tuple[str, float] | 
     for group, rate in zip(context.optimizer.param_groups, rates, strict=False):
         for parameter in group["params"]:
             name = names.get(id(parameter))
-            moved = _relative_move(parameter, rate, _last_direction(context, group, parameter))
+            moved = _relative_move(
+                parameter, rate, _direction(group, context.optimizer.state.get(parameter, {}))
+            )
             if name is None or moved is None:
                 continue
             if most is None or moved > most[1]:
                 most = (name, moved)
     return most
-
-
-def _last_direction(context: Context, group: dict[str, Any], parameter: Tensor) -> Tensor | None:
-    return _direction(group, context.optimizer.state.get(parameter, {}))
 
 
 def _relative_move(parameter: Tensor, rate: float, direction: Tensor | None) -> float | None:

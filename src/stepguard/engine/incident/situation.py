@@ -251,7 +251,7 @@ class SituationReader:
         reading = incident.reading
         ruined = weights_ruined(incident.origin) or self._diverged(incident.reading)
         fault = self._fault(incident, committed=committed, ruined=ruined)
-        repeatable = self._repeatable(step)
+        repeatable = self._reruns and step.repeatable and not self._why_alone()
         may_act = fault == "anomaly" and self._anomalies.proven
         found_in_time = fault == "state" and not committed
         no_heal = self._no_peer(incident, damaged=found_in_time)
@@ -271,16 +271,13 @@ class SituationReader:
             no_rewind=why_not,
             no_heal=no_heal,
             can_retry=repeatable and self._worth_a_retry(incident, step, fault),
-            at_start=found_in_time and self._bad_before_first_step(reading),
+            at_start=found_in_time
+            and (bool(reading.bad_state) and self._context.history.committed == 0),
             leave_out=leave_out,
             lost_share=lost_share,
             known=step.index in self._rewinder.past.lost_steps,
             new_scale=self._new_scale(step, reading),
         )
-
-    def _repeatable(self, step: Step) -> bool:
-        """Can the step be run again? Ranks that decide alone would run its collectives alone."""
-        return self._reruns and step.repeatable and not self._why_alone()
 
     def _why_alone(self) -> str:
         """Why this process can neither run the step again nor go back; empty where it can."""
@@ -312,9 +309,6 @@ class SituationReader:
             if words:
                 return words, share_of(step, incident)
         return "", 1.0
-
-    def _bad_before_first_step(self, reading: Reading) -> bool:
-        return bool(reading.bad_state) and self._context.history.committed == 0
 
     def _worth_a_retry(self, incident: Incident, step: Step, fault: Fault) -> bool:
         """A step that did not fail when it was replayed gets one more chance."""

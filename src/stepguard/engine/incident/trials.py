@@ -192,7 +192,25 @@ class _Trial:
         draft = _Draft(remedy, [remedy.title], set())
         try:
             draft.add(remedy)
-            return self._judged(draft, remedy, self._loss_once_finite(draft))
+            # The remedy of a step that is finite with it. Raises _NoFixError if it is no mend.
+            loss = self._loss_once_finite(draft)
+            usual = max(map(abs, self._facts.losses), default=math.inf)
+            if remedy.safety != "safe" and abs(loss or 0.0) > FAR_ABOVE * max(usual, 1.0):
+                # finite, but a bound of ours that leaves such a loss mends nothing
+                raise _NoFixError
+            told = MODEL_FINITE if self._replayer.step.model_only else FINITE
+            changed = self._changed(draft, loss)
+            if changed > 0.0:
+                if remedy.safety == "safe" or changed > MOST_CHANGE:
+                    raise _NoFixError
+                told += f"; values that were fine change by up to {changed:.2g}"
+            mended = draft.finished(told, loss)
+            # A bound of ours is arbitrary, and it takes the gradient away from what is beyond it.
+            name = "" if remedy.safety == "safe" else self._moved_too_far()
+            if name:
+                told += f", but `{name}` would move by more than its own size: {NOT_BEYOND}"
+                mended = replace(mended, tried=told, proven=False)
+            return mended
         except (_NoFixError, ReplayError):
             return None
         except PatchError as why:
@@ -219,26 +237,6 @@ class _Trial:
             draft.add(further)
             draft.titles.append(further.title)
         raise _NoFixError
-
-    def _judged(self, draft: _Draft, remedy: Remedy, loss: float | None) -> Remedy:
-        """The remedy of a step that is finite with it. Raises _NoFixError if it is no mend."""
-        usual = max(map(abs, self._facts.losses), default=math.inf)
-        if remedy.safety != "safe" and abs(loss or 0.0) > FAR_ABOVE * max(usual, 1.0):
-            # finite, but a bound of ours that leaves such a loss mends nothing
-            raise _NoFixError
-        told = MODEL_FINITE if self._replayer.step.model_only else FINITE
-        changed = self._changed(draft, loss)
-        if changed > 0.0:
-            if remedy.safety == "safe" or changed > MOST_CHANGE:
-                raise _NoFixError
-            told += f"; values that were fine change by up to {changed:.2g}"
-        mended = draft.finished(told, loss)
-        # A bound of ours is arbitrary, and it takes the gradient away from what is beyond it.
-        name = "" if remedy.safety == "safe" else self._moved_too_far()
-        if name:
-            told += f", but `{name}` would move by more than its own size: {NOT_BEYOND}"
-            mended = replace(mended, tried=told, proven=False)
-        return mended
 
     def _moved_too_far(self) -> str:
         """A parameter that the gradients of the mended step would throw far off; else empty.

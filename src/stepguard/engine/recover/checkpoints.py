@@ -228,7 +228,11 @@ class Checkpoints:
         """Write a state that is complete and finite; `last-good` names it only if it is good."""
         archive = self._archive
         assert archive is not None
-        state = self._state_worth_keeping(pending)
+        if not isinstance(pending, Snapshot):
+            state = None
+        else:
+            pending.lent = False
+            state = pending.state if self._rewinder.probation.sound(pending) else None
         told = self._told_by_all(archive, pending, state)
         if not told:
             return
@@ -298,12 +302,6 @@ class Checkpoints:
         except RankAbsent as absent:
             self._refuse(f"no checkpoint of step {_step(pending)}: {absent}", _step(pending))
             return []
-
-    def _state_worth_keeping(self, pending: Snapshot | int) -> SavedState | None:
-        if not isinstance(pending, Snapshot):
-            return None
-        pending.lent = False
-        return pending.state if self._rewinder.probation.sound(pending) else None
 
     def rewound(self) -> None:
         """Drop a pending checkpoint that the run has gone back from."""

@@ -177,17 +177,15 @@ class RankCadence(Cadence):
         self._width = self._agreed
         if self._agreement.rank == 0 and wanted != self._said:
             self._said = wanted
-            self._tell(_change_at((step // REVISED + 1) * REVISED), wanted)
+            about = _change_at((step // REVISED + 1) * REVISED)
+            self._agreement.tell(about, str(wanted))
+            self._told.append(about)
+            if len(self._told) > KEPT:
+                self._agreement.tell(self._told.popleft(), "")
 
     def rewound(self, step: int) -> None:
         super().rewound(step)
         self._asked = -1
-
-    def _tell(self, about: str, width: int) -> None:
-        self._agreement.tell(about, str(width))
-        self._told.append(about)
-        if len(self._told) > KEPT:
-            self._agreement.tell(self._told.popleft(), "")
 
 
 def _change_at(step: int) -> str:

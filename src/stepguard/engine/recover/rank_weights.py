@@ -117,8 +117,10 @@ class PeerHealing:
         bad_shards: set[str] = set()
         shape: dict[str, str] = {}
         for shard, table in self._tables().items():
-            shape[shard] = _structure(table)
-            found = _damaged(table)
+            shapes = {name: [str(t.dtype), list(local_part(t).shape)] for name, t in table.items()}
+            structure = fact_fingerprint(shapes)
+            shape[shard] = structure
+            found = {name for name, tensor in table.items() if not is_finite(tensor)}
             bad |= found
             if found:
                 bad_shards.add(shard)
@@ -193,21 +195,11 @@ class PeerHealing:
         values.copy_(sent)
 
 
-def _damaged(table: Table) -> set[str]:
-    return {name for name, tensor in table.items() if not is_finite(tensor)}
-
-
 def _slots(state: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(state, Mapping):
         for slot in sorted(state, key=str):
             if isinstance(state[slot], Tensor):
                 yield str(slot), state[slot]
-
-
-def _structure(table: Table) -> str:
-    """Names, shapes and dtypes: copies have the same."""
-    shapes = {name: [str(t.dtype), list(local_part(t).shape)] for name, t in table.items()}
-    return fact_fingerprint(shapes)
 
 
 def _copies_group(tensor: Tensor) -> Any:
@@ -395,32 +387,27 @@ def refuse_other_size(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], s
     trained = _trained(facts["groups"])
     for own in ranks.values():
         trained |= _trained(own["facts"].get("groups", ()))
-    for bare in _held_apart(tensors, ranks):
-        if _of_training(bare, trained):
+    # Names of what ranks hold of their own.
+    # by the facts, which all ranks have alike: of a state of shards a rank reads its own part only
+    named = {name for own in ranks.values() for name in own.get("has", ())}
+    if not named:
+        named = {name.split("/", 2)[2] for name in filter(_of_rank, tensors)}
+    held_apart = sorted(named)
+    for bare in held_apart:
+        # Is it a trained weight, or a slot of an optimizer that is spread over the ranks?
+        if bare.startswith("optimizer"):
+            of_training = True
+        else:
+            of_training = bare.partition("/")[2] in trained or bare.partition(":")[2] in trained
+        if of_training:
             raise StoreError(
                 f"the checkpoint holds other values for each of {len(ranks) + 1} ranks "
                 f"(first {bare}) and this run has {size}: restore it with {len(ranks) + 1}."
             )
 
 
-def _of_training(name: str, trained: set[str]) -> bool:
-    """Is it a trained weight, or a slot of an optimizer that is spread over the ranks?"""
-    if name.startswith("optimizer"):
-        return True
-    return name.partition("/")[2] in trained or name.partition(":")[2] in trained
-
-
 def _trained(groups: Iterable[Mapping[str, Any]]) -> set[str]:
     return {name for group in groups for name in group["params"]}
-
-
-def _held_apart(tensors: Mapping[str, Tensor], ranks: Mapping[str, Any]) -> list[str]:
-    """Names of what ranks hold of their own."""
-    # by the facts, which all ranks have alike: of a state of shards a rank reads its own part only
-    named = {name for own in ranks.values() for name in own.get("has", ())}
-    if not named:
-        named = {name.split("/", 2)[2] for name in filter(_of_rank, tensors)}
-    return sorted(named)
 
 
 def _own_part(

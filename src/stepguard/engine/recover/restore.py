@@ -427,7 +427,12 @@ def restore_checkpoint(
     opened = _open_together(context, archive, _choose(context, store, which, attempts))
     for passed in opened.passed_over:
         context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
-    state = _state_that_fits(context, rewinder, opened)
+    # This rank's state, once every rank has found that its own fits: nothing is loaded before.
+    agreement = context.agreement
+    refuse_other_size(opened.tensors, opened.facts, agreement.size)
+    state = state_of_rank(opened.tensors, opened.facts, agreement.rank)
+    why = rewinder.snapshots.run_state.misfit(state)
+    _raise_together(context, why and f"the saved state does not fit: {why}.", StateError)
     rates = _different_rates(context.optimizer, state.facts["groups"], state.tensors)
     _load(context, rewinder, state)
     context.run.id = opened.health.run or context.run.id
@@ -552,16 +557,6 @@ def _opened(
         return archive.store.open(which, select=archive.select(), but_not=passed)
     except StoreError as why:
         return why
-
-
-def _state_that_fits(context: Context, rewinder: Rewinder, opened: Opened) -> SavedState:
-    """This rank's state, once every rank has found that its own fits: nothing is loaded before."""
-    agreement = context.agreement
-    refuse_other_size(opened.tensors, opened.facts, agreement.size)
-    state = state_of_rank(opened.tensors, opened.facts, agreement.rank)
-    why = rewinder.snapshots.run_state.misfit(state)
-    _raise_together(context, why and f"the saved state does not fit: {why}.", StateError)
-    return state
 
 
 def _raise_together(context: Context, why: str, kind: type[StepguardError]) -> None:

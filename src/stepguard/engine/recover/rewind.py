@@ -613,7 +613,9 @@ def run_again(
     result = None
     if decision.action in ("retry", "heal"):
         # what a healed rank spoiled is run again on weights as they would have been
-        result = _retry(runs, step)
+        runs.rewinder.retried = step.index
+        with runs.rewinder.snapshots.paused():
+            result = _once_more(runs, step)
     elif decision.data == "repeat":
         result = _repeat(runs, step)
     if end is not None:
@@ -621,12 +623,6 @@ def run_again(
     if result is None:
         return None
     return result.answering(incident)
-
-
-def _retry(runs: Runs, step: Step) -> StepResult:
-    runs.rewinder.retried = step.index
-    with runs.rewinder.snapshots.paused():
-        return _once_more(runs, step)
 
 
 def _repeat(runs: Runs, step: Step) -> StepResult | None:

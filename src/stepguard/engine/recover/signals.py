@@ -170,18 +170,15 @@ class HungRank:
         if waited < self._after or self._told == place or context.agreement.rank >= TELLERS:
             return
         self._told = place
-        words = behind(self._places(context), time.time() - SILENT * self._after / LOOKS)
-        if words:
-            context.outputs.note("hang", f"nothing has moved for {waited:.0f} s: {words}")
-
-    def _places(self, context: Context) -> dict[int, RankProgress]:
         store = default_store()
-        found: dict[int, RankProgress] = {}
+        places: dict[int, RankProgress] = {}
         for rank in context.agreement.members:
             key = f"{self._name}/{rank}"
             if store.check([key]):
-                found[rank] = RankProgress(*json.loads(store.get(key)))
-        return found
+                places[rank] = RankProgress(*json.loads(store.get(key)))
+        words = behind(places, time.time() - SILENT * self._after / LOOKS)
+        if words:
+            context.outputs.note("hang", f"nothing has moved for {waited:.0f} s: {words}")
 
     def _line(self) -> str:
         """The innermost line of the user's that the loop is in."""
@@ -307,17 +304,16 @@ class AgreedStop:
         """As the first rank: say before the next look how far it is from there to the one after."""
         if self._context.agreement.rank == 0:
             place = f"{self._name}/look/{self._number % 2}"
-            store.set(place, f"{self._look} {self._wanted_width()}")
-
-    def _wanted_width(self) -> int:
-        now = self._clock()
-        step = self._context.step
-        before = self._looked
-        self._looked = (now, step)
-        if before is None or step <= before[1]:
-            return 1
-        seconds = (now - before[0]) / (step - before[1])
-        return min(MOST, max(1, int(BETWEEN / max(seconds, 1e-9))))
+            now = self._clock()
+            step = self._context.step
+            before = self._looked
+            self._looked = (now, step)
+            if before is None or step <= before[1]:
+                wanted_width = 1
+            else:
+                seconds = (now - before[0]) / (step - before[1])
+                wanted_width = min(MOST, max(1, int(BETWEEN / max(seconds, 1e-9))))
+            store.set(place, f"{self._look} {wanted_width}")
 
     def _ask_store(self, question: Callable[[Any], None]) -> None:
         try:

@@ -394,17 +394,13 @@ def wanted_parts(context: Context, run_state: RunState) -> Select:
         part = parts.get(name)
         if part is None and name.startswith(SLOTS):
             # the optimizer has not made it yet: it is divided as its parameter is
-            part = of_parameters.get(_parameter(name, of_parameters))
+            # The parameter of `optimizer/PARAMETER/SLOT`; both may have slashes in their names.
+            parameter = name.removeprefix(SLOTS)
+            while parameter and parameter not in of_parameters:
+                parameter = parameter.rpartition("/")[0]
+            part = of_parameters.get(parameter)
         if part is not None and part.whole == shape:
             return part
         return whole_part(shape)
 
     return select
-
-
-def _parameter(name: str, known: dict[str, TensorPart]) -> str:
-    """The parameter of `optimizer/PARAMETER/SLOT`; both may have slashes in their names."""
-    path = name.removeprefix(SLOTS)
-    while path and path not in known:
-        path = path.rpartition("/")[0]
-    return path

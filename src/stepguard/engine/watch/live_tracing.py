@@ -102,31 +102,31 @@ class LiveTracing:
 
     def begin(self) -> None:
         """An update is done: everything up to the next one is the next step."""
-        trace = self._next_trace()
+        if self._since is None:
+            trace = None
+        else:
+            self._since += 1
+            limit = self._context.memory.effort
+            if self._since >= ARMED_STEPS:
+                self._disarm(f"{ARMED_STEPS} steps without another bad one")
+                trace = None
+            elif limit.tracing_too_long:
+                self._disarm(f"it has taken as long as {limit.tracing_limit:g} more steps")
+                trace = None
+            elif self._since > IN_A_ROW and self._since % THEN_EVERY:
+                trace = None
+            else:
+                recorder = shared_recorder()
+                if recorder is None:
+                    trace = None
+                else:
+                    self._working(on=True)  # the first one to trace has just made the recorder
+                    trace = LiveTrace(bare_step(self._context), recorder)
         self._context.memory.effort.tracing = trace is not None
         self._running = trace
         if trace is not None:
             trace.enter()
         self._working(on=False)
-
-    def _next_trace(self) -> LiveTrace | None:
-        if self._since is None:
-            return None
-        self._since += 1
-        limit = self._context.memory.effort
-        if self._since >= ARMED_STEPS:
-            self._disarm(f"{ARMED_STEPS} steps without another bad one")
-            return None
-        if limit.tracing_too_long:
-            self._disarm(f"it has taken as long as {limit.tracing_limit:g} more steps")
-            return None
-        if self._since > IN_A_ROW and self._since % THEN_EVERY:
-            return None
-        recorder = shared_recorder()
-        if recorder is None:
-            return None
-        self._working(on=True)  # the first one to trace has just made the recorder
-        return LiveTrace(bare_step(self._context), recorder)
 
     def _disarm(self, why: str) -> None:
         self._since = None

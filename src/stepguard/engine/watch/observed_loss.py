@@ -29,21 +29,6 @@ def clip_before_update(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None, max_norm: float
 ) -> RemovableHandle:
     """Clip at the beginning of every `optimizer.step()`, before any hook that comes later."""
-    _refuse_what_cannot(optimizer, scaler, max_norm)
-
-    def clip(optimizer: Optimizer, *_: Any) -> None:
-        if isinstance(model, FullyShardedDataParallel):
-            model.clip_grad_norm_(max_norm)
-            return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    # where `optimizer.step` is compiled, hooks must stay out of the graph
-    outside: Any = torch.compiler.disable
-    return optimizer.register_step_pre_hook(outside(clip))
-
-
-def _refuse_what_cannot(optimizer: Optimizer, scaler: GradScaler | None, max_norm: float) -> None:
     name = type(optimizer).__name__
     if needs_closure(optimizer) or evaluates_again(optimizer):
         raise ConfigError(
@@ -57,6 +42,17 @@ def _refuse_what_cannot(optimizer: Optimizer, scaler: GradScaler | None, max_nor
             "whose gradients are still scaled then; call scaler.unscale_(optimizer) and "
             "torch.nn.utils.clip_grad_norm_ in the loop, or make it without fused=True."
         )
+
+    def clip(optimizer: Optimizer, *_: Any) -> None:
+        if isinstance(model, FullyShardedDataParallel):
+            model.clip_grad_norm_(max_norm)
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    # where `optimizer.step` is compiled, hooks must stay out of the graph
+    outside: Any = torch.compiler.disable
+    return optimizer.register_step_pre_hook(outside(clip))
 
 
 # --- Veto an update by hiding every gradient until optimizer.step() has returned.
@@ -247,7 +243,12 @@ class ObservedLoss:
     def norm(self) -> GradientNorm | None:
         """The norm before clipping, unless anything but clipping has written gradients since."""
         if self._norm is None:
-            return self._taken_norm() or self._scaled_norm()
+            if self._taken is None:
+                taken_norm = None
+            else:
+                norm, marks = self._taken
+                taken_norm = None if marks != self._gradient_marks() else norm
+            return taken_norm or self._scaled_norm()
         for now, then in zip(self._gradient_marks(), self._at_norm, strict=False):
             same_tensor = now[0] == then[0]
             writes = now[1] - then[1]
@@ -260,27 +261,17 @@ class ObservedLoss:
         """The norm now, for another optimizer of the same step; kept for this one's own step."""
         found = self.norm()
         if found is None:
-            found = self._measured()
+            each = is_custom(self._context.optimizer)
+            shares = self._context.memory.shares
+            if shares is not None:
+                found = shares.norm(self._context.parameters, each=each)
+            else:
+                found = gradient_norm(self._gradients(), each=each)
             if found is not None:
                 self._taken = (found, self._gradient_marks())
         if found is None:
             return None
         return found.total
-
-    def _measured(self) -> GradientNorm | None:
-        each = is_custom(self._context.optimizer)
-        shares = self._context.memory.shares
-        if shares is not None:
-            return shares.norm(self._context.parameters, each=each)
-        return gradient_norm(self._gradients(), each=each)
-
-    def _taken_norm(self) -> GradientNorm | None:
-        if self._taken is None:
-            return None
-        norm, marks = self._taken
-        if marks != self._gradient_marks():
-            return None
-        return norm
 
     def _scaled_norm(self) -> GradientNorm | None:
         """Where a scaler leaves dividing to the fused kernel, gradients still carry its factor."""

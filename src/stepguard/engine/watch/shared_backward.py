@@ -133,8 +133,15 @@ class SharedBackward:
         self.spent = self.serial
         for reference in tuple(_of_process):
             other = reference()
-            if other is not None and other is not self and other.spent == self.serial:
-                self._pair(other)
+            if other is None or other is self or other in self.partners:
+                continue
+            if other.spent == self.serial:
+                self.partners.add(other)
+                other.partners.add(self)
+                    mine = self.watcher
+                    theirs = other.watcher
+                    if mine is not None and theirs is not None:
+                        follow(mine, theirs)
 
     def drop(self, *, counts: bool) -> None:
         """Another optimizer of this backward pass was vetoed."""
@@ -144,16 +151,6 @@ class SharedBackward:
     @property
     def is_dropped(self) -> bool:
         return self.serial >= 0 and self.dropped == self.serial
-
-    def _pair(self, earlier: SharedBackward) -> None:
-        if earlier in self.partners:
-            return
-        self.partners.add(earlier)
-        earlier.partners.add(self)
-        mine = self.watcher
-        theirs = earlier.watcher
-        if mine is not None and theirs is not None:
-            follow(mine, theirs)
 
 
 class Following(Cadence):
