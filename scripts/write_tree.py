@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -15,7 +16,7 @@ SOURCE = ROOT / "src" / "stepguard"
 PAGE = ROOT / "docs" / "how-it-works.md"
 BEGIN = "<!-- tree: written by scripts/write_tree.py -->\n"
 END = "<!-- end of the tree -->\n"
-WIDTH = 118
+WIDTH = 130
 
 
 def tree(folder: Path, depth: int = 0) -> list[str]:
@@ -33,8 +34,8 @@ def tree(folder: Path, depth: int = 0) -> list[str]:
 
 def _line(name: str, path: Path) -> str:
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    sentence = " ".join(docstring.split("\n\n")[0].split())
-    return f"{name:<26} {sentence}"[:WIDTH].rstrip()
+    sentence = textwrap.shorten(docstring.split("\n\n")[0], WIDTH - 27, placeholder=" ...")
+    return f"{name:<26} {sentence}".rstrip()
 
 
 def page(text: str) -> str:
