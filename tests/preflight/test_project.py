@@ -12,7 +12,7 @@ from torch import nn
 from preflight.asking import inside
 from stepguard.check.inspection import CheckContext, Inspection
 from stepguard.check.preflight import Subject, check, run_item
-from stepguard.check.source import files_below, read_source
+from stepguard.check.subject import files_below, read_source
 
 ITEMS = ("checklist.loss_checked", "checklist.norms", "checklist.recovery")
 GUARDED = ("pass", "pass", "pass")

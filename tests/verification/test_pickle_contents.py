@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from stepguard.check import torch_file
-from stepguard.check.bounded_file import ProblemList
+from stepguard.check.bounded_file import SIZES, ProblemList
 from stepguard.check.inert_pickle import PickledObject, StorageRecord, TensorRecord
-from stepguard.check.names import SIZES
 from stepguard.check.scan import FileLayout
 from stepguard.check.torch_file import walk
 

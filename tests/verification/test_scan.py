@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepguard.check import scan
-from stepguard.check.bounded_file import ProblemList, open_file
-from stepguard.check.names import SIZES
+from stepguard.check.bounded_file import SIZES, ProblemList, open_file
 from stepguard.check.scan import Checksum, FileLayout
 
 VALUES = torch.linspace(-3.0, 5.0, 700_000)

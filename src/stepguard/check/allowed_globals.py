@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from stepguard.check.names import ALIASES, SIZES, STORAGES
+from stepguard.check.bounded_file import ALIASES, SIZES, STORAGES
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,18 @@ from typing import Any
 from stepguard._errors import StoreError
 from stepguard.check.bounded_file import (
     LARGEST_INDEX,
+    SIZES,
     Damaged,
     FileSlice,
     ProblemList,
     first_few,
+    is_shape,
     open_file,
     parse_json,
+    role_of_file,
+    role_of_part,
 )
 from stepguard.check.inert_pickle import PickledObject, PickleReader, TensorRecord
-from stepguard.check.names import SIZES, is_shape, role_of_file, role_of_part
 from stepguard.check.scan import Checksum, FileLayout, Progress
 from stepguard.check.torch_file import (
     ZIP_START,

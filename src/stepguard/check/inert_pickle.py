@@ -34,8 +34,7 @@ from stepguard.check.allowed_globals import (
     Global,
     is_listed,
 )
-from stepguard.check.bounded_file import Damaged, FileSlice
-from stepguard.check.names import NUMPY, SIZES, STORAGES, is_shape
+from stepguard.check.bounded_file import NUMPY, SIZES, STORAGES, Damaged, FileSlice, is_shape
 
 MOST_OPERATIONS = 10_000_000
 """Opcodes of one pickle stream; 100 000 tensors need about 4 million."""

@@ -45,8 +45,15 @@ from stepguard.check.settings import (
     read_launcher,
     read_settings,
 )
-from stepguard.check.source import Source, files_below, program_files, read_source
-from stepguard.check.subject import FrameworkContext, Subject, read_framework
+from stepguard.check.subject import (
+    FrameworkContext,
+    Source,
+    Subject,
+    files_below,
+    program_files,
+    read_framework,
+    read_source,
+)
 from stepguard.check.torch_file import is_checkpoint_file, read_content
 from stepguard.check.verify import check_path as verify
 from stepguard.diagnose.case import plain as real_format

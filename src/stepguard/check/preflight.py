@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stepguard._errors import ConfigError, StepguardError
-from stepguard.check import items_data as data
+from stepguard.check import items_project as data
 from stepguard.check import items_project as project
 from stepguard.check import items_step as step
 from stepguard.check.data import READERS as DATA_KINDS
@@ -40,8 +40,7 @@ from stepguard.check.settings import (
     plain,
     read_settings,
 )
-from stepguard.check.source import is_source_of
-from stepguard.check.subject import Subject, subject_of
+from stepguard.check.subject import Subject, is_source_of, subject_of
 from stepguard.records.checks import Alignment, Outcome, Preflight
 from stepguard.state.capsule import import_function, importable
 

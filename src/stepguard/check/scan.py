@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 import xxhash
 
-from stepguard.check.bounded_file import FileSlice, ProblemList
-from stepguard.check.names import (
+from stepguard.check.bounded_file import (
     BUFFERS,
     LARGEST,
     NORM_STATISTICS,
     SQUARES,
     USUALLY_ZERO,
+    FileSlice,
+    ProblemList,
     is_real,
 )
 from stepguard.records.checks import ProblemKind, Rate, Role

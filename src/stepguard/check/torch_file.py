@@ -19,12 +19,20 @@ from typing import Any
 from stepguard.check.allowed_globals import trust
 from stepguard.check.bounded_file import (
     LARGEST_INDEX,
+    SAFETENSORS,
+    SAFETENSORS_BITS,
+    SIZES,
     Damaged,
     FileSlice,
     ProblemList,
     first_few,
+    is_shape,
     open_file,
     parse_json,
+    role_of_file,
+    role_of_part,
+    role_of_tensor,
+    structural,
 )
 from stepguard.check.inert_pickle import (
     LEGACY_START,
@@ -37,16 +45,6 @@ from stepguard.check.inert_pickle import (
     PickleReader,
     StorageRecord,
     TensorRecord,
-)
-from stepguard.check.names import (
-    SAFETENSORS,
-    SAFETENSORS_BITS,
-    SIZES,
-    is_shape,
-    role_of_file,
-    role_of_part,
-    role_of_tensor,
-    structural,
 )
 from stepguard.check.scan import Checksum, FileLayout, Progress, judge, scan
 from stepguard.records.checks import Rate, Role

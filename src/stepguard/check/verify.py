@@ -18,7 +18,7 @@ import xxhash
 
 from stepguard import __version__
 from stepguard._errors import ConfigError, StoreError
-from stepguard.check.bounded_file import ProblemList, open_file, special_name
+from stepguard.check.bounded_file import ProblemList, open_file, role_of_file, special_name
 from stepguard.check.folders import (
     FOLDER_FORMATS,
     METADATA,
@@ -27,7 +27,6 @@ from stepguard.check.folders import (
     check_store,
     folder_format,
 )
-from stepguard.check.names import role_of_file
 from stepguard.check.scan import FileLayout, Progress
 from stepguard.check.torch_file import check_file, has_checkpoint_suffix, is_checkpoint_file
 from stepguard.checkpoints.seal import (

@@ -25,9 +25,9 @@ from stepguard.engine.drivers.schedule import (
     scheduler_of,
 )
 from stepguard.engine.hooks import LeadUp, StepProbe
-from stepguard.engine.incident.gradient_outliers import Outliers
+from stepguard.engine.incident.anomaly_check import Outliers
 from stepguard.engine.protect import Outputs
-from stepguard.engine.watch.gradient_habits import GradientHabits
+from stepguard.engine.watch.observed_loss import GradientHabits
 from stepguard.ledger import Ledger
 from stepguard.locate.replay_state import LocateBudget
 from stepguard.policy import Budget

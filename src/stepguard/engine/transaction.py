@@ -33,7 +33,6 @@ from stepguard.engine.incident.closer_look import (
     surfaces_only,
     weights_ruined,
 )
-from stepguard.engine.incident.lost_samples import with_sample_names
 from stepguard.engine.incident.ranks import (
     agreed_reading,
     find_together,
@@ -41,12 +40,15 @@ from stepguard.engine.incident.ranks import (
     tried,
     with_decision,
 )
-from stepguard.engine.incident.run_facts import change_settings, not_applied, run_facts
+from stepguard.engine.incident.sample_identity import with_sample_names
 from stepguard.engine.incident.situation import (
     BORN_IN_THE_STEP,
     SituationReader,
+    change_settings,
     halt,
     keep_lead_up,
+    not_applied,
+    run_facts,
 )
 from stepguard.engine.incident.trials import try_remedies
 from stepguard.engine.protect import Protection, explain_or_warn

@@ -7,7 +7,7 @@ import torch
 
 from engine.parts import step_of
 from guard.scenes import batches
-from stepguard.engine.recover.kept_steps import MOST_STEPS, RANDOM_NUMBERS, KeptSteps
+from stepguard.engine.recover.snapshots import MOST_STEPS, RANDOM_NUMBERS, KeptSteps
 
 DATA = batches(6)
 SIZE = RANDOM_NUMBERS + DATA[0][0].nbytes + DATA[0][1].nbytes

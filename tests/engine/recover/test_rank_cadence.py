@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from stepguard.engine.recover.kept_steps import KEPT, RankCadence, cadence_of
+from stepguard.engine.recover.snapshots import KEPT, RankCadence, cadence_of
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.snapshot import Cadence
 

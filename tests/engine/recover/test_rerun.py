@@ -11,8 +11,8 @@ import torch
 from engine.parts import incident_of, step_of
 from guard.scenes import batches, plain_net, quiet
 from stepguard import Guard
-from stepguard.engine.recover.kept_steps import KeptStep
 from stepguard.engine.recover.rewind import run_again
+from stepguard.engine.recover.snapshots import KeptStep
 from stepguard.engine.result import StepResult
 from stepguard.records import Action, Decision, Incident, Reading
 

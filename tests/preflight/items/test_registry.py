@@ -7,7 +7,8 @@ import inspect
 import pytest
 
 from preflight.asking import CONFIG, HEALTHY, ask, built, saved
-from stepguard.check import items_data, items_project, items_step
+from stepguard.check import items_project, items_step
+from stepguard.check import items_project as items_data
 from stepguard.check.preflight import TITLES
 from stepguard.records.checks import Preflight
 

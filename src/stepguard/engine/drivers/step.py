@@ -12,27 +12,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.scaler import (
+from stepguard.engine.drivers.schedule import (
+    ScheduleCopy,
     UpdateCheck,
+    evaluates_again,
+    found_inf,
     hold_scaler,
     present_scale,
     restore_scaler,
     scaled,
     scaler_copy,
     step_without_gradients,
+    takes_found_inf,
     unscale,
     update,
     update_scaler,
     voting_manager,
 )
-from stepguard.engine.drivers.schedule import (
-    ScheduleCopy,
-    evaluates_again,
-    found_inf,
-    takes_found_inf,
-)
-from stepguard.engine.incident.exceptions import Exceptions
-from stepguard.engine.incident.run_facts import (
+from stepguard.engine.incident.incident_record import Exceptions
+from stepguard.engine.incident.situation import (
     leaves_out,
     let_through,
     rewinds,

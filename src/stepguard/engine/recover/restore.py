@@ -18,7 +18,7 @@ from stepguard.checkpoints import Background, Entry, Health, Opened, PassedOver,
 from stepguard.detect.history import history_from
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import scale_rates
-from stepguard.engine.incident.lost_samples import skip_lost_batches
+from stepguard.engine.incident.sample_identity import skip_lost_batches
 from stepguard.engine.recover.rank_weights import (
     APART,
     SLOTS_APART,

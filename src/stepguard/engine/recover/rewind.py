@@ -17,10 +17,9 @@ from torch import Tensor
 from stepguard.detect.history import LR_JUMP, history_from
 from stepguard.detect.judge import Comparison
 from stepguard.engine.context import Context
-from stepguard.engine.incident.run_facts import micro_batch_words
-from stepguard.engine.recover.kept_steps import KeptStep
+from stepguard.engine.incident.situation import micro_batch_words
 from stepguard.engine.recover.rank_weights import PeerHealing
-from stepguard.engine.recover.snapshots import SnapshotKeeper, wait_for_copies
+from stepguard.engine.recover.snapshots import KeptStep, SnapshotKeeper, wait_for_copies
 from stepguard.engine.result import StepResult
 from stepguard.locate.replay_state import sample_count
 from stepguard.policy.decide import NOTHING_GOOD, RewindData, RewindPlan, RewindTarget, next_rewind

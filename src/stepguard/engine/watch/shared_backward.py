@@ -138,10 +138,10 @@ class SharedBackward:
             if other.spent == self.serial:
                 self.partners.add(other)
                 other.partners.add(self)
-                    mine = self.watcher
-                    theirs = other.watcher
-                    if mine is not None and theirs is not None:
-                        follow(mine, theirs)
+                mine = self.watcher
+                theirs = other.watcher
+                if mine is not None and theirs is not None:
+                    follow(mine, theirs)
 
     def drop(self, *, counts: bool) -> None:
         """Another optimizer of this backward pass was vetoed."""
