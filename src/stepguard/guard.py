@@ -48,7 +48,7 @@ from stepguard.engine.wiring import (
 )
 from stepguard.port import Port
 from stepguard.probes.looks import Looks
-from stepguard.probes.whatif_candidates import OwnFix, try_what_helps, what_helps
+from stepguard.probes.whatif import OwnFix, try_what_helps, what_helps
 from stepguard.records import GuardConfig, Incident
 from stepguard.records.probes import WhatIf
 from stepguard.state.batch import LossFn, total_loss

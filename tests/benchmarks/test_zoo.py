@@ -21,8 +21,8 @@ from zoo.tools import named, stepguard
 
 from forked import FULL
 from stepguard import GuardConfig
-from stepguard.detect import History
-from stepguard.policy.decide import LOST_WINDOW
+from stepguard.judge import History
+from stepguard.judge.decide import LOST_WINDOW
 
 ROOT = Path(__file__).parents[2]
 CASES = list(load().values())

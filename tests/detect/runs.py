@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from stepguard.detect import History, judge
+from stepguard.judge import History, judge
 from stepguard.records import GuardConfig, Reading, Verdict
 
 CONFIG = GuardConfig()

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from detect.runs import CONFIG, HEALTHY, PEERS, SETTLED, healthy, play, played, reading, slow_rise
-from stepguard.detect import History, judge
-from stepguard.detect.judge import ZERO_STEPS, trend
+from stepguard.judge import History, judge
+from stepguard.judge.judge import ZERO_STEPS, trend
 from stepguard.records import GuardConfig, Probes
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

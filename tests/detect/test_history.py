@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detect.runs import HEALTHY, healthy, play, played, reading
-from stepguard.detect import History
-from stepguard.detect.history import Weights
+from stepguard.judge import History
+from stepguard.judge.history import Weights
 
 anything = st.floats() | st.sampled_from([math.nan, math.inf, -math.inf])
 

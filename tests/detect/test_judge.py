@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detect.runs import CONFIG, played, reading
-from stepguard.detect import History, judge
-from stepguard.detect.judge import alarming
+from stepguard.judge import History, judge
+from stepguard.judge.judge import alarming
 from stepguard.records import GuardConfig, Reading
 
 NAN, INF = math.nan, math.inf

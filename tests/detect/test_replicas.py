@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stepguard.detect.replicas import (
+from stepguard.judge.replicas import (
     RankDigest,
     odd_rates,
     odd_samplers,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from detect.runs import SETTLED, played, reading
-from stepguard.detect.judge import LASTING, Comparison, blame_weights
+from stepguard.judge.judge import LASTING, Comparison, blame_weights
 from stepguard.records import Verdict
 
 HIGH = Verdict(kind="spike", severity="suspicion", summary="high", evidence={"loss": 50.0})

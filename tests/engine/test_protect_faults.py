@@ -17,7 +17,6 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
-import stepguard.detect
 import stepguard.engine.drivers.step
 import stepguard.engine.incident.incident_record
 import stepguard.engine.protect
@@ -28,6 +27,7 @@ import stepguard.engine.transaction
 import stepguard.engine.watch.live_tracing
 import stepguard.engine.watch.observed_loss
 import stepguard.journal
+import stepguard.judge
 import stepguard.report.sinks
 import stepguard.report.terminal
 import stepguard.sentinel.gradients
@@ -62,7 +62,7 @@ WEAK_SPOTS: dict[str, tuple[Any, str]] = {
     "reading": (stepguard.sentinel.gradients.Packet, "fetch"),
     "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),
     "judging": (stepguard.engine.transaction, "judge_reading"),
-    "history": (stepguard.detect.History, "add"),
+    "history": (stepguard.judge.History, "add"),
 }
 SPARED: dict[str, tuple[Any, str]] = {
     "journal": (stepguard.journal.Journal, "step"),

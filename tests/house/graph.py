@@ -11,9 +11,8 @@ PACKAGE = "stepguard"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_errors",),
     ("records",),
-    ("detect", "diagnose", "policy", "journal", "ledger"),
+    ("judge", "diagnose", "journal", "ledger"),
     ("report",),
-    ("serve",),
     ("tensors",),
     ("sentinel", "state", "numerics"),
     ("checkpoints",),
@@ -27,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations", "cli"),
 )
 """Lowest first. A unit imports units of lower layers only, never a sibling."""
-TORCH_FREE = frozenset(unit for layer in LAYERS[:5] for unit in layer)
+TORCH_FREE = frozenset(unit for layer in LAYERS[:4] for unit in layer)
 FRAMEWORKS = frozenset(
     {"transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "datasets"}
 )

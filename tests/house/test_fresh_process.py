@@ -46,7 +46,8 @@ def test_import_brings_no_torch_and_no_framework(tmp_path: Path) -> None:
 
 def test_records_and_journal_bring_no_torch(tmp_path: Path) -> None:
     seen = run_code(
-        tmp_path, "import stepguard.records, stepguard.detect, stepguard.policy, stepguard.journal"
+        tmp_path,
+        "import stepguard.records, stepguard.judge.decide, stepguard.journal",
     )
     assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
 

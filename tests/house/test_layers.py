@@ -26,7 +26,7 @@ def _edges(**modules: str) -> list[graph.Edge]:
 
 def test_source_is_really_read() -> None:
     assert "stepguard.records.incident" in MODULES
-    assert ("stepguard.detect.judge", "stepguard.records.incident") in {
+    assert ("stepguard.judge.judge", "stepguard.records.incident") in {
         (e.importer, e.target) for e in EDGES
     }
 
@@ -69,8 +69,8 @@ def test_module_without_layer_would_be_caught() -> None:
 @pytest.mark.parametrize(
     ("importer", "statement"),
     [
-        ("records__origin", "import stepguard.detect.judge"),
-        ("detect__judge", "from stepguard.policy import decide"),
+        ("records__origin", "import stepguard.judge.judge"),
+        ("detect__judge", "from stepguard.judge import decide"),
         ("journal", "from stepguard.report import terminal"),
         ("sentinel__taps", "from stepguard.state.rng import capture_rng"),
         ("state__rng", "from stepguard.sentinel import taps"),
@@ -139,11 +139,11 @@ def test_cycle_would_be_caught_however_long() -> None:
 def test_module_that_imports_what_its_own_package_exports_is_a_cycle() -> None:
     found = graph.edges(
         {
-            "stepguard.detect": "from stepguard.detect.judge import judge",
-            "stepguard.detect.judge": "from stepguard.detect import History",
+            "stepguard.judge": "from stepguard.judge.judge import judge",
+            "stepguard.judge.judge": "from stepguard.judge import History",
         }
     )
-    assert graph.cycles(found) == [["stepguard.detect", "stepguard.detect.judge"]]
+    assert graph.cycles(found) == [["stepguard.judge", "stepguard.judge.judge"]]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepguard.policy import Budget
+from stepguard.judge.decide import Budget
 from stepguard.records import Policy
 from stepguard.report.phrases import count
 

@@ -8,17 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepguard.policy import Budget, decide
-from stepguard.policy.decide import (
+from stepguard.judge.decide import (
     LEAST_LOST,
     LOST_WINDOW,
     MOST_HEALS,
+    Budget,
     Fault,
     RewindPlan,
     RewindTarget,
     Situation,
     allows_continuing,
     budget_from,
+    decide,
 )
 from stepguard.records import Action, Decision, Policy
 

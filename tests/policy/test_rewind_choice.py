@@ -4,7 +4,7 @@ twice.
 
 from __future__ import annotations
 
-from stepguard.policy.decide import RewindPlan, RewindTarget, next_rewind
+from stepguard.judge.decide import RewindPlan, RewindTarget, next_rewind
 
 TARGETS = [RewindTarget(step=48), RewindTarget(step=32), RewindTarget(step=16)]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepguard.check.items_project import available_memory
+from stepguard.check.items import available_memory
 from stepguard.check.preflight import Subject, check
 
 MODEL = nn.BatchNorm1d(4)

@@ -22,9 +22,9 @@ from stepguard.cli.app import app
 from stepguard.locate.source import variable_name
 from stepguard.report.page import overview, story_document, verdict
 from stepguard.report.run_report import render_markdown, render_terminal
+from stepguard.report.serve import PageProgress, RunFolders, RunFollower
 from stepguard.report.story import read_story
 from stepguard.report.summary import render_json, summarize
-from stepguard.serve.app import PageProgress, RunFolders, RunFollower
 
 STEPS, BAD = 12, 6
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
 
-from stepguard.detect.history import LR_JUMP
+from stepguard.judge.history import LR_JUMP
 from stepguard.sentinel.gradients import CHEAP_COPY, is_custom, risky_update
 
 

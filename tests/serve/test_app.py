@@ -14,7 +14,7 @@ from cli.journals import write_run
 from report.hostile import ATTACK
 from stepguard import ConfigError
 from stepguard.cli.app import app
-from stepguard.serve.app import COOKIE, build_app
+from stepguard.report.serve import COOKIE, build_app
 
 
 @pytest.fixture

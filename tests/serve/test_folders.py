@@ -8,7 +8,7 @@ import pytest
 
 from cli.journals import write_run
 from stepguard._errors import JournalError
-from stepguard.serve.app import RunFolders
+from stepguard.report.serve import RunFolders
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from cli.journals import write_run
 from stepguard.journal import Journal
 from stepguard.records import Reading
-from stepguard.serve import app
-from stepguard.serve.app import PageProgress, RunFollower
+from stepguard.report import serve as app
+from stepguard.report.serve import PageProgress, RunFollower
 
 
 @pytest.fixture(autouse=True)

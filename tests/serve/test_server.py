@@ -11,7 +11,7 @@ from cli.journals import run_stepguard, write_run
 from serve.served import Stream, get, serving
 from stepguard.journal import Journal
 from stepguard.records import Reading
-from stepguard.serve.app import is_loopback
+from stepguard.report.serve import is_loopback
 
 RUNS = 6
 PAGES = 8

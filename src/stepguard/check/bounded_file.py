@@ -1,4 +1,4 @@
-"""Bounded reads of files that are not trusted, and the list of problems found in one of them."""
+"""Bounded reads of untrusted files, problems found in them, and what names in a checkpoint mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The subject of a check: the objects a run would start with, as far as they are given."""
+"""The subject of a check: the objects a run would start with, and its source, which is not run."""
 
 from __future__ import annotations
 

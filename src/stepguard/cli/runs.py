@@ -351,6 +351,6 @@ def serve(
     ] = None,
 ) -> None:
     """Show runs live in the browser, from their journals; training is not touched."""
-    from stepguard.serve.app import serve_runs
+    from stepguard.report.serve import serve_runs
 
     serve_runs(runs, host, port, token, say=echo)

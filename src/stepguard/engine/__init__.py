@@ -1,1 +1,1 @@
-"""The step as one transaction, the drivers that run it, and rooms for what a bad step needs."""
+"""The step as one transaction, the drivers that run it, and what a bad step needs."""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from stepguard.detect import History
 from stepguard.engine.drivers.schedule import (
     DeclaredRates,
     advance,
@@ -28,9 +27,10 @@ from stepguard.engine.hooks import LeadUp, StepProbe
 from stepguard.engine.incident.anomaly_check import Outliers
 from stepguard.engine.protect import Outputs
 from stepguard.engine.watch.observed_loss import GradientHabits
+from stepguard.judge import History
+from stepguard.judge.decide import Budget
 from stepguard.ledger import Ledger
 from stepguard.locate.replay_state import LocateBudget
-from stepguard.policy import Budget
 from stepguard.records import Decision, GuardConfig, Incident, Reading
 from stepguard.records.incident import box
 from stepguard.sentinel.gradients import GradientNorm, GradientNorms, Shares

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from stepguard.detect import judge as judge_reading
-from stepguard.detect.judge import alarming
 from stepguard.diagnose import diagnose as find_causes
 from stepguard.engine.context import Context
 from stepguard.engine.incident import incident_record
@@ -40,7 +38,7 @@ from stepguard.engine.incident.ranks import (
     tried,
     with_decision,
 )
-from stepguard.engine.incident.sample_identity import with_sample_names
+from stepguard.engine.incident.samples import with_sample_names
 from stepguard.engine.incident.situation import (
     BORN_IN_THE_STEP,
     SituationReader,
@@ -54,8 +52,10 @@ from stepguard.engine.incident.trials import try_remedies
 from stepguard.engine.protect import Protection, explain_or_warn
 from stepguard.engine.reader import Pending, Reader
 from stepguard.engine.recover.rewind import Rewinder, loss_function_changed
+from stepguard.judge import judge as judge_reading
+from stepguard.judge.decide import decide as choose_remedy
+from stepguard.judge.judge import alarming
 from stepguard.locate import locate
-from stepguard.policy import decide as choose_remedy
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.state.batch import Step
 

@@ -1,4 +1,4 @@
-"""When a guard takes a deep look at a step, and what the step's driver tells it on the way."""
+"""When a deep look is due, and what the driver of the step shows it on the way."""
 
 from __future__ import annotations
 

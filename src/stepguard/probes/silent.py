@@ -1,4 +1,4 @@
-"""Tell what a healthy run does wrong: every silent failure once, as a line."""
+"""Report silent failures and forecasts of a healthy run: each once, as a line."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from stepguard.locate.replay import kept_loss_function_state
 from stepguard.locate.source import with_edits
-from stepguard.probes.whatif_candidates import (
+from stepguard.probes.whatif import (
     NOTHING,
     UNCHANGED,
     Candidate,

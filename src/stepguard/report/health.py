@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from stepguard.detect.history import RUN_AWAY, USUAL, Progress
+from stepguard.judge.history import RUN_AWAY, USUAL, Progress
 from stepguard.report.phrases import number
 from stepguard.report.story import Note, Run
 

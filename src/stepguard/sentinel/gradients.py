@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from stepguard.detect.history import LR_JUMP
+from stepguard.judge.history import LR_JUMP
 from stepguard.records.codec import float_kind
 from stepguard.tensors.names import (
     fsdp1_parts,

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import stepguard
 from guard.scenes import quiet
 from stepguard import Guard, GuardConfig, Policy
-from stepguard.engine.incident.sample_identity import known_bad, skip_lost_batches
+from stepguard.engine.incident.samples import known_bad, skip_lost_batches
 from stepguard.journal import read_run
 from stepguard.ledger import Ledger, ledger_path
 from stepguard.records.checks import BadSamples

@@ -30,7 +30,7 @@ from engine.incident.test_lost_samples import (
     train,
 )
 from stepguard import Guard, Policy
-from stepguard.engine.incident.sample_identity import known_bad
+from stepguard.engine.incident.samples import known_bad
 from stepguard.ledger import ledger_path
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import stepguard
 from engine.parts import origin_of, step_of
-from stepguard.engine.incident.sample_identity import BatchPart, name_samples, parts_of, text_of
+from stepguard.engine.incident.samples import BatchPart, name_samples, parts_of, text_of
 from stepguard.state.loader import Delivered, FoundBatch
 
 WHOLE = torch.arange(24.0).reshape(8, 3)

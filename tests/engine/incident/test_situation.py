@@ -15,7 +15,7 @@ from stepguard import Guard
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.situation import SituationReader
 from stepguard.engine.recover.rewind import PastAttempts
-from stepguard.policy.decide import Situation
+from stepguard.judge.decide import Situation
 from stepguard.records import Evidence, Incident, Origin, Reading, Verdict
 
 DATA = batches(4)

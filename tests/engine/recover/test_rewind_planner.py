@@ -11,7 +11,7 @@ import torch
 from guard.scenes import batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.engine.recover.rewind import RewindPlanner
-from stepguard.policy.decide import NOTHING_GOOD
+from stepguard.judge.decide import NOTHING_GOOD
 from stepguard.state.run_state import SavedState
 
 DATA = batches(8)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from preflight.asking import HEALTHY, ask_one
-from stepguard.check import items_project
+from stepguard.check import items as items_project
 
 
 def test_full_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,4 @@
-"""The schedule advances only when the optimizer really stepped: a step found bad afterwards takes
-it back.
-"""
+"""The user's schedule and GradScaler: advance, hold, and take back what a veto undoes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from stepguard.detect.judge import alarming
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import (
     UpdateCheck,
@@ -51,6 +50,7 @@ from stepguard.engine.watch.model_calls import MicroBatches, ModelCalls, StepBou
 from stepguard.engine.watch.observed_loss import GradientVeto, ObservedLoss
 from stepguard.engine.watch.shared_backward import SharedBackward, Sharing
 from stepguard.engine.wiring import Wiring, owners
+from stepguard.judge.judge import alarming
 from stepguard.locate.origins import Attempt
 from stepguard.records import Incident, Reading
 from stepguard.records.incident import OK

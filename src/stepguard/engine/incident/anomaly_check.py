@@ -1,4 +1,4 @@
-"""Weigh a suspicious but finite step: what is told of it and what is proven.
+"""Weigh suspicious but finite steps: losses that jump or rise, gradients far above all others.
 
 By default none of the user's code is run again for it: the batch and the optimizer's own numbers
 are read. With `anomalies="act"` earlier steps are evaluated again.
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stepguard.detect import judge
-from stepguard.detect.judge import LASTING, blame_weights, worth_measuring
 from stepguard.engine.context import Context
-from stepguard.engine.incident.sample_identity import delivered_beside, name_samples
+from stepguard.engine.incident.samples import delivered_beside, name_samples
 from stepguard.engine.incident.situation import update_ratio
 from stepguard.engine.recover.rewind import Rewinder, compare_with_best
+from stepguard.judge import judge
+from stepguard.judge.judge import LASTING, blame_weights, worth_measuring
 from stepguard.locate.samples import outlying_rows
 from stepguard.records import Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable

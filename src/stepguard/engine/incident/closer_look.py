@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from stepguard.detect.judge import alarming
 from stepguard.engine.context import Context
 from stepguard.engine.reader import only_loss_infinite
+from stepguard.judge.judge import alarming
 from stepguard.locate.origins import overflowed_in_replay
 from stepguard.locate.replay import kept_loss_function_state
 from stepguard.records import Decision, Evidence, Incident, Operand, Origin, Reading, Verdict

@@ -1,4 +1,4 @@
-"""Record an incident: its folder, its capsule, the ledger of bad samples and every output."""
+"""Record incidents, and exceptions of the user's code: folder, capsule, ledger, every output."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 
 from stepguard._errors import StepguardError
 from stepguard.engine.context import Context
-from stepguard.engine.incident.sample_identity import note_lost
+from stepguard.engine.incident.samples import note_lost
 from stepguard.engine.protect import Protection, explain_or_warn
 from stepguard.engine.transaction import Transaction
+from stepguard.judge.decide import Budget
 from stepguard.locate.origins import Attempt, place_exception, traceback_origin, whole_attempt
-from stepguard.policy import Budget
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import dumps, to_plain
 from stepguard.state.batch import Step

@@ -1,4 +1,4 @@
-"""Compare the ranks now and then: copies of one model have to hold the same weights, bit for bit.
+"""One decision on all ranks, and comparing copies of one model now and then.
 
 One of the duties between two steps. All ranks of a guard come to it at the same step, or it ends
 with a line.
@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from stepguard.detect.replicas import (
+from stepguard.diagnose import diagnose as find_causes
+from stepguard.engine.context import Context, bare_step
+from stepguard.engine.incident import incident_record
+from stepguard.engine.incident.closer_look import examine, presumed_reading
+from stepguard.engine.incident.situation import run_facts
+from stepguard.engine.protect import explain_or_warn, in_words, warn_not_explained
+from stepguard.engine.recover.rank_weights import PeerHealing
+from stepguard.judge.decide import MOST_HEALS
+from stepguard.judge.replicas import (
     NO_GRADIENT,
     Odd,
     Part,
@@ -25,15 +33,7 @@ from stepguard.detect.replicas import (
     same_batches,
     shards_that_differ,
 )
-from stepguard.diagnose import diagnose as find_causes
-from stepguard.engine.context import Context, bare_step
-from stepguard.engine.incident import incident_record
-from stepguard.engine.incident.closer_look import examine, presumed_reading
-from stepguard.engine.incident.situation import run_facts
-from stepguard.engine.protect import explain_or_warn, in_words, warn_not_explained
-from stepguard.engine.recover.rank_weights import PeerHealing
 from stepguard.locate.find_origin import finite_step
-from stepguard.policy.decide import MOST_HEALS
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
 from stepguard.records.incident import Action

@@ -1,4 +1,4 @@
-"""Gather what a decision needs: which fault, where a rewind would go, what can be left out."""
+"""Gather what decisions and rules need: the fault, where a rewind would go, facts of the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stepguard.engine.incident.closer_look import stored_culprit, weights_ruined
 from stepguard.engine.incident.ranks import damaged
 from stepguard.engine.recover.rewind import Rewinder, proven_guilty, share_of
 from stepguard.engine.recover.snapshots import KeptStep, SnapshotKeeper
-from stepguard.policy.decide import MOST_HEALS, Fault, RewindPlan, Situation, allows_continuing
+from stepguard.judge.decide import MOST_HEALS, Fault, RewindPlan, Situation, allows_continuing
 from stepguard.records import Decision, Incident, Reading, Verdict
 from stepguard.records.incident import Action
 from stepguard.report import screen

@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from stepguard._errors import StateError, StepguardError, StoreError
 from stepguard.checkpoints import Background, Entry, Health, Opened, PassedOver, Select, Store
-from stepguard.detect.history import history_from
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import scale_rates
-from stepguard.engine.incident.sample_identity import skip_lost_batches
+from stepguard.engine.incident.samples import skip_lost_batches
 from stepguard.engine.recover.rank_weights import (
     APART,
     SLOTS_APART,
@@ -38,7 +37,8 @@ from stepguard.engine.recover.rewind import (
     past_of,
 )
 from stepguard.engine.recover.snapshots import Probation, wanted_parts
-from stepguard.policy.decide import budget_from
+from stepguard.judge.decide import budget_from
+from stepguard.judge.history import history_from
 from stepguard.sentinel.rank_agreement import ASKED, ASKED_IN_LOCK_STEP, PATIENCE
 from stepguard.state.batch import tree_from_json
 from stepguard.state.run_state import RunState, SavedState

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stepguard.detect.history import LR_JUMP, history_from
-from stepguard.detect.judge import Comparison
 from stepguard.engine.context import Context
 from stepguard.engine.incident.situation import micro_batch_words
 from stepguard.engine.recover.rank_weights import PeerHealing
 from stepguard.engine.recover.snapshots import KeptStep, SnapshotKeeper, wait_for_copies
 from stepguard.engine.result import StepResult
+from stepguard.judge.decide import NOTHING_GOOD, RewindData, RewindPlan, RewindTarget, next_rewind
+from stepguard.judge.history import LR_JUMP, history_from
+from stepguard.judge.judge import Comparison
 from stepguard.locate.replay_state import sample_count
-from stepguard.policy.decide import NOTHING_GOOD, RewindData, RewindPlan, RewindTarget, next_rewind
 from stepguard.records import Decision, Incident, Origin
 from stepguard.report.phrases import number
 from stepguard.sentinel.rank_agreement import RankFault

@@ -1,4 +1,4 @@
-"""Take snapshots between steps: the whole state of a run, copied into memory."""
+"""Snapshots of the whole state, in memory, and the steps since, so that they can be run again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from stepguard.checkpoints import Select
-from stepguard.detect.history import EXPLODED, LEAST_SIZE, SUDDEN, Weights, history_facts
 from stepguard.engine.context import Context
 from stepguard.engine.incident.situation import update_ratio
+from stepguard.judge.history import EXPLODED, LEAST_SIZE, SUDDEN, Weights, history_facts
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.sentinel.stored_tensors import root_mean_square
 from stepguard.state.batch import Step, named_tensors, tree_to_json

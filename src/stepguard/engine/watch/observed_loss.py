@@ -1,4 +1,4 @@
-"""Loss and pre-clip gradient norm, observed from a watched loop."""
+"""What a watched loop shows: its loss, pre-clip norm, and what it does with its gradients."""
 
 from __future__ import annotations
 

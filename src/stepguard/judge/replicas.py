@@ -1,4 +1,4 @@
-"""Compare what ranks tell of themselves: which hold copies of one model, and which has drifted.
+"""Compare what ranks report: which hold copies of one model, and which has drifted.
 
 Ranks whose gradients of a step are the same bits train one model: nothing but an exchange makes
 them equal. Their weights have to be the same bits as well. Ranks with gradients of their own

@@ -1,4 +1,4 @@
-"""What might have helped: each candidate is one change of the run, and the words to make it."""
+"""Try what would have helped: candidates, their order, and what `on_incident="whatif"` does."""
 
 from __future__ import annotations
 

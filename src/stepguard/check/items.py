@@ -1,4 +1,4 @@
-"""Items about the project: configuration, launcher, the program, checkpoint, resources."""
+"""Items about the data, and about the project: configuration, launcher, program, checkpoint."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def data_constant(run: Inspection) -> Answer:
     for key, values in data.values.items():
         low, high = _span(values)
         places: dict[str, list[str]] = {"real": [], "ids": []}
-        for name, least, most, size, kind in values:
+        for name, least, most, elements, kind in values:
             # The chance that whole numbers agree is smaller.
-            if least == most and size >= LEAST_ELEMENTS.get(kind, math.inf):
+            if least == most and elements >= LEAST_ELEMENTS.get(kind, math.inf):
                 place = in_example(name, key)
-                places[kind].append(f"{place} = {least:g} in all {size:,} places")
+                places[kind].append(f"{place} = {least:g} in all {elements:,} places")
         names += places["real"]
         # Masks are 0 or 1 throughout by right, and so are types of tokens and class maps: only a
         # row that is unlike nearly all others is one that went wrong.

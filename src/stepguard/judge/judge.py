@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from stepguard.detect.history import (
+from stepguard.judge.history import (
     BACK_SHARE,
     FIRST_LOSSES,
     MATURE,

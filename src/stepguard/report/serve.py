@@ -1,4 +1,4 @@
-"""The web application: a list of runs, a page for each, and a stream of what comes."""
+"""The live page: an application in a process of its own that tails journals of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find which samples of the data set the rows of a step's micro-batches are: index, id, batch."""
+"""Which samples of the data set a step held, and which of them were lost: names and ledger."""
 
 from __future__ import annotations
 
