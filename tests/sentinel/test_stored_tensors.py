@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepguard.sentinel.stored_tensors import (
+from stepguard.sentinel.gradients import (
     bad_buffers,
     bad_parameters,
     bad_slots,

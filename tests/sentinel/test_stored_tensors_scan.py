@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import stepguard
 from guard.scenes import quiet
 from stepguard.records import Incident
-from stepguard.sentinel.stored_tensors import SCANNED_EACH_STEP, STEPS_A_ROUND, RotatingScan
+from stepguard.sentinel.gradients import SCANNED_EACH_STEP, STEPS_A_ROUND, RotatingScan
 
 LARGE = 3 * SCANNED_EACH_STEP + 12
 

@@ -6,8 +6,8 @@ import operator
 import time
 import uuid
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ from stepguard.engine.drivers.schedule import (
     named_position,
     scheduler_of,
 )
-from stepguard.engine.hooks import LeadUp, StepProbe
 from stepguard.engine.incident.anomaly_check import Outliers
 from stepguard.engine.protect import Outputs
 from stepguard.engine.watch.observed_loss import GradientHabits
@@ -37,10 +36,93 @@ from stepguard.sentinel.gradients import GradientNorm, GradientNorms, Shares
 from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.batch import Step
 from stepguard.state.buffers import AttachedState, BufferKeeper
+from stepguard.state.capsule import WindowStep
 from stepguard.state.loader import RecentBatches, ResumableLoader
 from stepguard.state.run_state import Ownership
+from stepguard.state.snapshot import Snapshot
 from stepguard.tensors.names import optimizer_parameters
 from stepguard.tensors.values import is_finite
+
+# --- What plug-ins are given: the moments of a step, and the way that led to a bad one.
+
+
+class StepProbe:
+    """Called at each moment of every step. Nothing happens here."""
+
+    def begin(self) -> None:
+        """The next step is about to begin."""
+
+    def saw_batch(self, batch: Any) -> None:
+        """The data of the step, or of one call of the model."""
+
+    def loss_seen(self, root: Tensor) -> None:
+        """A backward pass begins at this loss."""
+
+    def backward_over(self) -> None:
+        """A backward pass of the loop is over; others may follow before the update."""
+
+    def gradients_ready(self) -> None:
+        """Forward and backward are over: what follows is the guard's work."""
+
+    def before_update(self) -> None:
+        """The optimizer steps next."""
+
+    def finish(self, *, committed: bool) -> None:
+        """The step is over, read or not."""
+
+    def committed(self, reading: Reading) -> None:
+        """The update of a step that was read went through."""
+
+    def skipped(self, reading: Reading) -> None:
+        """A GradScaler skipped the update."""
+
+    def run_ended(self) -> None:
+        """The run is over, and no error has cut it short."""
+
+    def close(self) -> None:
+        """The step at hand will not be finished."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around work of the guard in the middle of the user's step."""
+        yield
+
+    @contextmanager
+    def during(self, batch: Any) -> Iterator[None]:
+        """Around forward and backward of a step that the guard runs."""
+        self.begin()
+        self.saw_batch(batch)
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+        self.gradients_ready()
+
+
+@dataclass(slots=True)
+class LeadUp:
+    """What a guard keeps of its last bad step, by reference."""
+
+    incident: str
+    """Id of the incident."""
+    step: Step
+    bad: WindowStep
+    timeline: int
+    """Rewinds that the run had made by then."""
+    snapshot: Snapshot | None = None
+    """Where the steps began; None: with the bad step itself."""
+    steps: list[WindowStep] = field(default_factory=list)
+    """Those since the snapshot, without the bad one."""
+    earlier: list[WindowStep] = field(default_factory=list)
+    """Healthy steps from before the snapshot."""
+    failed_before: list[WindowStep] = field(default_factory=list)
+    """Bad steps shortly before this one, oldest first."""
+    committed: int = 0
+    """Updates that the run had made by then."""
+    first: LeadUp | None = None
+    """The first bad step of a chain of them, with no good one between."""
+
 
 # --- What the parts of one guard share.
 

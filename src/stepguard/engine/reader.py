@@ -20,20 +20,18 @@ from stepguard.records import Reading
 from stepguard.sentinel.gradients import (
     GradientNorm,
     Packet,
-    gradient_norm,
-    is_custom,
-    norm_over_ranks,
-    risky_update,
-)
-from stepguard.sentinel.rank_agreement import REDUCED, RISK
-from stepguard.sentinel.stored_tensors import (
     RotatingScan,
     extremes,
+    gradient_norm,
+    is_custom,
     largest,
+    norm_over_ranks,
     norm_statistics,
+    risky_update,
     root_mean_square,
     state_tensors,
 )
+from stepguard.sentinel.rank_agreement import REDUCED, RISK
 from stepguard.state.batch import named_tensors, total_loss
 from stepguard.state.run_state import extra_tensors
 from stepguard.tensors.names import named_buffers

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stepguard.engine.context import Context, guarded
+from stepguard.engine.context import Context, StepProbe, guarded
 from stepguard.engine.drivers.schedule import needs_closure
-from stepguard.engine.hooks import StepProbe
 from stepguard.engine.protect import Protection
 from stepguard.probes.deep_look import DeepLook
 from stepguard.probes.silent import ForecastCheck, HostFacts, SilentCheck

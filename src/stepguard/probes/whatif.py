@@ -15,8 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from stepguard._errors import CapsuleError, ConfigError, StateError
-from stepguard.engine.context import Context, bare_step
-from stepguard.engine.hooks import LeadUp
+from stepguard.engine.context import Context, LeadUp, bare_step
 from stepguard.engine.incident.situation import as_window, why_not
 from stepguard.engine.recover.snapshots import SnapshotKeeper
 from stepguard.probes.whatif_trial import TrialSubject, compare_candidates, copied_state

@@ -16,15 +16,15 @@ from stepguard.locate.origins import overflowed_in_replay
 from stepguard.locate.replay import kept_loss_function_state
 from stepguard.records import Decision, Evidence, Incident, Operand, Origin, Reading, Verdict
 from stepguard.records.incident import OK, VerdictKind, with_evidence
-from stepguard.sentinel.gradients import gradient_norm
-from stepguard.sentinel.rank_agreement import ASKED, RankAbsent, RankFault
-from stepguard.sentinel.stored_tensors import (
+from stepguard.sentinel.gradients import (
     bad_buffers,
     bad_parameters,
     bad_slots,
+    gradient_norm,
     norm_statistics,
     state_tensors,
 )
+from stepguard.sentinel.rank_agreement import ASKED, RankAbsent, RankFault
 from stepguard.state.batch import Step, bad_batch_tensors
 from stepguard.state.isolation import gradients_came_back_finite, kept_buffers, model_finite, rerun
 from stepguard.state.run_state import extra_tensors

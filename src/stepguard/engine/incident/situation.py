@@ -18,9 +18,8 @@ from torch.optim import SGD, Optimizer
 from stepguard._errors import EXIT_HALTED, TrainingHalted
 from stepguard.diagnose import RunFacts
 from stepguard.diagnose.case import Scaling
-from stepguard.engine.context import Context
+from stepguard.engine.context import Context, LeadUp
 from stepguard.engine.drivers.schedule import scale_rates, takes_closure, voting_manager
-from stepguard.engine.hooks import LeadUp
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import stored_culprit, weights_ruined, working_scale
 from stepguard.engine.incident.ranks import damaged

@@ -18,8 +18,8 @@ from stepguard.checkpoints import Select
 from stepguard.engine.context import Context
 from stepguard.engine.incident.situation import update_ratio
 from stepguard.judge.history import EXPLODED, LEAST_SIZE, SUDDEN, Weights, history_facts
+from stepguard.sentinel.gradients import root_mean_square
 from stepguard.sentinel.rank_agreement import Agreement
-from stepguard.sentinel.stored_tensors import root_mean_square
 from stepguard.state.batch import Step, named_tensors, tree_to_json
 from stepguard.state.buffers import AttachedState, averager
 from stepguard.state.run_state import RunState, SavedState

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from detect.runs import CONFIG, HEALTHY, PEERS, SETTLED, healthy, play, played, reading, slow_rise
+from judge.runs import CONFIG, HEALTHY, PEERS, SETTLED, healthy, play, played, reading, slow_rise
 from stepguard.judge import History, judge
 from stepguard.judge.judge import ZERO_STEPS, trend
 from stepguard.records import GuardConfig, Probes

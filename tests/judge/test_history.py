@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detect.runs import HEALTHY, healthy, play, played, reading
+from judge.runs import HEALTHY, healthy, play, played, reading
 from stepguard.judge import History
 from stepguard.judge.history import Weights
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from detect.runs import SETTLED, played, reading
+from judge.runs import SETTLED, played, reading
 from stepguard.judge.judge import LASTING, Comparison, blame_weights
 from stepguard.records import Verdict
 

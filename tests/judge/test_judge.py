@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detect.runs import CONFIG, played, reading
+from judge.runs import CONFIG, played, reading
 from stepguard.judge import History, judge
 from stepguard.judge.judge import alarming
 from stepguard.records import GuardConfig, Reading
