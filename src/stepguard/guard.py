@@ -31,7 +31,7 @@ from stepguard.engine.context import bare_step, guard_html, guard_line
 from stepguard.engine.drivers.schedule import takes_closure
 from stepguard.engine.drivers.step import ClosureDriver, StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
-from stepguard.engine.incident.incident_record import last_uncaught, tell_end
+from stepguard.engine.incident.exceptions import last_uncaught, tell_end
 from stepguard.engine.incident.ranks import RankComparison
 from stepguard.engine.protect import Protection, in_words, offer
 from stepguard.engine.recover.checkpoints import Checkpoints
@@ -48,7 +48,8 @@ from stepguard.engine.wiring import (
 )
 from stepguard.port import Port
 from stepguard.probes.looks import Looks
-from stepguard.probes.whatif import OwnFix, try_what_helps, what_helps
+from stepguard.probes.whatif import try_what_helps, what_helps
+from stepguard.probes.whatif_candidates import OwnFix
 from stepguard.records import GuardConfig, Incident
 from stepguard.records.probes import WhatIf
 from stepguard.state.batch import LossFn, total_loss

@@ -193,7 +193,7 @@ def test_diagnosing_and_explaining_import_no_torch() -> None:
 
 
 def test_diagnose_imports_nothing_of_its_own_layer() -> None:
-    siblings = ("detect", "policy", "report", "journal", "locate", "state", "guard")
+    siblings = ("judge", "report", "journal", "locate", "state", "guard")
     for path in (ROOT / "src" / "stepguard" / "diagnose").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert not [name for name in siblings if f"stepguard.{name}" in text], path

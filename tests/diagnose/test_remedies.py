@@ -16,7 +16,7 @@ from stepguard import Guard, GuardConfig, Probes
 from stepguard.diagnose import RunFacts
 from stepguard.diagnose.engine import diagnose
 from stepguard.diagnose.source_line import find_expression
-from stepguard.engine.incident.situation import run_facts
+from stepguard.engine.incident.run_facts import run_facts
 from stepguard.records import Finding, Incident, Reading, Remedy
 
 ZERO = torch.tensor([[0.0, 1.0], [0.0, 2.0]])

@@ -17,7 +17,7 @@ from distributed.launch import PATHS
 from distributed.matrix import cell
 from stepguard import Guard
 from stepguard._errors import ConfigError
-from stepguard.engine.drivers.schedule import voting_manager
+from stepguard.engine.drivers.scaler import voting_manager
 
 WORKER = Path(__file__).with_name("torchft_worker.py")
 TORCHFT = "torchft (`guard.step`)"

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from stepguard import Guard, GuardConfig, Probes
 from stepguard.journal import read_run
-from stepguard.probes.looks import LookSchedule
-from stepguard.probes.silent import ForecastCheck
+from stepguard.probes.silent import ForecastCheck, LookSchedule
 from stepguard.records import Reading
 from stepguard.records.probes import AttentionLook, Look
 from stepguard.report.story import read_story

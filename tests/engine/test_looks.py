@@ -15,15 +15,14 @@ import stepguard
 from stepguard import ConfigError, Guard, GuardConfig, Probes, Snapshots
 from stepguard.cli.app import app
 from stepguard.journal import read_run
-from stepguard.probes.looks import (
+from stepguard.probes.looks import is_average, tensors_held
+from stepguard.probes.silent import (
     EARLY_SECONDS,
     EARLY_SHARE,
     FIRST,
     LEAST_SECONDS,
     SHARE,
     LookSchedule,
-    is_average,
-    tensors_held,
 )
 from stepguard.tensors.torch_private import dispatch_mode_stack
 

@@ -14,7 +14,7 @@ EDGES = graph.edges(MODULES)
 
 
 def _edges(**modules: str) -> list[graph.Edge]:
-    """Edges of a made-up package: `_edges(detect__judge="import torch")`."""
+    """Edges of a made-up package: `_edges(judge__judge="import torch")`."""
     named = {
         f"stepguard.{name}"
         if name.startswith("__")
@@ -70,7 +70,7 @@ def test_module_without_layer_would_be_caught() -> None:
     ("importer", "statement"),
     [
         ("records__origin", "import stepguard.judge.judge"),
-        ("detect__judge", "from stepguard.judge import decide"),
+        ("judge__judge", "from stepguard.diagnose import engine"),
         ("journal", "from stepguard.report import terminal"),
         ("sentinel__taps", "from stepguard.state.rng import capture_rng"),
         ("state__rng", "from stepguard.sentinel import taps"),
@@ -89,7 +89,7 @@ def test_module_without_layer_would_be_caught() -> None:
         ("state__rng", "from ..guard import Guard"),
         ("state__rng", "from .. import guard"),
         ("state__rng", "from importlib import import_module\nimport_module('stepguard.guard')"),
-        ("detect__judge", "from stepguard.utils import anything"),
+        ("judge__judge", "from stepguard.utils import anything"),
     ],
 )
 def test_import_that_does_not_point_down_would_be_caught(importer: str, statement: str) -> None:
@@ -157,9 +157,7 @@ def test_module_that_imports_what_its_own_package_exports_is_a_cycle() -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
     ],
 )
-@pytest.mark.parametrize(
-    "importer", ["records__origin", "detect__judge", "report__html", "journal"]
-)
+@pytest.mark.parametrize("importer", ["records__origin", "judge__judge", "report__html", "journal"])
 def test_torch_in_a_pure_layer_would_be_caught(importer: str, statement: str) -> None:
     assert len(graph.torch_in_pure_layers(_edges(**{importer: statement}))) == 1
     assert graph.torch_in_pure_layers(_edges(state__rng=statement)) == []

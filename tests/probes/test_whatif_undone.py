@@ -7,7 +7,7 @@ from torch import nn
 
 from engine.parts import step_of
 from guard.scenes import batches, difference, plain_net
-from stepguard.probes.whatif_trial import in_float32, kept_program, undone
+from stepguard.probes.whatif import in_float32, kept_program, undone
 from stepguard.state.run_state import RunState
 
 

@@ -10,7 +10,7 @@ import torch
 from engine.parts import step_of
 from guard.scenes import batches, difference
 from stepguard import CapsuleError
-from stepguard.probes.whatif_trial import copied_state
+from stepguard.probes.whatif import copied_state
 from stepguard.state.capsule import Window, read_window, window_step, write_window
 from stepguard.state.run_state import RunState
 

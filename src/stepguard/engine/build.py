@@ -22,7 +22,7 @@ from stepguard import __version__
 from stepguard._errors import ConfigError
 from stepguard.engine.context import Context, automatic_guards, guarded, own_steps, real_optimizer
 from stepguard.engine.drivers.schedule import DeclaredRates, one_schedule
-from stepguard.engine.incident.anomaly_check import Outliers
+from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.protect import (
     OutputLost,
     Outputs,

@@ -23,9 +23,9 @@ from stepguard.engine.drivers.schedule import (
     named_position,
     scheduler_of,
 )
-from stepguard.engine.incident.anomaly_check import Outliers
+from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.protect import Outputs
-from stepguard.engine.watch.observed_loss import GradientHabits
+from stepguard.engine.watch.gradient_habits import GradientHabits
 from stepguard.judge import History
 from stepguard.judge.decide import Budget
 from stepguard.ledger import Ledger

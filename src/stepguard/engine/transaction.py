@@ -38,15 +38,13 @@ from stepguard.engine.incident.ranks import (
     tried,
     with_decision,
 )
+from stepguard.engine.incident.run_facts import change_settings, not_applied, run_facts
 from stepguard.engine.incident.samples import with_sample_names
 from stepguard.engine.incident.situation import (
     BORN_IN_THE_STEP,
     SituationReader,
-    change_settings,
     halt,
     keep_lead_up,
-    not_applied,
-    run_facts,
 )
 from stepguard.engine.incident.trials import try_remedies
 from stepguard.engine.protect import Protection, explain_or_warn

@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stepguard._errors import ConfigError, TrainingHalted
 from stepguard.engine.context import Context, automatic_guards, guarded, real_optimizer
-from stepguard.engine.drivers.schedule import calls_of_step, position, voting_manager
+from stepguard.engine.drivers.scaler import voting_manager
+from stepguard.engine.drivers.schedule import calls_of_step, position
 from stepguard.engine.protect import borrowing
 from stepguard.engine.result import data_parallel_wrapper
 from stepguard.records import GuardConfig

@@ -33,8 +33,8 @@ from stepguard.journal import read_run
 from stepguard.locate import locate
 from stepguard.locate.origins import place_replayed_exception
 from stepguard.locate.replay_state import LocateBudget
-from stepguard.probes.whatif import OwnFix
-from stepguard.probes.whatif_trial import Progress, TrialSubject, compare_candidates
+from stepguard.probes.whatif import Progress, TrialSubject, compare_candidates
+from stepguard.probes.whatif_candidates import OwnFix
 from stepguard.records import Evidence, Incident, Origin, Remedy, Verdict
 from stepguard.records.incident import VerdictKind
 from stepguard.records.probes import WhatIf

@@ -24,8 +24,8 @@ from guard.scenes import (
 )
 from stepguard import Guard
 from stepguard.diagnose import RunFacts, diagnose
-from stepguard.engine.incident import anomaly_check as gradient_outliers
-from stepguard.engine.incident.situation import run_facts
+from stepguard.engine.incident import gradient_outliers
+from stepguard.engine.incident.run_facts import run_facts
 from stepguard.journal import read_run
 from stepguard.records import Incident, Reading, Verdict
 from stepguard.sentinel.gradients import Packet

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from engine.parts import incident_of
-from stepguard.engine.incident.situation import (
+from stepguard.engine.incident.run_facts import (
     leaves_out,
     let_through,
     not_applied,

@@ -12,7 +12,7 @@ from torch import nn
 
 from guard.scenes import batches, plain_net, quiet
 from stepguard import Guard, GuardConfig
-from stepguard.engine.incident.situation import lost_squares, update_ratio
+from stepguard.engine.incident.run_facts import lost_squares, update_ratio
 
 DATA = batches(8)
 

@@ -26,7 +26,7 @@ from guard.scenes import (
 )
 from stepguard import ConfigError, Guard
 from stepguard.journal import read_run
-from stepguard.probes.whatif_trial import TrialSubject
+from stepguard.probes.whatif import TrialSubject
 from stepguard.records import Incident, Reading, Verdict
 from stepguard.records.probes import TrialOutcome, WhatIf
 from stepguard.state.capsule import Window, WindowStep

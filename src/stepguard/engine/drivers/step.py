@@ -12,25 +12,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.schedule import (
-    ScheduleCopy,
+from stepguard.engine.drivers.scaler import (
     UpdateCheck,
-    evaluates_again,
-    found_inf,
     hold_scaler,
     present_scale,
     restore_scaler,
     scaled,
     scaler_copy,
     step_without_gradients,
-    takes_found_inf,
     unscale,
     update,
     update_scaler,
     voting_manager,
 )
-from stepguard.engine.incident.incident_record import Exceptions
-from stepguard.engine.incident.situation import (
+from stepguard.engine.drivers.schedule import (
+    ScheduleCopy,
+    evaluates_again,
+    found_inf,
+    takes_found_inf,
+)
+from stepguard.engine.incident.exceptions import Exceptions
+from stepguard.engine.incident.run_facts import (
     leaves_out,
     let_through,
     rewinds,

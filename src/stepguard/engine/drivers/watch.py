@@ -21,14 +21,13 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from stepguard.engine.context import Context
+from stepguard.engine.drivers.scaler import UpdateCheck, present_scale
 from stepguard.engine.drivers.schedule import (
-    UpdateCheck,
     calls_of_step,
     evaluates_again,
     found_inf,
     inner_optimizer,
     needs_closure,
-    present_scale,
 )
 from stepguard.engine.drivers.step import (
     CheckedClosure,
@@ -38,8 +37,8 @@ from stepguard.engine.drivers.step import (
     read_later,
 )
 from stepguard.engine.incident.closer_look import stored_trouble
-from stepguard.engine.incident.incident_record import Exceptions
-from stepguard.engine.incident.situation import let_through
+from stepguard.engine.incident.exceptions import Exceptions
+from stepguard.engine.incident.run_facts import let_through
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import Pending, count_labels
 from stepguard.engine.recover.rewind import Rewinder

@@ -18,7 +18,7 @@ from stepguard.diagnose import diagnose as find_causes
 from stepguard.engine.context import Context, bare_step
 from stepguard.engine.incident import incident_record
 from stepguard.engine.incident.closer_look import examine, presumed_reading
-from stepguard.engine.incident.situation import run_facts
+from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.protect import explain_or_warn, in_words, warn_not_explained
 from stepguard.engine.recover.rank_weights import PeerHealing
 from stepguard.judge.decide import MOST_HEALS

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
-from stepguard.engine.incident.situation import micro_batch_words
+from stepguard.engine.incident.run_facts import micro_batch_words
 from stepguard.engine.recover.rank_weights import PeerHealing
 from stepguard.engine.recover.snapshots import KeptStep, SnapshotKeeper, wait_for_copies
 from stepguard.engine.result import StepResult

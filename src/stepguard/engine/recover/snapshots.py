@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepguard.checkpoints import Select
 from stepguard.engine.context import Context
-from stepguard.engine.incident.situation import update_ratio
+from stepguard.engine.incident.run_facts import update_ratio
 from stepguard.judge.history import EXPLODED, LEAST_SIZE, SUDDEN, Weights, history_facts
 from stepguard.sentinel.gradients import root_mean_square
 from stepguard.sentinel.rank_agreement import Agreement
