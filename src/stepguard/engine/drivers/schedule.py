@@ -1,6 +1,4 @@
 """The schedule advances only when the optimizer really stepped, and goes back after a veto."""
-it back.
-"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weigh suspicious but finite steps: what is reported of them, and what is proven."""
+"""Weigh suspicious but finite steps: what is reported of them, and what is proven.
 
 By default none of the user's code is run again for it: the batch and the optimizer's own numbers
 are read. With `anomalies="act"` earlier steps are evaluated again.
