@@ -212,7 +212,8 @@ def _python(words: list[str], root: Path) -> str:
         module = words[1]
         if module in READERS_OWN:
             return ""
-        path = (root / Path(*module.split("."))).with_suffix(".py")
+        folder = root / Path(*module.split("."))
+        path = folder / "__main__.py" if folder.is_dir() else folder.with_suffix(".py")
         if not path.is_file():
             return f"there is no module {module}"
         return _refused(path, words[2:], partial(_run_module, module))

@@ -59,6 +59,9 @@ _left_out = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts the suite in the background ignores Ctrl+C, and children inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr == QUICK:
         processes.watch_for_processes()
 

@@ -4,6 +4,7 @@ learned from.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ def subject(trainer: Trainer, config: Any, eos: int) -> Subject:
     asked = {**trainer.args.to_dict(), "max_length": config.data.max_length, "eos_token_id": eos}
     if not (trainer.args.fp16 or trainer.args.bf16):
         asked["mixed_precision"] = config.model.torch_dtype  # without autocast the weights decide
-    return subject_of(trainer, "homework.sft:build").with_given(label_key="labels", config=asked)
+    found = subject_of(trainer, "homework.sft:build")
+    return replace(found, label_key="labels", config=asked)
 
 
 def status_report(trainer: Trainer, found: Preflight) -> tuple[str, bool]:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stepguard._errors import ConfigError, StepguardError
-from stepguard.check import items_project as data
-from stepguard.check import items_project as project
+from stepguard.check import items
 from stepguard.check import items_step as step
 from stepguard.check.data import READERS as DATA_KINDS
 from stepguard.check.data import Progress
@@ -164,7 +163,7 @@ def run_item(name: str, run: Inspection) -> Outcome:
     """Run one item. Its own exception is a warning, so that it does not hide the other items."""
     try:
         function = name.replace(".", "_")
-        (module,) = (module for module in (data, project, step) if hasattr(module, function))
+        (module,) = (module for module in (items, step) if hasattr(module, function))
         answer: Answer = getattr(module, function)(run)
     except NotGiven as missing:
         answer = Answer("not_checked", (str(missing),))

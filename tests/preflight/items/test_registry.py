@@ -7,8 +7,7 @@ import inspect
 import pytest
 
 from preflight.asking import CONFIG, HEALTHY, ask, built, saved
-from stepguard.check import items_project, items_step
-from stepguard.check import items_project as items_data
+from stepguard.check import items, items_step
 from stepguard.check.preflight import TITLES
 from stepguard.records.checks import Preflight
 
@@ -55,7 +54,7 @@ def test_every_item_passes_the_healthy_project(healthy: Preflight) -> None:
 
 def test_every_item_function_is_in_the_table() -> None:
     written = []
-    for module in (items_data, items_project, items_step):
+    for module in (items, items_step):
         for name, value in inspect.getmembers(module, inspect.isfunction):
             ours = value.__module__ == module.__name__ and name[0] != "_"
             if ours and list(inspect.signature(value).parameters) == ["run"]:
