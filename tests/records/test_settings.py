@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,3 +107,28 @@ def test_default_config_writes_nothing() -> None:
     assert GuardConfig().run_dir is None
     assert GuardConfig().human_log is None
     assert GuardConfig().checkpoint_every is None
+
+
+@pytest.mark.parametrize(
+    ("make", "needed"),
+    [
+        (
+            lambda: GuardConfig(look_every=10),  # type: ignore[call-arg]
+            "GuardConfig has no setting 'look_every'; "
+            r"it belongs to GuardConfig\(probes=Probes\(look_every=...\)\).",
+        ),
+        (
+            lambda: GuardConfig(rundir="a"),  # type: ignore[call-arg]
+            "GuardConfig has no setting 'rundir'; did you mean run_dir",
+        ),
+        (
+            lambda: Policy(clip_norm=1.0),  # type: ignore[call-arg]
+            "Policy has no setting 'clip_norm'",
+        ),
+    ],
+)
+def test_setting_that_does_not_exist_says_where_it_belongs(
+    make: Callable[[], object], needed: str
+) -> None:
+    with pytest.raises(ConfigError, match=needed):
+        make()

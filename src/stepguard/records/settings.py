@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -350,3 +352,29 @@ def _check(settings: Any) -> None:
         for action in settings.actions:
             if not allows(action):
                 raise ConfigError(f"Policy.actions: {action!r} {needed}.")
+
+
+def _refuse_unknown(kind: type[Any]) -> None:
+    """Let the constructor say where a setting that it does not have belongs."""
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, **given: Any) -> None:
+        known = [one.name for one in fields(kind)]
+        for name in given:
+            if name in known:
+                continue
+            hint = "; ".join(f"did you mean {near}?" for near in get_close_matches(name, known, 1))
+            for group, home in GROUPS.items():
+                if name in (one.name for one in fields(home)):
+                    hint = f"it belongs to GuardConfig({group}={home.__name__}({name}=...))"
+            raise ConfigError(
+                f"{kind.__name__} has no setting {name!r}; {hint or 'see its fields'}."
+            )
+        make(self, **given)
+
+    kind.__init__ = init
+
+
+for _kind in RULES:
+    _refuse_unknown(_kind)
