@@ -204,6 +204,7 @@ def test_loader_that_no_guard_was_given_is_observed_and_stays_as_it_is(kind: str
     gc.collect()
 
 
+@pytest.mark.process
 def test_iterator_whose_first_batches_nobody_saw_tells_no_wrong_rows() -> None:
     _seed()
     loader = KINDS["persistent workers"]()
@@ -218,6 +219,7 @@ def test_iterator_whose_first_batches_nobody_saw_tells_no_wrong_rows() -> None:
     gc.collect()
 
 
+@pytest.mark.process
 def test_nothing_of_the_guard_stays_in_a_loader_with_persistent_workers() -> None:
     _seed()
     loader = KINDS["persistent workers"]()
