@@ -88,12 +88,13 @@ docs-serve: venv ## the site while you write, on http://127.0.0.1:8000
 pictures: venv browser ## draw every picture of docs/images again, from real runs
 	$(RUN) -m scripts.screenshots
 
-check: venv ## lint, format, types, complexity, import direction
+check: venv ## lint, format, types, complexity, English of the docs, import direction
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 	$(RUN) -m mypy --config-file tests/mypy.ini
 	$(RUN) scripts/house_numbers.py --check
+	$(RUN) scripts/check_style.py
 	$(RUN) -m pytest tests/house/test_layers.py
 
 format: venv ## let ruff fix and format what it can
@@ -101,7 +102,7 @@ format: venv ## let ruff fix and format what it can
 	$(RUN) -m ruff format
 
 bench: venv ## print the promised numbers beside the peers
-	@set -e; for bench in $(BENCHES); do $(RUN) -m benchmarks.$$bench; done
+	@set -e; for bench in $(BENCHES); do $(RUN) -m benchmarks $$bench; done
 
 verify-recipes: venv ## the training systems: healthy, unguarded, the report's fix, guarded
 	OMP_NUM_THREADS=1 $(RUN) -m recipes.verify

@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tell(content, Console(width=max(160, Console().width)))
     whole = only is None and not options.development and options.look_every == "auto"
     if options.output is not None or whole:
-        machine.keep(content, options.output or RESULTS)
+        machine.keep(content, options.output or RESULTS, details=("failing", "sound"))
     return 0
 
 

@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "machine": machine.facts(),
             "cpu_seconds": sum(outcome.cpu_seconds for outcome in outcomes),
         }
-        machine.keep({**told, **total, "rows": rows}, options.output or RESULTS)
+        machine.keep({**told, **total, "rows": rows}, options.output or RESULTS, details=("rows",))
     return 0 if total["unclean_runs"] == 0 else 1
 
 

@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parts import machine
+
 STEPS = 100_000
 RUNS = 50
 PAGES = 20
@@ -181,7 +183,7 @@ def main() -> None:
     print(f"  size         {report['bytes'] / 1e6:6.2f} MB  (promised: under 6)")
     print(f"live: {RUNS} runs, {live['pages']} open pages")
     print(f"  rows shown   {live.get('rows', '-')}, lost {live.get('lost', '-')}  (promised: 0)")
-    RESULTS.write_text(json.dumps({"report": report, "live": live}, indent=1) + "\n")
+    machine.keep({"report": report, "live": live}, RESULTS)
 
 
 if __name__ == "__main__":

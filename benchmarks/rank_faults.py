@@ -12,7 +12,6 @@ minute counts as hung. The exit code is 0 only if none is, and no weight of a li
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import shutil
@@ -31,8 +30,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import stepguard
+from benchmarks.parts import machine
 from benchmarks.parts.forked_ranks import HUNG, KILLED, run_ranks
-from stepguard.sentinel.rank_agreement import Agreement, Meeting
+from stepguard.ranks.agreement import Agreement, Meeting
 
 FAULTY = 1
 STEPS = 8
@@ -47,10 +47,9 @@ EXCHANGES = (
     "the reduction of a step",
     "the reading",
     "the origin",
-    "the decision",
     "the choice of a rewind",
     "a step that was run again",
-    "healing from a peer",
+    "the healing",
     "a checkpoint",
     "guard.save()",
     "guard.restore()",
@@ -60,13 +59,13 @@ NO_COPY = stepguard.Policy(actions=("retry", "leave_out", "skip", "rewind", "sto
 """Else the damaged rank is healed by the other one, and nothing is rewound."""
 QUICK = (
     ("dies before", "the reading"),
-    ("dies inside", "the decision"),
+    ("dies inside", "the origin"),
     ("slow", "the reading"),
     ("raises", "the choice of a rewind"),
     ("disk full", "a checkpoint"),
-    ("folder gone", "the decision"),
+    ("folder gone", "the origin"),
     ("raises", "a step that was run again"),
-    ("slow", "healing from a peer"),
+    ("slow", "the healing"),
     ("raises", "guard.save()"),
 )
 RUNS_ON = "runs on"
@@ -242,7 +241,7 @@ def main(arguments: list[str]) -> int:
             console.print(f"{exchange} | {fault} | {_words(found[-1])}")
     console.print(_table(found))
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1))
+        machine.keep(found, options.json)
     return 0 if found and all(one["good"] for one in found) else 1
 
 

@@ -11,7 +11,6 @@ loss and gradient is finite, and if the losses before the incident are those of 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import warnings
@@ -123,9 +122,8 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"{len(cases)} incidents, {len(rows)} with a change of the program")
     for name, count in sorted(counts.items()):
         console.print(f"  {name}: {count}")
-    args.json.write_text(
-        json.dumps({"machine": machine.facts(), "counts": counts, "rows": rows}, indent=1) + "\n"
-    )
+    content = {"machine": machine.facts(), "counts": dict(counts), "rows": rows}
+    machine.keep(content, args.json, details=("rows",))
     failed = [row for row in rows if row["tried"] and not (row["trains"] and row["same"])]
     return 1 if failed else 0
 

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.parts import machine
 from stepguard import Guard, GuardConfig, Policy, Ranks, Snapshots
-from stepguard.sentinel import rank_agreement
+from stepguard.ranks import agreement as rank_agreement
 
 RESULTS = machine.RESULTS / "scale.json"
 WIDTH, LAYERS, BATCH = 64, 12, 8

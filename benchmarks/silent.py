@@ -248,7 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.output is not None or (options.only is None and not options.quick):
         rows = [{**asdict(one), "found": one.found} for one in results]
         kept = {"schema": 1, "machine": machine.facts(), **total, "rows": rows}
-        machine.keep({**kept, "families": families}, options.output or RESULTS)
+        content = {**kept, "families": families}
+        machine.keep(content, options.output or RESULTS, details=("rows", "families"))
     return 0 if total["found"] >= min(GOAL, total["mistakes"]) and not total["false"] else 1
 
 

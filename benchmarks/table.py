@@ -87,12 +87,12 @@ def _footnote(workloads: list[dict[str, Any]]) -> str:
     rounds = ", ".join(map(str, _rounds(workloads)))
     threads = f"{facts['threads']} thread" + ("s" if facts["threads"] > 1 else "")
     return (
-        "Median ratio to the bare step with the same AdamW (forward, backward, `clip_grad_norm_`, "
-        "update) beside it, "
+        "Median ratio to the unguarded step with the same AdamW (forward, backward, "
+        "`clip_grad_norm_`, update) beside it, "
         f"and 95 % of that median over {rounds} rounds; `own` is what the check adds by itself, "
         f"measured with forward "
-        "and backward taken out. `bare again` is the bare step on both sides: what it shows is "
-        "noise. "
+        "and backward taken out. `bare again` is the unguarded step on both sides: it shows "
+        "the noise. "
         f"{_looks(workloads)}"
         f"{KEPT if facts.get('memory_kept') else ''}"
         f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}, "

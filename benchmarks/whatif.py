@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"{kind}: {told}", markup=False)
     if options.output is not None or whole:
         content = {"schema": 1, "machine": machine.facts(), "totals": shares, "rows": rows}
-        machine.keep(content, options.output or RESULTS)
+        machine.keep(content, options.output or RESULTS, details=("rows",))
     return 0
 
 

@@ -202,7 +202,7 @@ def comparison(outcomes: Sequence[Outcome], steps: int) -> Table:
         ],
         "good updates": [str(o.committed) for o in outcomes],
         "steps skipped": [str(o.skipped) for o in outcomes],
-        "samples left out": [str(o.left_out) for o in outcomes],
+        "samples dropped": [str(o.left_out) for o in outcomes],
         "tensors with NaN at the end": [f"{o.nan_tensors} of {o.tensors}" for o in outcomes],
         "training loss at the end": [f"{o.loss:.4f}" for o in outcomes],
         "quality of denoised pictures": [f"{o.decibels:.1f} dB" for o in outcomes],

@@ -10,7 +10,7 @@ other code is text:
     configs/file.yaml::key.inner            a key of a .yaml file
     stepguard live --steps                  a command and its options
     make verify-recipes, python -m recipes.verify, python train.py, bash file.sh
-    stepguard.numerics.layers, Policy.max_rewinds, Reading.lr
+    stepguard.numerics.losses, Policy.max_rewinds, Reading.lr
     SG204                                   a cause code
     precision.effective                     an item of `stepguard check`
 """

@@ -84,7 +84,7 @@ def draw(seen: Seen, broke: int, path: Path = PICTURE) -> None:
         [now[1], limit],
         color=AMBER,
         linestyle="--",
-        label=f"told at step {now[0]}: step {forecast['step']} ({ends[0]} to {ends[1]})",
+        label=f"predicted at step {now[0]}: step {forecast['step']} ({ends[0]} to {ends[1]})",
     )
     axes.axvline(broke, color=RED, linewidth=1.5, label=f"loss is nan at step {broke}")
     axes.set(yscale="log", xlabel="step", xlim=(0, max(broke, ends[1]) * 1.05))

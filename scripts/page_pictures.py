@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,17 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from examples.demo import main as demo  # noqa: E402
 
+import stepguard  # noqa: E402
 from browser import opened, started  # noqa: E402
-from cli.journals import run_stepguard, write_run  # noqa: E402
+from cli.journals import run_stepguard  # noqa: E402
 from house.test_notebook import LOOP, SETUP, WATCH  # noqa: E402
 from house.test_notebook import run as run_notebook  # noqa: E402
 from report.real_runs import restarted, rewound  # noqa: E402
 from report.two_ranks import two_ranks  # noqa: E402
 from serve.served import serving  # noqa: E402
-from stepguard.cli._results import report_page  # noqa: E402
+from stepguard.cli.runs import report_page  # noqa: E402
+from stepguard.journal import Journal  # noqa: E402
+from stepguard.records import Reading  # noqa: E402
 
 STEPS = "120"
 NOTEBOOK_PAGE = """<!doctype html><meta charset="utf-8"><title>notebook</title><style>
@@ -58,7 +62,12 @@ def _reports(browser: Any, runs: Path) -> None:
 
 
 def _live(browser: Any, runs: Path) -> None:
-    write_run(runs / "healthy-so-far")
+    journal = Journal(runs / "healthy-so-far")
+    journal.write("run", {"stepguard": stepguard.__version__, "time": time.time()})
+    for step in range(80):
+        reading = Reading(step=step, loss=2.0 * 0.97**step, grad_norm=0.5, lr=(1e-3,))
+        journal.step(reading, committed=True)
+    journal.close()
     with serving(runs) as address:
         _picture(browser, f"{address}runs/rewound", "page-live.png")
         context = browser.new_context(viewport={"width": 1000, "height": 420})

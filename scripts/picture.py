@@ -23,8 +23,8 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from examples import demo
-from stepguard.report.panel import paint_incident
 from stepguard.report.screen import paper
+from stepguard.report.terminal import paint_incident
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "demo.svg"
@@ -32,7 +32,7 @@ WIDTH = 100
 FONTS = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
 NORMAL = ("#16181d", "#f06262", "#7ec778", "#e5c068", "#6aa5f0", "#c686dd", "#56c2c8", "#d6d9de")
 BRIGHT = ("#6e7480", "#ff7b7b", "#98dc92", "#f6d582", "#8abbff", "#d9a0ec", "#76d6dc", "#ffffff")
-TITLE = "A training step meets NaN; its sample is named and left out, and the run goes on"
+TITLE = "A training step meets NaN; its sample is named and dropped, and the run continues"
 # rich's own format fetches a font from a content network; this one is the same picture without it
 FORMAT = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <title>TITLE</title>

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = (
@@ -95,3 +96,18 @@ def _place(target: str) -> str | None:
     if target in OUTSIDE or target.endswith(PICTURES):
         return PREFIX + target
     return None
+
+
+SHIM = re.compile(r'src="https://[^"]*/iframe-worker/shim"')
+"""What the theme loads from elsewhere so that search works in a site opened from disk."""
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Take the shim from the site itself."""
+    path = get_relative_url("assets/iframe-worker.js", page.url)
+    return SHIM.sub(f'src="{path}"', output)
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """The same for pages without a source, such as 404.html."""
+    return SHIM.sub('src="assets/iframe-worker.js"', output_content)

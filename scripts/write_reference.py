@@ -1,6 +1,6 @@
 """Writes what the docs say about settings and options, from the code that reads them.
 
-python scripts/write_reference.py            write docs/configuration.md and the tables of cli.md
+python scripts/write_reference.py            write docs/configuration.md and the table of cli.md
 python scripts/write_reference.py --check    exit 1 and name the pages that are not up to date
 """
 
@@ -20,12 +20,13 @@ from stepguard.records.codec import fields_with_text
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 COMMAND_LINE = ROOT / "docs" / "cli.md"
-END = "<!-- end of options -->"
+BEGIN = "<!-- commands: written by scripts/write_reference.py -->"
+END = "<!-- end of commands -->"
 TOPICS = {
     "What is written": ("run_dir", "human_log", "terminal", "sinks"),
     "The step": ("clip_norm", "loss_scale"),
     "Checkpoints": ("checkpoint_every", "keep", "resume_lr", "on_signal"),
-    "Capsules": ("capsule", "build"),
+    "Capsules": ("capsule", "capsule_limit", "build"),
     "Samples and labels": ("id_key", "labels_key"),
     "Groups": ("policy", "snapshots", "probes", "ranks"),
 }
@@ -88,45 +89,28 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def begin(command: str) -> str:
-    """The line after which the options of a command stand."""
-    return f"<!-- options of stepguard {command}: written by scripts/write_reference.py -->"
-
-
 def command_line(page: str) -> str:
-    """The page of the command line with the tables of options as typer knows them."""
+    """The page of the command line with its table of commands and options as typer knows them."""
     group: Any = get_command(app)
+    lines = ["| command | what it does | options |", "|---|---|---|"]
     for name, command in group.commands.items():
-        block = f"{begin(name)}\n\n{_options(command)}\n{END}"
-        there = re.compile(re.escape(begin(name)) + r".*?" + re.escape(END), re.DOTALL)
-        if there.search(page):
-            page = there.sub(lambda _, block=block: block, page)
-        else:
-            summary = " ".join(command.help.split())
-            page += f"\n## stepguard {name}\n\n{summary}\n\n{block}\n"
-    return page
+        shown = [parameter for parameter in command.params if not parameter.hidden]
+        arguments = [p for p in shown if p.param_type_name == "argument"]
+        typed = " ".join(["stepguard", name, *(_argument(p) for p in arguments)])
+        options = ", ".join(f"`{p.opts[0]}`" for p in shown if p not in arguments)
+        summary = " ".join(command.help.split("\n\n")[0].split())
+        lines.append(f"| `{typed}` | {_cell(summary)} | {options} |")
+    table = "\n".join([BEGIN, "", *lines, "", END])
+    between = re.compile(re.escape(BEGIN) + r".*?" + re.escape(END), re.DOTALL)
+    if not between.search(page):
+        return f"{page}\n{table}\n"
+    return between.sub(lambda _: table, page)
 
 
-def _options(command: Any) -> str:
-    lines = ["| option | meaning |", "|---|---|"]
-    for parameter in command.params:
-        if not parameter.hidden:
-            lines.append(f"| {_name(parameter)} | {_cell(parameter.help or '')} |")
-    return "\n".join(lines) + "\n"
-
-
-def _name(parameter: Any) -> str:
-    """How an option or argument is typed."""
-    if parameter.param_type_name == "argument":
-        return f"`{parameter.metavar or parameter.name.upper()}`"
-    value = "" if parameter.default is False else f" {_value(parameter)}"
-    return ", ".join(f"`{_cell(option + value)}`" for option in parameter.opts)
-
-
-def _value(parameter: Any) -> str:
-    if parameter.metavar:
-        return str(parameter.metavar)
-    return str(parameter.name.upper().replace("_", "-"))
+def _argument(parameter: Any) -> str:
+    """How an argument is typed; one that may be absent stands in brackets."""
+    name = str(parameter.metavar or parameter.name.upper())
+    return name if parameter.required else f"[{name}]"
 
 
 def pages() -> dict[Path, str]:

@@ -134,7 +134,7 @@ def _surroundings_stay() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _slow_machine_gives_the_same_answers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Give locating ten times its 0.3 s; test_locate_budget.py tests the limit by a clock."""
-    budget: Any = sys.modules.get("stepguard.locate.replay_state")
+    budget: Any = sys.modules.get("stepguard.locate.replay")
     if budget is None or request.path.name == "test_locate_budget.py":
         yield
         return

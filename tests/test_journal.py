@@ -96,6 +96,7 @@ def test_step_line_carries_only_what_was_seen(tmp_path: Path) -> None:
         "attempt": 1,
         "branch": 1,
         "from_step": 0,
+        "by": "restart",
         "step": 0,
         "loss": 0.0,
         "grad_norm": 0.0,
@@ -175,6 +176,8 @@ def test_every_line_carries_its_attempt_and_branch(tmp_path: Path) -> None:
     assert [line["branch"] for line in lines] == [1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5]
     firsts = {line["branch"]: line["from_step"] for line in lines if "from_step" in line}
     assert firsts == {1: 4, 2: 4, 3: 2, 4: 2, 5: 1}
+    reasons = [line["by"] for line in lines if "by" in line]
+    assert reasons == ["restart", "rewind", "restore", "repeat", "rewind"]
 
 
 def test_step_line_names_the_incident_that_was_written_before_it(tmp_path: Path) -> None:
@@ -186,6 +189,11 @@ def test_step_line_names_the_incident_that_was_written_before_it(tmp_path: Path)
     journal.step(Reading(step=3, loss=1.0), committed=True)  # the retry is not the incident's step
     journal.close()
     assert [step.get("incident") for step in read_run(tmp_path).steps] == ["i1", None, None]
+    lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
+    assert [line.get("of_last_step") for line in lines if line["type"] == "incident"] == [
+        None,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from torch.optim import AdamW
 import stepguard
 from benchmarks.parts.variants import RATE, bare
 from benchmarks.parts.workloads import Workload
-from stepguard.probes.looks import Looks
-from stepguard.probes.silent import FIRST, SHARE
+from stepguard.probes.looks import FIRST, SHARE, Looks
 
 ROUNDS = 8
 

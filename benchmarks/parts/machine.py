@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 import stepguard
 
 RESULTS = Path(__file__).parents[1] / "results"
+LINE = 160
+"""Characters of a line of results, where a row can be that short."""
 
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4
@@ -62,12 +65,39 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def keep(data: dict[str, Any], path: Path) -> None:
-    """Write it whole or not at all; a number that is not finite is refused."""
+def keep(data: Any, path: Path, *, details: Sequence[str] = ()) -> None:
+    """Write it whole or not at all; a number that is not finite is refused.
+
+    The folder of results holds what README and docs print. `details` are the entries with a row
+    for every single case: they go to a file beside it that git does not keep.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if details and path.parent == RESULTS:
+        _write(data, path.with_suffix(".full.json"))
+        data = {key: value for key, value in data.items() if key not in details}
+    _write(data, path)
+
+
+def _write(data: Any, path: Path) -> None:
     fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(rounded(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    fresh.write_text(laid_out(rounded(data)) + "\n", encoding="utf-8")
     fresh.replace(path)
+
+
+def laid_out(data: Any, indent: str = "") -> str:
+    """JSON in which what fits into a line, and every innermost list or object, is one line."""
+    line = json.dumps(data, allow_nan=False)
+    values = list(data.values()) if isinstance(data, dict) else data
+    nested = isinstance(values, list) and any(isinstance(v, dict | list) for v in values)
+    if len(line) <= LINE or not nested:
+        return line
+    inner = indent + " "
+    if isinstance(data, dict):
+        lines = [f"{json.dumps(str(k))}: {laid_out(v, inner)}" for k, v in data.items()]
+    else:
+        lines = [laid_out(value, inner) for value in data]
+    begin, end = "{}" if isinstance(data, dict) else "[]"
+    return f"{begin}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{end}"
 
 
 def rounded(data: Any) -> Any:

@@ -132,7 +132,7 @@ class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the de
 
     @property
     def __traceback__(self) -> TracebackType | None:
-        """Only the user's frames, whoever prints them (hydra, click, a logger): it is their line
+        """Only the user's frames, whatever prints them (hydra, click, a logger): it is their line
         that was stopped.
         """
         return _without_ours(_TRACEBACK.__get__(self))

@@ -9,8 +9,8 @@ import atexit
 import os
 import signal
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -27,16 +27,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import ConfigError, TrainingHalted
 from stepguard.engine.build import build_context
-from stepguard.engine.context import bare_step, guard_html, guard_line
+from stepguard.engine.context import Context, bare_step, guard_html, guard_line
 from stepguard.engine.drivers.schedule import takes_closure
 from stepguard.engine.drivers.step import ClosureDriver, StepDriver
 from stepguard.engine.drivers.watch import WatchDriver
+from stepguard.engine.incident.closer_look import agreed_trouble
 from stepguard.engine.incident.exceptions import last_uncaught, tell_end
-from stepguard.engine.incident.ranks import RankComparison
+from stepguard.engine.incident.incident_record import comparison_of_ranks
 from stepguard.engine.protect import Protection, in_words, offer
 from stepguard.engine.recover.checkpoints import Checkpoints
 from stepguard.engine.recover.rewind import Rewinder
-from stepguard.engine.recover.signals import AgreedStop, Signals, watch_for_hung_rank
+from stepguard.engine.recover.signals import Signals
 from stepguard.engine.result import StepResult
 from stepguard.engine.wiring import (
     Wiring,
@@ -46,14 +47,94 @@ from stepguard.engine.wiring import (
     owners,
     resumable,
 )
-from stepguard.port import Port
 from stepguard.probes.looks import Looks
-from stepguard.probes.whatif import try_what_helps, what_helps
-from stepguard.probes.whatif_candidates import OwnFix
+from stepguard.probes.whatif import OwnFix, try_what_helps, what_helps
+from stepguard.ranks.hung import HANGS_AFTER, AgreedStop, HungRank
 from stepguard.records import GuardConfig, Incident
 from stepguard.records.probes import WhatIf
 from stepguard.state.batch import LossFn, total_loss
 from stepguard.state.loader import ResumableLoader, observe_loaders, stop_observing
+
+# --- What framework integrations ask of a guard, behind one door: `guard.port`.
+
+
+class Port:
+    """The framework's side of one guard."""
+
+    def __init__(self, context: Context, rewinder: Rewinder, driver: StepDriver) -> None:
+        self._context = context
+        self._rewinder = rewinder
+        self.driver: StepDriver | WatchDriver = driver
+        """Runs the steps; another one once the guard watches a loop."""
+        self.closed = False
+
+    def micro(self, loss_fn: LossFn, batch: Any) -> None:
+        """Call just before a framework runs forward and backward of one micro-batch by itself.
+
+        `loss_fn(batch)` must give, without side effects, the very loss the framework is about to
+        call backward on; the step can then be replayed, as one of `guard.step` can. Only for a
+        guard made by `stepguard.watch`.
+        """
+        if not isinstance(self.driver, WatchDriver):
+            raise ConfigError(
+                "guard.port.micro is for a loop that runs its own steps; build the guard with "
+                "stepguard.watch."
+            )
+        if not self.closed:
+            offer(self._context, loss_fn)
+            self.driver.begin_micro(loss_fn, batch)
+
+    @property
+    def dropped(self) -> bool:
+        """Was the last update vetoed? A fused one is read later, its schedule taken back then."""
+        return isinstance(self.driver, WatchDriver) and self.driver.dropped
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs in here is no step of the loop's: a watched model may be called."""
+        if isinstance(self.driver, WatchDriver):
+            with self.driver.not_listening():
+                yield
+        else:
+            yield
+
+    def follow(self, optimizer: Optimizer) -> bool:
+        """Guard this optimizer from now on if it takes the place of the one that was watched."""
+        return isinstance(self.driver, WatchDriver) and self.driver.wiring.follow(optimizer)
+
+    def reads_text_with(self, tokenizer: Any) -> None:
+        """What the user's program turns token ids into text with, if anything."""
+        self._context.data.tokenizer = tokenizer
+
+    def start_at(self, step: int) -> None:
+        """Number the next step `step`, as a resumed run does. Call it before the first step."""
+        self._context.step = step
+
+    def settle(self) -> None:
+        """Read a fused step whose verdict is still on the device; may raise TrainingHalted."""
+        self.driver.settle()
+
+    def finite(self) -> bool:
+        """Are the parameters finite now? One pass, no names; waits for the device."""
+        return self.driver.reader.last_update_finite()
+
+    def trouble(self, *, together: bool = False) -> tuple[str, ...]:
+        """Name stored tensors that are non-finite and should not be: do not save such a state.
+
+        Reads everything once. `together`: all ranks ask now, and each gets the names of all.
+        """
+        return agreed_trouble(self._context, together=together)
+
+    @property
+    def good(self) -> bool:
+        """Has the run not diverged, by its loss? See `trouble` for stored tensors."""
+        suspicious = self._context.history.diverged_at is not None
+        return not (suspicious and self._rewinder.probation.divergence())
+
+    def say(self, kind: str, summary: str) -> None:
+        """Tell one line, such as a save that was refused, to every output."""
+        self._context.outputs.note(kind, summary)
+
 
 __all__ = ["Guard", "StepResult"]
 
@@ -114,10 +195,13 @@ class Guard:
                 self._context.data.feed = resumable(self._context, loader, self._between)
                 self._context.data.recent = self._context.data.feed.recent
             say = partial(self._context.outputs.note, "signal")
-            stop = AgreedStop(self._context) if self._context.agreement.size > 1 else None
+            several = self._context.agreement.size > 1
+            stop = AgreedStop(self._context) if several else None
             self._signals = Signals(self._leave, self.close, say, stop)
-            comparison = RankComparison(self._context, self._rewinder.healing)
-            self._rewinder.snapshots.duties += [comparison, self._saving]
+            duties = self._rewinder.snapshots.duties
+            duties += comparison_of_ranks(self._context, self._rewinder.healing)
+            if self._context.config.checkpoint_every is not None:
+                duties.append(self._saving)
             self._closed = False
             self._entered = False
             self._framework = building_for.get()
@@ -125,7 +209,9 @@ class Guard:
             self._signal = ""
             """Name of the signal that is ending the process."""
             self._make_known()
-            watch_for_hung_rank(self._context)
+            if several:
+                hung = HungRank(self._context, HANGS_AFTER * self._context.config.ranks.timeout)
+                self._context.resources.callback(hung.close)
             if self._saving.has_store and self._context.config.on_signal == "save":
                 self._signals.listen(self._context.config.ranks.timeout / GRACE_SHARE)
                 self._rewinder.snapshots.duties.append(self._signals)
@@ -173,13 +259,15 @@ class Guard:
             )
         offer(self._context, loss_fn)
         self._wiring.begin_step()
-        done = False
+        reader = self._driver.reader
+        reader.missing = None
+        missing: int | None = None
         try:
             result = self._driver.run(loss_fn, micro_batches)
-            done = True
+            missing = reader.missing
             return result
         finally:
-            self._wiring.end_step(done=done)
+            self._wiring.end_step(missing)
 
     def loss(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """`loss_fn(batch)`, remembered: a bad step of a watched loop is then replayed as a whole.
@@ -306,11 +394,11 @@ class Guard:
 
     def follow(self, name: str, value: Tensor | float) -> None:
         """Record a value of this step beside its loss: a gate, a weight, the norm of a latent.
-        Waits for nothing.
+        It never waits for the device.
 
-        Call it in the loss function, or anywhere before the update. Of several elements the largest
-        magnitude counts. It goes into journal, log and incidents and is no incident itself,
-        whatever it is: `stepguard live --stage` can set a limit to it.
+        Call it in the loss function, or anywhere before the update. Of a tensor with several
+        elements the largest magnitude is recorded, in the journal, the log and incidents. The value
+        never causes an incident: `stepguard live --stage` can set a limit for it.
         """
         if not isinstance(value, Tensor | int | float):
             raise ConfigError(
@@ -344,7 +432,7 @@ class Guard:
             if self.armed:
                 with self._protect.part("check of the wiring"):
                     self._wiring.close()
-                self._driver.step_end.run_ended(self._error)
+                self._driver.run_ended(self._error)
             with self._protect.part("end of the run"):
                 self._tell_end()
         finally:

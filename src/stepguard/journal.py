@@ -2,8 +2,9 @@
 
 Every line carries `attempt` (which start in this folder wrote it) and `branch` (its timeline: a
 rewind, a restored checkpoint or a step that is run again begins the next one); the first line of a
-branch says `from_step`, its first step. An incident's line holds the incident; a step line that is
-written after it names the incident by its id.
+branch says `from_step`, its first step, and `by`, what began it. An incident's line holds the
+incident, and says `of_last_step` where it is about the step line before it; a step line that is
+written after its incident names it by its id.
 """
 
 from __future__ import annotations
@@ -40,28 +41,31 @@ class _Progress:
 
     attempt: int = 1
     branch: int = 1
+    steps: int = 0
+    """Step lines of this attempt."""
     next_step: int | None = None
     """The lowest step without an update on this branch; None before the first branch."""
-    from_step: int | None = None
-    """The first step of a branch that no line has reported yet."""
-    last_step: int | None = None
-    """The step of the last step line, while no incident belongs to it."""
+    begun: dict[str, Any] = field(default_factory=dict)
+    """`from_step` and `by` of a branch that no line has reported yet."""
+    last: tuple[int, bool] | None = None
+    """Step of the last step line and whether it was committed, while no incident belongs to it."""
     noted: Incident | None = None
     """An incident whose step line is still to come."""
     end: dict[str, Any] | None = None
     """The fields of the `end` line; None while no run is open."""
     pid: int = field(default_factory=os.getpid)
 
-    def begin_branch(self, first_step: int) -> None:
-        if self.next_step is not None:
+    def begin_branch(self, first_step: int, by: str) -> None:
+        if self.steps:
             self.branch += 1
-        self.next_step = self.from_step = first_step
+        else:
+            by = "restart"
+        self.next_step = first_step
+        self.begun = {"from_step": first_step, "by": by}
 
     def line(self, kind: str, fields: Mapping[str, Any]) -> bytes:
         carried = {"v": SCHEMA, "type": kind, "attempt": self.attempt, "branch": self.branch}
-        if self.from_step is not None:
-            carried["from_step"] = self.from_step
-        return (dumps({**carried, **fields}) + "\n").encode()
+        return (dumps({**carried, **self.begun, **fields}) + "\n").encode()
 
 
 class Journal(Sink):
@@ -84,14 +88,13 @@ class Journal(Sink):
         progress = self._progress
         if kind == "run":
             progress.attempt = fields.get("attempt", progress.attempt)
-            progress.branch = 1
-            progress.next_step = None
+            progress.branch, progress.steps, progress.next_step = 1, 0, None
         elif kind == "rewind":
-            progress.begin_branch(fields["to"])
+            progress.begin_branch(fields["to"], "rewind")
         elif fields.get("kind") == "restored":
-            progress.begin_branch(fields["step"])
+            progress.begin_branch(fields["step"], "restore")
         self._file.append(progress.line(kind, fields), durable=durable)
-        progress.from_step = None
+        progress.begun = {}
         if kind == "run":
             progress.end = {"steps": 0, "incidents": 0, "armed": True}
         elif kind == "end":
@@ -106,7 +109,7 @@ class Journal(Sink):
         """One line a step, with only what was seen."""
         progress = self._progress
         if progress.next_step is None or reading.step < progress.next_step:
-            progress.begin_branch(reading.step)
+            progress.begin_branch(reading.step, "repeat")
         fields: dict[str, Any] = {}
         for name in STEP_FIELDS:
             value = getattr(reading, name)
@@ -115,13 +118,12 @@ class Journal(Sink):
         fields["committed"] = committed
         noted = progress.noted
         progress.noted = None
-        progress.last_step = reading.step
-        # A step that raised and was run again with success is not the step that raised.
-        raised = noted is not None and noted.verdict.kind == "exception"
-        if noted is not None and noted.step == reading.step and not (raised and committed):
+        progress.last = (reading.step, committed)
+        if noted is not None and _belongs(noted, *progress.last):
             fields["incident"] = noted.id
-            progress.last_step = None
+            progress.last = None
         self.write("step", fields)
+        progress.steps += 1
         if committed:
             progress.next_step = reading.step + 1
         if progress.end is not None:
@@ -132,11 +134,13 @@ class Journal(Sink):
         decision = incident.decision
         if decision is not None and decision.action == "stop" and decision.rewound_to is not None:
             # A run that stops with damaged weights leaves the newest good ones in memory.
-            progress.begin_branch(decision.rewound_to)
-        if progress.last_step != incident.step:
-            progress.noted = incident
-        progress.last_step = None
+            progress.begin_branch(decision.rewound_to, "rewind")
         fields = {"step": incident.step, "incident": to_plain(incident)}
+        if progress.last is not None and _belongs(incident, *progress.last):
+            fields["of_last_step"] = True
+        else:
+            progress.noted = incident
+        progress.last = None
         self.write("incident", fields, durable=True)
         if progress.end is not None:
             progress.end["incidents"] += 1
@@ -147,6 +151,13 @@ class Journal(Sink):
     def close(self) -> None:
         self._progress.end = None
         self._file.close()
+
+
+def _belongs(incident: Incident, step: int, committed: bool) -> bool:
+    """Is the incident about this step line?"""
+    # A step that raised and was run again with success is not the step that raised.
+    raised = incident.verdict.kind == "exception"
+    return incident.step == step and not (raised and committed)
 
 
 def _write_end(file: LineFile, progress: _Progress) -> None:
@@ -179,6 +190,40 @@ def belongs_to_run_above(folder: Path) -> bool:
             continue
         return isinstance(header, dict) and bool(header.get("lane"))
     return False
+
+
+# --- which runs are below a folder
+
+
+DEEPEST = 5
+"""Folders below the given one in which runs are searched."""
+MOST_RUNS = 2000
+SKIPPED = frozenset({"incidents", "checkpoints", "capsule", "__pycache__", "node_modules"})
+
+
+def is_run(folder: Path) -> bool:
+    """Does the folder hold a journal?"""
+    try:
+        return any(is_journal(path) for path in folder.glob("journal*.jsonl"))
+    except OSError:
+        return False
+
+
+def runs_below(root: Path) -> dict[str, Path]:
+    """Run folders by name: their paths below the root, or the folder's name if it is a run."""
+    root = root.resolve()
+    if is_run(root):
+        return {root.name: root}
+    found: dict[str, Path] = {}
+    for folder, below, _ in os.walk(root):
+        here = Path(folder)
+        inside = here.relative_to(root)
+        if is_run(here) and not belongs_to_run_above(here):
+            found[inside.as_posix()] = here
+        below[:] = [name for name in below if name not in SKIPPED and not name.startswith(".")]
+        if len(inside.parts) >= DEEPEST or len(found) >= MOST_RUNS:
+            below.clear()
+    return dict(sorted(found.items()))
 
 
 # --- which process writes it

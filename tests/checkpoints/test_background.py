@@ -60,7 +60,7 @@ def test_slow_disk_refuses_offers_and_says_how_many(tmp_path: Path) -> None:
     assert [offered(background, step) for step in (2, 3)] == [False, False]
     disk.go.set()
     assert background.wait() == tmp_path / "step-1"
-    assert said == ["saving step 1 took so long that 2 later saves were left out."]
+    assert said == ["saving step 1 took so long that 2 later saves were dropped."]
     assert offered(background, 4)
     background.close()
     assert names(tmp_path) == ["last-good", "step-1", "step-4"]

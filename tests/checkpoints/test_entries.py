@@ -41,6 +41,6 @@ def test_only_temporary_files_of_writers_are_leftovers(tmp_path: Path) -> None:
 def test_pointer_to_a_checkpoint_that_was_sealed_again_is_refused(tmp_path: Path) -> None:
     saved(Store(tmp_path), 1)
     assert seal.read_pointer(tmp_path) == tmp_path / "step-1"
-    (tmp_path / "last-good").write_bytes(seal.pointer_bytes("step-1", "0" * 32))
+    (tmp_path / "last-good").write_bytes(f"step-1 {'0' * 32}\n".encode())
     with pytest.raises(StoreError, match="another seal"):
         seal.read_pointer(tmp_path)

@@ -10,7 +10,7 @@ from benchmarks.disk.states import GOOD
 from torch import Tensor
 
 from stepguard._errors import StoreError
-from stepguard.checkpoints import Store, files
+from stepguard.checkpoints import Store, files, read_seal
 
 
 @pytest.mark.parametrize(
@@ -38,22 +38,28 @@ def test_name_reserved_by_the_format_is_refused(tmp_path: Path) -> None:
         Store(tmp_path).save(1, {"__metadata__": torch.ones(1)}, {}, GOOD)
 
 
-def test_header_is_aligned_and_wide_elements_come_first() -> None:
-    forms = {
-        "a": files.TensorForm(torch.float16, (3,)),
-        "b": files.TensorForm(torch.float64, (2,)),
-        "c": files.TensorForm(torch.complex64, (5,)),
+def test_header_is_aligned_and_wide_elements_come_first(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.ones(3, dtype=torch.float16),
+        "b": torch.ones(2, dtype=torch.float64),
+        "c": torch.ones(5, dtype=torch.complex64),
     }
-    (plan,) = files.plan_files(forms)
-    assert list(plan.starts) == ["b", "c", "a"] and len(plan.header) % 8 == 0
-    assert plan.size == len(plan.header) + 16 + 40 + 6
-    assert files.plan_file(plan.name, plan.starts, forms) == plan
+    path = Store(tmp_path).save(1, tensors, {}, GOOD)
+    sealed = read_seal(path).tensors
+    start = sealed["b"].start
+    assert start % 8 == 0
+    assert (sealed["c"].start, sealed["a"].start) == (start + 16, start + 56)
+    assert (path / sealed["a"].file).stat().st_size == start + 62
 
 
 def test_files_are_split_by_size_and_none_is_empty_but_the_only_one(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(files, "FILE_BYTES", 100)
-    forms = {name: files.TensorForm(torch.float32, (20,)) for name in "abc"}
-    assert [list(plan.starts) for plan in files.plan_files(forms)] == [["a"], ["b"], ["c"]]
-    assert [list(plan.starts) for plan in files.plan_files({})] == [[]]
+    store = Store(tmp_path)
+    path = store.save(1, {name: torch.ones(20) for name in "abc"}, {}, GOOD)
+    assert len({sealed.file for sealed in read_seal(path).tensors.values()}) == 3
+    assert len(list(path.glob("*.safetensors"))) == 3
+    path = store.save(2, {}, {}, GOOD)
+    assert len(list(path.glob("*.safetensors"))) == 1
+    assert store.open(path).tensors == {}

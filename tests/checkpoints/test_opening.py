@@ -131,13 +131,6 @@ def test_named_checkpoint_is_that_one_or_an_error(tmp_path: Path) -> None:
         store.open("step-7")
 
 
-def test_tensors_go_to_the_device_that_is_asked_for(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    saved(store, 1)
-    assert store.open().tensors["model/weight"].device.type == "cpu"
-    assert {t.device.type for t in store.open(device="meta").tensors.values()} == {"meta"}
-
-
 def test_reader_continues_when_its_checkpoint_is_removed_by_rotation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,9 +67,7 @@ def _entry(serial: int, step: int, good: bool) -> Entry:
         step=step,
         serial=serial,
         health=health,
-        written="",
         sizes={},
-        seal_digest="",
     )
 
 

@@ -235,14 +235,6 @@ def test_disk_that_keeps_wrong_bytes_is_found_before_the_seal(tmp_path: Path) ->
     assert names(tmp_path) == ["last-good", "step-1"]
 
 
-def test_disk_that_is_trusted_is_found_out_when_opened(tmp_path: Path) -> None:
-    saved(Store(tmp_path), 1)
-    saved(Store(tmp_path, disk=Lying(2), check="digest"), 2)
-    opened = Store(tmp_path).open()
-    assert held(opened) == 1
-    assert [passed.path.name for passed in opened.passed_over] == ["step-2"]
-
-
 def test_litter_of_dead_writers_is_removed_by_the_next_save_and_nothing_else(
     tmp_path: Path,
 ) -> None:
@@ -263,7 +255,6 @@ def test_litter_of_dead_writers_is_removed_by_the_next_save_and_nothing_else(
     [
         ({"keep": 0}, "keep=0 would delete the last good checkpoint; use 1 or more"),
         ({"keep_every": 0}, "keep_every=0 is not a number of steps"),
-        ({"check": "maybe"}, "check='maybe' is not known; use 'read-back' or 'digest'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(

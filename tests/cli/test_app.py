@@ -46,6 +46,11 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
     assert "Exit codes: 0 fine" in done.stdout
 
 
+@pytest.mark.parametrize("command", [[], ["run"], ["report"]])
+def test_flags_are_listed_without_a_type(command: list[str]) -> None:
+    assert "<bool>" not in CliRunner().invoke(app, [*command, "--help"]).output
+
+
 def test_no_command_shows_the_help_and_is_a_usage_error() -> None:
     done = run_stepguard()
     assert done.returncode == 2

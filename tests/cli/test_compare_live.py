@@ -74,6 +74,11 @@ def test_live_once_of_what_is_no_run_is_exit_code_2(tmp_path: Path, name: str) -
     assert done.exit_code == 2 and done.stderr.count("\n") == 1 and "does not exist" in done.stderr
 
 
+def test_live_of_a_name_that_does_not_exist_is_an_error_and_does_not_wait(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["live", str(tmp_path / "typo")])
+    assert done.exit_code == 2 and "does not exist; give a run directory" in done.stderr
+
+
 def test_live_of_a_file_that_is_no_journal_is_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "vit.py").write_text("import torch\n")
     done = CliRunner().invoke(app, ["live", str(tmp_path / "vit.py"), "--once"])

@@ -157,6 +157,14 @@ def test_the_panel_goes_to_stdout(copied: tuple[str, Path, Path]) -> None:
 
 
 @one("forward")
+def test_a_run_is_replayed_by_its_last_capsule(copied: tuple[str, Path, Path]) -> None:
+    _, folder, capsule = copied
+    done = replayed(folder, str(capsule.parents[2]))
+    assert done.returncode == 0, done.stderr
+    assert "the replay shows it again" in done.stdout
+
+
+@one("forward")
 def test_build_and_script_can_be_given(copied: tuple[str, Path, Path]) -> None:
     _, folder, capsule = copied
     (folder / "train.py").rename(folder / "moved.py")

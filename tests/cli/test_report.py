@@ -72,6 +72,22 @@ def test_torn_line_is_warned_of(run: Path) -> None:
     assert "warning: 1 line of the journal could not be read" in done.stdout
 
 
+def test_folder_of_runs_is_listed(run: Path) -> None:
+    write_run(run.parent / "group" / "other")
+    done = CliRunner().invoke(app, ["report", str(run.parent)])
+    assert done.exit_code == 0, done.output
+    heading, *rows = done.stdout.splitlines()
+    assert heading.split() == ["run", "state", "steps", "loss", "incidents", "last"]
+    assert [row.split()[0] for row in rows] == ["group/other", "run"]
+    listed = CliRunner().invoke(app, ["report", str(run.parent), "--json"])
+    assert [one["incidents"] for one in json.loads(listed.stdout)["runs"]] == ["1", "1"]
+
+
+def test_folder_without_a_run_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == 2 and "holds no run; give a run directory" in done.stderr
+
+
 def test_missing_run_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     done = run_stepguard("report", str(tmp_path / "nothing"))
     assert (done.returncode, done.stdout) == (2, "")

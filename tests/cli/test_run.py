@@ -25,13 +25,28 @@ def test_a_healthy_script_prints_exactly_what_it_prints_alone(tmp_path: Path) ->
     bare, under_guard = python(tmp_path, "train.py"), guarded(tmp_path, "train.py")
     assert bare.returncode == under_guard.returncode == 0
     assert under_guard.stdout == bare.stdout
-    assert under_guard.stderr.splitlines() == ["stepguard: 6 steps guarded, 0 incidents."]
+    guarded_line, journal_line = under_guard.stderr.splitlines()
+    assert guarded_line == "stepguard: 6 steps guarded, 0 incidents."
+    assert journal_line.startswith("stepguard: journal in .stepguard/train-")
 
 
-def test_nothing_is_written_unless_asked_for(tmp_path: Path) -> None:
+def test_a_journal_without_capsules_is_kept_in_one_hidden_folder_by_default(tmp_path: Path) -> None:
     write(tmp_path, plain_script(bad="(2,)"))
-    guarded(tmp_path, "train.py")
+    done = guarded(tmp_path, "train.py")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".stepguard", "train.py"]
+    (run,) = (tmp_path / ".stepguard").glob("train-*")
+    assert f"stepguard report {run.relative_to(tmp_path)}" in done.stderr
+    assert [step["committed"] for step in read_run(run).steps].count(False) == 1
+    assert not list(run.rglob("capsule"))
+    assert not list(run.rglob("checkpoints"))
+    assert (tmp_path / ".stepguard" / ".gitignore").read_text() == "*\n"
+
+
+def test_nothing_is_written_where_that_is_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, plain_script(bad="(2,)"))
+    done = guarded(tmp_path, "--run-dir", "none", "train.py")
     assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
+    assert "journal" not in done.stderr
 
 
 def test_the_loss_and_the_arguments_of_the_very_first_step_are_seen(tmp_path: Path) -> None:

@@ -23,15 +23,14 @@ SOURCE = Path(stepguard.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told() -> dict[str, Any]:
     """What one process told of all scenes; the first time on a machine it also compiles."""
     # torch's loader calls `ninja`, which pip puts beside the interpreter
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     search = f"{SOURCE}{os.pathsep}{TESTS}"
     env = {**os.environ, "PATH": tools, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
-    folder = tmp_path_factory.mktemp("device")
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("worker.py")), str(folder)],
+        [sys.executable, str(Path(__file__).with_name("worker.py"))],
         capture_output=True,
         text=True,
         timeout=280,
@@ -66,9 +65,14 @@ def test_bad_step_is_vetoed_and_placed(told: dict[str, Any]) -> None:
     }
 
 
-def test_state_is_saved_verified_and_restored_on_the_device(told: dict[str, Any]) -> None:
-    assert told["restored"] == {"sound": True, "done": 10, "same": True, "device": ["toy"]}
-
-
-def test_damaged_weight_is_rewound_as_if_it_had_never_been(told: dict[str, Any]) -> None:
-    assert told["rewound"] == {"actions": ["rewind"], "same": True}
+def test_selftest_holds_on_the_device(told: dict[str, Any]) -> None:
+    not_there = ("float16 with GradScaler", "a stream of its own", "synchronisations")
+    assert told["selftest"] == {
+        "healthy run unchanged": True,
+        "the same, fused optimizer": True,
+        "bad step vetoed and located": True,
+        "checkpoint restored": True,
+        "damaged weight rewound": True,
+        "cost": True,
+        **dict.fromkeys(not_there, None),
+    }

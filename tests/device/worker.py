@@ -5,12 +5,8 @@ A backend can be made known to torch once in a process and not be taken back.
 
 from __future__ import annotations
 
-import copy
 import json
-import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +17,7 @@ import stepguard
 from device.toy_device import load, reads
 from settings_of import config_of
 from stepguard import Guard
+from stepguard.run.selftest import selftest
 
 DEVICE = load()
 STEPS = 40
@@ -140,60 +137,11 @@ def vetoed() -> dict[str, Any]:
     }
 
 
-def restored(folder: Path) -> dict[str, Any]:
-    """Saved on the device, restored into other objects on the device, and trained on alike."""
-    data = batches(20)
-    first = Scene()
-    config = config_of(run_dir=folder / "run", **QUIET)
-    with Guard(first.net, first.optimizer, config=config) as guard:
-        for batch in data[:10]:
-            guard.step(first.loss_fn, batch)
-        saved = guard.save()
-        for batch in data[10:]:
-            guard.step(first.loss_fn, batch)
-    ended = first.state()
-    second = Scene()
-    with torch.no_grad():
-        for parameter in second.net.parameters():
-            parameter.zero_()
-    with Guard(second.net, second.optimizer, config=config) as guard:
-        done = guard.restore()
-        for batch in data[10:]:
-            guard.step(second.loss_fn, batch)
-    device = {parameter.device.type for parameter in second.net.parameters()}
-    sound = saved is not None and stepguard.verify(saved).ok
-    return {
-        "sound": sound,
-        "done": done,
-        "same": same(ended, second.state()),
-        "device": sorted(device),
-    }
-
-
-def rewound() -> dict[str, Any]:
-    """A weight that turns NaN between two steps: back to a snapshot, and as if it never was."""
-    ends = []
-    actions = []
-    for damage in (False, True):
-        scene = Scene()
-        config = config_of(snapshot_every=4, probation=4, **QUIET)
-        with Guard(scene.net, scene.optimizer, config=config) as guard:
-            for number, batch in enumerate(batches(STEPS)):
-                if damage and number == 30:
-                    with torch.no_grad():
-                        scene.net.outer.weight[0, 0] = math.nan
-                guard.step(scene.loss_fn, batch)
-            actions += [incident.decision.action for incident in guard.incidents]
-        ends.append(copy.deepcopy(scene.state()))
-    return {"actions": actions, "same": same(*ends)}
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     told = {
         "healthy": healthy(),
         "vetoed": vetoed(),
-        "restored": restored(Path(sys.argv[1])),
-        "rewound": rewound(),
+        "selftest": {check.name: check.holds for check in selftest(str(DEVICE)).checks},
     }
     print(json.dumps(told))

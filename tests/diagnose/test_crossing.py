@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from stepguard.diagnose.trends import crossing, levelling_off
+from stepguard.diagnose.rules.sg900 import crossing
 
 
 def series(count: int, value: float, slope: float, noise: float = 0.0) -> list[tuple[int, float]]:
@@ -70,7 +70,3 @@ def test_gaps_and_infinite_values_are_left_out() -> None:
     points = [*series(9, 0.0, 0.1), (90, math.inf), (90, 9.0)]
     found = crossing(points, 14.0, rising=True)
     assert found is not None and found.step == 140
-
-
-def test_levelling_off() -> None:
-    assert levelling_off([(0, 0.0), (1, 5.0), (2, 8.0), (3, 9.0), (4, 9.0)])

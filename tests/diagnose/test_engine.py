@@ -7,17 +7,20 @@ from typing import Any
 import pytest
 
 from diagnose.diagnose_literals import NAN, findings, found, origin, out, tensor
-from stepguard.diagnose.engine import MOST_FINDINGS, YIELDS_TO, ranked, uncontested
+from stepguard.diagnose import Proof
+from stepguard.diagnose.engine import MOST_FINDINGS, Found, ranked, rule_of, uncontested
 from stepguard.diagnose.rules import RULES
-from stepguard.records import Certainty, Evidence, Finding, Origin
+from stepguard.records import Certainty, Evidence, Origin
+
+YIELDS_TO = {rule.code: rule.yields_to for rule in RULES}
 
 
-def finding(code: str, certainty: Certainty = "certain") -> Finding:
-    return Finding(code=code, title=code, certainty=certainty)
+def finding(code: str, certainty: Certainty = "certain") -> Found:
+    return rule_of(code), Proof(certainty, "", {})
 
 
-def order(*unordered: Finding) -> list[str]:
-    return [found.code for found in ranked(unordered)]
+def order(*unordered: Found) -> list[str]:
+    return [rule.code for rule, _ in ranked(unordered)]
 
 
 def test_the_more_certain_finding_goes_first() -> None:
@@ -72,9 +75,9 @@ def test_stored_tensor_that_was_seen_bad_is_certain_without_a_replay() -> None:
 
 def test_two_certain_causes_that_exclude_each_other_are_both_likely() -> None:
     rivals = uncontested([finding("SG101"), finding("SG201"), finding("SG703", "likely")])
-    assert [one.certainty for one in rivals] == ["likely", "likely", "likely"]
+    assert [proof.certainty for _, proof in rivals] == ["likely", "likely", "likely"]
     same_fault = uncontested([finding("SG302"), finding("SG201")])
-    assert [one.certainty for one in same_fault] == ["certain", "certain"]
+    assert [proof.certainty for _, proof in same_fault] == ["certain", "certain"]
 
 
 def test_custom_function_named_like_an_operation_is_judged_by_its_boundary() -> None:
@@ -139,4 +142,4 @@ def test_the_way_of_a_nan_that_was_dropped_is_told() -> None:
     where = origin(
         "forward", "aten.empty", evidence=Evidence(uninitialised=True, discarded_by="aten.index")
     )
-    assert "aten.index left the NaN out of the loss" in findings(where)[0].evidence[-1]
+    assert "aten.index dropped the NaN from the loss" in findings(where)[0].evidence[-1]

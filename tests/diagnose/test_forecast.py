@@ -11,7 +11,8 @@ import torch
 import stepguard
 from stepguard import GuardConfig, Probes, Snapshots
 from stepguard.diagnose import Rule, all_rules
-from stepguard.diagnose.engine import FORECAST_SERIES, forecasts, trend_begins
+from stepguard.diagnose.engine import FORECAST_SERIES, forecasts
+from stepguard.diagnose.rules.sg900 import trend_begins
 from stepguard.journal import RunRecord, read_run
 from stepguard.records import Reading
 

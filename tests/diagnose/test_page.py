@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from stepguard._errors import EXIT_USAGE, StepguardError
-from stepguard.cli.incidents import explain as explain_command
+from stepguard.cli.runs import explain as explain_command
 from stepguard.diagnose import Rule, UnknownCode, all_rules, explain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,7 +185,7 @@ def test_command_rejects_an_unknown_code_as_wrong_usage() -> None:
 
 def test_diagnosing_and_explaining_import_no_torch() -> None:
     lines = (
-        "import sys, stepguard.diagnose as d, stepguard.cli.incidents\n"
+        "import sys, stepguard.diagnose as d, stepguard.cli.runs\n"
         "d.explain('SG101')\n"
         "assert 'torch' not in sys.modules\n"
     )

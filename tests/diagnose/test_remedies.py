@@ -15,9 +15,9 @@ from report.literals import MASKED_ROW
 from stepguard import Guard, GuardConfig, Probes
 from stepguard.diagnose import RunFacts
 from stepguard.diagnose.engine import diagnose
-from stepguard.diagnose.source_line import find_expression
+from stepguard.diagnose.source_line import expression_of
 from stepguard.engine.incident.run_facts import run_facts
-from stepguard.records import Finding, Incident, Reading, Remedy
+from stepguard.records import Finding, Incident, Origin, Reading, Remedy
 
 ZERO = torch.tensor([[0.0, 1.0], [0.0, 2.0]])
 UNIT = torch.tensor([[1.0, 0.5], [0.25, 0.5]])
@@ -131,16 +131,20 @@ def _finding(incident: Incident, code: str) -> Finding:
     return found[0]
 
 
-def test_line_with_two_such_operations_is_not_guessed_at() -> None:
-    assert find_expression("loss = a.log() + b.log()", frozenset({"log"})) is None
-    assert find_expression("loss = (", frozenset({"log"})) is None
-    assert find_expression("", frozenset({"log"})) is None
+def in_line(line: str) -> Origin:
+    return Origin(step=0, phase="loss", op="aten.log", source="a.py:3", context=(f"3 | {line}",))
+
+
+@pytest.mark.parametrize("line", ["loss = a.log() + b.log()", "loss = (", ""])
+def test_line_with_two_such_operations_is_not_guessed_at(line: str) -> None:
+    assert expression_of(in_line(line)) is None
 
 
 def test_statement_that_goes_on_in_the_next_line_is_read() -> None:
-    found = find_expression("loss = torch.stack([p.log(),", frozenset({"log"}))
+    found = expression_of(in_line("loss = torch.stack([p.log(),"))
     assert found is not None and found.operands == ("p",)
-    assert found.rewritten("safe_log(p)") == "loss = torch.stack([safe_log(p),"
+    remedy = found.instead("safe_log(p)", "it stays finite")
+    assert remedy.snippet.splitlines()[-1] == "loss = torch.stack([safe_log(p),"
 
 
 def test_bad_samples_are_named() -> None:

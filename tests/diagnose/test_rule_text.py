@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from stepguard.diagnose import Case, rules
+from stepguard.diagnose.rule import RuleText, parse, rule_text
 from stepguard.diagnose.rules import RULES
-from stepguard.diagnose.wording import RuleText, parse, rule_text
 
 PAGE = """# SG999: a made-up cause
 
@@ -142,7 +142,7 @@ FILLED_IN = {"who", "in_batch", "statement", "no_line"}
 
 
 def pages_of(module: Path) -> dict[str, RuleText]:
-    """The pages whose rules a module recognises: sg900.py stops where sg950.py begins."""
+    """The pages whose rules a module recognises: sg200.py stops where sg300.py begins."""
     modules = sorted(path.stem for path in FOLDER.glob("sg*.py"))
     found = {}
     for rule in RULES:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stepguard.diagnose import Case, RunFacts, diagnose
-from stepguard.diagnose.trends import growth, lr_climb, lr_jump, lr_not_a_number, rising
+from stepguard.diagnose.rules.sg500 import growth, lr_climb, lr_jump, lr_not_a_number, rising
 from stepguard.records import Incident, Reading, Verdict
 
 

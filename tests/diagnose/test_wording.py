@@ -6,7 +6,7 @@ import pytest
 
 from diagnose.diagnose_literals import number, tensor
 from stepguard.diagnose import Case
-from stepguard.diagnose.wording import counts, describe, fill, holds, limit_of, spell
+from stepguard.diagnose.rule import counts, describe, fill, holds, limit_of, spell
 from stepguard.records import Reading, Verdict
 
 CASE = Case(reading=Reading(step=7), verdict=Verdict())

@@ -27,10 +27,10 @@ from settings_of import changed
 from stepguard import Guard, GuardConfig, Ranks, StoreError
 from stepguard.checkpoints import Store, read_seal
 from stepguard.engine.protect import GuardDisarmed
-from stepguard.sentinel import rank_agreement
+from stepguard.ranks import agreement as rank_agreement
 
 FEATURES, STEPS, BAD_STEP, BAD_RANK = 4, 6, 2, 1
-WRITING = ("rank0_save", "rank0_save_bad", "rank0_restore", "joined_checkpoint")
+WRITING = ("rank0_save", "rank0_save_bad", "rank0_restore")
 """Scenarios that need a folder."""
 ALL_COME = GuardConfig(terminal="quiet", ranks=Ranks(timeout=30.0))
 NOT_ALL_COME = GuardConfig(terminal="quiet", ranks=Ranks(timeout=0.5))
@@ -372,19 +372,7 @@ def joined(loop: str) -> dict[str, Any]:
     return running.end()
 
 
-def joined_checkpoint(out: Path) -> dict[str, Any]:
-    """Rank 1 has more batches, and a checkpoint is due after rank 0 has none left."""
-    model, optimizer = built()
-    config = changed(NOT_ALL_COME, run_dir=out / "joined", checkpoint_every=4, probation=1)
-    running = Loop("step", model, optimizer, config)
-    steps = STEPS if dist.get_rank() == BAD_RANK else 3
-    with Join([model]):
-        for step in range(steps):
-            running.step(data(step))
-    return running.end()
-
-
-def local_sgd(loop: str) -> dict[str, Any]:
+def local_step(loop: str) -> dict[str, Any]:
     """No exchange in backward; one rank has a bad step."""
     model, optimizer = built()
     running = Loop(loop, model, optimizer, NOT_ALL_COME)
@@ -412,7 +400,7 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
     for function in (
         *(own_trouble, last_look, born, overflow, late, rank0, rank0_save, rank0_restore),
-        *(rank0_save_bad, rank0_reads, joined, joined_checkpoint, local_sgd, subgroup),
+        *(rank0_save_bad, rank0_reads, joined, local_step, subgroup),
     )
 }
 

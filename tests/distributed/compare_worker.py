@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,6 @@ def train(
     before: Callable[[int, Any], None] | None = None,
     same: bool = False,
     loader: Any = None,
-    no_sync: bool = False,
     config: GuardConfig = CONFIG,
 ) -> dict[str, Any]:
     """Train a few steps; `before` may do harm before a step. Ranks draw their own dropout."""
@@ -82,13 +80,12 @@ def train(
         if before is not None:
             before(step, optimizer)
         inputs = batch(step, same=same) if fetched is None else next(fetched)[0]
-        with model.no_sync() if no_sync and step else nullcontext():  # type: ignore[operator]
-            if guard is not None and loop == "step":
-                guard.step(lambda given: model(given).square().mean(), inputs)
-            else:
-                optimizer.zero_grad()
-                model(inputs).square().mean().backward()
-                optimizer.step()
+        if guard is not None and loop == "step":
+            guard.step(lambda given: model(given).square().mean(), inputs)
+        else:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
     weights = [local_part(p.detach()).clone() for p in model.parameters()]
     if guard is None:
         return {"weights": weights}
@@ -177,7 +174,6 @@ def hsdp(loop: str, harm: str) -> dict[str, Any]:
 HEALTHY: dict[str, Callable[[], nn.Module]] = {
     "ddp": lambda: DistributedDataParallel(layers()),
     "zero": lambda: DistributedDataParallel(layers()),
-    "localsgd": lambda: DistributedDataParallel(layers()),
     "constant": lambda: DistributedDataParallel(layers()),
     "batchnorm": lambda: DistributedDataParallel(layers(norm="batch")),
     "ownnorm": lambda: DistributedDataParallel(layers(norm="batch"), broadcast_buffers=False),
@@ -195,7 +191,7 @@ def healthy(kind: str, loop: str) -> dict[str, Any]:
             model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01
         )
     loader = _always_the_same() if kind == "constant" else None
-    return train(model, loop=loop, optimizer=optimizer, loader=loader, no_sync=kind == "localsgd")
+    return train(model, loop=loop, optimizer=optimizer, loader=loader)
 
 
 def _always_the_same() -> list[list[Tensor]]:

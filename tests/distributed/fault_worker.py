@@ -22,15 +22,16 @@ from distributed.worker import BAD_RANK, BAD_STEP, LOCATING, guarded, reference
 from process_group import gloo
 from stepguard import GuardConfig
 from stepguard.engine import transaction
-from stepguard.engine.incident import incident_record, ranks
+from stepguard.engine.incident import incident_record, situation
 from stepguard.engine.protect import GuardDisarmed
+from stepguard.ranks import one_decision
 
 WEAK_SPOTS: dict[str, tuple[Any, str]] = {
-    "closer_look": (ranks, "examine"),
-    "own_trouble": (ranks, "own_trouble"),
-    "foreign": (transaction, "mark_foreign_parameter"),
+    "closer_look": (transaction, "examine"),
+    "own_trouble": (one_decision, "own_trouble"),
+    "foreign": (situation, "mark_foreign_parameter"),
     "causes": (transaction, "find_causes"),
-    "deciding": (transaction, "choose_remedy"),
+    "deciding": (situation, "choose_remedy"),
     "recording": (incident_record, "note_lost"),
 }
 
@@ -44,7 +45,9 @@ def failing(name: str) -> Iterator[None]:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise OSError("a fault of one rank")
 
-    if dist.get_rank() == BAD_RANK:
+    # the first rank decides for all
+    faulty = 0 if name == "deciding" else BAD_RANK
+    if dist.get_rank() == faulty:
         setattr(module, function, fails)
     try:
         yield

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stepguard import Guard, GuardConfig
-from stepguard.engine.recover import signals
+from stepguard import guard as guard_module
 from stepguard.records import Sink
 
 STALLS_AT = 2
@@ -49,7 +49,7 @@ def main(out: Path, rank: int) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    signals.HANGS_AFTER = 1 / 60  # after a second
+    guard_module.HANGS_AFTER = 1 / 60  # after a second
     config = GuardConfig(terminal="quiet", sinks=(Telling(out),))
     guard = Guard(model, optimizer, config=config)
 

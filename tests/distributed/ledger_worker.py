@@ -67,7 +67,7 @@ def main(out: Path) -> None:
         said = [
             n["summary"]
             for n in read_run(out / "run", rank).notes
-            if "passing over" in str(n.get("summary"))
+            if "skipping batch" in str(n.get("summary"))
         ]
         told = {"first": first, "second": second, "entries": entries, "said": said}
         (out / f"told.{rank}.json").write_text(json.dumps(told), encoding="utf-8")

@@ -41,7 +41,6 @@ ROWS = (
     "DDP, bf16 hook",
     "DDP, fp16 hook",
     "DDP, PowerSGD hook",
-    "local SGD (steps under `no_sync`)",
     "post-local SGD (hook, `PostLocalSGDOptimizer`)",
     "`ZeroRedundancyOptimizer`",
     "FSDP1",

@@ -23,7 +23,6 @@ from settings_of import config_of
 from stepguard import Guard
 from stepguard._errors import StepguardError, StoreError
 from stepguard.checkpoints import Store
-from stepguard.engine.recover import rank_weights
 from stepguard.journal import read_run
 
 SETTINGS: dict[str, Any] = {
@@ -137,22 +136,6 @@ def saved(shape: str, loop: str, how: str, out: Path) -> dict[str, Any]:
     }
 
 
-def too_much(out: Path) -> dict[str, Any]:
-    """More weights than rank 0 would take."""
-    folder = out / "too_much"
-    rank_weights.MOST = 16
-    try:
-        model = expert(dist.get_rank())
-        guard, optimizer = guarded(model, folder)
-        with guard:
-            train(guard, optimizer, model, "step", range(3))
-            path = guard.save()
-    finally:
-        rank_weights.MOST = 4 * 2**30
-    dist.barrier()
-    return {"path": path, "notes": notes(folder), "armed": guard.armed}
-
-
 def nothing(out: Path) -> dict[str, Any]:
     """The first start of a run that restores where it can."""
     model = replica(0)
@@ -259,7 +242,7 @@ def origin(trouble: str, loop: str, out: Path) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function for function in (saved, too_much, nothing, misfit, data, origin)
+    function.__name__: function for function in (saved, nothing, misfit, data, origin)
 }
 
 

@@ -110,7 +110,12 @@ def paced(loop: str, wrap: str, out: Path) -> dict[str, Any]:
     cadence = guard._rewinder.snapshots.cadence
     took = cadence.took
     slow = dist.get_rank() == BAD_RANK
-    cadence.took = lambda step, seconds: took(step, 100.0 if slow else 1e-9)  # type: ignore[method-assign]
+
+    def paced_took(step: int, seconds: float) -> None:
+        took(step, seconds)
+        cadence._width = 64 if slow else 8
+
+    cadence.took = paced_took  # type: ignore[method-assign]
     harm = 260
     with guard:
         train(guard, model, optimizer, loop, range(harm + 6), harm, by_hand=wrap != "ddp")

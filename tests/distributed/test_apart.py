@@ -24,8 +24,8 @@ LATE = ["late-update-step", "late-update-watch", "late-rate-watch", "late-fused_
 LATE += ["late-gradient-watch"]
 OVERFLOW = ["-".join(("overflow", *p)) for p in product(LOOPS, ["one", "all"], ["plain", "fused"])]
 RANK0 = ["-".join(("rank0", *p)) for p in product(["closed", "guard"], WRAPS)]
-UNEVEN = ["joined-step", "joined-watch", "local_sgd-step", "local_sgd-watch"]
-SINGLE = ["rank0_save-ddp", "rank0_save-manual", "rank0_reads", "joined_checkpoint"]
+UNEVEN = ["joined-step", "joined-watch", "local_step-step", "local_step-watch"]
+SINGLE = ["rank0_save-ddp", "rank0_save-manual", "rank0_reads"]
 SINGLE += ["-".join(p) for p in product(["rank0_restore", "rank0_save_bad"], LOOPS)]
 SUBGROUPS = ["subgroup-step", "subgroup-watch"]
 # Without DDP a guard that only rank 0 builds must not shift those after it: first.
@@ -129,14 +129,11 @@ def test_guard_that_is_left_alone_says_so_and_takes_no_nan(name: str, outcomes: 
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-def test_bad_step_of_a_rank_that_runs_on_its_own_is_vetoed(name: str, outcomes: Outcomes) -> None:
-    other, hurt = outcomes[name]
-    assert _finite(other)
-    assert _finite(hurt)
-    assert hurt["steps"] == STEPS - 1
-    assert other["incidents"] == []
-    assert [incident[2:] for incident in hurt["incidents"]] == [((1,), "skip")]
-    assert hurt["armed"] and hurt["told"] == []
+def test_ranks_that_make_steps_of_their_own_are_not_guarded(name: str, outcomes: Outcomes) -> None:
+    what = "torch's Join" if "joined" in name else "reduced no gradients (no_sync, local SGD)"
+    for rank in outcomes[name]:
+        assert not rank["armed"] and _finite(rank)
+        assert any(what in told for told in rank["told"])
 
 
 def test_one_rank_saves_what_all_hold_and_says_what_is_missing(outcomes: Outcomes) -> None:
@@ -167,7 +164,7 @@ def test_save_on_one_rank_leaves_a_bad_fused_step_to_all_of_them(
 def test_save_by_all_ranks_holds_what_each_has_of_its_own(outcomes: Outcomes) -> None:
     for rank in outcomes["rank0_save-ddp"]:
         assert rank["held"]["rng"].keys() == {"0", "1"}
-        assert rank["held"]["ranks"]["1"]["has"] == ["model/seen"]
+        assert "model/seen" in rank["held"]["ranks"]["1"]["has"]
         assert rank["done"] == STEPS and rank["drawn"] and rank["seen"]
 
 
@@ -188,13 +185,6 @@ def test_save_on_one_rank_is_refused_where_weights_may_differ(outcomes: Outcomes
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_restore_on_one_rank_is_refused(wrap: str, outcomes: Outcomes) -> None:
     assert "rank 1 did not come" in outcomes[f"rank0_save-{wrap}"][0]["refused"]
-
-
-def test_checkpoint_that_not_all_ranks_come_to_is_left_out(outcomes: Outcomes) -> None:
-    for rank in outcomes["joined_checkpoint"]:
-        assert rank["armed"]
-        assert rank["told"] == []
-    assert [rank["steps"] for rank in outcomes["joined_checkpoint"]] == [3, STEPS]
 
 
 def test_result_of_a_fused_step_may_be_read_on_one_rank(outcomes: Outcomes) -> None:

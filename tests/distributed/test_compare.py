@@ -13,7 +13,7 @@ from distributed.launch import launch
 WORKER = Path(__file__).with_name("compare_worker.py")
 DRIFT = ["bitflip-step", "bitflip-watch", "rate-step", "rate-watch", "seeds-step", "seeds-watch"]
 DATA = ["samedata-step", "samedata-watch", "samplers-step"]
-KINDS = ["ddp", "zero", "localsgd", "batchnorm", "ownnorm", "apart", "manual", "fsdp2"]
+KINDS = ["ddp", "zero", "batchnorm", "ownnorm", "apart", "manual", "fsdp2"]
 HEALTHY = [f"healthy-{kind}-{loop}" for kind in KINDS for loop in ("step", "watch")]
 HEALTHY.append("healthy-constant-step")
 BARE = ["healthy-ddp-bare", "healthy-manual-bare", "healthy-fsdp2-bare"]

@@ -44,6 +44,4 @@ def test_both_ranks_pass_over_the_same_batches_after_a_restart(told: list[dict[s
         assert told[rank]["second"]["armed"] and told[rank]["second"]["incidents"] == []
         starts = [rows[0] for rows in told[rank]["second"]["seen"]]
         assert starts == [8 + rank, *(start + rank for start in (32, 40, 48, 56))]
-        assert told[rank]["said"] == [
-            "passing over batches 2-3 of pass 0: left out before as SG101"
-        ]
+        assert told[rank]["said"] == ["skipping batches 2-3 of pass 0: dropped before as SG101"]

@@ -12,14 +12,13 @@ import torch
 from distributed.launch import launch
 from distributed.rank_state_worker import notes, rows
 from guard.scenes import difference
-from stepguard.report.panel import next_commands
+from stepguard.report.phrases import next_commands
 
 WORKER = Path(__file__).with_name("rank_state_worker.py")
 LOOPS = ["step", "watch"]
 APART = ["-".join(p) for p in product(["expert", "stage"], LOOPS, ["asked", "scheduled"])]
 NAMES = [
     *(f"saved-{how}" for how in (*APART, "replica-step-asked", "replica-watch-scheduled")),
-    "too_much",
     "nothing",
     "misfit",
     "data-written",
@@ -61,14 +60,6 @@ def test_checkpoint_of_replicas_holds_their_weights_once(
     assert first["done"] == second["done"] == 4
     assert difference(first["then"], first["back"]) == ""
     assert not [name for name in first["names"] if name.startswith("rank/")]
-
-
-def test_weights_that_are_too_many_are_refused_by_name(outcomes: dict[str, list[Any]]) -> None:
-    for rank in outcomes["too_much"]:
-        assert rank["armed"] and rank["path"] is None
-        refused = [note for note in rank["notes"] if note.startswith("NOT saved")]
-        assert len(refused) == 1
-        assert "model/0.bias on rank 1" in refused[0] and "torch.save" in refused[0]
 
 
 def test_nothing_to_restore_is_the_documented_error_on_every_rank(

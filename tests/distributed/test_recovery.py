@@ -50,13 +50,13 @@ def test_ranks_rewind_together_and_end_with_the_same_weights(
 
 
 @pytest.mark.parametrize("how", BOTH)
-def test_ranks_with_different_clocks_keep_snapshots_of_the_same_steps(
+def test_ranks_with_different_clocks_share_snapshots_of_the_same_steps(
     how: str, outcomes: dict[str, list[Any]]
 ) -> None:
     first, second = outcomes[f"paced-{how}"]
     assert first["armed"] and second["armed"]
     assert first["told"] == second["told"]
-    # the newest one, on the first rank's grid of 8; the damage came at step 260
+    # the newest one on the grids of 8 and of 64 steps; the damage came at step 260
     assert first["told"] == [("rewind", 256)]
     assert difference(first["guarded"], second["guarded"]) == ""
 

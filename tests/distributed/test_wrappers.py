@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed.launch import launch
-from distributed.matrix import Outcome, cell
+from distributed.matrix import Outcome, cell, refused
 
 WORKER = Path(__file__).with_name("wrappers_worker.py")
 BAD_STEP, DAMAGED_AT = 5, 2
@@ -18,18 +18,19 @@ KINDS = {
     "static": "DDP, static graph",
     "unused": "DDP, unused parameters",
     "no_sync": "DDP, accumulation under `no_sync`",
-    "join": "DDP, uneven inputs (`Join`)",
     "compiled": "DDP, compiled",
     "inner": "DDP, guard on `ddp.module`",
     "bf16": "DDP, bf16 hook",
     "fp16": "DDP, fp16 hook",
     "powersgd": "DDP, PowerSGD hook",
-    "local": "local SGD (steps under `no_sync`)",
-    "postlocal": "post-local SGD (hook, `PostLocalSGDOptimizer`)",
     "zero": "`ZeroRedundancyOptimizer`",
 }
-ALONE = ("local", "postlocal", "join")
-"""Where the ranks do not meet at the bad step."""
+REFUSED = {
+    "join": ("DDP, uneven inputs (`Join`)", "torch's Join"),
+    "hook": ("post-local SGD (hook, `PostLocalSGDOptimizer`)", "post_localSGD_hook"),
+    "average": ("post-local SGD (hook, `PostLocalSGDOptimizer`)", "PostLocalSGDOptimizer"),
+}
+"""Under these the ranks make steps of their own, or stop before the others."""
 BOTH_LOOPS = ("healthy", "nan")
 STEPPED = ("clip", "save", "restore", "rewind", "signal")
 """One loop is enough: the two share this code."""
@@ -42,7 +43,7 @@ def _names() -> list[str]:
         for column in BOTH_LOOPS:
             names += [f"{kind}-{column}-{loop}" for loop in ("bare", "step", "watch")]
         names += [f"{kind}-clip-bare", *(f"{kind}-{column}-step" for column in STEPPED)]
-    return [*names, "plain-late-step"]
+    return [*names, "plain-late-step", *(f"{kind}-refused-step" for kind in REFUSED)]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def test_healthy_run_is_bit_identical_to_bare(kind: str, loop: str, outcomes: Ou
 
 @pytest.mark.parametrize(
     ("kind", "loop"),
-    _cells("NaN", ("step", "watch"), local="alone", postlocal="alone", join="alone"),
+    _cells("NaN", ("step", "watch")),
 )
 def test_bad_batch_of_one_rank_costs_that_step_only(
     kind: str, loop: str, outcomes: Outcomes
@@ -95,8 +96,7 @@ def test_bad_batch_of_one_rank_costs_that_step_only(
     for guarded, bare in zip(ranks, outcomes[f"{kind}-nan-bare"], strict=True):
         assert _same(guarded["state"], bare["state"])
         assert _quiet(guarded)
-    telling = ranks[1:] if kind in ALONE else ranks
-    for guarded in telling:
+    for guarded in ranks:
         (incident,) = guarded["incidents"]
         assert incident.step == BAD_STEP and incident.reading.bad_ranks == (1,)
         assert incident.origin.rank == 1 and incident.decision.action == "skip"
@@ -128,15 +128,11 @@ def test_restored_run_goes_on_as_the_one_that_was_saved(
         assert _same(back["state"], then["state"])
 
 
-@pytest.mark.parametrize(("kind", "loop"), _cells("rewind", local="stops"))
+@pytest.mark.parametrize(("kind", "loop"), _cells("rewind"))
 def test_nan_in_a_weight_of_one_rank_is_undone_on_all(
     kind: str, loop: str, outcomes: Outcomes
 ) -> None:
     ranks = outcomes[f"{kind}-rewind-{loop}"]
-    if kind == "local":
-        assert "the ranks exchange nothing in this step" in ranks[1]["halted"]
-        assert ranks[0]["incidents"] == []
-        return
     for guarded, bare in zip(ranks, outcomes[f"{kind}-healthy-bare"], strict=True):
         (incident,) = guarded["incidents"]
         assert incident.step == DAMAGED_AT and incident.origin.rank == 1
@@ -156,3 +152,15 @@ def test_sigterm_ends_all_ranks_with_a_whole_checkpoint(
 def test_model_that_is_wrapped_after_its_guard_was_built_is_refused(outcomes: Outcomes) -> None:
     for rank in outcomes["plain-late-step"]:
         assert "after its guard was built; wrap it first" in rank["refused"]
+
+
+def _refused() -> list[Any]:
+    return [pytest.param(kind, marks=refused(title)) for kind, (title, _) in REFUSED.items()]
+
+
+@pytest.mark.parametrize("kind", _refused())
+def test_ranks_that_do_not_make_every_step_together_are_refused(
+    kind: str, outcomes: Outcomes
+) -> None:
+    for rank in outcomes[f"{kind}-refused-step"]:
+        assert REFUSED[kind][1] in rank["refused"]

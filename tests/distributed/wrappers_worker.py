@@ -36,8 +36,6 @@ from stepguard.engine.protect import GuardDisarmed
 
 WIDTH, STEPS, BAD_STEP, BAD_RANK, CLIP = 16, 8, 5, 1, 0.05
 DAMAGED_AT = 2
-JOINED_AT = 4
-"""The step from which on rank 0 has no data, where inputs are uneven."""
 
 
 class Net(nn.Module):
@@ -75,8 +73,6 @@ class Wrapped:
             self.net,
             static_graph=kind == "static",
             find_unused_parameters=kind == "unused",
-            # a fresh wrapper would send them once even where the first step is a local one
-            broadcast_buffers=kind != "local",
         )
         self.model: Any = self.ddp
         if kind == "compiled":
@@ -89,7 +85,7 @@ class Wrapped:
         parameters = self.net.parameters()
         if self.kind == "zero":
             return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.01)
-        if self.kind == "postlocal":
+        if self.kind == "average":
             inner = torch.optim.AdamW(parameters, lr=0.01)
             return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=3))
         return torch.optim.AdamW(parameters, lr=0.01)
@@ -98,7 +94,7 @@ class Wrapped:
         if self.kind == "powersgd":
             memory = PowerSGDState(None, start_powerSGD_iter=2)
             self.ddp.register_comm_hook(memory, powerSGD_hook)
-        elif self.kind == "postlocal":
+        elif self.kind == "hook":
             state = PostLocalSGDState(
                 None, None, start_localSGD_iter=3, post_local_gradient_allreduce=False
             )
@@ -107,11 +103,6 @@ class Wrapped:
             self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif self.kind == "bf16":
             self.ddp.register_comm_hook(None, _bf16)
-
-    @property
-    def alone(self) -> bool:
-        """Do ranks decide about the bad step by themselves?"""
-        return self.kind in ("postlocal", "local")
 
     def loss(self, batch: tuple[Tensor, bool]) -> Tensor:
         inputs, reduced = batch
@@ -126,28 +117,10 @@ class Wrapped:
             inputs[2, 0] = torch.nan
         if self.kind == "no_sync":
             return [(inputs[:2], False), (inputs[2:], True)]
-        return [(inputs, self.kind != "local" or step == 0)]
-
-    def take_part(self, batches: list[tuple[Tensor, bool]]) -> None:
-        """What the other ranks need of a rank that has nothing to update."""
-        before = [buffer.clone() for buffer in self.net.buffers()]
-        for batch in batches:
-            self.loss(batch)
-        for buffer, kept in zip(self.net.buffers(), before, strict=True):
-            buffer.copy_(kept)
-        if self.kind != "postlocal":
-            return
-        for parameter in self.net.parameters():
-            # an average is made of parameters with a gradient only
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.averager.average_parameters(self.optimizer.param_groups)
-
-    def inputs_context(self) -> Any:
-        return Join([self.ddp]) if self.kind == "join" else nullcontext()
+        return [(inputs, True)]
 
     def steps(self) -> range:
-        uneven = self.kind == "join" and dist.get_rank() == 0
-        return range(JOINED_AT if uneven else STEPS)
+        return range(STEPS)
 
 
 class Loop:
@@ -166,17 +139,13 @@ class Loop:
         make = stepguard.watch if loop == "watch" else Guard
         self.guard = make(wrapped.given, wrapped.optimizer, config=config_of(**settings))
 
-    def step(self, step: int, *, bad: bool = False, without: bool = False) -> None:
-        """`without`: what a loop does that takes part in a step but has nothing to update."""
+    def step(self, step: int, *, bad: bool = False) -> None:
         batches = self.wrapped.batches(step, bad=bad)
         if self.loop == "step" and self.guard is not None:
             self.guard.step(self.wrapped.loss, *batches)
             return
         optimizer = self.wrapped.optimizer
         optimizer.zero_grad()
-        if without:
-            self.wrapped.take_part(batches)
-            return
         for batch in batches:
             self.wrapped.loss(batch).backward()
         if self.clip is not None:
@@ -209,8 +178,7 @@ def state_of(wrapped: Wrapped) -> dict[str, Any]:
 def running(kind: str, loop: str, **settings: Any) -> Iterator[tuple[Loop, Wrapped]]:
     wrapped = Wrapped(kind)
     run = Loop(wrapped, loop, **settings)
-    with wrapped.inputs_context():
-        yield run, wrapped
+    yield run, wrapped
 
 
 def healthy(kind: str, loop: str, out: Path) -> dict[str, Any]:
@@ -234,10 +202,8 @@ def nan(kind: str, loop: str, out: Path) -> dict[str, Any]:
             here = dist.get_rank() == BAD_RANK and step == BAD_STEP
             if loop != "bare":
                 run.step(step, bad=here)
-            elif step != BAD_STEP or (wrapped.alone and not here):
+            elif step != BAD_STEP:
                 run.step(step)
-            elif wrapped.alone:
-                run.step(step, without=True)
     return run.outcome()
 
 
@@ -274,9 +240,7 @@ def rewind(kind: str, loop: str, out: Path) -> dict[str, Any]:
     """A weight of one rank turns NaN between two steps."""
     # without healing from the other rank, which would come first
     policy = Policy(actions=("retry", "leave_out", "skip", "rewind", "stop"))
-    settings: dict[str, Any] = {"snapshot_every": 1, "probation": 1}
-    if kind != "local":
-        settings["policy"] = policy
+    settings: dict[str, Any] = {"snapshot_every": 1, "probation": 1, "policy": policy}
     with running(kind, loop, **settings) as (run, wrapped):
         for step in wrapped.steps():
             if step == DAMAGED_AT and dist.get_rank() == BAD_RANK and loop != "bare":
@@ -322,9 +286,21 @@ def late(kind: str, loop: str, out: Path) -> dict[str, Any]:
     return {"refused": refused}
 
 
+def refused(kind: str, loop: str, out: Path) -> dict[str, Any]:
+    """A guard of ranks that do not make every step together is not built."""
+    wrapped = Wrapped(kind)
+    said = ""
+    with Join([wrapped.ddp]) if kind == "join" else nullcontext():
+        try:
+            Guard(wrapped.given, wrapped.optimizer, config=GuardConfig(terminal="quiet"))
+        except stepguard.ConfigError as why:
+            said = str(why)
+    return {"refused": said}
+
+
 COLUMNS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
-    for function in (healthy, clip, nan, save, restore, rewind, signal, late)
+    for function in (healthy, clip, nan, save, restore, rewind, signal, late, refused)
 }
 
 

@@ -19,11 +19,11 @@ from guard.scenes import NAN, Scene, batches, plain_net, plain_step, poisoned, q
 from stepguard import ConfigError, Guard
 from stepguard.journal import read_run
 from stepguard.report import screen
-from stepguard.report.live import judge_stages, parse_stage
-from stepguard.report.panel import paint_incident
+from stepguard.report.health import judge_stages, parse_stage
 from stepguard.report.run_report import render_terminal
 from stepguard.report.story import read_story
 from stepguard.report.summary import summarize
+from stepguard.report.terminal import paint_incident
 from stepguard.sentinel.gradients import Packet
 
 DATA = batches(12)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stepguard import Guard, GuardConfig, Probes
 from stepguard.journal import read_run
-from stepguard.probes.silent import ForecastCheck, LookSchedule
+from stepguard.probes.looks import HealthCheck, HostFacts, LookSchedule
 from stepguard.records import Reading
 from stepguard.records.probes import AttentionLook, Look
 from stepguard.report.story import read_story
@@ -23,6 +23,7 @@ class Told:
 
     def __init__(self) -> None:
         self.outputs = self
+        self.scheduler = None
         self.notes: list[dict[str, Any]] = []
 
     def note(self, kind: str, text: str, **facts: Any) -> None:
@@ -40,8 +41,8 @@ def schedule() -> LookSchedule:
 
 
 @pytest.fixture
-def check(told: Told, schedule: LookSchedule) -> ForecastCheck:
-    return ForecastCheck(told, schedule)  # type: ignore[arg-type]
+def check(told: Told, schedule: LookSchedule) -> HealthCheck:
+    return HealthCheck(told, HostFacts(told), schedule)  # type: ignore[arg-type]
 
 
 def attention(step: int, logit: float) -> Look:
@@ -85,7 +86,7 @@ def test_run_that_is_foretold_is_bit_identical_to_the_bare_one(tmp_path: Path) -
     assert [note.fields["code"] for note in shown] == ["SG955", "SG953"]
 
 
-def test_trend_of_looks_is_told_once(check: ForecastCheck, told: Told) -> None:
+def test_trend_of_looks_is_told_once(check: HealthCheck, told: Told) -> None:
     for number in range(8):
         check.looked(attention(10 * number, 8.0 * 1.6**number))
     assert len(told.notes) == 1
@@ -93,21 +94,21 @@ def test_trend_of_looks_is_told_once(check: ForecastCheck, told: Told) -> None:
     assert "block.0" in told.notes[0]["text"]
 
 
-def test_level_that_stays_is_not_told(check: ForecastCheck, told: Told) -> None:
+def test_level_that_stays_is_not_told(check: HealthCheck, told: Told) -> None:
     for number in range(40):
         check.looked(attention(10 * number, 300.0 + number % 3))
         check.read(Reading(step=10 * number, loss=1.0 + number % 5, grad_norm=1.0, scale=1024.0))
     assert told.notes == []
 
 
-def test_scale_that_is_looked_for_is_not_told(check: ForecastCheck, told: Told) -> None:
+def test_scale_that_is_looked_for_is_not_told(check: HealthCheck, told: Told) -> None:
     for step in range(12):
         scale = 2.0 ** (16 - step)
         check.read(Reading(step=step, loss=1.0, scale=scale, grads_finite=False, overflow=True))
     assert told.notes == []
 
 
-def test_scale_that_falls_from_where_it_worked_is_told(check: ForecastCheck, told: Told) -> None:
+def test_scale_that_falls_from_where_it_worked_is_told(check: HealthCheck, told: Told) -> None:
     for step in range(100):
         bad = step % 5 == 4
         scale = 2.0 ** (12 - step // 5)
@@ -118,7 +119,7 @@ def test_scale_that_falls_from_where_it_worked_is_told(check: ForecastCheck, tol
     assert abs(told.notes[0]["forecast"]["step"] - 60) <= 10
 
 
-def test_what_a_rewind_took_back_is_forgotten(check: ForecastCheck, told: Told) -> None:
+def test_what_a_rewind_took_back_is_forgotten(check: HealthCheck, told: Told) -> None:
     for number in range(4):
         check.looked(attention(10 * number, 8.0 * 1.6**number))
         check.read(Reading(step=10 * number, loss=1.0))
@@ -128,7 +129,7 @@ def test_what_a_rewind_took_back_is_forgotten(check: ForecastCheck, told: Told) 
     assert told.notes == []
 
 
-def test_trend_that_begins_asks_for_looks(check: ForecastCheck, schedule: LookSchedule) -> None:
+def test_trend_that_begins_asks_for_looks(check: HealthCheck, schedule: LookSchedule) -> None:
     for number in range(3):
         check.looked(attention(10 * number, 20.0 * 1.5**number))
     assert schedule.hurry
@@ -149,7 +150,7 @@ def test_saved_time_is_spent_in_a_hurry() -> None:
 
 
 @pytest.mark.parametrize("loss", [None, 0.0, math.inf])
-def test_odd_losses_are_no_trend(check: ForecastCheck, told: Told, loss: float | None) -> None:
+def test_odd_losses_are_no_trend(check: HealthCheck, told: Told, loss: float | None) -> None:
     for step in range(20):
         check.read(Reading(step=step, loss=loss, grad_norm=0.0))
     assert told.notes == []

@@ -15,14 +15,15 @@ import stepguard
 from stepguard import ConfigError, Guard, GuardConfig, Probes, Snapshots
 from stepguard.cli.app import app
 from stepguard.journal import read_run
-from stepguard.probes.looks import is_average, tensors_held
-from stepguard.probes.silent import (
+from stepguard.probes.looks import (
     EARLY_SECONDS,
     EARLY_SHARE,
     FIRST,
     LEAST_SECONDS,
     SHARE,
     LookSchedule,
+    is_average,
+    tensors_held,
 )
 from stepguard.tensors.torch_private import dispatch_mode_stack
 
@@ -355,7 +356,7 @@ def test_look_that_fails_is_told_once_and_costs_only_itself(
     def broken(*_: Any) -> None:
         raise IndexError("index 1 is out of bounds")
 
-    monkeypatch.setattr("stepguard.probes.deep_look.LayerFacts.after", broken)
+    monkeypatch.setattr("stepguard.probes.deep_look.StepNotes.after", broken)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Guard(
@@ -364,7 +365,7 @@ def test_look_that_fails_is_told_once_and_costs_only_itself(
         for _ in range(FIRST + 3):
             guard.step(lambda x: model(x).mean(), torch.ones(2, 4))
     said = capsys.readouterr().err
-    assert said.count("the deep look at step") == 1 and "IndexError" in said
+    assert said.count("the health probe at step") == 1 and "IndexError" in said
     assert len(read_run(tmp_path).looks) == 3
 
 

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import stepguard.engine.drivers.step
 import stepguard.engine.incident.incident_record
+import stepguard.engine.incident.situation
 import stepguard.engine.protect
 import stepguard.engine.reader
 import stepguard.engine.recover.rewind
@@ -67,7 +68,7 @@ WEAK_SPOTS: dict[str, tuple[Any, str]] = {
 SPARED: dict[str, tuple[Any, str]] = {
     "journal": (stepguard.journal.Journal, "step"),
     "readable log": (stepguard.report.sinks.HumanLog, "step"),
-    "snapshots": (stepguard.engine.recover.snapshots.SnapshotKeeper, "between_steps"),
+    "snapshots": (stepguard.engine.recover.snapshots.SnapshotKeeper, "_snapshot_due"),
     "probation": (stepguard.engine.recover.rewind.Rewinder, "committed"),
 }
 """Parts that no verdict needs."""
@@ -77,7 +78,7 @@ AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
     "locating a watched step": (stepguard.engine.watch.live_tracing, "locate"),
     "diagnosing": (stepguard.engine.transaction, "find_causes"),
     "facts of the run": (stepguard.engine.transaction, "run_facts"),
-    "deciding": (stepguard.engine.transaction, "choose_remedy"),
+    "deciding": (stepguard.engine.incident.situation, "choose_remedy"),
     "planning": (stepguard.engine.recover.rewind.Rewinder, "plan"),
     "probation": (stepguard.engine.recover.snapshots.Probation, "incident"),
     "recording": (stepguard.engine.incident.incident_record, "write_down"),

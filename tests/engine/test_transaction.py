@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import stepguard.engine.recover.rewind
-import stepguard.engine.transaction
 from guard.scenes import LOOPS, NAN, Scene, batches, calm_net, plain_net, poisoned, quiet
 from stepguard import Guard, GuardConfig, Policy, Probes, TrainingHalted
+from stepguard.engine.incident import situation
 from stepguard.engine.protect import GuardDisarmed
 from stepguard.engine.transaction import Transaction
 from stepguard.journal import read_run
@@ -132,7 +132,7 @@ def test_steps_that_could_not_be_decided_on_count_as_lost(monkeypatch: pytest.Mo
     def broken(*args: Any) -> Any:
         raise ArithmeticError("a fault of the guard's own")
 
-    monkeypatch.setattr(stepguard.engine.transaction, "choose_remedy", broken)
+    monkeypatch.setattr(situation, "choose_remedy", broken)
     model = plain_net()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sentinel", "state", "numerics"),
     ("checkpoints",),
     ("locate", "check"),
+    ("ranks",),
     ("engine",),
     ("probes",),
     ("port",),

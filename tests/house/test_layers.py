@@ -55,7 +55,7 @@ def test_rich_that_draws_random_numbers_is_imported_at_start_by_report_only() ->
     assert graph.rich_at_start_outside_report(MODULES) == []
     made_up = {
         "stepguard.engine.protect": "from rich.console import Console",
-        "stepguard.report.panel": "import rich",
+        "stepguard.report.terminal": "import rich",
     }
     assert graph.rich_at_start_outside_report(made_up) == ["stepguard.engine.protect"]
 

@@ -88,3 +88,14 @@ def test_a_notebook_names_its_cells_shows_records_and_replaces_the_guard_of_a_ce
         assert words in data["text/html"], data
         assert len(data["text/plain"]) < 400
     assert texts(outputs[9]).startswith("<Guard of ")
+
+
+def test_the_quickstart_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    book = nbformat.read(Path(__file__).parents[2] / "examples" / "quickstart.ipynb", 4)
+    shown = run(tmp_path, *(cell.source for cell in book.cells if cell.cell_type == "code"))
+    assert "unguarded: nan" in texts(shown[2])
+    assert "guarded: 1." in texts(shown[3])
+    assert "aten.div" in texts(shown[5])
+    assert "SG201" in texts(shown[5])
+    assert "tensor([0., 0., 0.," in shown[6][0]["data"]["text/plain"]
+    assert "1 skipped" in texts(shown[7])

@@ -25,8 +25,12 @@ from integrations.trainers import (
     trainer,
 )
 from stepguard import ConfigError
-from stepguard.integrations._monitoring import MicroBatchDropped
-from stepguard.integrations.transformers import GradientMonitoringCallback, guard, safe_compute_loss
+from stepguard.integrations.transformers import (
+    GradientMonitoringCallback,
+    MicroBatchDropped,
+    guard,
+    safe_compute_loss,
+)
 
 # --- the callback
 # --------------------------------------------------------------------------------------------------

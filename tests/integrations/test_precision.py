@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from stepguard.integrations import _parts
-from stepguard.integrations.transformers import half_precision
+from stepguard.integrations.transformers import CPU_SIGNS, half_precision
 
 
 @pytest.mark.parametrize(
@@ -57,6 +56,6 @@ def test_an_accelerator_that_is_not_cuda_is_not_traded_for_the_cpu(
 
 
 def cpu_with_bf16(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
-    for sign in _parts.CPU_SIGNS:
+    for sign in CPU_SIGNS:
         found: Any = lambda: present  # noqa: E731
         monkeypatch.setattr(torch.cpu, sign, found)

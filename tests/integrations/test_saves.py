@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepguard._errors import SaveRefused
-from stepguard.integrations._parts import to_delete
+from stepguard.integrations.transformers import to_delete
 
 ALL = ["c-1", "c-2", "c-3", "c-4"]
 

@@ -20,8 +20,7 @@ from integrations.trainers import (
     texts,
     trainer,
 )
-from stepguard.integrations._parts import to_delete
-from stepguard.integrations.transformers import SaveRefused, guard
+from stepguard.integrations.transformers import SaveRefused, guard, to_delete
 
 
 class Spoil(TrainerCallback):

@@ -72,7 +72,7 @@ def test_share_of_lost_samples_stops_the_run() -> None:
     decisions = _play(Policy(), LEAST_LOST, rewind=BACK)
     assert decisions[-1].action == "stop"
     assert (
-        "100% of the samples of the last 32 steps were left out, 50% are allowed"
+        "100% of the samples of the last 32 steps were dropped, 50% are allowed"
         in decisions[-1].reason
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.locate.replay import Replayer
-from stepguard.locate.samples import bad_micro_batch, compiled_only, repeats
+from stepguard.locate.samples import bad_micro_batch, compiled_only, steadiness
 from stepguard.records import Reading
 from stepguard.state.batch import Step
 from stepguard.state.buffers import BufferKeeper
@@ -77,7 +77,7 @@ def test_repeated_bits_and_unsteady_ones() -> None:
     model = nn.Linear(3, 1)
     step = step_of(lambda x: model(x).pow(2).mean(), model, noise(4, 3))
     with untouched(step) as keeper:
-        assert repeats(Replayer(step, keeper))
+        assert steadiness(Replayer(step, keeper)).same_bits
         factors = iter([1.0, 2.0, 3.0])
         step.loss_fn = lambda x: model(x).pow(2).mean() * next(factors)
-        assert not repeats(Replayer(step, keeper))
+        assert not steadiness(Replayer(step, keeper)).same_bits

@@ -1,8 +1,7 @@
-"""Batches as trees of named tensors: names, copies, repairs and subsets of samples."""
+"""Batches as trees of named tensors: names, and subsets of samples."""
 
 from __future__ import annotations
 
-import math
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stepguard.locate.replay_state import duplicate, named_tensors, repaired, sample_count, subset
+from stepguard.locate.operands import batch_tensors
+from stepguard.state.batch import sample_count, subset
 
 
 class Pair(NamedTuple):
@@ -31,7 +31,7 @@ class Own:
 
 
 def names(batch: Any) -> list[str]:
-    return [name for name, _ in named_tensors(batch)]
+    return [name for name, _ in batch_tensors(batch)]
 
 
 def test_tensors_are_named_by_their_way_through_the_tree() -> None:
@@ -46,27 +46,6 @@ def test_tensors_are_named_by_their_way_through_the_tree() -> None:
     assert names(Frozen(one)) == ["batch:x"]
     assert names(UserDict(x=one)) == ["batch:x"]
     assert names(Own()) == ["batch:x"]
-
-
-def test_copy_is_independent_and_keeps_classes_and_gradients() -> None:
-    pair = Pair(torch.ones(2), torch.ones(2, requires_grad=True))
-    batch: dict[str, Any] = {"pair": pair, "own": Own()}
-    twin = duplicate(batch)
-    twin["pair"].x.zero_()
-    twin["own"].x.zero_()
-    assert batch["pair"].x.tolist() == [1.0, 1.0] and batch["own"].x.tolist() == [1.0, 1.0]
-    assert type(twin["pair"]) is Pair and twin["pair"].y.requires_grad
-    assert not twin["pair"].x.requires_grad
-    assert twin["own"].note == "kept"
-
-
-def test_repair_puts_the_mean_in_the_named_tensors_only() -> None:
-    bad = torch.tensor([1.0, math.nan, 3.0])
-    mended = repaired({"x": bad, "y": bad}, frozenset({"batch:x"}))
-    assert mended["x"].tolist() == [1.0, 2.0, 3.0]
-    assert mended["y"] is bad
-    hopeless = repaired(torch.tensor([math.nan]), frozenset({"batch"}))
-    assert hopeless.tolist() == [1.0]
 
 
 def test_samples_are_counted_and_picked() -> None:

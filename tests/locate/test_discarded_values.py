@@ -82,7 +82,7 @@ def test_evidence_says_who_dropped_it() -> None:
         out = model(b["x"])
         return (out / out.norm(dim=-1, keepdim=True))[b["keep"]].sum()
 
-    assert "aten.index left the NaN out of the loss" in evidence(
+    assert "aten.index dropped the NaN from the loss" in evidence(
         first_incident(model, loss_fn, batch)
     )
 

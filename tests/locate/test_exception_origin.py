@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from stepguard.locate.origins import (
     place_exception,
     place_replayed_exception,
     traceback_origin,
-    whole_attempt,
 )
+from stepguard.locate.replay import LocateBudget
 from stepguard.records import Origin
 from stepguard.state.batch import Step
 
@@ -59,7 +58,7 @@ def test_error_of_the_loss_expression_is_outside_the_model() -> None:
     step = step_of(lambda x: model(x).reshape(7).sum(), model, noise(4, 3))
     error, origin = raised(step)
     assert (origin.phase, origin.module) == ("loss", None)
-    placed = place_exception(origin, error, step, 0, whole_attempt(step, origin), 10.0)
+    placed = place_exception(origin, error, step, 0, LocateBudget(10.0))
     assert placed.reproduced is True and placed.samples == ()
 
 
@@ -68,7 +67,7 @@ def test_guilty_sample_is_proven_by_leaving_it_out() -> None:
     x[5, 0] = -1.0
     step = strict_step(x)
     error, origin = raised(step)
-    placed = place_exception(origin, error, step, 0, whole_attempt(step, origin), math.inf)
+    placed = place_exception(origin, error, step, 0, LocateBudget(10.0))
     assert (placed.reproduced, placed.samples, placed.micro_batch) == (True, (5,), 0)
 
 
@@ -77,7 +76,7 @@ def test_exception_that_does_not_come_again_is_not_reproduced() -> None:
     error, origin = raised(step)
     model = step.model
     step.loss_fn = lambda x: model(x.abs()).mean()
-    placed = place_exception(origin, error, step, 0, whole_attempt(step, origin), 10.0)
+    placed = place_exception(origin, error, step, 0, LocateBudget(10.0))
     assert placed.reproduced is False and placed.samples == ()
 
 
@@ -101,5 +100,5 @@ def test_operation_that_failed_is_named() -> None:
 
     step = step_of(loss_fn, model, noise(4, 3))
     error, origin = raised(step)
-    placed = place_exception(origin, error, step, 0, whole_attempt(step, origin), 1.0)
+    placed = place_exception(origin, error, step, 0, LocateBudget(10.0))
     assert placed.op == "aten.linalg_cholesky_ex"

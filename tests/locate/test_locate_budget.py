@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepguard.locate import locate
-from stepguard.locate.replay import Ran, Replayer
-from stepguard.locate.replay_state import FLOOR, MOST_FRUITLESS, LocateBudget
+from stepguard.locate.replay import FLOOR, LocateBudget, Ran, Replayer
+from stepguard.locate.samples import MOST_FRUITLESS
 from stepguard.records import Origin, Reading
 from stepguard.state.batch import Step
 
@@ -156,7 +156,7 @@ def test_a_batch_that_cannot_be_cut_is_not_searched_row_by_row_and_not_tried_aga
     effort = case.effort(steps=100.0)
     first, runs = case.locate(effort)
     assert (first.op, first.samples) == ("aten._softmax", ())
-    assert any("takes this batch whole" in remark for remark in first.remarks)
+    assert any("this batch only as a whole" in remark for remark in first.remarks)
     assert runs <= 6
     again, runs = case.locate(effort)
     assert (again.op, again.evidence, again.remarks) == (first.op, first.evidence, first.remarks)
@@ -167,7 +167,7 @@ def test_the_search_for_samples_ends_with_the_budget_and_says_so(replays: list[i
     case = transposed(replays, 64, guilty=40)
     origin, runs = case.locate(case.effort(steps=6.0))
     assert (origin.op, origin.samples) == ("aten.pow", ())
-    assert any("cut short" in remark and "6 bare steps" in remark for remark in origin.remarks)
+    assert any("cut short" in remark and "6 unguarded steps" in remark for remark in origin.remarks)
     assert runs <= 1 + 6  # the traced run, without which nothing is known, and the budget
 
 

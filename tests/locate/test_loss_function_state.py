@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from stepguard.locate.replay_state import LossFunctionState
+from stepguard.locate.replay import LossFunctionState
 
 
 def test_changed_state_is_named_and_restored() -> None:

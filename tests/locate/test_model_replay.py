@@ -14,7 +14,6 @@ from stepguard.locate.replay import (
     OUTSIDE_BOTH,
     OUTSIDE_FORWARD,
     ModelReplayer,
-    outside_model,
 )
 from stepguard.records import Origin, Reading
 from stepguard.state.batch import OUTPUT_GRADIENT, Step
@@ -43,7 +42,7 @@ def watched(model: nn.Module, x: Tensor, gradient: Tensor | None) -> Step:
 
 def outside(step: Step, reading: Reading) -> Origin:
     with untouched(step) as keeper:
-        return outside_model(ModelReplayer(step, keeper), reading)
+        return ModelReplayer(step, keeper).outside_model(reading)
 
 
 def test_bad_output_goes_before_bad_gradients() -> None:
@@ -65,7 +64,7 @@ def test_bad_gradient_of_the_model_itself() -> None:
         replayer = ModelReplayer(step, keeper)
         assert replayer.bad_call() == 0
         ran = replayer.run(0)
-        assert ran.loss_finite and not ran.grads_finite
+        assert ran.loss_finite and ran.bad_gradients
 
 
 def test_remarks_say_where_the_value_was_not_made() -> None:

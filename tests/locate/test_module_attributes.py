@@ -169,7 +169,7 @@ def test_watched_loop_with_a_nan_number_is_placed_at_the_second_incident() -> No
             optimizer.step()
     first, second = guard.incidents
     assert first.origin is not None and any(
-        "born outside the model" in remark for remark in first.origin.remarks
+        "originated outside the model" in remark for remark in first.origin.remarks
     )
     assert second.origin is not None
     assert (second.origin.op, code(second)) == ("aten.mul", "SG101")

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from stepguard.locate.source import ModuleSpans
-from stepguard.tensors.torch_private import next_sequence_number
 
 
 class Outer(nn.Module):
@@ -59,16 +58,6 @@ def test_criterion_is_outside_the_model() -> None:
     assert spans.belongs_to_model("")
     assert not spans.belongs_to_model("criterion")
     assert not spans.belongs_to_model(None)
-
-
-def test_forgotten_spans_name_no_module() -> None:
-    model = nn.Linear(2, 2)
-    with ModuleSpans({"": model}) as spans:
-        out = model(torch.ones(1, 2))
-    assert out.grad_fn is not None
-    number = out.grad_fn._sequence_nr()
-    spans.forget_before(next_sequence_number())
-    assert spans.created(number) is None
 
 
 class Twice(nn.Linear):

@@ -186,7 +186,7 @@ def test_tests_of_the_guard_are_not_part_of_the_trace() -> None:
     )
     with untouched(step) as kept:
         traced = Replayer(step, kept).trace(0)
-    calls = traced.tracer.calls
+    calls = traced.calls
     assert traced.ran.clean and traced.ran.parts.keys() == {"main"}
     assert [c.op for c in calls if c.stage == "forward"] == ["aten.mm", "aten.pow", "aten.mean"]
     assert "aten.sum" not in {c.op for c in calls}

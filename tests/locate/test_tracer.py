@@ -173,11 +173,3 @@ def test_foreach_operation_blames_the_entry_that_went_bad() -> None:
     call = maker(tracer, results[1])
     assert call.first_bad
     assert {operand.name: operand.zeros for operand in call.inputs} == {"self": 0, "other": 2}
-
-
-def test_dropped_calls_keep_their_numbers() -> None:
-    tracer = fresh()
-    tracer.forgotten = 10
-    with tracer:
-        torch.ones(1)
-    assert tracer.calls[0].index == 10

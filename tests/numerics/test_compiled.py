@@ -23,7 +23,6 @@ COMPILED = {
         x, torch.arange(4), count=Events()
     ),
     "mix_streams": lambda x: numerics.mix_streams(x.expand(2, 4, 4), x.expand(2, 4, 4)),
-    "masking_schedule": lambda x: numerics.masking_schedule(x.sigmoid())[0],
 }
 
 

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from stepguard import numerics
 from stepguard.numerics import Events
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_the_masking_schedule_is_finite_on_the_whole_interval(dtype: torch.dtype) -> None:
-    t = torch.linspace(0, 1, 1001, dtype=torch.float64).to(dtype)
-    sigma, rate = numerics.masking_schedule(t)
-    assert sigma.dtype == torch.float32
-    assert torch.isfinite(sigma).all()
-    assert torch.isfinite(rate).all()
-    assert float(sigma[-1]) == pytest.approx(-math.log(1e-4), rel=1e-5)
 
 
 def test_the_same_schedule_in_bfloat16_is_infinite_at_one() -> None:
@@ -75,9 +61,3 @@ def test_a_limit_of_the_decoupled_weights_that_acts_is_counted() -> None:
     assert counted.counts() == {}
     numerics.ddm_weights(torch.tensor([0.0, 0.5, 1.0]), kind="root", limit=100.0, count=counted)
     assert counted.counts() == {"ddm_weights.limited": 2}
-
-
-def test_time_features_of_zero_are_finite_where_a_plain_logarithm_is_not() -> None:
-    t, frequencies = torch.tensor([0.0, 0.5]), torch.randn(4) * 16
-    assert torch.isfinite(numerics.time_features(t, frequencies)).all()
-    assert torch.isnan(torch.sin(torch.log(t)[:, None] * frequencies)).any()

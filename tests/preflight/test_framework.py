@@ -98,7 +98,7 @@ def test_returned_trainer_brings_model_data_and_settings() -> None:
 
 
 def test_optimizer_the_trainer_would_make_is_looked_at_and_taken_back() -> None:
-    given = trainer(bf16=True, max_steps=10)
+    given = trainer(bf16=True)
     given.model.half()
 
     def create_optimizer() -> torch.optim.Optimizer:
@@ -106,18 +106,9 @@ def test_optimizer_the_trainer_would_make_is_looked_at_and_taken_back() -> None:
         return given.optimizer
 
     given.create_optimizer = create_optimizer
-    given.create_scheduler = lambda num_training_steps, optimizer: (
-        torch.optim.lr_scheduler.LinearLR(optimizer)
-    )
     found = subject_of(given, "build")
     assert check(found, only=["optimizer.eps"]).outcome("optimizer.eps").status == "fail"
-    assert (
-        check(found, only=["lr.schedule"])
-        .outcome("lr.schedule")
-        .evidence[0]
-        .endswith("10 steps tried")
-    )
-    assert given.optimizer is None and given.lr_scheduler is None
+    assert given.optimizer is None
 
 
 @pytest.mark.slow
@@ -142,7 +133,7 @@ def test_real_trainer_is_read_without_being_changed(tmp_path: Path) -> None:
     result = check(subject_of(given, "build"), skip=["checklist", "code", "config.unread"])
     assert {outcome.id for outcome in result.of("fail")} == {"precision.effective", "labels.empty"}
     assert result.outcome("lr.config").status == "pass"
-    assert given.optimizer is None and given.lr_scheduler is None
+    assert given.optimizer is None
 
 
 def test_context_that_cannot_be_opened_is_one_clear_error() -> None:

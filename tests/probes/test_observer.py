@@ -25,7 +25,7 @@ def test_watched_step_is_bit_identical() -> None:
     observer = Observer({})
     bare = run(None)
     assert all(map(torch.equal, bare, run(observer)))
-    assert observer.seen
+    assert observer.results
     assert not dispatch_mode_stack()
 
 
@@ -35,12 +35,12 @@ def test_work_of_the_guard_is_not_seen() -> None:
     observer.paused = True
     torch.ones(3).add(1)
     observer.stop()
-    assert observer.seen == []
+    assert observer.results == 0
 
 
 def test_a_fault_of_its_own_ends_the_look_and_not_the_step() -> None:
     observer = Observer({})
-    observer.layers = None  # type: ignore[assignment]
+    observer.notes = None  # type: ignore[assignment]
     observer.start()
     total = torch.ones(3).add(1)
     observer.stop()

@@ -9,26 +9,24 @@ import torch
 from torch import Tensor
 
 from stepguard.probes.statistics import (
-    FIELDS,
     SAMPLE,
     Numbers,
-    bits_above_floor,
-    bits_of_headroom,
+    bits_between,
     rounded_to_zero,
     sampled,
-    vector_of,
+    statistics_of,
 )
+
+HALF = torch.finfo(torch.float16)
 
 
 def numbers_of(tensor: Tensor) -> dict[str, float]:
-    vector = vector_of(tensor)
-    assert vector is not None
-    return dict(zip(FIELDS, vector.tolist(), strict=True))
+    return {name: float(value) for name, value in statistics_of(tensor).items()}
 
 
 def test_extremes_and_shares_are_counted() -> None:
     found = numbers_of(torch.tensor([0.0, -4.0, 0.5, 1e-40]))
-    assert (found["largest"], found["lowest"], found["elements"]) == (4.0, -4.0, 4.0)
+    assert found["largest"] == 4.0
     assert (found["zeros"], found["subnormal"], found["infinities"]) == (1.0, 1.0, 0.0)
     assert found["smallest"] == pytest.approx(1e-40, rel=1e-4)
 
@@ -55,26 +53,29 @@ def test_eight_bit_floats_have_numbers() -> None:
 
 
 def test_integers_and_empty_tensors_have_none() -> None:
-    assert vector_of(torch.arange(3)) is None
-    assert vector_of(torch.zeros(0)) is None
+    assert statistics_of(torch.arange(3)) == {}
+    assert statistics_of(torch.zeros(0)) == {}
 
 
 def test_bits_are_those_of_the_dtype() -> None:
-    assert bits_of_headroom(65504.0, torch.float16) == 0.0
-    assert bits_of_headroom(65504.0 / 8, torch.float16) == pytest.approx(3.0)
-    assert bits_of_headroom(0.0, torch.float16) is None
-    assert bits_above_floor(2.0**-14, torch.float16) == 0.0
-    assert bits_above_floor(math.inf, torch.float16) is None
+    assert bits_between(HALF.max, 65504.0) == 0.0
+    assert bits_between(HALF.max, 65504.0 / 8) == pytest.approx(3.0)
+    assert bits_between(HALF.max, 0.0) is None
+    assert bits_between(2.0**-14, HALF.tiny) == 0.0
+    assert bits_between(math.inf, HALF.tiny) is None
 
 
 def test_values_that_a_conversion_rounds_away_are_counted() -> None:
     wide = torch.tensor([1e-9, 1.0, 0.0])
-    assert rounded_to_zero(wide, wide.half()).tolist() == [1.0, 3.0]
+    assert int(rounded_to_zero(wide, wide.half())) == 1
 
 
-def test_vectors_are_read_back_in_order() -> None:
+def test_measurements_are_read_back_by_kind_and_in_order() -> None:
     numbers = Numbers()
-    assert numbers.add(torch.tensor([1.0, 2.0])) == 0
-    assert numbers.add(torch.tensor([3.0])) == 1
-    assert numbers.read() == [[1.0, 2.0], [3.0]]
-    assert Numbers().read() == []
+    numbers.add("size", {"of": "a"}, low=torch.tensor(1.0), high=torch.tensor(2))
+    numbers.add("counts", {}, counts=torch.tensor([3, 4]))
+    numbers.add("size", {"of": "b"}, low=torch.tensor(True))
+    rows = numbers.read()
+    assert rows["size"] == [{"of": "a", "low": 1.0, "high": 2.0}, {"of": "b", "low": 1.0}]
+    assert rows["counts"] == [{"counts": [3.0, 4.0]}]
+    assert Numbers().read() == {}

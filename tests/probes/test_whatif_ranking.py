@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepguard.probes.whatif_candidates import ranked
+from stepguard.probes.whatif import ranked
 from stepguard.records.probes import TrialOutcome, WhatIf
 
 CALM = (1.0, 1.01, 1.0, 0.99)

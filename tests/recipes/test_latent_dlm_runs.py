@@ -16,8 +16,8 @@ import torch
 from recipe_latent_dlm import TINY, places, quiet, same, settings
 from recipe_process import RECIPES, run
 from stepguard import Policy
-from stepguard.report.compare import compare
 from stepguard.report.story import read_story
+from stepguard.report.summary import compare
 
 # --- loops
 # --------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_folders_are_absolute_and_the_command_line_comes_first(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("anomalys = 'act'\n", ("anomalys is not known", "mean anomalies, below [probes]?")),
+        ("anomalys = 'act'\n", ("anomalys is not known", "mean anomalies, in", "below [probes]?")),
         (
             "[policy]\nmax_totl = 3\n",
             ("policy.max_totl is not known", "Did you mean policy.max_total?"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepguard.records import Decision, Finding, Incident, Operand, Origin, Reading, Remedy, Verdict
-from stepguard.records.incident import box, code, stacked
+from stepguard.records.incident import box
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -66,4 +66,3 @@ def test_no_text_of_a_record_becomes_markup() -> None:
 
 def test_rows_that_say_nothing_are_left_out() -> None:
     assert box("t", [("label", "")], bad=False).count("<tr>") == 0
-    assert code(()) == "" and stacked(("", "a", "b")) == "a<br>b"

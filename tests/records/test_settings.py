@@ -114,16 +114,15 @@ def test_default_config_writes_nothing() -> None:
     [
         (
             lambda: GuardConfig(look_every=10),  # type: ignore[call-arg]
-            "GuardConfig has no setting 'look_every'; "
-            r"it belongs to GuardConfig\(probes=Probes\(look_every=...\)\).",
+            r"look_every is not known. It belongs in GuardConfig\(probes=Probes\(...\)\)",
         ),
         (
             lambda: GuardConfig(rundir="a"),  # type: ignore[call-arg]
-            "GuardConfig has no setting 'rundir'; did you mean run_dir",
+            r"rundir is not known. Did you mean run_dir\?",
         ),
         (
             lambda: Policy(clip_norm=1.0),  # type: ignore[call-arg]
-            "Policy has no setting 'clip_norm'",
+            "policy.clip_norm is not known. It belongs in GuardConfig itself",
         ),
     ],
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from stepguard.records import (
     Verdict,
 )
 from stepguard.records.codec import dumps, to_plain
-from stepguard.report.story import Run, story_of
+from stepguard.records.incident import Statement
+from stepguard.report.story import JournalFile, Run, Story, build_story
 
 NAN, INF = math.nan, math.inf
 
@@ -31,6 +33,13 @@ SOURCE = (
     "87 |         scores = scores.masked_fill(mask, float('-inf'))",
     "88 |         weights = scores.softmax(dim=-1)",
     "89 |         return self.out(weights @ v)",
+)
+STATEMENT = Statement(
+    file="model.py",
+    line=88,
+    text="        weights = scores.softmax(dim=-1)",
+    start=18,
+    end=40,
 )
 SHAPE = (8, 4, 16, 16)
 SCORES = Operand(
@@ -63,6 +72,7 @@ MASKED_ROW = Incident(
         op="aten._softmax",
         source="model.py:88",
         context=SOURCE,
+        statement=STATEMENT,
         samples=(5,),
         inputs=(SCORES,),
         output=Operand(
@@ -154,7 +164,7 @@ def told(record: Any) -> Run:
         lines.append(dumps({**step, "v": 1, "type": "step"}))
         for incident in [one for one in incidents if one.step == step["step"]]:
             incidents.remove(incident)
-            lines.append(_incident_line(incident))
+            lines.append(_incident_line(incident, of_last_step=True))
         for note in [one for one in notes if one.get("step") == step["step"]]:
             notes.remove(note)
             lines.append(dumps({"v": 1, **note}))
@@ -164,8 +174,16 @@ def told(record: Any) -> Run:
     return story_of((line.encode() for line in lines), Path(str(record.path))).latest
 
 
-def _incident_line(incident: Incident) -> str:
-    return dumps({"v": 1, "type": "incident", "incident": to_plain(incident)})
+def story_of(lines: Iterable[bytes], path: Path = Path("journal.jsonl")) -> Story:
+    """The story of the lines of one journal, as if they had been read from `path`."""
+    journal = JournalFile(path, 0)
+    for line in lines:
+        journal.take(line)
+    return build_story(path, {0: journal}, 0)
+
+
+def _incident_line(incident: Incident, **more: bool) -> str:
+    return dumps({"v": 1, "type": "incident", **more, "incident": to_plain(incident)})
 
 
 def troubled_run() -> Written:
@@ -218,6 +236,11 @@ def troubled_run() -> Written:
         ],
         torn=1,
     )
+
+
+def as_json(record: object) -> str:
+    """What `--json` prints of a record."""
+    return dumps(to_plain(record))
 
 
 class FakeTerminal(io.StringIO):

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from report.literals import told
+from report.literals import as_json, told
 from stepguard.records import Decision, Finding, Incident, Origin, Reading, Verdict
-from stepguard.report.compare import RunComparison, render_json, render_terminal
-from stepguard.report.compare import compare as compare_runs
+from stepguard.report.run_report import render_comparison as render_terminal
+from stepguard.report.summary import RunComparison
+from stepguard.report.summary import compare as compare_runs
 
 NAN = float("nan")
 
@@ -96,7 +97,7 @@ def test_the_table_carries_both_runs_names_and_every_aspect() -> None:
 
 
 def test_json_is_strict() -> None:
-    assert json.loads(render_json(compare(ORIGINAL, STABLE)))["first"].endswith("journal.jsonl")
+    assert json.loads(as_json(compare(ORIGINAL, STABLE)))["first"].endswith("journal.jsonl")
 
 
 @pytest.mark.parametrize("empty", [_Run("empty"), _Run("header", header={"config": {}})])

@@ -22,8 +22,8 @@ def test_no_action_is_without_words() -> None:
 
 
 def test_part_that_was_left_out_is_named() -> None:
-    assert done(Decision(action="leave_out", left_out="sample 5")) == "went on without sample 5"
-    assert done(Decision(action="leave_out")) == "went on without what was bad"
+    assert done(Decision(action="leave_out", left_out="sample 5")) == "continued without sample 5"
+    assert done(Decision(action="leave_out")) == "continued without the bad part"
     assert done_times({"skip": 3, "rewind": 1}) == "skipped 3, rewound 1"
 
 

@@ -17,8 +17,7 @@ from report.literals import told
 from stepguard import Guard, GuardConfig, Probes
 from stepguard.journal import RunRecord
 from stepguard.records import Decision, Incident, Reading, Verdict
-from stepguard.report.health import concerns, silence
-from stepguard.report.live import judge_run
+from stepguard.report.health import concerns, judge_run, silence
 from stepguard.report.story import read_story
 
 END = {"type": "end", "armed": True}

@@ -27,4 +27,4 @@ def test_stop_says_why() -> None:
 
 
 def test_note_carries_its_step() -> None:
-    assert phrases.note_line(note("loader", "it is empty", 3)) == "step 3: it is empty"
+    assert phrases.message("note", note("loader", "it is empty", 3)) == "step 3: it is empty"

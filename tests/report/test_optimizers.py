@@ -17,14 +17,16 @@ from typer.testing import CliRunner
 
 import stepguard
 from browser import opened, started
-from stepguard.cli._results import report_page
+from report.literals import as_json
 from stepguard.cli.app import app
+from stepguard.cli.runs import report_page
+from stepguard.journal import runs_below
 from stepguard.locate.source import variable_name
 from stepguard.report.page import overview, story_document, verdict
 from stepguard.report.run_report import render_markdown, render_terminal
-from stepguard.report.serve import PageProgress, RunFolders, RunFollower
+from stepguard.report.serve import PageProgress, RunFollower
 from stepguard.report.story import read_story
-from stepguard.report.summary import render_json, summarize
+from stepguard.report.summary import summarize
 
 STEPS, BAD = 12, 6
 
@@ -73,7 +75,7 @@ def test_the_run_has_a_lane_for_each_optimizer_named_as_in_the_script(gan: Path)
 def test_the_report_counts_the_incidents_of_all_optimizers(gan: Path) -> None:
     story = read_story(gan)
     summary = summarize(story.latest, story)
-    told = json.loads(render_json(summary))
+    told = json.loads(as_json(summary))
     assert told["state"] == "stopped"
     assert told["incidents"] == sum(len(lane.incidents) for lane in story.latest.lanes) > 0
     assert [lane["name"] for lane in told["optimizers"]] == ["opt_g", "opt_d"]
@@ -90,11 +92,11 @@ def test_live_and_the_list_of_runs_show_the_worst(gan: Path) -> None:
     assert json.loads(told.output)["incidents"] > 0
     row = overview(read_story(gan))
     assert row["weight"] == "bad" and row["incidents"] != "0"
-    assert RunFolders(gan.parent).names() == ["gan"]
+    assert list(runs_below(gan.parent)) == ["gan"]
 
 
 def test_the_page_has_a_lane_for_each_and_the_state_of_the_run(gan: Path) -> None:
-    document = story_document(read_story(gan, steps_of="all"), "gan")
+    document = story_document(read_story(gan), "gan")
     assert [run["name"] for run in document["runs"]] == ["opt_g", "opt_d"]
     assert {run["title"] for run in document["runs"]} == {"gan"}
     assert {run["verdict"]["weight"] for run in document["runs"]} == {"bad"}
@@ -116,7 +118,7 @@ def test_guards_with_folders_of_their_own_are_two_runs(tmp_path: Path) -> None:
     train(tmp_path / "g", tmp_path / "g" / "d")
     assert not read_story(tmp_path / "g").latest.further
     assert read_story(tmp_path / "g").elsewhere == (tmp_path / "g" / "d",)
-    assert RunFolders(tmp_path).names() == ["g", "g/d"]
+    assert list(runs_below(tmp_path)) == ["g", "g/d"]
 
 
 def test_a_second_start_keeps_its_lanes_apart_from_the_first(gan: Path, tmp_path: Path) -> None:

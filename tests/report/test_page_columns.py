@@ -10,19 +10,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from report.literals import Written, step_line, told
 from stepguard.report.page import (
+    DROPPED,
     FINITE,
     MINUS_INF,
     MISSING,
     NAN,
     PLUS_INF,
-    dense,
-    narrowed,
+    columns,
     packed,
-    packed_columns,
-    plain_columns,
 )
-from stepguard.report.story import Series, StepTable
 
 LARGEST_PAGE = 6_000_000
 
@@ -35,68 +33,38 @@ def unpacked(column: dict[str, Any]) -> NDArray[Any]:
     return np.ascontiguousarray(by_place.T).reshape(-1).view(dtype)
 
 
-def table(count: int, **series: NDArray[np.float64]) -> StepTable:
-    rows = np.arange(count)
-    made = {name: Series(name, rows, values) for name, values in series.items()}
-    yes = np.ones(count, np.bool_)
-    zeros = np.zeros(count, np.int64)
-    return StepTable(
-        step=rows,
-        committed=yes,
-        kept=yes,
-        attempt=zeros,
-        branch=zeros,
-        incident=zeros - 1,
-        calibration=~yes,
-        series=made,
-    )
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint8])
 def test_column_is_read_back_to_the_last_bit(dtype: type[Any]) -> None:
     values = (np.random.default_rng(0).normal(size=257) * 100).astype(dtype)
-    assert unpacked(packed(values)).tobytes() == values.tobytes()
+    column = packed(values, np.zeros(257, np.uint8))
+    assert unpacked(column).tobytes() == values.tobytes()
+    assert "kinds" not in column
 
 
 def test_values_that_are_not_finite_or_missing_keep_their_kind() -> None:
-    values = np.array([1.0, np.nan, np.inf, -np.inf])
-    found, kinds = dense(Series("loss", np.array([0, 1, 2, 4]), values), 0, 6)
+    losses = [1.0, np.nan, np.inf, None, -np.inf, None]
+    steps = [step_line(step, loss, committed=step != 1) for step, loss in enumerate(losses)]
+    found = columns(told(Written(steps=steps)))
+    values, kinds = found["loss"]
     assert kinds.tolist() == [FINITE, NAN, PLUS_INF, MISSING, MINUS_INF, MISSING]
-    assert found.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert values.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert found["state"][0].tolist() == [0, DROPPED, 0, 0, 0, 0]
 
 
-def test_rows_from_the_middle_are_those_of_the_series() -> None:
-    series = Series("loss", np.array([0, 3, 5]), np.array([1.0, 2.0, 3.0]))
-    values, kinds = dense(series, 3, 6)
-    assert values.tolist() == [2.0, 0.0, 3.0]
-    assert kinds.tolist() == [FINITE, MISSING, FINITE]
-
-
-def test_only_exact_numbers_are_narrowed() -> None:
-    assert narrowed(np.array([0.5, 0.25]), "loss").dtype == np.float32
-    assert narrowed(np.array([0.1]), "loss").dtype == np.float64
-    assert narrowed(np.array([1e300]), "loss").dtype == np.float64
-    assert narrowed(np.array([0.1]), "seconds").dtype == np.float32
-    assert narrowed(np.array([1e300]), "seconds").dtype == np.float64
-
-
-def test_plain_rows_leave_out_what_no_row_has() -> None:
-    made = table(4, loss=np.array([1.0, 2.0, np.nan, 3.0]))
-    states = np.zeros(4, np.uint8)
-    columns = plain_columns(made, ["loss", "scale"], states, 2)
-    assert columns["step"]["values"] == [2, 3]
-    assert columns["loss"] == {"values": [0.0, 3.0], "kinds": [NAN, FINITE]}
-    assert "scale" not in columns
+def test_rows_from_the_middle_leave_out_what_none_of_them_has() -> None:
+    steps = [step_line(0, 1.0, scale=2.0), step_line(1, 2.0), step_line(2, np.nan), step_line(3)]
+    found = columns(told(Written(steps=steps)), 2)
+    assert found["step"][0].tolist() == [2, 3]
+    assert found["loss"][0].tolist() == [0.0, 1.0]
+    assert found["loss"][1].tolist() == [NAN, FINITE]
+    assert "scale" not in found
 
 
 def test_a_hundred_thousand_steps_of_eight_series_stay_below_six_megabytes() -> None:
     count = 100_000
     noise = np.random.default_rng(0)
-    series = {}
-    for place in range(7):
-        values = noise.lognormal(size=count).astype(np.float32).astype(np.float64)
-        series[f"followed/{place}"] = values
-    series["lr"] = 1e-3 * (1 + np.cos(np.linspace(0, np.pi, count)))
-    made = table(count, **series)
-    columns = packed_columns(made, list(series), np.zeros(count, np.uint8))
-    assert sum(len(column["data"]) for column in columns.values()) < LARGEST_PAGE - 200_000
+    drawn = [noise.lognormal(size=count).astype(np.float32).astype(np.float64) for _ in range(7)]
+    drawn.append(1e-3 * (1 + np.cos(np.linspace(0, np.pi, count))))
+    finite = np.zeros(count, np.uint8)
+    sizes = [len(packed(values, finite)["data"]) for values in drawn]
+    assert sum(sizes) < LARGEST_PAGE - 200_000

@@ -11,6 +11,7 @@ from stepguard.journal import Journal
 from stepguard.records import Reading
 from stepguard.report.page import overview, story_document, tiles, verdict
 from stepguard.report.story import read_story
+from stepguard.report.summary import summarize
 
 
 def _shown(folder: Path) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def _shown(folder: Path) -> dict[str, Any]:
 
 def test_numbers_are_those_of_the_story(tmp_path: Path) -> None:
     run = read_story(write_run(tmp_path / "run")).latest
-    shown = {label: (value, note) for label, value, note in tiles(run)}
+    shown = {label: (value, note) for label, value, note in tiles(summarize(run))}
     assert shown["steps committed"] == ("11", "of 12 seen")
     assert shown["updates dropped"] == ("1", "")
     assert shown["loss"] == ("0.9", "best 0.9")

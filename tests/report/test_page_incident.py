@@ -45,7 +45,7 @@ def test_operand_is_told_with_the_range_of_its_dtype() -> None:
     (shown,) = incident_card(_told(incident))["operands"]
     assert shown["type"] == "float16 2 x 3"
     assert shown["bad"] == "1 +Inf of 6"
-    assert shown["at"] == "inf at [0, 1]"
+    assert shown["at"] == "inf at [0,1]"
     assert shown["range"] == {"least": -24, "normal": -14, "most": 16}
     assert shown["exponents"] == [[0, 4], [15, 1]]
 

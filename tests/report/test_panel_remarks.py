@@ -32,7 +32,7 @@ def test_a_step_that_cannot_be_replayed_says_so_in_a_sentence(
     shown = capsys.readouterr()
     panel = shown.out + shown.err
     assert "no-replay=" not in panel
-    assert "the step could not be run again" in " ".join(panel.split())
+    assert "the step could not be replayed" in " ".join(panel.split())
 
 
 @pytest.mark.parametrize("way", ["watched", "handed over", "step"])
@@ -56,5 +56,5 @@ def test_first_incident_outside_the_model_says_how_it_can_be_located(
             loss.backward()
             optimizer.step()
     panel = " ".join(capsys.readouterr().err.split())
-    assert "TO DO" in panel
+    assert "FIX" in panel
     assert ("guard.loss(loss_fn, batch)" in panel) == (way == "watched")

@@ -1,25 +1,99 @@
-"""The plot as a picture."""
+"""The plot of a run: its curves and marks, and the picture of them."""
 
 from __future__ import annotations
 
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from report.literals import NAN, Written, step_line, told, troubled_run
+from report import real_runs
+from report.literals import NAN, Written, masked_row, step_line, told, troubled_run
+from report.test_whatif import FOUND
 from stepguard._errors import ConfigError
-from stepguard.report.plot import describe, write_png
+from stepguard.report.plot import draw_run, draw_trials, replace_file, write_png
+from stepguard.report.story import read_story
+from stepguard.report.summary import stretches
 
 pytest.importorskip("matplotlib")
 
 
+def marks(figure: Any) -> dict[str, list[int]]:
+    """The steps that are marked, by the kind of their mark without its number."""
+    found = {}
+    for collection in figure.axes[0].collections:
+        kind, counted, _ = collection.get_label().partition(" (")
+        if counted:
+            found[kind] = [int(step) for step, _ in collection.get_offsets()]
+    return found
+
+
+def test_run_with_trouble_has_two_panels_and_a_mark_for_each_kind() -> None:
+    figure = draw_run(told(troubled_run()), "training loss")
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "gradient norm"]
+    assert marks(figure) == {
+        "update dropped": [48, 49, 50, 51],
+        "loss-scale calibration": [0, 1],
+    }
+    for axes in figure.axes:
+        assert axes.lines and all(np.isfinite(line.get_ydata()).all() for line in axes.lines)
+    assert [text.get_text() for text in figure.axes[0].texts] == ["SG204 at step 48 (x4)"]
+
+
+def test_no_mark_covers_another(tmp_path: Path) -> None:
+    """The step that was rewound from is one whose update was dropped."""
+    figure = draw_run(read_story(real_runs.rewound(tmp_path / "run")).latest, "")
+    assert set(marks(figure)["rewound"]) & set(marks(figure)["update dropped"])
+    places = []
+    for collection in figure.axes[0].collections:
+        places += [(float(x), float(y)) for x, y in collection.get_offsets()]
+    assert len(set(places)) == len(places)
+
+
+def test_incident_that_was_let_through_is_not_a_veto() -> None:
+    run = Written(steps=[step_line(48, 1.0)], incidents=[masked_row(48, "note")])
+    assert marks(draw_run(told(run), "")) == {"let through": [48]}
+
+
+def test_run_without_a_finite_number_has_an_empty_loss_panel_and_nothing_else() -> None:
+    run = told(Written(steps=[step_line(0, NAN, lr=[1e-3], grad_norm=None)]))
+    (loss,) = draw_run(run, "").axes
+    assert [text.get_text() for text in loss.texts] == ["no finite loss"]
+    assert marks(draw_run(run, "")) == {"not finite": [0]}
+
+
+def test_learning_rate_is_shown_only_where_it_changes() -> None:
+    steps = [step_line(step, 1.0, lr=[1e-3]) for step in range(3)]
+    assert len(draw_run(told(Written(steps=steps)), "").axes) == 1
+    steps[1]["lr"] = [2e-3]
+    _, rate = draw_run(told(Written(steps=steps)), "").axes
+    assert rate.lines[0].get_ydata().tolist() == [1e-3, 2e-3, 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("losses", "scale"),
+    [([1.0, 2.0], "log"), ([0.0, 0.0], "linear"), ([-1.0, 1.0, 1e4], "symlog")],
+)
+def test_scale_falls_back_where_a_logarithm_cannot_show_the_values(
+    losses: list[float], scale: str
+) -> None:
+    steps = [step_line(step, loss) for step, loss in enumerate(losses)]
+    assert draw_run(told(Written(steps=steps)), "").axes[0].get_yscale() == scale
+
+
+def test_stretches_are_steps_without_a_gap() -> None:
+    assert stretches([1, 2, 3, 7, 9, 10]) == [(1, 3), (7, 7), (9, 10)]
+
+
 @pytest.mark.slow
 def test_png_is_written_whole_and_leaves_pyplot_alone(tmp_path: Path) -> None:
-    run = troubled_run()
     path = tmp_path / "deep/loss_curve.png"
     before = "matplotlib.pyplot" in sys.modules  # a framework's tests may have brought it
-    write_png(describe(told(run), ""), path)
+    write_png(draw_run(told(troubled_run()), ""), path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and path.stat().st_size > 10_000
     assert [entry.name for entry in path.parent.iterdir()] == ["loss_curve.png"]
     assert ("matplotlib.pyplot" in sys.modules) == before
@@ -35,16 +109,35 @@ def test_odd_runs_are_drawn(tmp_path: Path, losses: list[float | None], norm: fl
         step_line(step, loss, lr=[1e-4 * (step + 1)], grad_norm=norm)
         for step, loss in enumerate(losses)
     ]
-    write_png(describe(told(Written(steps=steps)), ""), tmp_path / "a.png")
+    write_png(draw_run(told(Written(steps=steps)), ""), tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-def test_missing_matplotlib_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    shown = describe(told(Written(steps=[step_line(0)])), "")
     with pytest.raises(ConfigError, match=r"needs matplotlib.*pip install 'stepguard\[plot\]'"):
-        write_png(shown, tmp_path / "a.png")
+        draw_run(told(Written(steps=[step_line(0)])), "")
+
+
+def test_file_is_replaced_and_its_folder_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "deep/a.txt"
+    for content in (b"old", b"new"):
+        replace_file(path, content)
+    assert path.read_bytes() == b"new"
+    assert [entry.name for entry in path.parent.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("largest", [2.0, 1e6, math.inf])
+def test_picture_of_every_trial_is_written(tmp_path: Path, largest: float) -> None:
+    first = replace(FOUND.outcomes[0], losses=(1.0, 0.5, largest))
+    found = replace(FOUND, outcomes=(first, *FOUND.outcomes[1:]))
+    write_png(draw_trials(found), tmp_path / "whatif.png")
+    content = (tmp_path / "whatif.png").read_bytes()
+    assert content.startswith(b"\x89PNG") and len(content) > 10_000
+
+
+def test_nothing_tried_is_still_a_picture(tmp_path: Path) -> None:
+    write_png(draw_trials(replace(FOUND, outcomes=())), tmp_path / "whatif.png")
+    assert (tmp_path / "whatif.png").exists()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from stepguard.records.checks import Outcome, Preflight
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.report.checks import SECTIONS, render_preflight
+from stepguard.report import screen
+from stepguard.report.checks import SECTIONS, paint_preflight
 
 RESULT = Preflight(
     target="train:build",
@@ -37,6 +38,12 @@ RESULT = Preflight(
     alignment="contradicted",
     alignment_why=("fp16 asked for, float32 probed",),
 )
+
+
+def render_preflight(result: Preflight, *, width: int = 100, unicode: bool = True) -> str:
+    console = screen.paper(width=width, colour=False)
+    paint_preflight(console, result, unicode=unicode)
+    return screen.text_on(console)
 
 
 def test_table_says_what_fails_and_what_to_do() -> None:

@@ -44,8 +44,7 @@ def test_table_says_step_batch_row_data_set_cause_and_place() -> None:
         "data",
         "set",
         "cause",
-        "left",
-        "out",
+        "dropped",
         "place",
     ]
     for shown in (

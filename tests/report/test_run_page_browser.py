@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from cli.journals import run_stepguard, write_run
 from report.hostile import hostile_run
 from report.real_runs import fixed, in_part, restarted, rewound, silently_wrong
 from report.two_ranks import two_ranks
-from stepguard.cli._results import report_page
+from stepguard.cli.runs import report_page
+from stepguard.journal import Journal
+from stepguard.records import Decision, Finding, Incident, Origin, Reading, Remedy, Verdict
 
 pytestmark = pytest.mark.process
 
@@ -261,3 +264,78 @@ def test_looks_are_shown_with_their_history(browser: Any, tmp_path: Path) -> Non
 def test_run_without_looks_has_no_section_of_them(browser: Any, tmp_path: Path) -> None:
     with opened(browser, _page(write_run(tmp_path / "run"))) as seen:
         assert seen.ask("document.getElementById('looks').hidden")
+
+
+def test_cause_and_fix_stand_on_top_of_the_card(browser: Any, tmp_path: Path) -> None:
+    page = _page(_with_a_fix(tmp_path / "run"))
+    with opened(browser, page) as seen:
+        titles = seen.ask("[...document.querySelectorAll('#card h3')].map(h => h.innerText)")
+        assert titles[:4] == ["Cause", "Fix", "What was done", "Where"]
+        assert seen.page.locator("#card details").count() == 0
+        fix = seen.page.locator("#card .remedy")
+        assert fix.locator("pre").inner_text() == "if bad:\n    x = safe_log(x)"
+        assert fix.locator("p code").all_inner_texts() == ["safe_log(x)", "x"]
+        assert "`" not in seen.page.locator("#card").inner_text()
+        assert seen.page.locator("#card .code .hit").inner_text().strip() == "> 7 | y = x.log()"
+        style = seen.ask("(s => [s.overflowY, s.maxHeight])(getComputedStyle(card))")
+        assert style == ["visible", "none"]
+        for width in (1400, 390):
+            seen.page.set_viewport_size({"width": width, "height": 844})
+            seen.settle()
+            assert seen.ask("document.documentElement.scrollWidth") == width
+            hidden = "[...card.querySelectorAll('pre')].some(p => p.scrollWidth > p.clientWidth)"
+            assert not seen.ask(hidden)
+        assert seen.troubles == []
+
+
+def _with_a_fix(folder: Path) -> Path:
+    remedy = Remedy(
+        title="`safe_log(x)` where `x` is 0",
+        snippet="\n        if bad:\n            x = safe_log(x)\n",
+    )
+    found = Finding(
+        code="SG202",
+        title="log of a non-positive value",
+        certainty="certain",
+        evidence=("`x` spans 0 to 1",),
+        remedies=(remedy,),
+    )
+    lines = ("  6 |         " + "a = " + "b + " * 60 + "c", "> 7 |         y = x.log()")
+    place = Origin(step=8, phase="forward", op="aten.log", source="model.py:7", context=lines)
+    reading = Reading(step=8, loss=math.nan)
+    incident = Incident(
+        id="8-0",
+        step=8,
+        verdict=Verdict(kind="nonfinite_loss", summary="loss is nan"),
+        reading=reading,
+        origin=place,
+        findings=(found,),
+        decision=Decision(action="skip", consecutive=1, total=1),
+    )
+    journal = Journal(folder)
+    journal.write("run", {"stepguard": "0"})
+    for step in range(8):
+        journal.step(Reading(step=step, loss=1.0), committed=True)
+    journal.step(reading, committed=False)
+    journal.incident(incident)
+    journal.close()
+    return folder
+
+
+def test_many_bad_steps_are_shaded_spans(browser: Any, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "run")
+    journal.write("run", {"stepguard": "0"})
+    bad = {*range(400, 500), *range(700, 1380, 20), 1450}
+    for step in range(1500):
+        loss = math.nan if step in bad else 1.0
+        journal.step(Reading(step=step, loss=loss), committed=step not in bad)
+    journal.close()
+    with opened(browser, _page(tmp_path / "run")) as seen:
+        assert len(seen.drawn("loss", "marks")) == 135
+        spans = [(one["first"], one["last"], one["count"]) for one in seen.drawn("loss", "spans")]
+        assert spans == [(400, 499, 100), (700, 1360, 34)]
+        seen.ask("stepguardPage.view.set(700, 900)")
+        seen.settle()
+        assert len(seen.drawn("loss", "marks")) == 11
+        assert seen.drawn("loss", "spans") == []
+        assert seen.troubles == []

@@ -11,7 +11,7 @@ from report.literals import told
 from stepguard._errors import ConfigError
 from stepguard.journal import RunRecord
 from stepguard.records import Decision, Incident, Reading, Verdict
-from stepguard.report.live import judge_run, judge_stages, parse_stage
+from stepguard.report.health import judge_run, judge_stages, parse_stage
 
 
 def _record(steps: int, *, skipped: tuple[int, ...] = (), over: bool = False) -> RunRecord:

@@ -12,15 +12,16 @@ from report.literals import (
     MASKED_ROW,
     NAN,
     Written,
+    as_json,
     masked_row,
     step_line,
+    story_of,
     told,
     troubled_run,
 )
 from stepguard.records import Decision, Incident, Policy
 from stepguard.report.run_report import render_markdown, render_terminal
-from stepguard.report.story import story_of
-from stepguard.report.summary import Event, RunSummary, longest_stretch, render_json, summarize
+from stepguard.report.summary import Event, RunSummary, longest_stretch, summarize
 
 SCREEN = """\
 stepguard report: runs/demo/journal.jsonl ──────────────────────────────────────
@@ -54,9 +55,9 @@ what led to what ─────────────────────
  step 0       •  the run began, loss 3
  steps 0-1    ↓  calibration (2 times)
  steps 44-47  ↓  the gradient norm rose from its usual 0.5 to 10
- steps 48-50  ↓  loss is nan (text_loss); born in forward: aten._softmax in
-                 encoder.layers.3.attn at model.py:88, sample 5; SG204 softmax
-                 over a fully masked row; skipped 3 times
+ steps 48-50  ↓  loss is nan (text_loss); originated in forward: aten._softmax
+                 in encoder.layers.3.attn at model.py:88, sample 5; SG204
+                 softmax over a fully masked row; skipped 3 times
  step 51      ↓  loss is nan (text_loss); rewound (no skip: 4 incidents in a
                  row, 3 are allowed)
  steps 52-59  ↓  8 steps committed since the last incident, the last with loss
@@ -165,7 +166,7 @@ def test_json_is_strict_and_complete() -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    value = json.loads(render_json(summary_of(troubled_run())), parse_constant=refuse)
+    value = json.loads(as_json(summary_of(troubled_run())), parse_constant=refuse)
     assert value["first_bad"] == 48 and value["groups"][0]["code"] == "SG204"
     assert value["timeline"][0]["step"] == 0 and value["torn"] == 1
     assert value["clip"] == {"steps": 54, "clipped": 4, "mean_factor": 0.25}
@@ -173,7 +174,8 @@ def test_json_is_strict_and_complete() -> None:
 
 def test_markdown_has_the_table_the_chain_and_the_warning() -> None:
     page = render_markdown(summary_of(troubled_run()))
-    assert "| 1 | non-finite loss | 48 | 51 | 4 | 4 | forward: aten._softmax" in page
+    assert "| 1 | non-finite loss | 48 | 51 | 4 | 4 |" in page
+    assert "   - where: forward: aten._softmax" in page
     assert "> Warning: 1 line of the journal could not be read." in page
     assert "3. **steps 44-47**: the gradient norm rose from its usual 0.5 to 10" in page
     assert "   - `stepguard explain SG204`" in page
@@ -191,7 +193,7 @@ def test_empty_journal_is_no_error() -> None:
     summary = summary_of(Written())
     assert "0 seen" in render_terminal(summary) and "none" in render_terminal(summary)
     assert render_markdown(summary).startswith("# stepguard report")
-    assert json.loads(render_json(summary))["steps"] == 0
+    assert json.loads(as_json(summary))["steps"] == 0
 
 
 def test_healthy_run_says_so() -> None:
@@ -214,7 +216,7 @@ def test_flat_norm_is_no_part_of_the_story() -> None:
 def test_long_chain_is_cut_in_the_middle() -> None:
     incidents: list[Incident] = [masked_row(s) for s in range(0, 200, 2)]
     text = render_terminal(summary_of(Written(incidents=incidents)))
-    assert "60 events left out" in text and "step 0 " in text and "step 198" in text
+    assert "60 events omitted" in text and "step 0 " in text and "step 198" in text
 
 
 def test_event_names_its_steps() -> None:

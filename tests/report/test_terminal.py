@@ -26,25 +26,26 @@ stepguard: step 48, non-finite loss ━━━━━━━━━━━━━━�
  WHAT    loss is nan (text_loss)
          loss nan, text_loss nan, latent_loss 0.4123, grad norm nan, scale 65536, lr 4.92e-04 /
          1.00e-04
+ WHY     SG204 softmax over a fully masked row (certain)
+         - row [5, 0, 0] of the scores is -inf in all 16 places
+         less likely: SG206 inf - inf or 0 * inf
+ FIX     1. Give such rows weight 0
+             weights = masked_softmax(scores, mask)
+         2. Drop empty samples (changes what is learned)
+             batch = batch[mask.any(-1)]
  WHERE   forward: aten._softmax in encoder.layers.3.attn at model.py:88
              86 │ scores = q @ k.transpose(-2, -1) / self.scale
              87 │ scores = scores.masked_fill(mask, float('-inf'))
            > 88 │ weights = scores.softmax(dim=-1)
+                │           ^^^^^^^^^^^^^^^^^^^^^^
              89 │ return self.out(weights @ v)
            self    float32 [8,4,16,16]; -inf at [5,0]; 1,024 -Inf of 8,192; finite -3.1 to 4.25
            output  float32 [8,4,16,16]; nan at [5,0]; 1,024 NaN of 8,192; finite 0 to 1
-         sample 5
          the replay shows it again
          the compiled graph was run eagerly
- WHY     SG204 softmax over a fully masked row (certain)
-         - row [5, 0, 0] of the scores is -inf in all 16 places
-         less likely: SG206 inf - inf or 0 * inf
+ SAMPLE  sample 5
  DONE    skipped: weights, optimizer state and buffers are as before the step
          1 in a row, 1 in this run
- TO DO   1. Give such rows weight 0
-             weights = masked_softmax(scores, mask)
-         2. Drop empty samples (changes what is learned)
-             batch = batch[mask.any(-1)]
  NEXT    stepguard replay runs/demo/incidents/000000048-0/capsule
          stepguard explain SG204
          stepguard report runs/demo
@@ -288,7 +289,7 @@ def test_line_of_a_snippet_is_never_broken_or_cut(
         MASKED_ROW.findings[0], remedies=(Remedy(title="Order the corners", snippet=snippet),)
     )
     Terminal(out).incident(replace(MASKED_ROW, findings=(finding,)))
-    assert textwrap.indent(snippet, " " * 13) + "\n NEXT" in out.getvalue()
+    assert textwrap.indent(snippet, " " * 13) + "\n WHERE" in out.getvalue()
 
 
 def test_stream_that_knows_ascii_only_gets_ascii() -> None:

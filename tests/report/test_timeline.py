@@ -40,7 +40,7 @@ def test_incidents_in_a_row_with_the_same_answer_are_one_event() -> None:
     events = [e for e in _events(steps, incidents, []) if e.weight == "incident"]
     assert [event.steps for event in events] == ["steps 5-6", "step 7"]
     assert events[0].text.endswith("skipped 2 times")
-    assert "born in forward" in events[0].text and "born in" not in events[1].text
+    assert "originated in forward" in events[0].text and "originated in" not in events[1].text
 
 
 def test_gradient_norm_that_rises_before_the_first_incident_is_an_event() -> None:

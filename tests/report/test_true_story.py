@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from report import real_runs
+from report.test_plot_png import marks
 from stepguard.cli.app import app
-from stepguard.report.compare import compare
-from stepguard.report.plot import describe
+from stepguard.report.plot import draw_run
 from stepguard.report.run_report import render_terminal
 from stepguard.report.story import Story, read_story
-from stepguard.report.summary import summarize
+from stepguard.report.summary import compare, summarize
 
 
 @pytest.fixture(scope="module")
@@ -26,20 +27,20 @@ def rewound(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def test_dropped_updates_are_never_called_let_through(rewound: Story) -> None:
-    marks = {marks.kind: marks.steps for marks in describe(rewound.latest, "").marks}
-    assert "let through" not in marks
-    assert set(range(30, 34)) < set(marks["update dropped"])
-    assert marks["made without a part of the batch"][0] == 20
-    assert marks["rewound"] == [40]
+    marked = marks(draw_run(rewound.latest, ""))
+    assert "let through" not in marked
+    assert set(range(30, 34)) < set(marked["update dropped"])
+    assert marked["made without a part of the batch"][0] == 20
+    assert marked["rewound"] == [40]
 
 
 def test_curves_never_run_backwards(rewound: Story) -> None:
-    panels = describe(rewound.latest, "").panels
-    lines = [line for panel in panels for line in panel.lines]
-    assert any(line.left for line in lines) and not all(line.left for line in lines)
-    for line in lines:
-        steps = line.series[0]
-        assert steps == sorted(steps)
+    styles = set()
+    for axes in draw_run(rewound.latest, "").axes:
+        for line in axes.lines:
+            styles.add(line.get_linestyle())
+            assert (np.diff(line.get_xdata()) > 0).all()
+    assert styles == {"-", ":"}
 
 
 def test_events_are_in_the_order_of_time(rewound: Story) -> None:
@@ -54,7 +55,7 @@ def test_events_are_in_the_order_of_time(rewound: Story) -> None:
 def test_steps_that_no_longer_count_are_said(rewound: Story) -> None:
     screen = render_terminal(summarize(rewound.latest, rewound), width=100)
     assert "of them no longer count: 1 rewind" in screen
-    assert "went on without sample 3" in screen
+    assert "continued without sample 3" in screen
     assert "longest stretch 4 in a row" in screen
 
 
@@ -86,15 +87,15 @@ def test_restart_is_an_event_and_the_line_goes_on(tmp_path: Path) -> None:
     assert (summary.restarts, summary.left) == (1, 6)
     texts = [event.text for event in summary.timeline]
     assert any(text.startswith("started again at step 24; 6 steps of before") for text in texts)
-    (loss, *_) = describe(story.latest, "").panels
-    assert loss.lines[0].series[0] == list(range(5)) + list(range(6, 40))
+    loss = draw_run(story.latest, "").axes[0].lines[0]
+    assert loss.get_xdata().tolist() == list(range(5)) + list(range(6, 40))
 
 
 def test_part_that_was_left_out_is_named_and_counted_from_1(tmp_path: Path) -> None:
     story = read_story(real_runs.in_part(tmp_path / "run"))
     screen = render_terminal(summarize(story.latest, story), width=100)
     assert "loss is nan in micro-batch 2 of 4" in screen
-    assert "went on without micro-batch 2 of 4" in screen
+    assert "continued without micro-batch 2 of 4" in screen
     assert "20 seen, 20 committed, 0 skipped" in screen
 
 

@@ -15,8 +15,8 @@ from cli.journals import write_run
 from report import literals
 from stepguard.cli.app import app
 from stepguard.report import screen
-from stepguard.report.panel import paint_incident
 from stepguard.report.screen import CUT, Unbroken, fitted, middle
+from stepguard.report.terminal import paint_incident
 from verification import saved
 
 WIDTHS = [40, 60, 80, 120]

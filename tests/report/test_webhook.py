@@ -15,7 +15,7 @@ from report.endpoint import Endpoint, listening
 from settings_of import config_of
 from stepguard import ConfigError, Guard, Policy, TrainingHalted
 from stepguard.engine.protect import SinkDropped
-from stepguard.integrations.sinks.webhook import WebhookSink
+from stepguard.integrations.sinks import WebhookSink
 from stepguard.report.sinks import LONGEST, payload
 
 
@@ -119,7 +119,7 @@ def test_queue_is_bounded_and_what_is_left_out_is_counted(
     endpoint.open.set()
     sink.close()
     assert 2 <= len(endpoint.got) <= 3
-    assert any("messages before this one were left out" in one["text"] for one in endpoint.got)
+    assert any("messages before this one were dropped" in one["text"] for one in endpoint.got)
 
 
 def test_text_is_no_markup_and_not_too_long() -> None:

@@ -66,7 +66,7 @@ def test_an_optimizer_that_cannot_be_guarded_is_told_once_and_truly(
         for _ in range(3):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-    guarded_script._tell_how_it_ended(several, 0)
+    guarded_script._tell_how_it_ended(several, 0, GuardConfig())
     first, second = capsys.readouterr().err.splitlines()
     assert "SGD is not guarded: TypeError" in first
     assert "made none that stepped" not in second and "for the reason above" in second

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from settings_of import config_of
 from stepguard import Guard
 from stepguard.records import Incident
-from stepguard.report.panel import next_commands
+from stepguard.report.phrases import next_commands
 from stepguard.run.replay import replay
 
 BATCH = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)

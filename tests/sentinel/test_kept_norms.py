@@ -11,7 +11,6 @@ from torch.nn.utils import get_total_norm
 from stepguard.sentinel.gradients import (
     MOST_MODULES,
     STEPS,
-    GradientNorm,
     GradientNorms,
     gradient_norm,
 )
@@ -22,8 +21,7 @@ NAMES = ("a.weight", "a.bias", "b.weight")
 def _kept(*steps: tuple[float, float, float]) -> GradientNorms:
     norms = GradientNorms()
     for number, values in enumerate(steps):
-        total = torch.zeros(())
-        norms.keep(number, GradientNorm(total, total, single=torch.tensor(values)))
+        norms.keep(number, torch.tensor(values))
     return norms
 
 
@@ -45,8 +43,7 @@ def test_steps_without_a_gradient_for_each_parameter_are_left_out() -> None:
 def test_a_large_model_is_shown_by_the_first_parts_of_its_names() -> None:
     names = [f"layers.{layer}.block.{part}.weight" for layer in range(30) for part in range(5)]
     norms = GradientNorms()
-    total = torch.zeros(())
-    norms.keep(0, GradientNorm(total, total, single=torch.ones(len(names))))
+    norms.keep(0, torch.ones(len(names)))
     table = norms.table(names)
     assert table["modules"] == [f"layers.{layer}.block" for layer in range(30)]
     assert len(table["modules"]) <= MOST_MODULES

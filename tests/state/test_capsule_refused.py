@@ -40,14 +40,14 @@ def refusal(folder: Path, **given: Any) -> str:
 
 def test_a_newer_schema_asks_for_an_upgrade(folder: Path) -> None:
     edit(folder, schema=99)
-    assert "schema 99; this stepguard reads up to 2: upgrade" in refusal(folder, build=build)
+    assert "schema 99; this stepguard reads 3: upgrade it" in refusal(folder, build=build)
 
 
 def test_a_capsule_of_an_earlier_version_names_the_way_out(folder: Path) -> None:
     edit(folder, schema=1)
     message = refusal(folder, build=build)
-    assert "has schema 1, of an earlier stepguard" in message
-    assert "replay it with the version that wrote it" in message
+    assert "has schema 1" in message
+    assert "replay with the version that wrote it" in message
 
 
 @pytest.mark.parametrize("schema", [None, "1", [1]])

@@ -38,7 +38,7 @@ def test_the_same_tensors_and_containers_are_refilled() -> None:
 
 def test_what_does_not_fit_is_made_new_and_only_once() -> None:
     shared = torch.ones(3)
-    structure = {"list": [{"tensor": "x"}, {"tensor": "x"}]}
+    structure = [{"tensor": "x"}, {"tensor": "x"}]
     first, second = Refill({"x": shared}, {}).value([torch.zeros(2), None], structure)
     assert first is second
     assert torch.equal(first, shared)

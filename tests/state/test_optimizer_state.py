@@ -336,14 +336,3 @@ def test_state_of_a_parameter_that_left_the_optimizer_is_refused() -> None:
     optimizer.param_groups[0]["params"].pop()
     with pytest.raises(StateError, match="keeps state of a parameter"):
         RunState({"": nn.Sequential(model[0])}, optimizer).gather()
-
-
-def test_checkpoint_of_an_earlier_version_still_loads() -> None:
-    model = plain_net()
-    optimizer = EVERY["madgrad"](model.parameters())
-    _train(model, optimizer, DATA[:3])
-    whole = RunState({"": model}, optimizer)
-    state = _through_a_file(whole.gather())
-    del state.facts["optimizer_more"]
-    whole.put_back(state)
-    assert int(optimizer.state["k"]) == 3  # type: ignore[index, call-overload]

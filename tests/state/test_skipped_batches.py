@@ -33,9 +33,9 @@ def test_one_line_for_each_stretch_names_it_and_the_cause() -> None:
     feed.pass_over(places, causes={(0, 2): "SG101", (0, 4): "SG101", (0, 7): "SG202"})
     list(feed)
     assert said == [
-        "passing over batches 2-4 of pass 0: left out before as SG101",
-        "passing over batch 7 of pass 0: left out before as SG202",
-        "passing over batch 9 of pass 0: left out before",
+        "skipping batches 2-4 of pass 0: dropped before as SG101",
+        "skipping batch 7 of pass 0: dropped before as SG202",
+        "skipping batch 9 of pass 0: dropped before",
     ]
 
 

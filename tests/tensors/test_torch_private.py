@@ -59,10 +59,6 @@ def _wrapper() -> Any:
     return nn.parallel.DistributedDataParallel
 
 
-def _join() -> Any:
-    return join.Join
-
-
 def _sets(function: Any) -> Any:
     """Return an object with the attributes that the source of a function sets on `self`."""
     found = re.findall(r"self\.(_\w+)\b.*=", inspect.getsource(function))
@@ -98,7 +94,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "LRScheduler._last_lr": _schedule,
     "SequentialLR._schedulers": _sequence,
     "DistributedDataParallel._comm_hooks": lambda: _sets(_wrapper().__init__),
-    "Join._joinables": lambda: _sets(_join().__init__),
+    "Joinable._join_config": lambda: _sets(join.Joinable.__init__),
     "OpOverload._schema": lambda: torch.ops.aten.add.Tensor,
     "Optimizer._opt_called": _stepped,
     "GradScaler._get_scale_async": lambda: GradScaler("cpu"),

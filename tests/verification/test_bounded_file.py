@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepguard.check.bounded_file import BUFFER, Damaged, open_file
+from stepguard.check.scan import BUFFER, Damaged, open_file
 
 
 @pytest.fixture

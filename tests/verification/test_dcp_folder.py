@@ -92,7 +92,7 @@ def test_dcp_folder_without_its_metadata_is_a_save_that_never_finished(
         assert (
             error.kind == "missing"
             and ".metadata" in error.detail
-            and "never finished" in error.detail
+            and "a finished save has" in error.detail
         )
         assert found.corrupt and len(found.leaves) == 1
 

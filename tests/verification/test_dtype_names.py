@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepguard.check import bounded_file as names
+from stepguard.check import scan as names
 
 
 @pytest.mark.parametrize("name", names.SIZES)

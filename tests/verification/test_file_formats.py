@@ -5,7 +5,6 @@ error.
 from __future__ import annotations
 
 import pickle
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from torch import nn
 
 import stepguard
 from stepguard.check import torch_file
-from stepguard.check.bounded_file import Damaged, FileSlice
-from stepguard.check.scan import FileLayout
-from stepguard.records.checks import Role
+from stepguard.check.scan import Damaged
 from verification import hostile, saved
 from verification.saved import ONE_FILE, Saver, poison
 
@@ -220,17 +217,6 @@ def test_checkpoint_is_told_by_its_name_or_by_its_first_bytes(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     assert torch_file.is_checkpoint_file(tmp_path / name) == is_checkpoint
-
-
-def test_format_is_added_by_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
-        layout.add_tensor("w", "parameter", "float32", (2,), 4, 8)
-
-    entry = (lambda source, suffix: source.at(0, 4) == b"NEW!", read)
-    monkeypatch.setattr(torch_file, "FORMATS", {"new": entry, **torch_file.FORMATS})
-    (tmp_path / "m.pt").write_bytes(b"NEW!" + struct.pack("<2f", 1.0, float("nan")))
-    found = stepguard.verify(tmp_path / "m.pt")
-    assert found.format == "new" and [error.kind for error in found.errors] == ["nan"]
 
 
 @pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "plain.pkl", "m.safetensors"])

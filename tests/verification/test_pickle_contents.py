@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from stepguard.check import torch_file
-from stepguard.check.bounded_file import SIZES, ProblemList
 from stepguard.check.inert_pickle import PickledObject, StorageRecord, TensorRecord
-from stepguard.check.scan import FileLayout
+from stepguard.check.scan import SIZES, FileLayout
 from stepguard.check.torch_file import walk
 
 
@@ -21,9 +20,9 @@ def tensor(dtype: str = "float32", *, parameter: bool = False) -> TensorRecord:
 
 
 def walked(root: Any) -> tuple[FileLayout, list[str]]:
-    layout = FileLayout(Path("m.pt"), ProblemList(Path("m.pt")))
+    layout = FileLayout(Path("m.pt"))
     walk(layout, root)
-    return layout, [problem.kind for problem in layout.problems.all()]
+    return layout, [problem.kind for problem in layout.problems()]
 
 
 def roles(root: Any) -> dict[str, str]:
@@ -83,7 +82,7 @@ def test_walk_is_limited_in_depth_and_number(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_first_step_of_several_pickles_stays() -> None:
-    layout = FileLayout(Path("m.pt"), ProblemList(Path("m.pt")))
+    layout = FileLayout(Path("m.pt"))
     for root in ({}, {"step": 0}, {"step": 9}):
         walk(layout, root)
     assert layout.step == 0

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stepguard.check.allowed_globals import Global
-from stepguard.check.bounded_file import Damaged, open_file
 from stepguard.check.inert_pickle import PickleReader, TensorRecord
+from stepguard.check.scan import Damaged, open_file
 from verification import hostile, saved
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepguard.check import bounded_file as names
+from stepguard.check import scan as names
 
 
 @pytest.mark.parametrize(

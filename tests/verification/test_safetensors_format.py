@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from stepguard.check.bounded_file import Damaged, ProblemList, open_file, parse_json
-from stepguard.check.scan import FileLayout
+from stepguard.check.scan import Damaged, FileLayout, open_file, parse_json
 from stepguard.check.torch_file import read_content, read_safetensors
 from verification import hostile
 
 
 def layout_of(path: Path, header: dict[str, Any], data: bytes) -> FileLayout:
     path.write_bytes(hostile.safetensors(header) + data)
-    layout = FileLayout(path, ProblemList(path))
+    layout = FileLayout(path)
     with open_file(path) as source:
         read_safetensors(source, layout, None)
     return layout
@@ -70,12 +69,12 @@ def test_tensor_that_does_not_fit_is_a_problem_of_its_own(
     tmp_path: Path, tensor: dict[str, Any], kind: str
 ) -> None:
     layout = layout_of(tmp_path / "m.safetensors", {"a": tensor}, bytes(12))
-    assert not layout.tensors and [problem.kind for problem in layout.problems.all()] == [kind]
+    assert not layout.tensors and [problem.kind for problem in layout.problems()] == [kind]
 
 
 def test_types_below_a_byte_are_measured_in_bits(tmp_path: Path) -> None:
     layout = layout_of(tmp_path / "m.safetensors", {"a": entry(0, 3, [5], "F4")}, bytes(3))
-    assert [tensor.size for tensor in layout.tensors] == [3] and not layout.problems.all()
+    assert [tensor.size for tensor in layout.tensors] == [3] and not layout.problems()
 
 
 def test_key_that_occurs_twice_is_refused() -> None:

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepguard.check import scan
-from stepguard.check.bounded_file import SIZES, ProblemList, open_file
-from stepguard.check.scan import Checksum, FileLayout
+from stepguard.check.scan import SIZES, Checksum, FileLayout, open_file
 
 VALUES = torch.linspace(-3.0, 5.0, 700_000)
 
@@ -23,7 +22,8 @@ def layout(tmp_path: Path) -> FileLayout:
     content = VALUES.numpy().tobytes()
     path = tmp_path / "values"
     path.write_bytes(content)
-    found = FileLayout(path, ProblemList(path), size=len(content))
+    found = FileLayout(path)
+    found.size = len(content)
     for start in range(0, len(content), len(content) // 4):
         found.add_tensor(str(start), "parameter", "float32", (175_000,), start, len(content) // 4)
     found.checksums = [
@@ -50,7 +50,7 @@ def test_values_and_checksums_are_the_same_with_one_thread_and_with_several(
     seen = [tensor.values for tensor in layout.tensors if tensor.values is not None]
     assert [values.count for values in seen] == [175_000] * 4
     assert (seen[0].low, seen[-1].high, sum(values.bad for values in seen)) == (-3.0, 5.0, 0)
-    assert not layout.problems.all() and torch.get_num_threads() == threads
+    assert not layout.problems() and torch.get_num_threads() == threads
 
 
 def test_changed_byte_is_named_by_both_checksums(layout: FileLayout) -> None:
@@ -58,7 +58,7 @@ def test_changed_byte_is_named_by_both_checksums(layout: FileLayout) -> None:
     content[50] ^= 1
     layout.path.write_bytes(content)
     scanned(layout)
-    labels = [problem.detail.partition(":")[0] for problem in layout.problems.all()]
+    labels = [problem.detail.partition(":")[0] for problem in layout.problems()]
     assert labels == ["part", "half"]
 
 
@@ -94,7 +94,7 @@ def test_every_wanted_byte_is_read_once_and_no_element_is_split(
     content = bytes(0x3C + (7 * at // 3) % 2 for at in range(size))
     path = tmp_path_factory.mktemp("spans") / "file"
     path.write_bytes(content)
-    layout = FileLayout(path, ProblemList(path), size=size)
+    layout = FileLayout(path)
     for number, (dtype, base, first, count) in enumerate(tensors):
         width = SIZES[dtype]
         layout.add_tensor(
@@ -108,7 +108,7 @@ def test_every_wanted_byte_is_read_once_and_no_element_is_split(
         patched.setattr(scan, "RUN", run)
         patched.setattr(scan, "OVERLAP", 1000)
         scanned(layout)
-    assert not layout.problems.all()
+    assert not layout.problems()
     for tensor in layout.tensors:
         values = tensor.values
         assert values is not None and (values.count, values.bad) == (tensor.shape[0], 0)
@@ -120,7 +120,7 @@ def test_every_wanted_byte_is_read_once_and_no_element_is_split(
 
 
 def raw_layout(*tensors: tuple[int, int]) -> FileLayout:
-    layout = FileLayout(Path("m.pt"), ProblemList(Path("m.pt")))
+    layout = FileLayout(Path("m.pt"))
     for start, size in tensors:
         layout.add_tensor("w", "parameter", "float32", (size // 4,), start, size, 0)
     return layout

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.parts import fuzz
+from benchmarks.parts.fuzz import named, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,3 +73,29 @@ def test_file_without_checksums_says_that_flips_cannot_be_found(tmp_path: Path) 
         torch.serialization.set_crc32_options(before)
     found = stepguard.verify(tmp_path / "m.pt")
     assert found.ok and [warning.kind for warning in found.warnings] == ["checksum"]
+
+
+@pytest.mark.parametrize(
+    ("elements", "view", "kind"),
+    [
+        (b"K\x01", b"K\x01K\x01\x85K\x01\x85", "malformed"),
+        (b"K\x01", b"J\xff\xff\xff\xffK\x01\x85K\x01\x85", "malformed"),
+        (b"K\x01", b"K\x00K\x01\x85J\xff\xff\xff\xff\x85", "malformed"),
+        (b"K\x01", b"K\x00K\x01K\x01\x86K\x01\x85", "malformed"),
+        (b"K\x01", b"K\x00K\x02\x85K\x01\x85", "malformed"),
+        (b"K\x02", b"K\x00K\x01\x85K\x01\x85", "torn"),
+        (b"K\x01", b"K\x00K\x05\x85K\x00\x85", ""),
+        (b"K\x01", b"K\x00K\x00\x85K\x01\x85", ""),
+    ],
+)
+def test_tensor_that_does_not_fit_into_its_storage_is_a_problem(
+    tmp_path: Path, elements: bytes, view: bytes, kind: str
+) -> None:
+    """The archive holds one storage of one float; the view is offset, shape and strides."""
+    storage = text("storage") + named("torch", "FloatStorage") + text("0") + text("cpu") + elements
+    hooks = b"\x89" + named("collections", "OrderedDict") + b")R"
+    call = named("torch._utils", "_rebuild_tensor_v2") + b"((" + storage + b"tQ" + view + hooks
+    (tmp_path / "m.pt").write_bytes(fuzz.zip_file(fuzz.archive(b"\x80\x04" + call + b"tR.")))
+    found = stepguard.verify(tmp_path / "m.pt")
+    assert [problem.kind for problem in found.errors] == [kind] * bool(kind), found.problems
+    assert found.tensors == (not kind)

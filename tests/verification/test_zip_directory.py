@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepguard.check import torch_file
-from stepguard.check.bounded_file import Damaged, open_file
+from stepguard.check.scan import Damaged, open_file
 
 
 def test_zip_directory_beyond_the_limit_is_refused(

@@ -186,15 +186,11 @@ def test_zero_infinity_counts_a_sample_it_could_not_read_as_a_loss_of_zero() -> 
     lengths = torch.full((2,), 16), torch.full((2,), 10)
     plain = F.ctc_loss(scores, targets, *lengths, reduction="none")
     zeroed = F.ctc_loss(scores, targets, *lengths, reduction="none", zero_infinity=True)
-    counted = numerics.Events()
-    ours = numerics.ctc_loss(scores, targets, *lengths, count=counted)
 
     assert torch.isinf(plain[0]) and zeroed[0].item() == 0.0
     assert float((zeroed / 10).mean()) == pytest.approx(
         float(plain[1] / 10) / 2
     )  # half of the true loss
-    assert float(ours) == pytest.approx(float(plain[1] / 10))
-    assert counted.counts() == {"ctc_loss.unalignable": 1}
 
 
 def test_normalising_latents_inside_the_loss_loses_their_scale() -> None:

@@ -9,8 +9,6 @@ import math
 import torch
 from torch import Tensor
 
-from stepguard.numerics import masking_schedule
-
 
 def masking(t: Tensor, *, eps: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Weight of the loss and probability of a mask at the times `t`.
@@ -20,7 +18,8 @@ def masking(t: Tensor, *, eps: float, dtype: torch.dtype | None) -> tuple[Tensor
     samples. None computes in float32.
     """
     if dtype is None:
-        sigma, rate = masking_schedule(t, eps=eps)
+        left = 1.0 - (1.0 - eps) * t.double()
+        sigma, rate = -torch.log(left).float(), ((1.0 - eps) / left).float()
     else:
         rate, sigma = _as_the_original(t.to(dtype), eps)
     return rate / torch.expm1(sigma), 1.0 - torch.exp(-sigma)

@@ -12,17 +12,17 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from stepguard.check.bounded_file import ALIASES, SIZES, STORAGES
+from stepguard.check.scan import ALIASES, SIZES, STORAGES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Global:
     """The name of something importable. It is never imported."""
 
     module: str
     name: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.module}.{self.name}"
 
     @property
@@ -195,26 +195,26 @@ REBUILT = _named(
 )
 """Functions that the one function of torch that calls another may call."""
 _SIGNATURES = """
-    collections.OrderedDict: items?
-    collections.defaultdict: factory? items?
-    collections.Counter: counts?
-    collections.deque: items? int|none?
-    builtins.set: items?
-    builtins.frozenset: items?
-    builtins.list: items?
-    builtins.tuple: items?
-    builtins.dict: items?
+    collections.OrderedDict: ITEMS?
+    collections.defaultdict: FACTORY? ITEMS?
+    collections.Counter: dict|empty?
+    collections.deque: ITEMS? int|none?
+    builtins.set: ITEMS?
+    builtins.frozenset: ITEMS?
+    builtins.list: ITEMS?
+    builtins.tuple: ITEMS?
+    builtins.dict: ITEMS?
     builtins.bytes:
-    builtins.bytearray: bytes|text? encoding?
-    builtins.complex: number number
-    builtins.slice: plain plain plain
+    builtins.bytearray: bytes|text? ENCODING?
+    builtins.complex: int|float|bool int|float|bool
+    builtins.slice: PLAIN PLAIN PLAIN
     builtins.range: int int int?
     builtins.type: none
-    _codecs.encode: text encoding?
+    _codecs.encode: text ENCODING?
     copyreg._reconstructor: any any any
     torch.Size: shape?
     torch.device: text int?
-    torch._C.Generator: device
+    torch._C.Generator: DEVICE
     torch.serialization._get_layout: text
     torch.storage._load_from_bytes: !bytes
     torch._tensor._rebuild_from_type_v2: !rebuilt global any attributes
@@ -224,29 +224,29 @@ _SIGNATURES = """
     torch._utils._rebuild_qtensor: storage int shape shape quantizer bool empty
     torch._utils._rebuild_parameter: tensor bool empty attributes?
     torch._utils._rebuild_parameter_with_state: tensor bool empty attributes?
-    torch._utils._rebuild_sparse_tensor: layout sparse
+    torch._utils._rebuild_sparse_tensor: LAYOUT sparse
     torch._utils._rebuild_meta_tensor_no_storage: dtype shape shape bool
-    torch._utils._rebuild_device_tensor_from_numpy: array dtype device bool
-    torch._utils._rebuild_device_tensor_from_cpu_tensor: tensor dtype device bool
-    torch._utils._rebuild_xla_tensor: array dtype device bool
+    torch._utils._rebuild_device_tensor_from_numpy: array dtype DEVICE bool
+    torch._utils._rebuild_device_tensor_from_cpu_tensor: tensor dtype DEVICE bool
+    torch._utils._rebuild_xla_tensor: array dtype DEVICE bool
     torch._utils._rebuild_nested_tensor: tensor tensor tensor tensor
     torch._utils._rebuild_wrapper_subclass:
-        subclass dtype shape shape|none int|none layout device bool
+        subclass dtype shape shape|none int|none LAYOUT DEVICE bool
     torch.distributed.tensor._dtensor_spec.TensorMeta: shape shape dtype
     torch.distributed.tensor._dtensor_spec.ShardOrderEntry: int shape
-    numpy.core.multiarray._reconstruct: ndarray sizeless bytes|text
-    numpy._core.multiarray._reconstruct: ndarray sizeless bytes|text
-    numpy.core.multiarray.scalar: number_type bytes|text
+    numpy._core.multiarray._reconstruct: @numpy.ndarray sizeless bytes|text
     numpy._core.multiarray.scalar: number_type bytes|text
-    numpy.core.numeric._frombuffer: bytes number_type shape any? any?
     numpy._core.numeric._frombuffer: bytes number_type shape any? any?
     numpy.dtype: bytes|text int|bool? int|bool?
-    numpy.random._pickle.__bit_generator_ctor: !generator?
+    numpy.random._pickle.__bit_generator_ctor: !GENERATOR?
     numpy.random._pickle.__generator_ctor:
-        !generator|numpy.random._pickle.__bit_generator_ctor? !generator_maker?
+        !GENERATOR|numpy.random._pickle.__bit_generator_ctor?
+        !@numpy.random._pickle.__bit_generator_ctor?
     numpy.random._pickle.__randomstate_ctor:
-        !generator|numpy.random._pickle.__bit_generator_ctor? !generator_maker?
-    numpy.random.bit_generator.__pyx_unpickle_SeedSequence: seeds int tuple|none
+        !GENERATOR|numpy.random._pickle.__bit_generator_ctor?
+        !@numpy.random._pickle.__bit_generator_ctor?
+    numpy.random.bit_generator.__pyx_unpickle_SeedSequence:
+        @numpy.random.bit_generator.SeedSequence int tuple|none
     datetime.datetime: bytes|text datetime.timezone?
     datetime.date: bytes|text
     datetime.time: bytes|text datetime.timezone?
@@ -265,11 +265,24 @@ _SIGNATURES = """
     pathlib._local.PurePosixPath: text*
     pathlib._local.PureWindowsPath: text*
 """
-"""Calls with the kinds of their arguments (`inert_pickle.KINDS`).
+"""Calls with the kinds of their arguments (`inert_pickle.is_kind`).
 
-`?`: optional. `*`: any number of them. `!`: called or loaded, so that another one is hostile. A
-kind with a dot is the name of what made the argument.
+`?`: optional. `*`: any number of them. `!`: called or loaded, so that another one is hostile.
 """
+_SHORT = {
+    "ITEMS": "list|tuple|dict",
+    "PLAIN": "none|text|int|float|bool",
+    "ENCODING": "=latin1|=latin-1|=utf-8|=ascii",
+    "DEVICE": "text|torch.device",
+    "LAYOUT": "torch.serialization._get_layout|named",
+    "GENERATOR": "=MT19937|=PCG64|=PCG64DXSM|=Philox|=SFC64|@numpy.random._mt19937.MT19937"
+    "|@numpy.random._pcg64.PCG64|@numpy.random._pcg64.PCG64DXSM|@numpy.random._philox.Philox"
+    "|@numpy.random._sfc64.SFC64",
+    "FACTORY": "none|@builtins.list|@builtins.dict|@builtins.int|@builtins.float|@builtins.set"
+    "|@builtins.str|@builtins.tuple|@builtins.bool|@collections.OrderedDict|@collections.Counter"
+    "|@collections.defaultdict|@collections.deque",
+}
+"""Kinds of arguments that several calls have."""
 _NUMPY_TYPES = """
     Bool Int8 UInt8 Int16 UInt16 Int32 UInt32 Int64 UInt64 Float16 Float32 Float64 LongDouble
 """
@@ -281,6 +294,8 @@ def _signatures() -> dict[Global, tuple[str, ...]]:
         if word.endswith(":"):
             current = kinds[word[:-1]] = []
         else:
+            for short, kind in _SHORT.items():
+                word = word.replace(short, kind)
             current.append(word)
     for name in _NUMPY_TYPES.split():
         kinds[f"numpy.dtypes.{name}DType"] = []

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -27,7 +27,6 @@ MOST_OF_A_STREAM = 1024
 NAMING = ("id", "idx", "uid", "name", "file", "file_name", "filename", "path", "index")
 """Keys whose value names an example and is not part of its content."""
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
-TOKEN_KEYS = ("input_ids", "tokens", "ids")
 
 Row = tuple[str, Any]
 """Name of an example, and its values; an exception where it cannot be read."""
@@ -125,43 +124,13 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 # --- Rows by name from whatever the subject has: a path, a dataset, a stream, a loader or a batch.
 
 
-@dataclass(slots=True)
-class DataSource:
-    """Rows, and what is known about them beforehand."""
-
-    what: str
-    """`dataset`, `folder train`, `loader`, `batch`."""
-    rows: Iterable[Row]
-    whole: int | None = None
-    """How many there are, if known."""
-    most: int | None = None
-    """How many are read."""
-    remarks: list[str] = field(default_factory=list)
-    """Filled while reading: kinds of files without a reader."""
-
-
-def source_of(subject: Subject) -> DataSource | None:
-    """Read the first of data path, dataset, loader and batch that is given."""
+def source_of(subject: Subject) -> Any:
+    """The first of data path, dataset, loader and batch that is given; None where none is."""
     inner = getattr(subject.loader, "dataset", None)
     # A dataset with a length is read by index, without touching the loader.
-    for given in (subject.data, subject.dataset, inner if is_map(inner) else None):
-        if given is not None:
-            return _source(given, subject.examples)
-    if subject.loader is not None:
-        return DataSource(
-            "loader",
-            _of_stream(subject.loader, batched=True),
-            most=subject.examples or MOST_OF_A_STREAM,
-        )
-    if subject.batch is not None:
-        return DataSource("batch", _of_batch(subject.batch, "batch"))
-    return None
-
-
-def validation_of(subject: Subject) -> DataSource | None:
-    """Read the second dataset, if there is one; a loader may be given instead."""
-    given = getattr(subject.validation, "dataset", subject.validation)
-    return None if given is None else _source(given, subject.examples)
+    inner = inner if is_map(inner) else None
+    given = (subject.data, subject.dataset, inner, subject.loader, subject.batch)
+    return next((one for one in given if one is not None), None)
 
 
 def is_map(dataset: Any) -> bool:
@@ -171,46 +140,36 @@ def is_map(dataset: Any) -> bool:
     return indexed and not isinstance(dataset, dict)
 
 
-def _source(given: Any, most: int | None) -> DataSource:
-    if isinstance(given, str | Path):
-        return _of_path(Path(given), most)
-    if is_map(given):
-        return DataSource("dataset", _of_map(given), whole=len(given), most=most)
-    return DataSource("dataset", _of_stream(given), most=most or MOST_OF_A_STREAM)
-
-
-def _of_path(path: Path, most: int | None) -> DataSource:
+def _data_files(path: Path, remarks: list[str]) -> list[Path]:
     """Every file of a known kind, in order of name; hidden ones are left out."""
     if not path.exists():
         raise ConfigError(f"data {path} does not exist; give a data file or folder.")
-    files = [path]
-    remarks = []
-    if path.is_dir():
-        below = [file for file in sorted(path.rglob("*")) if file.is_file()]
-        seen = [file for file in below if "/." not in f"/{file.relative_to(path).as_posix()}"]
-        files = [file for file in seen if file.suffix.lower() in READERS]
-        if len(seen) > len(files):
-            remarks.append(f"{len(seen) - len(files)} files of other kinds were not read")
+    if path.is_file():
+        return [path]
+    below = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    seen = [file for file in below if "/." not in f"/{file.relative_to(path).as_posix()}"]
+    files = [file for file in seen if file.suffix.lower() in READERS]
     if not files:
         raise ConfigError(
             f"data {path} holds no file that can be read; known kinds are "
             f"{', '.join(suffix[1:] for suffix in READERS)}."
         )
+    if len(seen) > len(files):
+        remarks.append(f"{len(seen) - len(files)} files of other kinds were not read")
+    return files
 
-    def rows() -> Iterator[Row]:
-        for file in files:
-            name = str(file.relative_to(path)) if path.is_dir() else file.name
-            try:
-                for line, values in READERS[file.suffix.lower()](file):
-                    yield f"{name}{line}", values
-            except Skipped as missing:
-                if f"{file.suffix} {missing}" not in remarks:
-                    remarks.append(f"{file.suffix} {missing}")
-            except Exception as fault:
-                yield name, fault
 
-    kind = "folder" if path.is_dir() else "file"
-    return DataSource(f"{kind} {path.name}", rows(), most=most, remarks=remarks)
+def _of_path(path: Path, remarks: list[str]) -> Iterator[Row]:
+    for file in _data_files(path, remarks):
+        name = file.name if file == path else str(file.relative_to(path))
+        try:
+            for line, values in READERS[file.suffix.lower()](file):
+                yield f"{name}{line}", values
+        except Skipped as missing:
+            if f"{file.suffix} {missing}" not in remarks:
+                remarks.append(f"{file.suffix} {missing}")
+        except Exception as fault:
+            yield name, fault
 
 
 def _of_map(dataset: Any) -> Iterator[Row]:
@@ -221,7 +180,7 @@ def _of_map(dataset: Any) -> Iterator[Row]:
             yield str(index), fault
 
 
-def _of_stream(stream: Any, *, batched: bool = False) -> Iterator[Row]:
+def _of_stream(stream: Any, *, batched: bool) -> Iterator[Row]:
     try:
         with kept_generators(stream):
             for index, values in enumerate(stream):
@@ -297,7 +256,11 @@ def as_tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             # torch takes neither a foreign byte order nor read-only memory; the copy has neither.
             native = array.astype(array.dtype.newbyteorder("="), copy=True)
             yield prefix, _ordinary(torch.from_numpy(native))
-    elif _is_list_of_numbers(values):
+    elif (
+        type(values) in (list, tuple)
+        and values
+        and all(isinstance(part, int | float) for part in values)
+    ):
         yield prefix, torch.tensor(values)
     else:
         for key, value in children(values):
@@ -306,24 +269,15 @@ def as_tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _ordinary(tensor: Tensor) -> Tensor:
     """Make the tensor dense, and of a dtype that every operation knows."""
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce().values()
     elif tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     # torch has few operations for these dtypes.
-    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+    unsigned = tensor.dtype in (torch.uint16, torch.uint32, torch.uint64)
+    if unsigned or (tensor.is_floating_point() and tensor.element_size() < 2):
         return tensor.double()
-    return (
-        tensor.float() if str(tensor.dtype).startswith(("torch.float8", "torch.float4")) else tensor
-    )
-
-
-def _is_list_of_numbers(values: Any) -> bool:
-    if not isinstance(values, list | tuple) or hasattr(values, "_fields") or not values:
-        return False
-    return all(isinstance(part, int | float) for part in values)
+    return tensor
 
 
 # --- One scan over the data: ranges, and the names of the examples that stand out.
@@ -341,68 +295,13 @@ class Measured(NamedTuple):
 
 
 @dataclass(slots=True)
-class LabelFacts:
-    """Statistics of integer targets: examples without one, their range, texts cut at the end."""
-
-    key: str | None = None
-    """Given by the user, or the first usual name that occurs; of a tuple, its last part."""
-    ignore_index: int = -100
-    supervised: int = 0
-    total: int = 0
-    """Targets of all examples, counted and not counted ones."""
-    masked: int = 0
-    """Examples with at least one ignored target."""
-    empty: dict[str, int] = field(default_factory=dict)
-    """Examples without a target that counts, and their lengths."""
-    low: tuple[float, str] = (math.inf, "")
-    high: tuple[float, str] = (-math.inf, "")
-    lengths: list[int] = field(default_factory=list)
-    """Tokens of each example that are not padding."""
-    cuts: list[tuple[str, int, float]] = field(default_factory=list)
-    """Examples that are supervised to their last token: name, length, last token."""
-
-    def find(self, tensors: dict[str, Tensor]) -> str:
-        """The key of the targets of an example; empty if it has none."""
-        wanted = LABEL_KEYS if self.key is None else (self.key,)
-        found = [key for key in wanted if key in tensors]
-        # Of (x, y) and (x, lengths, y) the last part is the target.
-        if self.key is None and len(tensors) > 1 and all(map(str.isdigit, tensors)):
-            found.append(max(tensors, key=int))
-        return found[0] if found else ""
-
-    def take(self, name: str, tensors: dict[str, Tensor], key: str) -> None:
-        """Count one example by the whole numbers under this key."""
-        self.key = key
-        labels = tensors[key].reshape(-1)
-        counted = labels[labels != self.ignore_index]
-        self.total += len(labels)
-        self.supervised += len(counted)
-        self.masked += len(counted) < len(labels)
-        attended = tensors.get("attention_mask", labels).reshape(-1) != 0
-        if "attention_mask" not in tensors or len(attended) != len(labels) or not attended.any():
-            attended = torch.ones(len(labels))
-        # Padding may be on either side.
-        tokens = attended.nonzero().reshape(-1)
-        self.lengths.append(len(tokens))
-        if not len(counted):
-            self.empty[name] = len(tokens)
-            return
-        self.low = min(self.low, (int(counted.min()), name))
-        self.high = max(self.high, (int(counted.max()), name))
-        if len(labels) > 1 and labels[tokens[-1]] != self.ignore_index:
-            known = [tensors[key].reshape(-1) for key in TOKEN_KEYS if key in tensors]
-            fitting = [ids for ids in known if len(ids) == len(labels)]
-            last = float(fitting[0][tokens[-1]]) if fitting else math.nan
-            self.cuts.append((name, len(tokens), last))
-
-
-@dataclass(slots=True)
 class DataFacts:
     """What the items on data and labels judge: names of examples by what is wrong with them."""
 
-    what: str
-    labels: LabelFacts
+    what: str = "dataset"
+    """`dataset`, `folder train`, `loader`, `batch`."""
     whole: int | None = None
+    """How many examples there are, if known."""
     seen: int = 0
     nonfinite: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
@@ -414,6 +313,21 @@ class DataFacts:
     prints: dict[bytes, str] = field(default_factory=dict)
     """Fingerprint of the content -> name of the first example that has it."""
     remarks: list[str] = field(default_factory=list)
+    """Kinds of files without a reader."""
+    targets: int = 0
+    """Integer targets of all examples, of which some are ignored."""
+    supervised: int = 0
+    """Those that count."""
+    masked: int = 0
+    """Examples with at least one ignored target."""
+    empty: dict[str, int] = field(default_factory=dict)
+    """Examples without a target that counts, and their lengths."""
+    lowest: tuple[float, str] = (math.inf, "")
+    highest: tuple[float, str] = (-math.inf, "")
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each example with targets that are not padding."""
+    cuts: list[tuple[str, int, float]] = field(default_factory=list)
+    """Examples that are supervised to their last token: name, length, last target."""
 
     @property
     def scope(self) -> str:
@@ -423,27 +337,41 @@ class DataFacts:
         return f"{count(self.seen, 'example')} of the {self.what}"
 
 
-def scan(source: DataSource, labels: LabelFacts, progress: Progress | None = None) -> DataFacts:
+def scan(given: Any, subject: Subject, progress: Progress | None = None) -> DataFacts:
     """Read everything once; nothing of the data is kept but numbers, names and fingerprints."""
-    facts = DataFacts(source.what, labels, source.whole, remarks=source.remarks)
-    total = source.whole
-    if total is not None and source.most is not None:
-        total = min(total, source.most)
-    for name, values in islice(source.rows, source.most):
+    facts = DataFacts()
+    most = subject.examples
+    if isinstance(given, str | Path):
+        path = Path(given)
+        facts.what = f"{'folder' if path.is_dir() else 'file'} {path.name}"
+        rows = _of_path(path, facts.remarks)
+    elif given is subject.batch:
+        facts.what = "batch"
+        rows = _of_batch(given, "batch")
+    elif is_map(given):
+        facts.whole = len(given)
+        rows = _of_map(given)
+    else:
+        batched = given is subject.loader
+        facts.what = "loader" if batched else "dataset"
+        most = most or MOST_OF_A_STREAM
+        rows = _of_stream(given, batched=batched)
+    total = facts.whole and min(facts.whole, most or facts.whole)
+    for name, values in islice(rows, most):
         facts.seen += 1
         if progress is not None:
             progress(facts.seen, total)
         try:
             if isinstance(values, Exception):
                 raise values
-            _take(facts, name, values)
+            _take(facts, name, values, subject)
         except Exception as fault:
             text = " ".join(str(fault).split())[:120]
             facts.unreadable.append(f"{name} ({type(fault).__name__}: {text})")
     return facts
 
 
-def _take(facts: DataFacts, name: str, values: Any) -> None:
+def _take(facts: DataFacts, name: str, values: Any, subject: Subject) -> None:
     tensors = dict(as_tensors(values))
     texts = {}
     for key, value in values.items() if hasattr(values, "items") else ():
@@ -454,14 +382,25 @@ def _take(facts: DataFacts, name: str, values: Any) -> None:
     first = facts.prints.setdefault(_fingerprint(tensors, texts), name)
     if first != name:
         facts.duplicates.append(f"{name} = {first}")
-    label = facts.labels.find(tensors)
+    label = _target_key(tensors, subject.label_key)
     for key, tensor in tensors.items():
         if key == label and not (tensor.is_floating_point() or tensor.is_complex()):
-            facts.labels.take(name, tensors, key)
             facts.numbers[key] += 1
+            _count_targets(facts, name, tensors, key, subject.ignore_index)
         elif tensor.numel():
             facts.numbers[key] += 1
             _measure(facts, name, key, tensor)
+
+
+def _target_key(tensors: dict[str, Tensor], given: str | None) -> str | None:
+    """The key that was given, else the first usual name; of a tuple, its last part."""
+    if given is not None:
+        return given
+    usual = [key for key in LABEL_KEYS if key in tensors]
+    # Of (x, y) and (x, lengths, y) the last part is the target.
+    if len(tensors) > 1 and all(map(str.isdigit, tensors)):
+        usual.append(max(tensors, key=int))
+    return next(iter(usual), None)
 
 
 def _fingerprint(tensors: dict[str, Tensor], texts: dict[str, str]) -> bytes:
@@ -508,7 +447,25 @@ def in_example(name: str, key: str) -> str:
     return f"{name} [{key}]" if key else name
 
 
-def overlap(first: DataFacts, second: DataFacts) -> list[str]:
-    """Examples of the second that are in the first as well."""
-    shared = first.prints.keys() & second.prints.keys()
-    return [f"{name} = {first.prints[key]}" for key, name in second.prints.items() if key in shared]
+def _count_targets(
+    facts: DataFacts, name: str, tensors: dict[str, Tensor], key: str, ignored: int
+) -> None:
+    """Count one example by the whole numbers under this key."""
+    labels = tensors[key].reshape(-1)
+    counted = labels[labels != ignored]
+    facts.targets += len(labels)
+    facts.supervised += len(counted)
+    facts.masked += len(counted) < len(labels)
+    tokens = torch.arange(len(labels))
+    mask = tensors.get("attention_mask")
+    if mask is not None and mask.numel() == len(labels) and mask.any():
+        # Padding may be on either side.
+        tokens = mask.reshape(-1).nonzero().reshape(-1)
+    facts.lengths.append(len(tokens))
+    if not len(counted):
+        facts.empty[name] = len(tokens)
+        return
+    facts.lowest = min(facts.lowest, (int(counted.min()), name))
+    facts.highest = max(facts.highest, (int(counted.max()), name))
+    if len(labels) > 1 and labels[tokens[-1]] != ignored:
+        facts.cuts.append((name, len(tokens), float(labels[tokens[-1]])))

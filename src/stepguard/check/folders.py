@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepguard._errors import StoreError
-from stepguard.check.bounded_file import (
+from stepguard.check.inert_pickle import PickledObject, PickleReader, TensorRecord
+from stepguard.check.scan import (
     LARGEST_INDEX,
     SIZES,
+    Checksum,
     Damaged,
+    FileLayout,
     FileSlice,
-    ProblemList,
+    Progress,
     first_few,
     is_shape,
     open_file,
@@ -24,8 +27,6 @@ from stepguard.check.bounded_file import (
     role_of_file,
     role_of_part,
 )
-from stepguard.check.inert_pickle import PickledObject, PickleReader, TensorRecord
-from stepguard.check.scan import Checksum, FileLayout, Progress
 from stepguard.check.torch_file import (
     ZIP_START,
     Read,
@@ -62,17 +63,17 @@ class CheckpointFiles:
     """Key of FOLDER_FORMATS; empty for a single file."""
 
 
-@dataclass(slots=True)
-class CheckedFolder:
-    """The files of a checkpoint after reading, and what the checkpoint says about itself."""
-
-    layouts: list[FileLayout]
-    format: str
-    step: int | None = None
-
-
-def _lies_in_folder(name: str) -> bool:
-    return Path(name).name == name and name not in ("", ".", "..")
+def _is_in_folder(folder: Path, name: str, what: str, whole: FileLayout) -> bool:
+    """Can a file that is named in a checkpoint be read? If not, report why."""
+    if Path(name).name != name or name in ("", ".", ".."):
+        whole.add("hostile", f"{what} {name!r}, which lies outside the folder; it was not opened")
+    elif (folder / name).is_symlink():
+        whole.add("link", f"{what} {name!r}, which is a link; it was not followed")
+    elif not (folder / name).exists():
+        whole.add("missing", f"{what} {name!r}, which is not there")
+    else:
+        return True
+    return False
 
 
 # --- Folders of torch.distributed.checkpoint: a pickled `.metadata`, files of many small zips.
@@ -81,121 +82,75 @@ METADATA = ".metadata"
 DATA_SUFFIX = ".distcp"
 """Of the files with the tensors."""
 ANOTHER = "the file was written by another save"
+Place = tuple[str, tuple[int, ...]]
+"""Name of a tensor, and where a piece of it begins."""
 
 
-@dataclass(frozen=True, slots=True)
-class DcpItem:
-    """One stored item: a whole tensor, a part of one, or an object."""
+class Piece(NamedTuple):
+    """A whole tensor, a part of one, or an object, by its place in a file."""
 
-    name: str
-    file: str
     offset: int
     length: int
-    transformed: bool
+    name: str
+    is_transformed: bool
     """Compressed or encrypted by an extension of the writer."""
-    shape: tuple[int, ...] | None = None
-    """Of the piece, as `.metadata` describes it; None for an object."""
+    shape: tuple[int, ...] | None
+    """As `.metadata` describes it; None for an object."""
 
 
-def check_dcp(found: CheckpointFiles, problems: ProblemList, progress: Progress) -> CheckedFolder:
+def check_dcp(whole: FileLayout, files: Sequence[Path], progress: Progress) -> list[FileLayout]:
     """Check `.metadata` and every file that it names."""
-    folder = found.path
-    checked = CheckedFolder([], "DCP")
-    if (folder / METADATA).is_symlink():
-        problems.add("link", f"{METADATA} is a link; it was not followed")
-        return checked
-    if not (folder / METADATA).exists():
-        names = first_few(sorted(path.name for path in folder.glob(f"*{DATA_SUFFIX}")))
-        problems.add(
-            "missing",
-            f"has no {METADATA}, which is written last: the save of {names} never finished, "
-            f"and it cannot be loaded",
-        )
-        return checked
-    sealed: Mapping[str, SealedFile] = {}
-    if (folder / SEAL).exists():
-        try:
-            sealed = read_seal(folder).files
-        except StoreError as fault:
-            problems.add("seal", str(fault))
-    checked.layouts = _check_dcp_files(found, sealed, progress)
-    for name in sorted(sealed):
-        if not (folder / name).exists():
-            problems.add("missing", f"the seal names {name}, which is not there")
-    return checked
-
-
-def _check_dcp_files(
-    found: CheckpointFiles, sealed: Mapping[str, SealedFile], progress: Progress
-) -> list[FileLayout]:
-    folder = found.path
-    items: list[DcpItem] = []
+    folder = whole.path
+    whole.format = "DCP"
+    if not _is_in_folder(folder, METADATA, "a finished save has", whole):
+        return []
+    sealed = _sealed_files(folder, whole)
+    stored: dict[str, list[Piece]] = {}
 
     def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
-        _begin_dcp_file(source, layout, sealed)
-        value = read_metadata(source, layout, role)
-        stored = value.field("storage_data") if isinstance(value, PickledObject) else None
-        if not isinstance(stored, dict):
-            raise Damaged("malformed", f"{METADATA} holds no storage_data")
-        shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-        for name, _, chunks in _described(value):
-            for offsets, sizes in chunks:
-                shapes[name, offsets] = sizes
-        dcp_items = []
-        for index, info in stored.items():
-            if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
-                raise Damaged("malformed", f"{METADATA} names a piece by a {type(index).__name__}")
-            name = index.field("fqn")
-            file = info.field("relative_path")
-            offset = info.field("offset")
-            length = info.field("length")
-            is_named = isinstance(name, str) and isinstance(file, str)
-            if not is_named or type(offset) is not int or type(length) is not int:
-                raise Damaged("malformed", f"{METADATA} does not say where a piece lies")
-            place = index.field("offset")
-            shape = shapes.get((name, tuple(place))) if is_shape(place) else None
-            transformed = bool(info.field("transform_descriptors"))
-            dcp_items.append(DcpItem(name, file, offset, length, transformed, shape))
-        items.extend(dcp_items)
-        _check_completeness(value, layout.problems)
+        layout.format = "DCP"
+        name = layout.path.name
+        # a file of another save differs from the seal in its bytes
+        if name in sealed:
+            layout.checksums.append(Checksum(0, source.size, name, sealed[name].digest))
+        elif sealed:
+            layout.add("seal", "is not named by the seal")
+        if name == METADATA:
+            _list_pieces(_read_metadata(source, layout, role), layout, stored)
+        else:
+            _read_pieces(source, layout, stored[name])
 
     metadata = check_file(folder / METADATA, progress, read=read)
-    by_file: dict[str, list[DcpItem]] = {}
-    for item in items:
-        by_file.setdefault(item.file, []).append(item)
     layouts = [metadata]
-    for name, held in sorted(by_file.items()):
-        if _is_present(folder, name, held, metadata.problems):
-            reader = _dcp_reader(held, sealed)
-            layouts.append(check_file(folder / name, progress, read=reader))
+    for name, pieces in sorted(stored.items()):
+        what = f"says that {first_few(piece.name for piece in pieces)} is in"
+        if _is_in_folder(folder, name, what, metadata):
+            layouts.append(check_file(folder / name, progress, read=read))
     # what a library keeps beside it (`common.pt`, the metadata of one rank) is loaded as well
-    for path in found.files:
+    for path in files:
         if path.name.endswith(METADATA) and path.name != METADATA:
-            layouts.append(check_file(path, progress, read=read_metadata))
-        elif path.name not in by_file and has_checkpoint_suffix(path):
+            layouts.append(check_file(path, progress, read=_read_metadata))
+        elif path.name not in stored and has_checkpoint_suffix(path):
             layouts.append(check_file(path, progress))
-        elif metadata.complete and path.suffix == DATA_SUFFIX and path.name not in by_file:
-            detail = f"{path.name} is not named by {METADATA}"
-            metadata.problems.add("index", detail, severity="warning")
+        elif metadata.complete and path.suffix == DATA_SUFFIX and path.name not in stored:
+            metadata.add("index", f"{path.name} is not named by {METADATA}", severity="warning")
     return layouts
 
 
-def _is_present(folder: Path, name: str, held: list[DcpItem], problems: ProblemList) -> bool:
-    """Can a file that `.metadata` names be read? If not, report why."""
-    if not _lies_in_folder(name):
-        detail = f"names the file {name!r}, which lies outside the folder; it was not opened"
-        problems.add("hostile", detail)
-    elif not (folder / name).exists():
-        lost = first_few(item.name for item in held)
-        problems.add("missing", f"names {name}, which is not there; it holds {lost}")
-    elif (folder / name).is_symlink():
-        problems.add("link", f"{name} is a link; it was not followed")
-    else:
-        return True
-    return False
+def _sealed_files(folder: Path, whole: FileLayout) -> Mapping[str, SealedFile]:
+    if not (folder / SEAL).exists():
+        return {}
+    try:
+        sealed = read_seal(folder).files
+    except StoreError as fault:
+        whole.add("seal", str(fault))
+        return {}
+    for name in sorted(sealed):
+        _is_in_folder(folder, name, "the seal names", whole)
+    return sealed
 
 
-def read_metadata(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
+def _read_metadata(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
     """Read a `.metadata`. torch loads it with plain pickle, so its names matter most."""
     reader = PickleReader(source)
     if reader.is_legacy:
@@ -203,95 +158,83 @@ def read_metadata(source: FileSlice, layout: FileLayout, role: Role | None) -> A
     return read_value(reader, layout)
 
 
-def _begin_dcp_file(
-    source: FileSlice, layout: FileLayout, sealed: Mapping[str, SealedFile]
-) -> None:
-    """Have the bytes compared with the seal; a file of another save differs in them."""
-    layout.format = "DCP"
-    name = layout.path.name
-    if name in sealed:
-        layout.checksums.append(Checksum(0, source.size, name, sealed[name].digest))
-    elif sealed:
-        layout.problems.add("seal", "is not named by the seal")
+def _field(value: Any, name: str, kind: type) -> Any:
+    """Return a field of an object in `.metadata`; Damaged if it is not of this type."""
+    found = value.field(name) if isinstance(value, PickledObject) else None
+    if type(found) is not kind or (kind is tuple and not is_shape(found)):
+        raise Damaged("malformed", f"{METADATA} has no {name} where one belongs")
+    return found
 
 
-def _dcp_reader(items: list[DcpItem], sealed: Mapping[str, SealedFile]) -> Read:
-    def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
-        _begin_dcp_file(source, layout, sealed)
-        end = 0
-        for item in sorted(items, key=lambda item: item.offset):
-            try:
-                if item.offset < end:
-                    raise Damaged("hostile", f"{item.name} shares its bytes with another item")
-                end = item.offset + item.length
-                _read_dcp_item(source.part(item.offset, item.length), layout, item)
-            except Damaged as damage:
-                layout.problems.add(damage.kind, damage.detail, tensor=item.name)
-        if source.size > end:
-            detail = f"has {source.size:,} bytes and {METADATA} describes {end:,}: {ANOTHER}"
-            layout.problems.add("index", detail)
+def _list_pieces(value: Any, metadata: FileLayout, files: dict[str, list[Piece]]) -> None:
+    """Fill in the pieces of every file; report tensors that are not stored as a whole."""
+    stored = _field(value, "storage_data", dict)
+    counts = Counter(_field(index, "fqn", str) for index in stored)
+    shapes: dict[Place, tuple[int, ...]] = {}
+    for name, entry in _field(value, "state_dict_metadata", dict).items():
+        chunks: list[Any] = []
+        held = needed = 0
+        # an object has no chunks
+        if isinstance(entry, PickledObject) and entry.field("chunks") is not None:
+            chunks = _field(entry, "chunks", list)
+            needed = math.prod(_field(entry, "size", tuple))
+        for chunk in chunks:
+            sizes = _field(chunk, "sizes", tuple)
+            shapes[name, _field(chunk, "offsets", tuple)] = sizes
+            held += math.prod(sizes)
+        if name not in counts:
+            metadata.add("missing", "is described but stored nowhere", tensor=str(name))
+        elif held < needed or counts[name] < len(chunks):
+            detail = f"its pieces hold {held:,} of {needed:,} elements"
+            detail += f", {counts[name]} of {len(chunks)} stored"
+            metadata.add("missing", detail, tensor=name)
+    for index, info in stored.items():
+        place = index.field("offset")
+        piece = Piece(
+            _field(info, "offset", int),
+            _field(info, "length", int),
+            _field(index, "fqn", str),
+            bool(info.field("transform_descriptors")),
+            shapes.get((index.field("fqn"), tuple(place))) if is_shape(place) else None,
+        )
+        files.setdefault(_field(info, "relative_path", str), []).append(piece)
 
-    return read
+
+def _read_pieces(source: FileSlice, layout: FileLayout, pieces: list[Piece]) -> None:
+    end = 0
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        try:
+            if piece.offset < end:
+                raise Damaged("hostile", f"{piece.name} shares its bytes with another item")
+            end = piece.offset + piece.length
+            _read_piece(source.part(piece.offset, piece.length), layout, piece)
+        except Damaged as damage:
+            layout.add(damage.kind, damage.detail, tensor=piece.name)
+    if source.size > end:
+        layout.add(
+            "index", f"has {source.size:,} bytes and {METADATA} describes {end:,}: {ANOTHER}"
+        )
 
 
-def _read_dcp_item(source: FileSlice, layout: FileLayout, item: DcpItem) -> None:
-    if item.transformed or source.at(0, len(ZIP_START)) != ZIP_START:
+def _read_piece(source: FileSlice, layout: FileLayout, piece: Piece) -> None:
+    if piece.is_transformed or source.at(0, len(ZIP_START)) != ZIP_START:
         # torch unpacks such an item and loads an object in it with pickle
         raise Damaged("format", "is stored in a form that is not read, and torch would load it")
     # the role by the first part of a name, or by the second (`app.optimizer.state.lr`)
-    parts = item.name.split(".")
+    parts = piece.name.split(".")
     role = role_of_part(parts[0])
     if role is None and len(parts) > 2:
         role = role_of_part(parts[1])
-    value = read_zip(source, layout, role, prefix=f"{item.name}/")
-    if isinstance(value, TensorRecord) and item.shape not in (None, value.shape):
-        described = f"{list(value.shape)} here and {list(item.shape or ())} in {METADATA}"
-        layout.problems.add("index", f"is {described}: {ANOTHER}", tensor=item.name)
+    value = read_zip(source, layout, role, prefix=f"{piece.name}/")
+    if isinstance(value, TensorRecord) and piece.shape not in (None, value.shape):
+        described = f"{list(value.shape)} here and {list(piece.shape or ())} in {METADATA}"
+        layout.add("index", f"is {described}: {ANOTHER}", tensor=piece.name)
     # DCP flattens states down to their single values
     if isinstance(value, float) and role is not None:
         add_number(layout, tuple(parts), role, value)
 
 
-Chunks = list[tuple[tuple[int, ...], tuple[int, ...]]]
-
-
-def _described(value: PickledObject) -> list[tuple[str, Any, Chunks]]:
-    """Return name, shape and chunks (offsets and sizes) of everything that is described."""
-    found: list[tuple[str, Any, Chunks]] = []
-    described = value.field("state_dict_metadata")
-    for name, entry in described.items() if isinstance(described, dict) else ():
-        if not isinstance(name, str) or not isinstance(entry, PickledObject):
-            continue
-        listed = entry.field("chunks")
-        size = entry.field("size") if isinstance(listed, list) else None
-        chunks: Chunks = []
-        for chunk in listed if isinstance(listed, list) else ():
-            if isinstance(chunk, PickledObject):
-                offsets = chunk.field("offsets")
-                sizes = chunk.field("sizes")
-                if is_shape(offsets) and is_shape(sizes):
-                    chunks.append((tuple(offsets), tuple(sizes)))
-        found.append((name, size, chunks))
-    return found
-
-
-def _check_completeness(value: PickledObject, problems: ProblemList) -> None:
-    """Report tensors whose parts are not all stored, or do not make up the whole tensor."""
-    stored = Counter(index.field("fqn") for index in value.field("storage_data"))
-    for name, size, chunks in _described(value):
-        if name not in stored:
-            problems.add("missing", "is described but stored nowhere", tensor=name)
-        elif is_shape(size):
-            held = sum(math.prod(sizes) for _, sizes in chunks)
-            needed = math.prod(size)
-            count = stored[name]
-            if held < needed or count < len(chunks):
-                detail = f"its pieces hold {held:,} of {needed:,} elements"
-                detail += f", {count} of {len(chunks)} stored"
-                problems.add("missing", detail, tensor=name)
-
-
-# --- Folders of transformers, accelerate and DeepSpeed: shards, their index, a trainer's state.
+# --- Folders of transformers and accelerate: shards, their index, a trainer's state.
 
 NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.(safetensors|bin)$")
 INDEX_SUFFIX = ".index.json"
@@ -305,34 +248,25 @@ SIDE_FILES = frozenset({
 
 
 def check_huggingface(
-    found: CheckpointFiles, problems: ProblemList, progress: Progress
-) -> CheckedFolder:
+    whole: FileLayout, files: Sequence[Path], progress: Progress
+) -> list[FileLayout]:
     """Check every file of the folder, then indices, shard numbers and JSON files."""
-    folder = found.path
-    layouts = {path.name: check_file(path, progress) for path in found.files}
-    for path in sorted(set(folder.iterdir()) - set(found.files)):
-        # a target inside the folder is checked by itself
-        is_member = path.is_symlink() and has_checkpoint_suffix(path) and path.is_file()
-        if is_member and not path.resolve().is_relative_to(folder.resolve()):
-            detail = f"{path.name} is a link out of the folder and was not read; verify its target"
-            problems.add("link", detail)
+    folder = whole.path
+    layouts = {path.name: check_file(path, progress) for path in files}
     indices = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
     for path in indices:
-        data = _read_json(path, problems)
-        if data is not None and _has_weight_map(data):
-            _check_index(path.name, data, layouts, problems)
-        elif data is not None:
-            problems.add("malformed", f"{path.name} has no weight_map of names and shards")
+        _check_index(path, _read_json(path, whole), layouts, whole)
     if not indices:
-        _check_shard_numbers(layouts, problems)
-    found_json = {
-        name: _read_json(folder / name, problems) for name in JSON_FILES if (folder / name).exists()
-    }
-    step = _check_trainer_state(found_json.get(TRAINER_STATE), problems)
-    return CheckedFolder(list(layouts.values()), _format_name(found.files, layouts), step)
+        _check_shard_numbers(layouts, whole)
+    for name in JSON_FILES:
+        data = _read_json(folder / name, whole) if (folder / name).exists() else None
+        if name == TRAINER_STATE and isinstance(data, dict):
+            whole.step = _check_trainer_state(data, whole)
+    whole.format = _format_name(layouts)
+    return list(layouts.values())
 
 
-def _read_json(path: Path, problems: ProblemList) -> Any:
+def _read_json(path: Path, whole: FileLayout) -> Any:
     """Return the content of a JSON file, or None and a problem."""
     try:
         with open_file(path) as source:
@@ -340,102 +274,88 @@ def _read_json(path: Path, problems: ProblemList) -> Any:
                 raise Damaged("limit", f"{path.name} has {source.size:,} bytes, more than are read")
             return parse_json(source.exactly(0, source.size), path.name)
     except Damaged as damage:
-        problems.add(damage.kind, damage.detail)
+        whole.add(damage.kind, damage.detail)
         return None
 
 
-def _has_weight_map(data: Any) -> bool:
-    shards = data.get("weight_map") if isinstance(data, dict) else None
-    return isinstance(shards, dict) and not set(map(type, shards.values())) - {str}
-
-
 def _check_index(
-    index: str, data: Any, layouts: Mapping[str, FileLayout], problems: ProblemList
+    path: Path, data: Any, layouts: Mapping[str, FileLayout], whole: FileLayout
 ) -> None:
     """Compare an index (tensor -> shard) with the shards that are there."""
-    shards = data["weight_map"]
+    index = path.name
+    shards = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(shards, dict) or set(map(type, shards.values())) - {str}:
+        if data is not None:
+            whole.add("malformed", f"{index} has no weight_map of names and shards")
+        return
+    named = set(shards.values())
+    families = {NUMBERED.sub(r"\g<stem>", shard) for shard in named}
+    for shard in sorted(named - layouts.keys()):
+        if _is_in_folder(path.parent, shard, f"{index} names the shard", whole):
+            whole.add("index", f"{index} names {shard!r}, which is not a checkpoint")
+    for name in sorted(layouts.keys() - named):
+        # an earlier save with another number of shards left it
+        if NUMBERED.match(name) and NUMBERED.sub(r"\g<stem>", name) in families:
+            detail = f"{name} is a shard that {index} does not name"
+            whole.add("index", detail, severity="warning")
+    held = {name: layout for name, layout in layouts.items() if name in named}
+    _check_homes(index, shards, held, whole)
     metadata = data.get("metadata")
-    named = sorted(set(shards.values()))
-    homes: dict[str, list[str]] = {}
-    for shard in named:
-        if not _lies_in_folder(shard):
-            detail = f"{index} names {shard!r}, which lies outside the folder; it was not opened"
-            problems.add("hostile", detail)
-        elif shard not in layouts:
-            problems.add("missing", f"{index} names the shard {shard!r}, which is not there")
-        else:
-            for tensor in layouts[shard].tensors:
-                homes.setdefault(tensor.name, []).append(shard)
-    _report_leftovers(index, named, layouts, problems)
-    complete = [name for name in named if name in layouts and layouts[name].complete]
-    _check_homes(index, shards, homes, complete, problems)
-    size = sum(layouts[name].size for name in complete)
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if len(complete) == len(named) and isinstance(total, int | float) and total > size:
+    if isinstance(metadata, dict) and held.keys() == named:
+        _check_total(index, metadata.get("total_size"), held.values(), whole)
+
+
+def _check_total(index: str, total: Any, shards: Collection[FileLayout], whole: FileLayout) -> None:
+    size = sum(shard.size for shard in shards)
+    is_more = isinstance(total, int | float) and total > size
+    if is_more and all(shard.complete for shard in shards):
         # not :d, for JSON may hold Infinity
         detail = f"{index} says {total:,} bytes of tensors, all shards together have {size:,}"
-        problems.add("index", detail, severity="warning")
+        whole.add("index", detail, severity="warning")
 
 
 def _check_homes(
-    index: str,
-    shards: Mapping[str, str],
-    homes: Mapping[str, list[str]],
-    complete: list[str],
-    problems: ProblemList,
+    index: str, shards: Mapping[str, str], layouts: Mapping[str, FileLayout], whole: FileLayout
 ) -> None:
     """Compare the shard that the index names for a tensor with those that hold it."""
+    homes: dict[str, list[str]] = {}
+    for shard, layout in layouts.items():
+        for tensor in layout.tensors:
+            homes.setdefault(tensor.name, []).append(shard)
     for name, held in homes.items():
         if len(held) > 1:
-            problems.add("duplicate", f"is in {first_few(held)}", tensor=name)
+            whole.add("duplicate", f"is in {first_few(held)}", tensor=name)
         elif name not in shards:
             detail = f"is in {held[0]} but not in {index}"
-            problems.add("index", detail, tensor=name, severity="warning")
+            whole.add("index", detail, tensor=name, severity="warning")
     for name, shard in shards.items():
         held = homes.get(name, [])
-        if shard in complete and shard not in held:
+        if shard not in held and shard in layouts and layouts[shard].complete:
             detail = f"should be in {shard} by {index}, but is not"
             if held:
                 detail += f"; it is in {held[0]}"
-            problems.add("index", detail, tensor=name)
+            whole.add("index", detail, tensor=name)
 
 
-def _report_leftovers(
-    index: str, named: list[str], layouts: Mapping[str, FileLayout], problems: ProblemList
-) -> None:
-    """Report shards of the same family that are not named: an earlier save left them."""
-    families = set(map(_family, named))
-    for name in layouts:
-        if NUMBERED.match(name) and _family(name) in families and name not in named:
-            detail = f"{name} is a shard that {index} does not name"
-            problems.add("index", detail, severity="warning")
-
-
-def _family(shard: str) -> tuple[str, str]:
-    """Return stem and suffix of a shard, whatever the number of shards."""
-    match = NUMBERED.match(shard)
-    return (match["stem"] if match else shard), Path(shard).suffix
-
-
-def _check_shard_numbers(layouts: Mapping[str, FileLayout], problems: ProblemList) -> None:
+def _check_shard_numbers(names: Mapping[str, FileLayout], whole: FileLayout) -> None:
     """Report gaps in `model-00002-of-00003` where there is no index."""
     families: dict[tuple[str, int], set[int]] = {}
-    for match in filter(None, map(NUMBERED.match, layouts)):
+    for match in filter(None, map(NUMBERED.match, names)):
         family = (match["stem"], int(match["total"]))
         families.setdefault(family, set()).add(int(match["number"]))
     for (stem, total), numbers in families.items():
         # some writers count from 0
         first = min(numbers | {1})
-        missing = [number for number in range(first, first + total) if number not in numbers]
+        missing = sorted(set(range(first, first + total)) - numbers)
         if missing:
-            detail = f"of the {total} shards of {stem}, number {first_few(missing)} is not there"
-            problems.add("missing", detail)
+            whole.add(
+                "missing",
+                f"of the {total} shards of {stem}, number {first_few(missing)} is not there",
+            )
 
 
-def _check_trainer_state(data: Any, problems: ProblemList) -> int | None:
+def _check_trainer_state(data: dict[str, Any], whole: FileLayout) -> int | None:
     """Report the first logged value that is not finite, since it stays so; returns the step."""
-    if not isinstance(data, dict):
-        return None
     history = data.get("log_history")
     for entry in history if isinstance(history, list) else ():
         bad = []
@@ -445,103 +365,80 @@ def _check_trainer_state(data: Any, problems: ProblemList) -> int | None:
                 bad.append(key)
         if bad:
             detail = f"{first_few(bad)} not finite at step {entry.get('step')}"
-            problems.add("loss", f"{TRAINER_STATE}: {detail}", severity="warning")
+            whole.add("loss", f"{TRAINER_STATE}: {detail}", severity="warning")
             break
     step = data.get("global_step")
     return step if type(step) is int else None
 
 
-def _format_name(files: Sequence[Path], layouts: Mapping[str, FileLayout]) -> str:
+def _format_name(layouts: Mapping[str, FileLayout]) -> str:
     """Name the library and the format of its weights: `transformers (safetensors)`."""
-    if _is_deepspeed(files):
-        return "DeepSpeed"
     library = "transformers"
-    if any(path.name.startswith("random_states") for path in files):
-        library = "accelerate"
     weights = set()
     for name, layout in layouts.items():
         suffix = layout.path.suffix
+        if name.startswith("random_states"):
+            library = "accelerate"
         if layout.tensors and role_of_file(name) is None and suffix in (".safetensors", ".bin"):
             weights.add(suffix.removeprefix("."))
-    if not weights:
-        return library
-    return f"{library} ({', '.join(sorted(weights))})"
-
-
-def _is_deepspeed(files: Sequence[Path]) -> bool:
-    return any(
-        "_model_states" in path.name or path.name.startswith("zero_pp_rank_") for path in files
-    )
-
-
-def _is_huggingface(files: Sequence[Path]) -> bool:
-    names = {path.name for path in files}
-    if _is_deepspeed(files) or any(
-        name.endswith(INDEX_SUFFIX) or NUMBERED.match(name) for name in names
-    ):
-        return True
-    return not names.isdisjoint(SIDE_FILES) and any(map(has_checkpoint_suffix, files))
+    return f"{library} ({', '.join(sorted(weights))})" if weights else library
 
 
 # --- Checkpoints of stepguard: every byte compared with the seal, every tensor with its digest.
 
 
-def check_sealed(
-    found: CheckpointFiles, problems: ProblemList, progress: Progress
-) -> CheckedFolder:
+def check_sealed(whole: FileLayout, files: Sequence[Path], progress: Progress) -> list[FileLayout]:
     """Check all files that the seal names; a file that it does not name is worth a warning."""
-    folder = found.path
-    checked = CheckedFolder([], "sealed")
+    folder = whole.path
+    whole.format = "sealed"
+    layouts: list[FileLayout] = []
     try:
         seal = read_seal(folder)
     except StoreError as fault:
-        problems.add("seal", str(fault))
-        return checked
-    checked.step = seal.step
+        whole.add("seal", str(fault))
+        return layouts
+    whole.step = seal.step
     if not seal.health.good:
         why = seal.health.why or "its run was in trouble"
-        problems.add("diverged", f"is whole and finite, but not one to resume from: {why}")
-    owners = _seal_of_each_file(folder, seal, problems)
+        whole.add("diverged", f"is whole and finite, but not one to resume from: {why}")
+    owners = _seal_of_each_file(folder, seal, whole)
     for name, owner in sorted(owners.items()):
-        path = folder / name
-        if path.is_symlink():
-            problems.add("link", f"{name} is a link where the seal has a file; it was not followed")
-        elif not path.exists():
-            problems.add("missing", f"the seal names {name}, which is not there")
-        else:
+        if _is_in_folder(folder, name, "the seal names", whole):
             read = _sealed_reader(seal.files.get(name) or owner.files[name], owner)
             allowed = frozenset(owner.nonfinite)
-            checked.layouts.append(check_file(path, progress, read=read, allowed=allowed))
+            layouts.append(check_file(folder / name, progress, read=read, allowed=allowed))
     for path in sorted(folder.iterdir()):
         # a rank that has added its own to what another one wrote has a seal that proves itself
         added = not seal.ranks and path.match(RANK_SEALS)
         if path.name not in owners and path.name != SEAL and not added:
-            problems.add("seal", f"{path.name} is not named by the seal", severity="warning")
+            whole.add("seal", f"{path.name} is not named by the seal", severity="warning")
             if path.is_file() and has_checkpoint_suffix(path):
-                checked.layouts.append(check_file(path, progress))
-    return checked
+                layouts.append(check_file(path, progress))
+    return layouts
 
 
-def _seal_of_each_file(folder: Path, seal: Seal, problems: ProblemList) -> dict[str, Seal]:
+def _seal_of_each_file(folder: Path, seal: Seal, whole: FileLayout) -> dict[str, Seal]:
     """Which seal knows the tensors of a file: where several ranks have written, its rank's own."""
     owners = dict.fromkeys(seal.files, seal)
     try:
         ranks = read_rank_seals(folder, seal)
     except StoreError as fault:
-        problems.add("seal", str(fault))
+        whole.add("seal", str(fault))
         return owners
     held: Counter[str] = Counter()
-    whole: dict[str, int] = {}
+    needed: dict[str, int] = {}
     for own in ranks:
-        named = own.files.keys() & seal.files.keys() if seal.ranks else own.files.keys()
-        owners.update(dict.fromkeys(named, own))
+        for file in own.files:
+            if file in seal.files or not seal.ranks:
+                owners[file] = own
         for name, part in own.parts.items():
             held[name] += math.prod(own.tensors[name].shape) if name in own.tensors else 0
-            whole[name] = math.prod(part.whole)
-    for name, needed in whole.items():
-        if held[name] != needed:
-            detail = f"its parts hold {held[name]:,} of {needed:,} elements"
-            problems.add("missing", detail, tensor=name)
+            needed[name] = math.prod(part.whole)
+    for name, count in needed.items():
+        if held[name] != count:
+            whole.add(
+                "missing", f"its parts hold {held[name]:,} of {count:,} elements", tensor=name
+            )
     return owners
 
 
@@ -564,16 +461,15 @@ def _sealed_reader(sealed: SealedFile, seal: Seal) -> Read:
 
 def _compare_with_seal(layout: FileLayout, seal: Seal) -> None:
     """Compare the header with the seal, and take the element types from the seal."""
-    held = {tensor.name for tensor in layout.tensors}
+    held = {tensor.start for tensor in layout.tensors}
     for name, sealed in seal.tensors.items():
-        is_here = sealed.file == layout.path.name and sealed.same_as is None
-        if is_here and name not in held:
-            layout.problems.add("missing", "is sealed, but not in the file", tensor=name)
+        if sealed.file == layout.path.name and sealed.start not in held:
+            layout.add("missing", "is sealed, but not in the file", tensor=name)
     for tensor in layout.tensors:
         name = tensor.name
         known = seal.tensors.get(name)
         if known is None:
-            layout.problems.add("seal", "is in the file, but not sealed", tensor=name)
+            layout.add("seal", "is in the file, but not sealed", tensor=name)
             continue
         layout.checksums.append(Checksum(tensor.start, tensor.size, name, known.digest, name))
         # safetensors has no name for complex numbers and some 8-bit floats: the seal knows them
@@ -597,6 +493,9 @@ def check_store(folder: Path) -> list[Problem]:
     return problems
 
 
+# --- All formats of folders.
+
+
 def folder_format(files: Sequence[Path]) -> str:
     """Name the format of which the files of a folder are one checkpoint; empty if they are not."""
     names = {path.name for path in files}
@@ -605,12 +504,14 @@ def folder_format(files: Sequence[Path]) -> str:
         return "DCP"
     if SEAL in names:
         return "sealed"
-    return "transformers" if _is_huggingface(files) else ""
+    is_sharded = any(name.endswith(INDEX_SUFFIX) or NUMBERED.match(name) for name in names)
+    is_trainer = not names.isdisjoint(SIDE_FILES) and any(map(has_checkpoint_suffix, files))
+    return "transformers" if is_sharded or is_trainer else ""
 
 
-FOLDER_FORMATS: dict[str, Callable[[CheckpointFiles, ProblemList, Progress], CheckedFolder]] = {
+FOLDER_FORMATS: dict[str, Callable[[FileLayout, Sequence[Path], Progress], list[FileLayout]]] = {
     "sealed": check_sealed,
     "DCP": check_dcp,
     "transformers": check_huggingface,
 }
-"""What checks a folder of each format."""
+"""What checks a folder of each format: it sets format and step of the folder itself."""

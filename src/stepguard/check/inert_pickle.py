@@ -17,10 +17,14 @@ import re
 import struct
 import tempfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
+from reprlib import repr as shorten
 from typing import Any
+
+import numpy as np
 
 from stepguard.check.allowed_globals import (
     CALLS,
@@ -34,7 +38,7 @@ from stepguard.check.allowed_globals import (
     Global,
     is_listed,
 )
-from stepguard.check.bounded_file import NUMPY, SIZES, STORAGES, Damaged, FileSlice, is_shape
+from stepguard.check.scan import NUMPY, SIZES, STORAGES, Damaged, FileSlice, is_shape
 
 MOST_OPERATIONS = 10_000_000
 """Opcodes of one pickle stream; 100 000 tensors need about 4 million."""
@@ -77,7 +81,7 @@ class NotPickled(Damaged):
 # --- What a stream becomes: plain containers, and records of what it would have built.
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class PickledObject:
     """An object that pickle would have built: class, arguments, state and items, none of it run."""
 
@@ -87,6 +91,21 @@ class PickledObject:
     items: Any = ()
     entries: Any = ()
     """A list and a dict where the stream put something in; a file may hold millions of objects."""
+
+    def append(self, item: Any) -> None:
+        self.extend([item])
+
+    def extend(self, items: list[Any]) -> None:
+        if is_listed(self.what):
+            raise TypeError(f"items are appended to {self.what}")
+        self.items = self.items or []
+        self.items.extend(items)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if is_listed(self.what) and self.what not in MAPPINGS:
+            raise TypeError(f"items are set in {self.what}")
+        self.entries = self.entries or {}
+        self.entries[key] = value
 
     def states(self) -> tuple[Any, ...]:
         """Return the parts of the state: a class with slots pickles `(dict, slots)`."""
@@ -112,10 +131,6 @@ class PickledBytes:
     data: bytes | None = None
 
 
-class PickledSet(list[Any]):
-    """The members of a set as a list: they may be values that cannot be hashed."""
-
-
 @dataclass(slots=True, eq=False)
 class StorageRecord:
     """Memory that tensors are views of."""
@@ -139,113 +154,84 @@ class StorageRecord:
 class TensorRecord:
     """A tensor as a view of a storage."""
 
-    storage: StorageRecord
-    viewed_as: str
+    storage: StorageRecord | None = None
+    """None: an array whose element type torch does not have, or whose bytes are stored as text."""
+    viewed_as: str = ""
     """Element type where it is not that of the storage, else empty."""
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] | None = None
+    """None: elements follow each other."""
     parameter: bool = False
 
     @property
     def dtype(self) -> str:
-        return self.viewed_as or self.storage.dtype
+        return self.viewed_as or (self.storage.dtype if self.storage else "")
 
 
 @dataclass(slots=True, eq=False)
-class ArrayRecord:
-    """A numpy array whose bytes stand in the stream."""
+class ArrayRecord(TensorRecord):
+    """A numpy array; its state brings the shape and the bytes."""
 
-    raw: PickledBytes | None = None
-    dtype: str = ""
-    """Empty if torch has no such type."""
-    shape: tuple[int, ...] = ()
     is_filled: bool = False
-    parameter: bool = False
 
     def set_state(self, state: Any) -> None:
         """Take `(version, shape, dtype, is_fortran, bytes)`, as numpy's `__setstate__` does."""
         _, shape, dtype, _, raw = state
         # the elements of an array of objects stand in a list
         is_held = isinstance(dtype, NumpyType) and (
-            isinstance(raw, list) if dtype.is_object else isinstance(raw, PickledBytes | str)
+            isinstance(raw, list) if dtype.dtype.hasobject else isinstance(raw, PickledBytes | str)
         )
         # only one state: numpy frees the bytes of the first one, which a tensor may still use
         if self.is_filled or not is_held or not is_shape(shape) or min(shape, default=0) < 0:
             raise ValueError("a state that numpy does not write for an array")
         self.is_filled = True
-        if not isinstance(raw, PickledBytes):
-            return
-        self.raw = raw
-        self.dtype = dtype.torch_name
         self.shape = tuple(shape)
-        needed = prod(shape) * SIZES.get(self.dtype, 0)
-        if self.dtype and needed != raw.size:
-            raise ValueError(f"an array has {raw.size:,} bytes, its shape needs {needed:,}")
+        name = dtype.torch_name
+        if not isinstance(raw, PickledBytes) or not name:
+            return
+        storage = StorageRecord("array", name, prod(shape), raw.start, raw.size)
+        if storage.size != raw.size:
+            raise ValueError(f"an array has {raw.size:,} bytes, its shape needs {storage.size:,}")
+        if raw.start >= 0:
+            self.storage = storage
 
 
 @dataclass(slots=True, eq=False)
 class NumpyType:
-    """A numpy dtype: its letter code and byte order."""
+    """A numpy type, which its state may turn to another byte order."""
 
-    code: str
-    order: str = "<"
+    dtype: np.dtype[Any]
     is_copy: bool = False
     """Made for this pickle; numpy hands out the same object for a type everywhere else."""
 
     @property
-    def is_object(self) -> bool:
-        return self.code.startswith("O")
-
-    @property
     def torch_name(self) -> str:
         """Return torch's name; empty if torch has no such type or the bytes are big-endian."""
-        if self.order == ">" and not self.code.endswith("1"):
-            return ""
-        return NUMPY.get(self.code, "")
+        return NUMPY.get(self.dtype.str.lstrip("<|"), "")
 
     def set_state(self, state: Any) -> None:
-        """Take the byte order from `(version, order, subtype, names, fields, size, alignment,
-        flags[, metadata])`.
+        """Take `(version, order, subtype, names, fields, size, alignment, flags[, metadata])`.
 
         numpy believes all of it. Flags that deny an object turn bytes into pointers, and so does
         a field that lies outside of its element.
         """
-        version, order, subtype, names, fields, size, _, flags, *metadata = state
+        _, order, subtype, names, fields, *_ = state
         if subtype is not None or names is not None or fields is not None:
             raise Damaged(
                 "format",
                 "a structured NumPy type is not read, for NumPy believes the offsets of its "
                 "fields; save its columns as arrays of their own",
             )
-        letter = self.code[:1]
-        width = int(self.code[1:] or 0) if letter in "SUV" else -1
-        expected = (width * 4 if letter == "U" else width, {"O": 63, "U": 8}.get(letter, 0))
-        dated = letter in "mM" and version == 4 and len(metadata) == 1
-        if (
-            not self.is_copy
-            or (size, flags) != expected
-            or order not in ("<", ">", "|", "=")
-            or not (dated or (version == 3 and not metadata))
-        ):
-            raise ValueError(f"a state that numpy does not write for the type {self.code[:20]}")
-        self.order = order
-
-
-def brief(value: Any) -> str:
-    """Describe a value of any size and depth in a few letters, for a message."""
-    # str() of an int with very many digits takes quadratic time, and Python refuses it
-    huge = isinstance(value, int) and value.bit_length() > 64
-    if isinstance(value, str | int | float | Global) and not huge:
-        return str(value)[:80]
-    return f"a {type(value).__name__}"
+        found = self.dtype.newbyteorder(order) if order in ("<", ">") else self.dtype
+        written: Any = found.__reduce__()[2]
+        # the last part of nine is the unit of a date
+        if not self.is_copy or state[:8] != written[:8] or len(state) != len(written):
+            raise ValueError(f"a state that numpy does not write for the type {found}")
+        self.dtype = found
 
 
 # --- Calls: the kinds that arguments may have, and what builds the record of a value.
-
-
-def _made_by(value: Any, name: str) -> bool:
-    return isinstance(value, PickledObject) and str(value.what) == name
 
 
 def _is_tensor(value: Any) -> bool:
@@ -265,22 +251,13 @@ def _is_quantizer(value: Any) -> bool:
     return True
 
 
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, Global) and value in NAMED and value.module.startswith("numpy.random._"):
-        value = value.name
-    return value in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
-
-
-FACTORIES = """
-    builtins.list builtins.dict builtins.int builtins.float builtins.set builtins.str builtins.tuple
-    builtins.bool collections.OrderedDict collections.defaultdict collections.Counter
-    collections.deque
-"""
 TYPES: dict[str, type] = {
     "text": str,
     "int": int,
+    "float": float,
     "bool": bool,
     "none": type(None),
+    "list": list,
     "tuple": tuple,
     "dict": dict,
     "bytes": PickledBytes,
@@ -288,20 +265,19 @@ TYPES: dict[str, type] = {
     "storage": StorageRecord,
     "array": ArrayRecord,
 }
-"""Kinds of arguments that are told by their exact type."""
+"""Kinds of arguments: values of exactly this type."""
+LISTS: dict[str, Collection[Global]] = {
+    "named": NAMED,
+    "dtype": DTYPES,
+    "subclass": TENSORS,
+    "rebuilt": REBUILT,
+}
+"""Kinds of arguments: names on one of the lists."""
 KINDS: dict[str, Callable[[Any], bool]] = {
     "any": lambda value: True,
-    "encoding": lambda value: value in ("latin1", "latin-1", "utf-8", "ascii"),
-    "number": lambda value: isinstance(value, int | float),
     # not `1e999999999`, which takes all memory there is
     "ratio": lambda value: (
         type(value) is str and bool(re.fullmatch(r"-?[0-9]{1,4000}(/[0-9]{1,4000})?", value))
-    ),
-    "plain": lambda value: value is None or type(value) in (str, int, float, bool),
-    "items": lambda value: isinstance(value, list | tuple | dict),
-    "counts": lambda value: isinstance(value, dict) or value in ([], ()),
-    "factory": lambda value: (
-        value is None or (isinstance(value, Global) and str(value) in FACTORIES.split())
     ),
     # torch writes an empty OrderedDict: hooks are not saved
     "empty": lambda value: not value,
@@ -313,50 +289,43 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "shape": is_shape,
     # its state brings the memory; here it could be asked for without a byte in the file
     "sizeless": lambda value: is_shape(value) and not any(value),
-    "dtype": lambda value: isinstance(value, Global) and value in DTYPES,
-    "layout": lambda value: (
-        _made_by(value, "torch.serialization._get_layout")
-        or (isinstance(value, Global) and value in NAMED)
-    ),
-    "device": lambda value: type(value) is str or _made_by(value, "torch.device"),
-    "number_type": lambda value: isinstance(value, NumpyType) and not value.is_object,
-    "ndarray": lambda value: value == Global("numpy", "ndarray"),
+    "number_type": lambda value: isinstance(value, NumpyType) and not value.dtype.hasobject,
     "tensor": _is_tensor,
     "quantizer": _is_quantizer,
     "sparse": lambda value: (
         type(value) is tuple
         and all(_is_tensor(part) or type(part) is bool or is_shape(part) for part in value)
     ),
-    "subclass": lambda value: isinstance(value, Global) and value in TENSORS,
-    "rebuilt": lambda value: isinstance(value, Global) and value in REBUILT,
-    "generator": _is_generator,
-    "generator_maker": lambda value: (
-        value == Global("numpy.random._pickle", "__bit_generator_ctor")
-    ),
-    "seeds": lambda value: value == Global("numpy.random.bit_generator", "SeedSequence"),
 }
-"""Kind of an argument -> is this one? Words that are in no table are the name of what made it."""
-NUMBERS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b",
-           "u8": "Q", "u4": "I", "u2": "H", "u1": "B", "b1": "?"}  # fmt: skip
-"""Letter code of a numpy type -> that of `struct`."""
-
-
-MODULE_ID = ("=module", "global", "text|none", "text|none")
-STORAGE_ID = ("=storage", "global", "text", "text", "int")
+"""Kinds of arguments that have a rule of their own."""
 
 
 def is_kind(value: Any, kind: str) -> bool:
-    """Is the value of one of the kinds between the bars? `=word` is that very text."""
+    """Is the value of one of the kinds between the bars?
+
+    `=word` is that very text, `@module.name` that very name, and a word that is in no table the
+    name of what made the value.
+    """
     for word in kind.strip("!?*").split("|"):
         if word in TYPES:
             found = type(value) is TYPES[word]
+        elif word in LISTS:
+            found = isinstance(value, Global) and value in LISTS[word]
         elif word in KINDS:
             found = KINDS[word](value)
+        elif word[0] == "=":
+            found = type(value) is str and value == word[1:]
+        elif word[0] == "@":
+            found = isinstance(value, Global) and str(value) == word[1:]
         else:
-            found = _made_by(value, word) or (type(value) is str and f"={value}" == word)
+            found = isinstance(value, PickledObject) and str(value.what) == word
         if found:
             return True
     return False
+
+
+MODULE_ID = ("=module", "global", "text|none", "text|none")
+STORAGE_ID = ("=storage", "global", "text", "text", "int", "any?")
 
 
 def _tensor(
@@ -394,7 +363,10 @@ def _tensor_subclass(
 
 def _nested_storage(machine: PickleReader, raw: PickledBytes) -> StorageRecord:
     """Build a storage that a plain pickle holds as a whole torch.save of its own."""
-    return machine.nested.setdefault(id(raw), (raw, StorageRecord("nested", "", 0)))[1]
+    # once for all calls with the same bytes, which stay in memory for as long as their id counts
+    if id(raw) not in machine.nested:
+        machine.nested[id(raw)] = (raw, machine.read_nested(raw))
+    return machine.nested[id(raw)][1]
 
 
 def _dict_of(machine: PickleReader, items: Any = ()) -> dict[Any, Any]:
@@ -402,7 +374,9 @@ def _dict_of(machine: PickleReader, items: Any = ()) -> dict[Any, Any]:
     machine.spend(8 * len(items))
     if isinstance(items, dict):
         return dict(items)
-    return {machine.key(key): value for key, value in items}
+    pairs = list(items)
+    machine.check_keys(key for key, _ in pairs)
+    return dict(pairs)
 
 
 def _list_of(machine: PickleReader, items: Any = (), longest: Any = None) -> list[Any]:
@@ -410,10 +384,9 @@ def _list_of(machine: PickleReader, items: Any = (), longest: Any = None) -> lis
     return list(items)
 
 
-def _set_of(machine: PickleReader, items: Any = ()) -> list[Any]:
-    for item in items:
-        machine.key(item)
-    return _list_of(machine, items)
+def _set_of(machine: PickleReader, items: Any = ()) -> frozenset[Any]:
+    machine.check_keys(items)
+    return frozenset(items)
 
 
 def _encoded(machine: PickleReader, text: Any = "", encoding: str = "utf-8") -> PickledBytes:
@@ -426,22 +399,21 @@ def _encoded(machine: PickleReader, text: Any = "", encoding: str = "utf-8") -> 
     return PickledBytes(-1, len(data), data)
 
 
-def _numpy_type(machine: PickleReader, code: Any, *flags: Any) -> NumpyType:
+def _numpy_type(machine: PickleReader, code: Any, align: Any = 0, copy: Any = 0) -> NumpyType:
     text = code
     if isinstance(code, PickledBytes):
         text = (code.data or b"").decode("latin-1")
-    found = re.fullmatch(r"([<>=|]?)([A-Za-z?][0-9]{0,9})(\[[0-9a-zA-Z]{1,9}\])?", text)
-    if found is None:
-        raise ValueError(f"{brief(text)} is not a plain numpy type")
-    order = ">" if found[1] == ">" else "<"
-    return NumpyType(found[2], order, is_copy=len(flags) == 2 and flags[1])
+    # neither names of types nor lists of fields
+    if not re.fullmatch(r"[<>=|]?[A-Za-z?][0-9]{0,9}(\[[0-9a-zA-Z]{1,9}\])?", text):
+        raise ValueError(f"{shorten(text)} is not a plain numpy type")
+    return NumpyType(np.dtype(text), bool(copy))
 
 
-def _numpy_number(machine: PickleReader, dtype: Any, raw: Any) -> Any:
-    if isinstance(raw, str) or raw.data is None or dtype.code not in NUMBERS:
-        return PickledObject(Global("numpy._core.multiarray", "scalar"), (dtype, raw))
-    order = ">" if dtype.order == ">" else "<"
-    return struct.unpack(order + NUMBERS[dtype.code], raw.data)[0]
+def _numpy_number(machine: PickleReader, kind: Any, raw: Any) -> Any:
+    if isinstance(raw, str) or raw.data is None or kind.dtype.kind not in "fiub":
+        return PickledObject(Global("numpy._core.multiarray", "scalar"), (kind, raw))
+    (number,) = np.frombuffer(raw.data, kind.dtype).tolist()
+    return number
 
 
 def _array_from(
@@ -457,7 +429,7 @@ def _reconstructed(machine: PickleReader, kind: Any, base: Any, state: Any) -> P
     is_object = base == Global("builtins", "object") and state is None
     is_dict = kind in MAPPINGS and base == Global("builtins", "dict") and state == {}
     if not isinstance(kind, Global) or not (is_object or is_dict):
-        raise ValueError(f"{brief(kind)} made as a {brief(base)}")
+        raise ValueError(f"{shorten(kind)} made as a {shorten(base)}")
     if is_listed(kind) and kind not in RECORDS and kind not in MAPPINGS:
         machine.names[kind] = True
     return PickledObject(kind)
@@ -469,7 +441,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "collections.Counter": _dict_of,
     "collections.deque": _list_of,
     "builtins.set": _set_of,
-    "builtins.frozenset": lambda machine, items=(): tuple(_set_of(machine, items)),
+    "builtins.frozenset": _set_of,
     "builtins.list": _list_of,
     "builtins.tuple": _list_of,
     "builtins.dict": _dict_of,
@@ -485,11 +457,8 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _tensor_subclass,
     "torch.storage._load_from_bytes": _nested_storage,
-    "numpy.core.multiarray._reconstruct": lambda machine, *_: ArrayRecord(),
     "numpy._core.multiarray._reconstruct": lambda machine, *_: ArrayRecord(),
-    "numpy.core.multiarray.scalar": _numpy_number,
     "numpy._core.multiarray.scalar": _numpy_number,
-    "numpy.core.numeric._frombuffer": _array_from,
     "numpy._core.numeric._frombuffer": _array_from,
     "numpy.dtype": _numpy_type,
     "_codecs.encode": _encoded,
@@ -514,7 +483,7 @@ def is_key(value: PickledObject) -> bool:
     if value.what not in RECORDS:
         return not _is_lazy(value)
     fields = value.state.values() if isinstance(value.state, dict) else ()
-    return all(KINDS["plain"](each) or is_shape(each) for each in fields)
+    return all(is_kind(each, "text|int|float|bool|none|shape") for each in fields)
 
 
 def _is_lazy(value: Any) -> bool:
@@ -529,7 +498,22 @@ _UNPICKLER: Any = pickle._Unpickler
 _STOP: Any = pickle._Stop  # type: ignore[attr-defined]
 """Typeshed knows neither the opcodes of the one nor the other."""
 OPCODES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
-PLAIN_KEYS = (str, int, float, bool, type(None), bytes, Global, PickledObject)
+GOES_ON = pickle.INT + pickle.READONLY_BUFFER + pickle.BUILD + b"aesu"
+"""Opcodes with which the C unpickler takes more than this one: octal numbers, other buffers, a
+state of None, and items of a bytearray (APPEND, APPENDS, SETITEM, SETITEMS).
+"""
+MOST_KEY_PARTS = 1000
+"""Values in one key: a tuple of tuples is hashed all the way down."""
+
+
+def _hashes(load: Callable[[PickleReader], None], keys: slice) -> Callable[[PickleReader], None]:
+    """Make an opcode that hashes these values of the stack; they are checked before."""
+
+    def checked(machine: PickleReader) -> None:
+        machine.check_keys(machine.stack[keys])
+        load(machine)
+
+    return checked
 
 
 def _byte_string(width: int) -> Callable[[PickleReader], None]:
@@ -603,21 +587,18 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         if code not in OPCODES:
             return NotPickled("malformed", f"byte {code:#04x} at {at - 1:,} is not a pickle opcode")
         detail = f"pickle opcode {OPCODES[code]} at byte {at:,}: {error}"
-        # the C unpickler reads octal numbers, takes more kinds of buffers, and a state of None
-        takes_more = code in (pickle.INT[0], pickle.READONLY_BUFFER[0], pickle.BUILD[0])
-        if takes_more and not isinstance(error, IndexError):
+        if code in GOES_ON and not isinstance(error, IndexError):
             return Damaged("malformed", detail)
         return NotPickled("malformed", detail)
 
     def _check_size(self) -> None:
-        for values, most, word in (
-            (self.stack, MOST_STACK, "stacks more than"),
-            (self.metastack, MOST_STACK, "sets more marks than"),
-            (self.memo, MOST_VALUES, "remembers more values than"),
-            (self.names, MOST_NAMES, "refers to more names than"),
-        ):
-            if len(values) > most:
-                raise Damaged("limit", f"the pickle {word} {most:,}")
+        deepest = max(len(self.stack), len(self.metastack))
+        if deepest > MOST_STACK or len(self.memo) > MOST_VALUES or len(self.names) > MOST_NAMES:
+            raise Damaged(
+                "limit",
+                f"the pickle stacks more than {MOST_STACK:,} values, remembers more than "
+                f"{MOST_VALUES:,}, or refers to more than {MOST_NAMES:,} names",
+            )
 
     def _read(self, count: int) -> bytes:
         if count > 255:
@@ -634,8 +615,10 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         at = self.file.tell()
         # a zero byte in a number is where the C unpickler stops reading
         if not line.endswith(b"\n") or b"\0" in line:
-            detail = f"the line before byte {at:,} is longer than {LONGEST_LINE:,} or has zeros"
-            raise Damaged("malformed", detail)
+            raise Damaged(
+                "malformed",
+                f"the line before byte {at:,} is longer than {LONGEST_LINE:,} or has zeros",
+            )
         self.check_frame(len(line))
         return line
 
@@ -655,7 +638,8 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
                 module, name = NAME_MAPPING[module, name]
             else:
                 module = IMPORT_MAPPING.get(module, module)
-        found = Global(module, name)
+        # numpy 2 has renamed it; the old name leads to the same functions
+        found = Global(module.replace("numpy.core.", "numpy._core."), name)
         self.names.setdefault(found, False)
         return found
 
@@ -666,25 +650,28 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
     def call(self, what: Any, arguments: Any) -> Any:
         """Return the record of a call; one that is not on the list is noted as such."""
         if isinstance(what, PickledObject):
-            detail = "the pickle would call a value that it has built itself; nothing was run"
-            raise Damaged("hostile", detail)
+            raise Damaged(
+                "hostile", "the pickle would call a value that it has built itself; nothing was run"
+            )
         if not isinstance(arguments, tuple) or not isinstance(what, Global):
-            detail = f"the pickle calls {type(what).__name__} with {type(arguments).__name__}"
-            raise Damaged("malformed", detail)
+            raise Damaged(
+                "malformed",
+                f"the pickle calls {type(what).__name__} with {type(arguments).__name__}",
+            )
         if what not in CALLS:
             self.names[what] = True
             return PickledObject(what, arguments)
         try:
-            self.check_arguments(what, arguments)
+            self.check_arguments(what, arguments, CALLS[what])
             build = BUILDERS.get(str(what))
             return PickledObject(what, arguments) if build is None else build(self, *arguments)
         except FAULTS as error:
-            detail = f"{what} is given arguments it cannot take: {error}"
-            raise Damaged("malformed", detail) from None
+            raise Damaged(
+                "malformed", f"{what} is given arguments it cannot take: {error}"
+            ) from None
 
-    def check_arguments(self, what: Global, arguments: tuple[Any, ...]) -> None:
-        """Raise ValueError if these are not arguments as the list states them."""
-        kinds = CALLS[what]
+    def check_arguments(self, what: Any, arguments: tuple[Any, ...], kinds: Sequence[str]) -> None:
+        """Raise ValueError if these are not arguments of the kinds that are stated."""
         for place, value in enumerate(arguments):
             kind = kinds[min(place, len(kinds) - 1)] if kinds else ""
             if place >= len(kinds) and not kind.endswith("*"):
@@ -694,9 +681,10 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             if kind.startswith("!"):
                 if isinstance(value, Global):
                     self.names[value] = True
-                detail = f"{what} would call or load {brief(value)}; nothing was run"
-                raise Damaged("hostile", detail)
-            raise ValueError(f"{brief(value)} is not of the kind {kind}")
+                raise Damaged(
+                    "hostile", f"{what} would call or load {shorten(value)}; nothing was run"
+                )
+            raise ValueError(f"{shorten(value)} is not of the kind {kind}")
         required = [kind for kind in kinds if kind[-1] not in "?*"]
         if len(arguments) < len(required):
             raise ValueError(f"{len(arguments)} of them, at least {len(required)} are needed")
@@ -753,91 +741,26 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             self.spend(len(part))
             for key in part:
                 if isinstance(key, str) and key.startswith("__") and key.endswith("__"):
-                    detail = f"the pickle would set {key[:80]} of an object; nothing was run"
-                    raise Damaged("hostile", detail)
+                    raise Damaged(
+                        "hostile", f"the pickle would set {key[:80]} of an object; nothing was run"
+                    )
 
-    def load_append(self) -> None:
-        value = self.stack.pop()
-        self._extend(self.stack[-1], [value])
-
-    def load_appends(self) -> None:
-        items = self.pop_mark()
-        self._extend(self.stack[-1], items)
-
-    def _extend(self, target: Any, items: list[Any]) -> None:
-        if isinstance(target, PickledObject) and not is_listed(target.what):
-            target.items = target.items or []
-            target.items.extend(items)
-        elif isinstance(target, PickledBytes):
-            raise Damaged("malformed", "bytes are appended to a bytearray")
-        # pickle would call `extend` of anything else
-        elif type(target) is not list:
-            raise TypeError(f"items are appended to a {type(target).__name__}")
-        else:
-            target.extend(items)
-
-    def load_additems(self) -> None:
-        items = self.pop_mark()
-        target = self.stack[-1]
-        if not isinstance(target, PickledSet):
-            raise TypeError(f"members are added to a {type(target).__name__}")
-        target.extend(map(self.key, items))
-
-    def load_empty_set(self) -> None:
-        self.append(PickledSet())
-
-    def load_frozenset(self) -> None:
-        items = self.pop_mark()
-        self.append(tuple(map(self.key, items)))
-
-    def load_dict(self) -> None:
-        found: dict[Any, Any] = {}
-        self._set_entries(found, self.pop_mark())
-        self.append(found)
-
-    def load_setitem(self) -> None:
-        value = self.stack.pop()
-        key = self.stack.pop()
-        self._set_entries(self.stack[-1], [key, value])
-
-    def load_setitems(self) -> None:
-        items = self.pop_mark()
-        self._set_entries(self.stack[-1], items)
-
-    def _set_entries(self, target: Any, items: list[Any]) -> None:
-        if len(items) % 2:
-            raise ValueError("a dict with a key that has no value")
-        entries = target
-        if isinstance(target, PickledObject):
-            if is_listed(target.what) and target.what not in MAPPINGS:
-                raise TypeError(f"items are set in {target.what}")
-            entries = target.entries = target.entries or {}
-        if isinstance(entries, list | PickledBytes):
-            raise Damaged("malformed", "items are set in a list or bytearray by their index")
-        if not isinstance(entries, dict):
-            raise TypeError(f"items are set in a {type(target).__name__}")
-        for place in range(0, len(items), 2):
-            entries[self.key(items[place])] = items[place + 1]
-
-    def key(self, key: Any) -> Any:
-        """Return a key that can be hashed at once: a deep tuple is hashed all the way down."""
-        if isinstance(key, list | dict):
-            raise TypeError(f"a {type(key).__name__} is the key of a dict")
-        parts = [key]
-        for part in parts:
-            if isinstance(part, tuple):
-                self.spend(len(part))
-                parts.extend(part)
-            elif isinstance(part, PickledObject) and not is_key(part):
-                raise Damaged(
-                    "hostile",
-                    f"the pickle would compare {part.what} with other keys, which can run more "
-                    "than that; nothing was run",
-                )
-        if not isinstance(key, tuple) or all(isinstance(part, PLAIN_KEYS) for part in key):
-            return key
-        # a record is hashed by its identity
-        return PickledObject("key", key)
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Refuse keys and members of sets that are not hashed and compared at once."""
+        for key in keys:
+            parts = [key]
+            for part in parts:
+                if isinstance(part, tuple | frozenset):
+                    self.spend(len(part))
+                    parts.extend(part)
+                    if len(parts) > MOST_KEY_PARTS:
+                        raise Damaged("limit", f"a key of more than {MOST_KEY_PARTS:,} values")
+                elif isinstance(part, PickledObject) and not is_key(part):
+                    raise Damaged(
+                        "hostile",
+                        f"the pickle would compare {part.what} with other keys, which can run more "
+                        "than that; nothing was run",
+                    )
 
     def load_frame(self) -> None:
         count = int.from_bytes(self.read(8), "little")
@@ -850,12 +773,10 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
 
     def load_long4(self) -> None:
         count = int.from_bytes(self.read(4), "little", signed=True)
-        if count < 0:
-            raise ValueError("an integer of a negative size")
+        if not 0 <= count <= self.source.size - self.file.tell():
+            raise ValueError(f"an integer of {count:,} bytes")
         if count > LONGEST_INTEGER:
-            is_here = count <= self.source.size - self.file.tell()
-            refusal = Damaged if is_here else NotPickled
-            raise refusal("limit", f"an integer of {count:,} bytes at byte {self.file.tell():,}")
+            raise Damaged("limit", f"an integer of {count:,} bytes at byte {self.file.tell():,}")
         self.append(int.from_bytes(self.read(count), "little", signed=True))
 
     def _decode_string(self, value: bytes) -> str | PickledBytes:
@@ -875,55 +796,57 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
 
     def value(self) -> Any:
         """Return the value of a file that is one pickle, or an old torch.save."""
-        if self.is_legacy:
-            # Read the pickles of an old torch.save and find its storages, which follow them.
-            # the third one holds byte order and sizes of the machine that wrote it
-            magic, protocol, _, value, keys = [self.load() for _ in range(5)]
-            if magic != LEGACY_MAGIC or protocol != 1001 or not isinstance(keys, list):
-                raise Damaged("malformed", "its first pickles are not those of torch.save")
-            at = self.file.tell()
-            for key in keys:
-                storage = self.storages.get(key) if isinstance(key, str) else None
-                if storage is None or storage.start is not None:
-                    detail = f"names {str(key)[:40]!r}, which is unknown or doubled"
-                    raise Damaged("malformed", f"its list of storages {detail}")
-                count = int.from_bytes(self.source.exactly(at, 8), "little", signed=True)
-                if count != storage.elements:
-                    detail = f"has {count:,} elements where the pickle says {storage.elements:,}"
-                    raise Damaged("torn", f"storage {key} {detail}")
-                storage.held = storage.size
-                storage.start = self.source.part(at + 8, storage.size).start
-                at += 8 + storage.size
-            self._refuse_rest(at, "the last storage")
-            self._read_nested()
-            return value
         found = self.load()
-        self._read_nested()
+        end = self.file.tell()
+        if self.is_legacy:
+            # the third pickle holds byte order and sizes of the machine that wrote it
+            protocol, _, value, keys = [self.load() for _ in range(4)]
+            if found != LEGACY_MAGIC or protocol != 1001 or not isinstance(keys, list):
+                raise Damaged("malformed", "its first pickles are not those of torch.save")
+            found = value
+            end = self._find_storages(keys)
         # torch.load goes on reading if the first value equals its magic number
-        self._refuse_rest(self.file.tell(), "the end of the pickle")
+        left = self.source.size - end
+        if left:
+            raise Damaged("format", f"{left:,} bytes follow its end; they were not read")
         return found
 
-    def _refuse_rest(self, at: int, what: str) -> None:
-        left = self.source.size - at
-        if left:
-            raise Damaged("format", f"{left:,} bytes follow {what}; they were not read")
+    def _find_storages(self, keys: list[Any]) -> int:
+        """Find the storages of an old torch.save, which follow its pickles; returns their end."""
+        at: int = self.file.tell()
+        for key in keys:
+            storage = self.storages.get(key) if isinstance(key, str) else None
+            if storage is None or storage.start is not None:
+                detail = f"names {shorten(key)}, which is unknown or doubled"
+                raise Damaged("malformed", f"its list of storages {detail}")
+            count = int.from_bytes(self.source.exactly(at, 8), "little", signed=True)
+            if count != storage.elements:
+                detail = f"has {count:,} elements where the pickle says {storage.elements:,}"
+                raise Damaged("torn", f"storage {key} {detail}")
+            storage.held = storage.size
+            storage.start = self.source.part(at + 8, storage.size).start
+            at += 8 + storage.size
+        return at
 
     def persistent_load(self, pid: Any) -> Any:
         """Parse an id of torch.save: `("storage", type, key, location, elements[, view])`."""
         fields = pid if isinstance(pid, tuple) else ()
-        # the old format names the class and the source text of every module
-        if len(fields) == 4 and all(map(is_kind, fields, MODULE_ID)):
-            return fields[1]
-        if len(fields) < 5 or not all(map(is_kind, fields, STORAGE_ID)):
-            detail = f"a persistent id that torch.save does not write: {brief(pid)}"
-            raise Damaged("malformed", detail)
-        _, kind, key, _, elements = fields[:5]
-        dtype = STORAGES.get(kind.name)
-        if dtype is None or elements < 0:
-            detail = f"{brief(kind)} named {brief(key)} with {brief(elements)} elements"
-            raise Damaged("malformed", f"a storage of {detail}")
+        try:
+            # the old format names the class and the source text of every module
+            if fields[:1] == ("module",):
+                self.check_arguments("an id", fields, MODULE_ID)
+                return fields[1]
+            self.check_arguments("an id", fields, STORAGE_ID)
+            _, kind, key, _, elements, *views = fields
+            dtype = STORAGES[kind.name]
+            if elements < 0:
+                raise ValueError(f"{elements} elements")
+        except (ValueError, KeyError) as error:
+            raise Damaged(
+                "malformed", f"a persistent id that torch.save does not write: {error}"
+            ) from None
         # `(key, offset, size)` of a view, where newer versions write None or nothing
-        if any(view is not None for view in fields[5:6]):
+        if any(views):
             raise Damaged(
                 "format",
                 "storages that are views of others (torch before 0.4); save it again with "
@@ -931,51 +854,47 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             )
         return self.storages.setdefault(key, StorageRecord(key, dtype, elements))
 
-    def _read_nested(self) -> None:
-        """Read byte strings that torch would load as pickles of their own, used or not."""
-        if self.nested and self._depth >= DEEPEST_NESTED:
+    def read_nested(self, raw: PickledBytes) -> StorageRecord:
+        """Read a byte string that torch would load as a pickle of its own."""
+        if self._depth >= DEEPEST_NESTED:
             raise Damaged("limit", f"pickles are nested more than {DEEPEST_NESTED} deep")
-        for raw, storage in self.nested.values():
-            if raw.start >= 0:
-                self._read_inner(FileSlice(self.source.descriptor, raw.start, raw.size), storage)
-                continue
+        with tempfile.TemporaryFile() if raw.start < 0 else nullcontext() as copy:
+            inner = FileSlice(self.source.descriptor, raw.start, raw.size)
             # protocol 2 encodes bytes: they are only in memory, and a slice needs a file
-            with tempfile.TemporaryFile() as copy:
+            if copy is not None:
                 copy.write(raw.data or b"")
                 copy.flush()
-                self._read_inner(FileSlice(copy.fileno(), 0, raw.size), storage)
-            storage.start = -1
-
-    def _read_inner(self, inner: FileSlice, storage: StorageRecord) -> None:
-        reader = PickleReader(inner, self._depth + 1)
-        if not reader.is_legacy:
-            raise Damaged(
-                "format",
-                "it holds bytes that torch would load, and that are not an old torch.save; not "
-                "followed",
-            )
-        try:
+                inner = FileSlice(copy.fileno(), 0, raw.size)
+            reader = PickleReader(inner, self._depth + 1)
+            reader.names = self.names
+            if not reader.is_legacy:
+                raise Damaged(
+                    "format",
+                    "it holds bytes that torch would load, and that are not an old torch.save; "
+                    "not followed",
+                )
             value = reader.value()
-        finally:
-            for name, called in reader.names.items():
-                self.names[name] = self.names.get(name, False) or called
-        if isinstance(value, StorageRecord):
-            storage.dtype = value.dtype
-            storage.elements = value.elements
-            storage.start = value.start
-            storage.held = value.held
+        if not isinstance(value, StorageRecord):
+            return StorageRecord("nested", "", 0)
+        if raw.start < 0:
+            value.start = -1
+        return value
 
     dispatch = dict(_UNPICKLER.dispatch)  # noqa: RUF012
 
 
-REPLACED = """
-    reduce newobj newobj_ex build append appends additems empty_set frozenset dict setitem setitems
-    frame long4
-"""
-"""Opcodes with a `load_` method above; the others push values or take them from stack and memo."""
-for _opcode in REPLACED.split():
-    _code = getattr(pickle, _opcode.upper())[0]
-    PickleReader.dispatch[_code] = getattr(PickleReader, f"load_{_opcode}")
+for _opcode in ("reduce", "newobj", "newobj_ex", "build", "frame", "long4"):
+    PickleReader.dispatch[getattr(pickle, _opcode.upper())[0]] = getattr(
+        PickleReader, f"load_{_opcode}"
+    )
+for _code, _keys in (
+    (pickle.DICT, slice(None, None, 2)),
+    (pickle.SETITEMS, slice(None, None, 2)),
+    (pickle.SETITEM, slice(-2, -1)),
+    (pickle.ADDITEMS, slice(None)),
+    (pickle.FROZENSET, slice(None)),
+):
+    PickleReader.dispatch[_code[0]] = _hashes(_UNPICKLER.dispatch[_code[0]], _keys)
 for _code, _width in (
     (pickle.SHORT_BINBYTES, 1),
     (pickle.BINBYTES, 4),

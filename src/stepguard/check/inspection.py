@@ -22,19 +22,16 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import default_collate
 
 from stepguard._errors import ConfigError, StepguardError
-from stepguard.check.bounded_file import Damaged
 from stepguard.check.data import (
     DataFacts,
-    DataSource,
-    LabelFacts,
     Progress,
     first_batch,
     is_map,
     scan,
     source_of,
-    validation_of,
 )
 from stepguard.check.inert_pickle import PickledObject, TensorRecord
+from stepguard.check.scan import Damaged
 from stepguard.check.settings import (
     Launcher,
     Setting,
@@ -672,22 +669,22 @@ class Inspection:
         """The schedule's rates, tried on a copy, and where it failed."""
         return dry_run(self.optimizer, self.scheduler, min(self.steps or MOST_STEPS, MOST_STEPS))
 
-    def _scanned(self, source: DataSource | None, labels: LabelFacts, give: str) -> DataFacts:
-        if source is None:
+    def _scanned(self, given: Any, give: str) -> DataFacts:
+        if given is None:
             raise NotGiven(give)
         with kept_rng():
-            return scan(source, labels, self._progress)
+            return scan(given, self.subject, self._progress)
 
     @cached_property
     def data(self) -> DataFacts:
-        labels = LabelFacts(key=self.subject.label_key, ignore_index=self.subject.ignore_index)
         give = f"give --data PATH, or {BUILD.removeprefix('give ')} a dataset, loader or batch"
-        return self._scanned(source_of(self.subject), labels, give)
+        return self._scanned(source_of(self.subject), give)
 
     @cached_property
     def validation(self) -> DataFacts:
-        give = "give --validation PATH, or return a `validation` dataset"
-        return self._scanned(validation_of(self.subject), LabelFacts(), give)
+        # A loader may be given instead of its dataset.
+        given = getattr(self.subject.validation, "dataset", self.subject.validation)
+        return self._scanned(given, "give --validation PATH, or return a `validation` dataset")
 
     @cached_property
     def verified(self) -> Verification:
@@ -721,5 +718,10 @@ class Inspection:
     @cached_property
     def program(self) -> Source:
         """The source of the program itself: its script, and what that imports from the folder."""
+        if self.context.script is None:
+            raise NotGiven(
+                "give TARGET as module:function: what this folder does may belong to another "
+                "program"
+            )
         folder = self.context.folder
         return read_source(folder, program_files(folder, self.context.script))

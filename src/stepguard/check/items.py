@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stepguard import __version__
-from stepguard.check.data import LabelFacts, Measured, in_example, overlap
+from stepguard.check.data import DataFacts, Measured, in_example
 from stepguard.check.inspection import (
     Answer,
     Inspection,
@@ -52,11 +52,11 @@ LEAST_ELEMENTS = {"real": 16, "ids": 8}
 
 
 def data_finite(run: Inspection) -> Answer:
-    data = run.data
-    if not data.nonfinite:
-        return passed(f"no NaN and no Inf in {data.scope}", *data.remarks)
+    bad, scope = run.data.nonfinite, run.data.scope
+    if not bad:
+        return passed(f"no NaN and no Inf in {scope}", *run.data.remarks)
     return failed(
-        f"{count(len(data.nonfinite), 'place')} in {data.scope}: {first_few(data.nonfinite, 4)}",
+        f"{count(len(bad), 'place')} in {scope}: {first_few(bad, 4)}",
         fix="Repair or leave out these examples; clean before the model, never after (0 * NaN is "
         "NaN).",
     )
@@ -72,21 +72,18 @@ def data_missing(run: Inspection) -> Answer:
         if data.numbers[key]:
             total = len(names) + data.numbers[key]
             gaps.append(f"{key}: {len(names)} of {total} ({first_few(names, 3)})")
-    if gaps:
-        return warned(
-            f"empty values in {first_few(gaps, 4)}",
-            fix="Fill them or leave these examples out, and say which.",
-        )
-    return passed(f"no empty value in {data.scope}")
+    if not gaps:
+        return passed(f"no empty value in {data.scope}")
+    return warned(
+        f"empty values in {first_few(gaps, 4)}",
+        fix="Fill them or leave these examples out, and say which.",
+    )
 
 
 def data_constant(run: Inspection) -> Answer:
-    data = run.data
-    said = []
+    scope = run.data.scope
     names = []
-    columns = []
-    for key, values in data.values.items():
-        low, high = _span(values)
+    for key, values in run.data.values.items():
         places: dict[str, list[str]] = {"real": [], "ids": []}
         for name, least, most, elements, kind in values:
             # The chance that whole numbers agree is smaller.
@@ -96,20 +93,17 @@ def data_constant(run: Inspection) -> Answer:
         names += places["real"]
         # Masks are 0 or 1 throughout by right, and so are types of tokens and class maps: only a
         # row that is unlike nearly all others is one that went wrong.
+        low, high = _span(values)
         if high - low > 1 and len(places["ids"]) <= RARE * len(values):
             names += places["ids"]
-        # Whole numbers are ids or classes, which may all be the same.
+        # A column of measurements; whole numbers are ids or classes, which may all be the same.
         measured = values[0].kind == "real" and values[0].size == 1 and not low.is_integer()
         if measured and low == high and len(values) >= LEAST_EXAMPLES:
-            columns.append(f"{key} = {low:g}")
-    if names:
-        said.append(f"{count(len(names), 'input')} in {data.scope}: {first_few(names, 4)}")
-    if columns:
-        said.append(f"the same value in every example: {first_few(columns, 4)}")
-    if not said:
-        return passed(f"no constant input in {data.scope}")
+            names.append(f"{key} = {low:g} in every example")
+    if not names:
+        return passed(f"no constant input in {scope}")
     return warned(
-        *said,
+        f"{count(len(names), 'input')} in {scope}: {first_few(names, 4)}",
         fix="Look at these files: a failed recording or conversion. A constant has no variance.",
     )
 
@@ -118,51 +112,41 @@ def _span(values: list[Measured]) -> tuple[float, float]:
     return min(value.low for value in values), max(value.high for value in values)
 
 
-def _magnitudes(values: list[Measured]) -> list[tuple[float, str]]:
-    """Largest magnitude of each example with real numbers, the largest first."""
-    real = [value for value in values if value.kind == "real"]
-    return sorted(((max(-v.low, v.high), v.example) for v in real), reverse=True)
-
-
 def data_range(run: Inspection) -> Answer:
-    values = run.data.values
-    outside = []
-    for key, (low, high) in run.subject.data_range.items():
-        if not values[key]:
-            outside.append(f"data_range names {key!r}, which no example has")
+    data, declared = run.data.values, run.subject.data_range
+    dtype = "float64"
+    with suppress(NotGiven):
+        dtype = run.probe.dtype
+    outside = [f"data_range names {key!r}, which no example has" for key in declared.keys() - data]
+    too_large: list[str] = []
+    outliers: list[str] = []
+    spans = []
+    for key, values in data.items():
+        low, high = _span(values)
+        least, most = declared.get(key, (-math.inf, math.inf))
+        sizes = sorted(((max(-v.low, v.high), v.example) for v in values), reverse=True)
+        farthest, example = sizes[0]
+        if low < least or high > most:
+            said = f"{key} spans {low:.4g} to {high:.4g}, allowed is {least:g} to {most:g}"
+            outside.append(f"{said}; largest in {example}")
+        if values[0].kind != "real":
             continue
-        least, most = _span(values[key])
-        if least < low or most > high:
-            said = f"{key} spans {least:.4g} to {most:.4g}, allowed is {low:g} to {high:g}"
-            outside.append(f"{said}; largest in {_magnitudes(values[key])[0][1]}")
+        name = key or "values"
+        spans.append(f"{name} {low:.3g} to {high:.3g}")
+        if farthest > largest(dtype):
+            said = f"{name} {farthest:.4g} in {example} is infinite in {dtype}"
+            too_large.append(f"{said}, which the step runs in")
+        outliers += _outliers(name, sizes)
     if outside:
         return failed(
             *outside, fix="Correct the scaling of these examples, or the range that is declared."
         )
-    dtype = "float64"
-    with suppress(NotGiven):
-        dtype = run.probe.dtype
-    too_large = []
-    outliers = []
-    spans = []
-    for key, found in values.items():
-        sizes = _magnitudes(found)
-        if not sizes:
-            continue
-        name = key or "values"
-        largest_size, example = sizes[0]
-        if largest_size > largest(dtype):
-            said = f"{name} {largest_size:.4g} in {example} is infinite in {dtype}"
-            too_large.append(f"{said}, which the step runs in")
-        outliers += _outliers(name, sizes)
-        low, high = _span(found)
-        spans.append(f"{name} {low:.3g} to {high:.3g}")
-    if not spans:
-        raise NotApplicable("the data has no real numbers")
     if too_large:
         return failed(*too_large, fix="Scale the inputs, or run in bfloat16 or float32.")
     if outliers:
         return warned(*outliers[:4], fix="Look at these examples: a wrong unit or a corrupt value.")
+    if not spans:
+        raise NotApplicable("the data has no real numbers")
     return passed(first_few(spans, 4))
 
 
@@ -203,16 +187,14 @@ def data_duplicates(run: Inspection) -> Answer:
 
 
 def data_leak(run: Inspection) -> Answer:
-    validation = run.validation
-    shared = overlap(run.data, validation)
+    ours, theirs = run.data.prints, run.validation.prints
+    of = f"of {run.validation.seen:,}"
+    shared = [f"{name} = {ours[key]}" for key, name in theirs.items() if key in ours]
     if not shared:
-        return passed(
-            f"none of {validation.seen:,} validation examples is among {run.data.seen:,} training "
-            "examples"
-        )
+        return passed(f"none {of} validation examples is among {run.data.seen:,} training examples")
     return failed(
-        f"{count(len(shared), 'example')} of {validation.seen:,} in the validation data are "
-        f"training examples: {first_few(shared, 4)}",
+        f"{count(len(shared), 'example')} {of} in the validation data are training examples: "
+        f"{first_few(shared, 4)}",
         fix="Split before augmenting, by source and not by row.",
     )
 
@@ -220,27 +202,27 @@ def data_leak(run: Inspection) -> Answer:
 # --- Targets.
 
 
-def _labels(run: Inspection) -> LabelFacts:
-    """Statistics of the targets, for data that has integer targets."""
-    if run.data.labels.lengths:
-        return run.data.labels
+def _labels(run: Inspection) -> DataFacts:
+    """The data, if it has integer targets."""
+    if run.data.lengths:
+        return run.data
     usual = "key labels, label, target or y, nor in the last part of a tuple"
     key = f"key {run.subject.label_key!r}" if run.subject.label_key else usual
     raise NotApplicable(f"no integer targets under the {key}; --label-key names another")
 
 
 def labels_empty(run: Inspection) -> Answer:
-    labels = _labels(run)
-    share = f"{labels.supervised:,} of {labels.total:,} targets count"
-    if not labels.empty:
-        return passed(f"each of {run.data.scope} has a target that counts; {share}")
+    data = _labels(run)
+    share = f"{data.supervised:,} of {data.targets:,} targets count"
+    if not data.empty:
+        return passed(f"each of {data.scope} has a target that counts; {share}")
     evidence = [
-        f"{count(len(labels.empty), 'example')} of {len(labels.lengths):,} without a target other "
-        f"than {labels.ignore_index}: {first_few(labels.empty)}"
+        f"{count(len(data.empty), 'example')} of {len(data.lengths):,} without a target other "
+        f"than {run.subject.ignore_index}: {first_few(data.empty)}"
     ]
-    longest = max(labels.lengths)
-    full = list(labels.empty.values()).count(longest)
-    if full and min(labels.lengths) != longest:
+    longest = max(data.lengths)
+    full = list(data.empty.values()).count(longest)
+    if full and min(data.lengths) != longest:
         evidence.append(
             f"{full} of them fill the whole length of {longest}: the prompt alone was too long"
         )
@@ -253,65 +235,45 @@ def labels_empty(run: Inspection) -> Answer:
 
 
 def labels_range(run: Inspection) -> Answer:
-    labels = _labels(run)
-    if not labels.supervised:
+    data = _labels(run)
+    if not data.supervised:
         raise NotApplicable("no target counts")
-    (low, low_name), (high, high_name) = labels.low, labels.high
+    (low, low_name), (high, high_name) = data.lowest, data.highest
     spans = f"targets span {low} to {high}"
-    fix = "Correct the labels, the number of classes, or the ignore_index."
-    if low < 0:
-        return failed(
-            f"{spans}: {low} in example {low_name} is not a class and not the ignore_index", fix=fix
-        )
     classes = None
     with suppress(NotGiven):
         classes = run.traced_step.classes
+    wrong = ""
+    if low < 0:
+        wrong = f"{spans}: {low} in example {low_name} is not a class and not the ignore_index"
+    elif classes is not None and high >= classes:
+        wrong = f"{spans}, but the loss has {classes} classes: {high} in example {high_name}"
+    if wrong:
+        return failed(wrong, fix="Correct the labels, the number of classes, or the ignore_index.")
     if classes is None:
         return passed(f"{spans}; the number of classes was not seen in a cross-entropy")
-    if high >= classes:
-        return failed(
-            f"{spans}, but the loss has {classes} classes: {high} in example {high_name}", fix=fix
-        )
     return passed(f"{spans}, the loss has {classes} classes")
 
 
-def _end_token(run: Inspection) -> int | None:
-    """From the configuration, else from the model, where transformers keeps it."""
-    found = run.number("eos")
-    if found is None:
-        found = getattr(getattr(run.subject.model, "config", None), "eos_token_id", None)
-    # transformers may keep a list of several.
-    return int(found) if isinstance(found, int | float) else None
-
-
 def labels_truncated(run: Inspection) -> Answer:
-    labels = _labels(run)
-    shortest, longest = min(labels.lengths), max(labels.lengths)
-    configured = run.number("max_length")
-    if labels.total == len(labels.lengths):
+    data = _labels(run)
+    limit = run.number("max_length")
+    if data.targets == len(data.lengths):
         raise NotApplicable("the targets are single classes, not sequences")
-    if not labels.masked:
+    if not data.masked:
         raise NotApplicable("every token counts: packed text has no end that could be cut off")
-    if configured is None and shortest == longest:
-        raise NotApplicable(
-            f"all examples are {longest} long, and no max_length is configured to compare with"
-        )
-    end = _end_token(run)
-    limit = int(configured or longest)
-    cut = [name for name, length, last in labels.cuts if length >= limit and last != end]
-    lengths = f"lengths {shortest} to {longest}, limit {limit}"
-    if configured is None and end is None:
-        lengths += (
-            " (the longest; name max_length and eos_token_id in the configuration to be exact)"
-        )
-        # One example is always the longest.
-        if len(cut) == 1:
-            cut = []
+    if limit is None:
+        raise NotGiven("give --config FILE that names max_length")
+    # transformers keeps the end token in the model, perhaps as a list of several.
+    model_end = getattr(getattr(run.subject.model, "config", None), "eos_token_id", None)
+    end = as_number(run.number("eos") or model_end)
+    cut = [name for name, length, last in data.cuts if length >= limit and last != end]
+    lengths = f"lengths {min(data.lengths)} to {max(data.lengths)}, limit {limit:g}"
     if not cut:
         return passed(f"no answer ends at the limit; {lengths}")
-    how = "to the last token" if end is None else f"without the end token {end}"
+    how = "to the last token" if end is None else f"without the end token {end:g}"
     return warned(
-        f"{count(len(cut), 'answer')} of {len(labels.lengths):,} run into the limit {how}: "
+        f"{count(len(cut), 'answer')} of {len(data.lengths):,} run into the limit {how}: "
         f"{first_few(cut)}",
         lengths,
         fix="Raise the maximal length, or leave out what is longer: a cut answer teaches to stop "
@@ -333,16 +295,11 @@ def config_types(run: Inspection) -> Answer:
         if isinstance(leaf.value, UnquotedNumber):
             # Does the program read such a text as a number? OmegaConf does, and the optimizer
             # shows it.
-            if run.program.imports & {"omegaconf", "hydra"}:
-                became_a_number = True
-            elif run.subject.optimizer is None or run.setting("lr") != leaf:
-                became_a_number = False
-            else:
-                rate = float(leaf.value)
-                became_a_number = any(
-                    math.isclose(rate, peak, rel_tol=1e-3) for peak in peak_rates(run.optimizer)
-                )
-            if not became_a_number:
+            rates: list[float] = []
+            if run.subject.optimizer is not None and run.setting("lr") == leaf:
+                rates = peak_rates(run.optimizer)
+            became = any(math.isclose(float(leaf.value), rate, rel_tol=1e-3) for rate in rates)
+            if not became and not run.project.imports & {"omegaconf", "hydra"}:
                 doubtful.append(f"{leaf.key}: {leaf.value}")
         elif spells_number(leaf.value):
             numbers.append(f"{leaf.key}: {leaf.value!r}")
@@ -384,28 +341,24 @@ def config_values(run: Inspection) -> Answer:
     return passed(f"{len(leaves)} values within what they can be")
 
 
-def config_unread(run: Inspection) -> Answer:
-    """A key counts as read if the program took it, or if its source names it (a training loop)."""
-    tracked = run.context.tracked
-    if tracked is None:
+def _unused(run: Inspection) -> list[str]:
+    """Keys that the program has not taken, and that its source does not name (a training loop)."""
+    if run.context.tracked is None:
         raise NotGiven(run.context.why_untracked)
-    total = len(list(flat(plain(tracked))))
-    left = unread(tracked)
-    nowhere = _named_nowhere(run, left)
-    if not nowhere:
-        return passed(
-            f"{total - len(left)} of {total} keys were read, {len(left)} are named elsewhere in "
-            "the source"
-        )
+    left = unread(run.context.tracked)
+    return [key for key in left if key.rpartition(".")[2] not in run.project.mentions]
+
+
+def config_unread(run: Inspection) -> Answer:
+    unused = _unused(run)
+    total = len(list(flat(plain(run.context.tracked))))
+    if not unused:
+        return passed(f"{total} keys were read, or are named in the source")
     return warned(
-        f"{count(len(nowhere), 'key')} of {total} not read, nor named in "
-        f"{count(run.project.files, 'source file')}: {first_few(nowhere)}",
+        f"{count(len(unused), 'key')} of {total} not read, nor named in "
+        f"{count(run.project.files, 'source file')}: {first_few(unused)}",
         fix="Remove them, or correct their names: changing them has no effect.",
     )
-
-
-def _named_nowhere(run: Inspection, keys: list[str]) -> list[str]:
-    return [key for key in keys if key.rpartition(".")[2] not in run.project.mentions]
 
 
 def config_changed(run: Inspection) -> Answer:
@@ -445,15 +398,12 @@ def launcher_agrees(run: Inspection) -> Answer:
         raise NotGiven("give --launcher FILE, or start the check the way the run is started")
     good: list[str] = []
     bad: list[str] = []
-    accumulation = run.setting("accumulation")
-    for name in ("gradient_accumulation_steps", "num_processes"):
+    for name, meaning in (("gradient_accumulation_steps", "accumulation"), ("num_processes", "")):
         asked = as_number(launcher.values.get(name))
+        setting = run.setting(meaning) if meaning else None
         real = run.framework.facts.get(name)
-        others = {}
-        if accumulation and name.startswith("gradient"):
-            others[f"configured {accumulation}"] = as_number(accumulation.value)
-        if isinstance(real, int):
-            others[f"the object in the program has {real}"] = real
+        others = {f"configured {setting}": setting and as_number(setting.value)}
+        others[f"the object in the program has {real}"] = as_number(real)
         for said, value in others.items():
             if asked is not None and value is not None:
                 (good if asked == value else bad).append(f"{launcher.said[name]}, {said}")
@@ -466,22 +416,16 @@ def launcher_agrees(run: Inspection) -> Answer:
 
 def checklist_accumulation(run: Inspection) -> Answer:
     setting = run.setting("accumulation")
-    real = run.framework.facts.get("gradient_accumulation_steps")
-    tracked = run.context.tracked
-    nowhere = [] if tracked is None else _named_nowhere(run, unread(tracked))
-    if setting and setting.key in nowhere and not isinstance(real, int):
-        return warned(f"{setting} is read by nothing", fix="Use it in the loop, or remove it.")
+    real = as_number(run.framework.facts.get("gradient_accumulation_steps"))
+    with suppress(NotGiven):
+        if setting and real is None and setting.key in _unused(run):
+            return warned(f"{setting} is read by nothing", fix="Use it in the loop, or remove it.")
     steps = int(run.number("accumulation") or real or 1)
     if steps == 1:
         raise NotApplicable("no accumulation is configured: one batch is one step")
-    batch = ""
-    each = run.number("batch_size")
-    if each:
-        batch = f", effective batch {steps * int(each)} = {steps} x {int(each)} on each rank"
     usual = "within" if 2 <= steps <= 4 else "outside"
     return passed(
-        f"{steps} micro-batches a step, {usual} the usual 2 to 4{batch}; it enlarges the batch, "
-        "not memory"
+        f"{steps} micro-batches a step, {usual} the usual 2 to 4; it enlarges the batch, not memory"
     )
 
 
@@ -516,22 +460,7 @@ def _guarded_at(run: Inspection) -> str:
     """Where the program starts a guard of stepguard; empty if it does not."""
     if run.subject.guard is not None:
         return "the returned `guard`"
-    if run.subject.model is None and run.subject.config is None:
-        raise NotGiven("give TARGET as module:function, or a configuration in the project's folder")
-    if not run.program.files:
-        raise NotGiven("start the check in the project's folder: there is no source below this one")
-    place = run.program.places.get("guard", "")
-    if place:
-        _needs_script(run, f"a guard at {place}")
-    return place
-
-
-def _needs_script(run: Inspection, found: str) -> None:
-    """Raise NotGiven where what was found may be a line of another program in the folder."""
-    if run.context.script is None:
-        raise NotGiven(
-            f"{found} may belong to another program: give TARGET as module:function of this one"
-        )
+    return run.program.places.get("guard", "")
 
 
 def checklist_clip(run: Inspection) -> Answer:
@@ -571,7 +500,6 @@ def checklist_loss_checked(run: Inspection) -> Answer:
     tests = {name: at for name, at in run.program.places.items() if name in FINITE_TESTS}
     said = ", ".join(f"{name} at {place}" for name, place in tests.items())
     if "isfinite" in tests or {"isnan", "isinf"} <= tests.keys():
-        _needs_script(run, said)
         return passed(f"{said}, of the loss")
     why = "nothing tests the loss"
     if said:
@@ -588,10 +516,8 @@ def checklist_norms(run: Inspection) -> Answer:
     if place:
         return passed(f"stepguard records the norm of every step ({place})")
     for name in NORM_NAMES:
-        place = run.program.places.get(name, "")
-        if place:
-            _needs_script(run, f"{name} at {place}")
-            return passed(f"{name} at {place}")
+        if name in run.program.places:
+            return passed(f"{name} at {run.program.places[name]}")
     return warned(
         f"no gradient norm is computed in {count(run.program.files, 'source file')}",
         fix="guard = stepguard.watch(model, optimizer) records it; clip_grad_norm_ returns it.",
@@ -634,11 +560,9 @@ def checklist_recovery(run: Inspection) -> Answer:
         )
     folder, written = _guard_setting(run, "run_dir")
     kept = folder or run.subject.run_dir or (written and f"its run_dir ({written})")
-    where = (
-        f", checkpoints below {kept}"
-        if kept
-        else "; without a run_dir nothing survives the process"
-    )
+    where = "; without a run_dir nothing survives the process"
+    if kept:
+        where = f", checkpoints below {kept}"
     return passed(f"stepguard's policy ({place}): {actions or 'skip, rewind, stop'}{where}")
 
 
@@ -670,12 +594,12 @@ def checkpoint_fits(run: Inspection) -> Answer:
     state = run.model.state_dict()
     had = {_bare(name): shape for name, shape in stored.shapes.items()}
     wanted = {_bare(name): tuple(t.shape) for name, t in state.items() if hasattr(t, "shape")}
-    said = _listed("missing", sorted(wanted.keys() - had.keys()))
-    said += _listed("not in the model", sorted(had.keys() - wanted.keys()))
     other = []
     for name in sorted(wanted.keys() & had.keys()):
         if wanted[name] != had[name]:
             other.append(f"{name} {had[name]} for {wanted[name]}")
+    said = _listed("missing", sorted(wanted.keys() - had.keys()))
+    said += _listed("not in the model", sorted(had.keys() - wanted.keys()))
     said += _listed("other shape", other, 2)
     if not said:
         return passed(
@@ -726,7 +650,7 @@ TIGHT = 1.5
 """Times what is needed; less free space than that is a warning."""
 SLOTS = {
     **dict.fromkeys(["adam", "adamw", "nadam", "radam", "adamax", "adadelta"], 2),
-    **dict.fromkeys(["lion", "muon", "adagrad", "rmsprop"], 1),
+    **dict.fromkeys(["lion", "adagrad", "rmsprop"], 1),
 }
 """Tensors of a parameter's size that an optimizer keeps for each parameter."""
 
@@ -746,13 +670,8 @@ def _bytes_needed(run: Inspection) -> tuple[int, int, int, str]:
     if held:
         return weights, gradients, held, "as it is"
     name = type(optimizer).__name__.lower()
-    slots = SLOTS.get(name, 0)
-    if name in ("sgd", "rmsprop") and optimizer.param_groups[0].get("momentum"):
-        slots += 1
-    trained = total(
-        p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-    )
-    return weights, gradients, slots * trained, f"{slots} slots a parameter"
+    slots = SLOTS.get(name, 0) + bool(optimizer.param_groups[0].get("momentum"))
+    return weights, gradients, slots * gradients, f"{slots} slots a parameter"
 
 
 def disk_space(run: Inspection) -> Answer:
@@ -767,16 +686,14 @@ def disk_space(run: Inspection) -> Answer:
     keep = int(run.number("keep") or KEPT_CHECKPOINTS)
     # A new checkpoint is written beside those that are kept, before the oldest goes.
     needed = (weights + state) * (max(keep, 1) + 1)
-    said = (
-        f"one checkpoint {size(weights + state)} (weights {size(weights)}, optimizer "
-        f"{size(state)}, {how}); {keep} kept and one being written need {size(needed)}"
-    )
+    free = shutil.disk_usage(folder).free
     return _judge_space(
-        said,
         needed,
-        shutil.disk_usage(folder).free,
-        "",
-        "Keep fewer checkpoints, write to another disk, or free space: a full disk ends a run "
+        free,
+        f"one checkpoint {size(weights + state)} (weights {size(weights)}, optimizer "
+        f"{size(state)}, {how}); {keep} kept and one being written need {size(needed)}",
+        f"{size(free)} free",
+        fix="Keep fewer checkpoints, write to another disk, or free space: a full disk ends a run "
         "while it saves.",
     )
 
@@ -787,23 +704,19 @@ def memory_estimate(run: Inspection) -> Answer:
     free = available_memory(run.device)
     if free is None:
         raise NotGiven(f"the free memory of {run.device.type} is not known to torch")
-    said = (
-        f"{size(needed)} = weights {size(weights)}, gradients {size(gradients)}, optimizer "
-        f"{size(state)} ({how}); a snapshot takes {size(weights + state)} more of the host's "
-        "memory; activations come on top"
-    )
     return _judge_space(
-        said,
         needed,
         free,
-        f" on {run.device.type}",
-        "A smaller model or optimizer state (8-bit, Adafactor), sharding (FSDP), or a larger "
+        f"{size(needed)} = weights {size(weights)}, gradients {size(gradients)}, optimizer "
+        f"{size(state)} ({how}); a snapshot takes {size(weights + state)} more of the host's "
+        "memory; activations come on top",
+        f"{size(free)} free on {run.device.type}",
+        fix="A smaller model or optimizer state (8-bit, Adafactor), sharding (FSDP), or a larger "
         "device.",
     )
 
 
-def _judge_space(said: str, needed: int, free: int, where: str, fix: str) -> Answer:
-    evidence = (said, f"{size(free)} free{where}")
+def _judge_space(needed: int, free: int, *evidence: str, fix: str) -> Answer:
     if free < needed:
         return failed(*evidence, fix=fix)
     if free < TIGHT * needed:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
 from collections import defaultdict
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -26,13 +24,12 @@ from stepguard.check.inspection import (
     peak_rates,
     warned,
 )
-from stepguard.check.settings import as_number, contradiction, meant, wanted
+from stepguard.check.settings import as_number, meant, wanted
 from stepguard.check.subject import default_dtypes
 from stepguard.diagnose.case import FORMATS, largest, rounds_to_zero
 from stepguard.diagnose.case import plain as real_format
 from stepguard.report.phrases import count, first_few
 from stepguard.state.buffers import keeps_statistics
-from stepguard.state.rng import kept_rng
 from stepguard.tensors.names import optimizer_parameter_ids
 
 # --- Precision and loss scale.
@@ -43,9 +40,9 @@ NO_DTYPE = "mixed precision without a dtype"
 def asked(run: Inspection) -> dict[str, str | None]:
     """Map every place that asks for a precision to its dtype; None is AMP without a dtype."""
     found: dict[str, str | None] = {}
-    from_config = wanted(run.config)
-    if from_config is not None:
-        found[f"the configuration ({from_config[1]})"] = from_config[0]
+    configured = wanted(run.config)
+    if configured is not None:
+        found[f"the configuration ({configured.said})"] = configured.dtype
     if run.launcher.dtype is not None:
         found[f"the launcher ({run.launcher.said['mixed_precision']})"] = run.launcher.dtype
     if run.framework.dtype is not None:
@@ -53,16 +50,10 @@ def asked(run: Inspection) -> dict[str, str | None]:
     return found
 
 
-def disagreeing(run: Inspection) -> dict[str, str]:
-    """The places that ask for another dtype than the probe found."""
-    real = run.probe.dtype
-    return {place: dtype for place, dtype in asked(run).items() if dtype not in (None, real)}
-
-
 def precision_configured(run: Inspection) -> Answer:
-    contradicted = contradiction(run.config)
-    if contradicted:
-        return failed(contradicted, fix="Keep one of the two settings.")
+    configured = wanted(run.config)
+    if configured is not None and configured.contradiction:
+        return failed(configured.contradiction, fix="Keep one of the two settings.")
     places = asked(run)
     if not places:
         raise NotGiven("give --config FILE or --launcher FILE that names a precision")
@@ -80,7 +71,7 @@ def precision_configured(run: Inspection) -> Answer:
 
 def precision_effective(run: Inspection) -> Answer:
     probe = run.probe
-    wrong = disagreeing(run)
+    wrong = {place: one for place, one in asked(run).items() if one not in (None, probe.dtype)}
     if wrong:
         said = [f"{place} asks for {dtype}" for place, dtype in wrong.items()]
         dtype = next(iter(wrong.values()))
@@ -119,18 +110,17 @@ def precision_unnamed(run: Inspection) -> Answer:
         if run.launcher.dtype:
             said.append(f"the launcher's {run.launcher.said['mixed_precision']} is ignored")
         return failed(*said, fix=fix)
-    asks = wanted(run.config)
-    if asks is None:
+    configured = wanted(run.config)
+    if configured is None:
         if not run.framework.openers:
             raise NotGiven("give --config FILE, or return `autocast`")
         return passed(f"{run.framework.name} was opened as it is")
-    if asks[0] is not None:
+    if configured.dtype is not None:
         return passed("a dtype is named")
+    why = f"{configured.said} names no dtype"
     if run.subject.model is not None and run.launcher.dtype == run.probe.dtype:
-        return passed(
-            f"{asks[1]} names no dtype, the launcher does, and the probe agrees: {run.probe.dtype}"
-        )
-    return warned(f"{asks[1]} names no dtype: {default_dtypes()}", fix=fix)
+        return passed(f"{why}, the launcher does, and the probe agrees: {run.probe.dtype}")
+    return warned(f"{why}: {default_dtypes()}", fix=fix)
 
 
 def precision_weights(run: Inspection) -> Answer:
@@ -282,11 +272,8 @@ def optimizer_stalled(run: Inspection) -> Answer:
             if name in ("bfloat16", "float16"):
                 dtypes.add(name)
                 weights += parameter.numel()
-                # frexp gives a mantissa below 1, so the next number is 2 ** (exponent - bits)
-                # away; an update below half of that is rounded away.
-                exponent = torch.frexp(parameter.detach().float().abs()).exponent
-                spacing = torch.exp2((exponent - FORMATS[name].bits).float())
-                lost += int((spacing / 2 > rate).sum())
+                value = parameter.detach().abs()
+                lost += int((value + rate == value).sum())
     if not weights:
         raise NotApplicable("the weights are kept in float32 or wider")
     said = (
@@ -302,61 +289,41 @@ def optimizer_stalled(run: Inspection) -> Answer:
     )
 
 
-def norm_eps(run: Inspection) -> Answer:
+def _norm_layers(model: nn.Module) -> dict[tuple[str, float, str, bool], list[str]]:
+    """Names by class, eps, dtype, and whether the layer is not one of torch's."""
     kinds = defaultdict(list)
-    for name, module in run.model.named_modules():
+    for name, module in model.named_modules():
         title = type(module).__name__
         found = [getattr(module, key) for key in EPSILONS if hasattr(module, key)]
         # A layer whose class is called a norm, however the library spells its eps.
         if "norm" in title.lower() and found and isinstance(found[0], int | float):
             own = next(module.parameters(recurse=False), torch.zeros(0))
-            kinds[title, float(found[0]), real_format(str(own.dtype))].append(name)
+            ours = not type(module).__module__.startswith("torch.")
+            kinds[title, float(found[0]), real_format(str(own.dtype)), ours].append(name)
+    return kinds
+
+
+def norm_eps(run: Inspection) -> Answer:
+    kinds = _norm_layers(run.model)
     if not kinds:
         raise NotApplicable("the model has no norm layer with an eps")
     bad = []
-    for (title, epsilon, dtype), names in kinds.items():
-        gain = _gain_at_zero(run.model.get_submodule(names[0]), epsilon, dtype)
+    for (title, epsilon, dtype, ours), names in kinds.items():
         problem = ""
-        if not math.isfinite(gain):
+        # torch's own layers compute in float32, whatever the dtype of their weights is.
+        if epsilon == 0 or (ours and rounds_to_zero(epsilon, dtype)):
             problem = "a row of zeros gives NaN or an infinite gradient"
-        elif gain > max(LARGEST_GAIN, largest(dtype) ** (1 / CHAIN)):
+        elif epsilon**-0.5 > max(LARGEST_GAIN, largest(dtype) ** (1 / CHAIN)):
             problem = (
-                f"a row of zeros multiplies the gradient by {gain:.3g}; {CHAIN} in a row leave "
-                f"{dtype}"
+                f"a row of zeros multiplies the gradient by {epsilon**-0.5:.3g}; {CHAIN} in a row "
+                f"leave {dtype}"
             )
         if problem:
             bad.append(f"{title}(eps={epsilon:g}) in {dtype} ({first_few(names, 2)}): {problem}")
     if bad:
         return failed(*bad, fix="eps=1e-6 or above in float32 and bfloat16, 1e-5 in float16.")
-    least = min(epsilon for _, epsilon, _ in kinds)
-    return passed(
-        f"{count(sum(map(len, kinds.values())), 'norm layer')}, smallest eps {least:g}; zeros pass "
-        "them with finite gradients"
-    )
-
-
-def _gain_at_zero(module: nn.Module, epsilon: float, dtype: str) -> float:
-    """Largest gradient that a copy of the layer passes back from zeros; NaN for a bad output."""
-    weight = getattr(module, "weight", None)
-    width = getattr(module, "num_features", 8) if weight is None else weight.numel()
-    like = torch.zeros(0) if weight is None else weight
-    # How many dimensions an input must have is not written on a layer: try them.
-    for shape in ((2, width), (2, width, 2), (2, width, 2, 2), (2, width, 2, 2, 2)):
-        with kept_rng(), warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")
-            with suppress(RuntimeError, ValueError, TypeError, AttributeError):
-                layer = copy.deepcopy(module).requires_grad_(True)
-                if isinstance(layer.weight, Tensor):
-                    # A weight of 0 would hide the gradient.
-                    nn.init.ones_(layer.weight)
-                value = torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=True)
-                out = layer(value)
-                # A slope: the gradient is 0 where all outputs get the same gradient.
-                slope = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
-                (grad,) = torch.autograd.grad(out, value, slope.reshape(out.shape))
-                return float(grad.abs().max()) if out.isfinite().all() else math.nan
-    # The layer could not be run alone: judge it by its eps.
-    return math.inf if rounds_to_zero(epsilon, dtype) or epsilon == 0 else epsilon**-0.5
+    layers = count(sum(map(len, kinds.values())), "norm layer")
+    return passed(f"{layers}, smallest eps {min(epsilon for _, epsilon, *_ in kinds):g}")
 
 
 # --- The learning rate: in the optimizer, over the whole schedule, and after loading a checkpoint.

@@ -8,12 +8,12 @@ assert result.ok, result.of("fail")
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -142,21 +142,19 @@ def check(
 def selected(only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[str]:
     """The items that these ids, sections or patterns leave; one that matches none is a mistake."""
 
-    def matching(patterns: Iterable[str]) -> set[str]:
-        found: set[str] = set()
-        for pattern in patterns:
-            matches = {*fnmatch.filter(TITLES, pattern), *fnmatch.filter(TITLES, f"{pattern}.*")}
-            if not matches:
-                sections = sorted({name.partition(".")[0] for name in TITLES})
-                raise ConfigError(
-                    f"{pattern!r} is not an item; use an id such as 'lr.config', or one of "
-                    f"{', '.join(sections)}."
-                )
-            found |= matches
-        return found
+    def matches(name: str, patterns: Iterable[str]) -> bool:
+        return any(fnmatchcase(name, one) or fnmatchcase(name, f"{one}.*") for one in patterns)
 
-    chosen = (matching(only) or TITLES.keys()) - matching(skip)
-    return [name for name in TITLES if name in chosen]
+    only, skip = list(only), list(skip)
+    for pattern in only + skip:
+        if not any(matches(name, [pattern]) for name in TITLES):
+            sections = sorted({name.partition(".")[0] for name in TITLES})
+            raise ConfigError(
+                f"{pattern!r} is not an item; use an id such as 'lr.config', or one of "
+                f"{', '.join(sections)}."
+            )
+    chosen = [name for name in TITLES if not only or matches(name, only)]
+    return [name for name in chosen if not matches(name, skip)]
 
 
 def run_item(name: str, run: Inspection) -> Outcome:
@@ -294,7 +292,7 @@ def _built(
     tracked = None
     with importable():
         build = import_function(target, ConfigError)
-        parameters = _parameters(build)
+        parameters = _positional(build)
         needed = [p.name for p in parameters if p.default is p.empty]
         if len(needed) > 1:
             raise ConfigError(
@@ -320,12 +318,8 @@ def _built(
     return subject, replace(context, tracked=tracked, script=Path(script) if script else None)
 
 
-def _parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        found = inspect.signature(build).parameters.values()
-    except (TypeError, ValueError):
-        # Functions written in C may have no signature.
-        return []
+def _positional(build: Callable[..., Any]) -> list[inspect.Parameter]:
+    found = inspect.signature(build).parameters.values()
     return [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 

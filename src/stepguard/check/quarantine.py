@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from stepguard._errors import StoreError
-from stepguard.check.bounded_file import Damaged
 from stepguard.check.folders import DATA_SUFFIX, INDEX_SUFFIX, METADATA, CheckpointFiles
+from stepguard.check.scan import Damaged
 from stepguard.check.torch_file import is_checkpoint_file, is_checkpoint_name
 from stepguard.check.verify import QUARANTINE, file_digest, find_checkpoints
 from stepguard.records.checks import Verification
+from stepguard.records.codec import from_jsonable
 from stepguard.state.files import sync, write_file
 
 MANIFEST = "manifest.json"
@@ -80,14 +81,15 @@ def plan(
                 number += 1
                 place = f"{QUARANTINE}/{original}.{number}"
             taken.add(place)
-            move = Move(
-                original=original,
-                place=place,
-                reasons=_reasons(found),
-                digests={},
-                size=checkpoint.size,
+            moves.append(
+                Move(
+                    original=original,
+                    place=place,
+                    reasons=_reasons(found),
+                    digests={},
+                    size=checkpoint.size,
+                )
             )
-            moves.append(move)
     return moves
 
 
@@ -145,8 +147,8 @@ def read_manifest(root: Path) -> list[Move]:
     """Return the moves of earlier calls; StoreError if the manifest is damaged or leads outside."""
     path = root / QUARANTINE / MANIFEST
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        moves = [Move(**{**entry, "reasons": tuple(entry["reasons"])}) for entry in data["moves"]]
+        data = json.loads(path.read_bytes())
+        moves = [from_jsonable(Move, entry) for entry in data["moves"]]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -154,24 +156,16 @@ def read_manifest(root: Path) -> list[Move]:
             f"{path} cannot be read ({type(error).__name__}); move the files back by hand."
         ) from error
     for move in moves:
+        original = PurePosixPath(move.original)
         # as `plan` names it: nothing else of the folder can be the goal of an undo
-        place = f"{QUARANTINE}/{move.original}"
-        number = str(move.place).removeprefix(place).removeprefix(".")
-        is_ours = str(move.place).startswith(place) and (not number or number.isdecimal())
-        is_inside = _is_inside(move.original) and _is_inside(move.place)
-        if not is_inside or not is_ours or not isinstance(move.digests, dict):
+        place = re.escape(f"{QUARANTINE}/{move.original}") + r"(\.[0-9]+)?"
+        is_ours = original.parts and re.fullmatch(place, move.place)
+        if not is_ours or ".." in original.parts or original.is_absolute():
             raise StoreError(
                 f"{path} names a place outside its folder, or another one than a checkpoint was "
                 "moved to; it was not written by stepguard."
             )
     return moves
-
-
-def _is_inside(text: Any) -> bool:
-    if not isinstance(text, str):
-        return False
-    path = PurePosixPath(text)
-    return bool(path.parts) and ".." not in path.parts and not path.is_absolute()
 
 
 def _is_below(root: Path, folder: Path) -> bool:

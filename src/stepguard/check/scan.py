@@ -1,30 +1,28 @@
-"""Read a file once: every checksum, and the values of every tensor, which are then judged."""
+"""One untrusted file: bounded reads, what it holds, and what is wrong with its bytes and values.
+
+Every byte is read once, and nothing of it is executed.
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import os
 import re
-from collections import deque
-from collections.abc import Callable, Sequence
+import stat
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 
-from stepguard.check.bounded_file import (
-    BUFFERS,
-    LARGEST,
-    NORM_STATISTICS,
-    SQUARES,
-    USUALLY_ZERO,
-    FileSlice,
-    ProblemList,
-    is_real,
-)
-from stepguard.records.checks import ProblemKind, Rate, Role
+from stepguard.records.checks import Problem, ProblemKind, Rate, Role, Weight
 
 try:
     # the same function as zlib's, three times as fast
@@ -32,8 +30,315 @@ try:
 except ImportError:
     from zlib import crc32
 
+# --- Element types by their torch names.
+
+_NAMES = """
+    float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz
+    float8_e8m0fnu float4_e2m1fn_x2 complex128 complex64 complex32 int64 int32 int16 int8 bool
+    uint64 uint32 uint16 uint8 qint8 quint8 qint32 quint4x2 quint2x4
+"""
+SIZES: dict[str, int] = {
+    name: getattr(torch, name).itemsize for name in _NAMES.split() if hasattr(torch, name)
+}
+"""Bytes of one element, of those types that this torch has."""
+
+
+def _table(text: str) -> dict[str, str]:
+    """Parse words of `name=torch_name`."""
+    return dict(word.split("=") for word in text.split())
+
+
+ALIASES = _table(
+    "float=float32 double=float64 half=float16 long=int64 int=int32 short=int16 "
+    "cfloat=complex64 cdouble=complex128 chalf=complex32"
+)
+STORAGES = _table(
+    """
+    FloatStorage=float32 DoubleStorage=float64 HalfStorage=float16 BFloat16Storage=bfloat16
+    LongStorage=int64 IntStorage=int32 ShortStorage=int16 CharStorage=int8 ByteStorage=uint8
+    BoolStorage=bool UntypedStorage=uint8 ComplexFloatStorage=complex64
+    ComplexDoubleStorage=complex128 QInt8Storage=qint8 QUInt8Storage=quint8 QInt32Storage=qint32
+    QUInt4x2Storage=quint4x2 QUInt2x4Storage=quint2x4
+    """
+)
+SAFETENSORS = _table(
+    """
+    F64=float64 F32=float32 F16=float16 BF16=bfloat16 F8_E4M3=float8_e4m3fn F8_E5M2=float8_e5m2
+    F8_E8M0=float8_e8m0fnu F8_E4M3FNUZ=float8_e4m3fnuz F8_E5M2FNUZ=float8_e5m2fnuz C64=complex64
+    I64=int64 I32=int32 I16=int16 I8=int8 U64=uint64 U32=uint32 U16=uint16 U8=uint8 BOOL=bool
+    """
+)
+SAFETENSORS_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits of types that are packed below a byte: their size is checked, their values are not."""
+NUMPY = _table(
+    """
+    f8=float64 f4=float32 f2=float16 c16=complex128 c8=complex64 i8=int64 i4=int32 i2=int16 i1=int8
+    u8=uint64 u4=uint32 u2=uint16 u1=uint8 b1=bool
+    """
+)
+
+
+def is_real(dtype: str) -> bool:
+    """Can an element be NaN or infinite?"""
+    return dtype.startswith(("float", "bfloat", "complex")) and dtype != "float4_e2m1fn_x2"
+
+
+def is_shape(value: object) -> bool:
+    """Could these be the sizes or strides of a tensor? Only then may they be multiplied."""
+    if not isinstance(value, tuple | list) or len(value) > 64:
+        return False
+    # Python integers have no end, and one of more than 4300 digits cannot even be printed
+    return all(type(n) is int and abs(n) <= 1 << 63 for n in value)
+
+
+# --- Files.
+
+LARGEST_INDEX = 32 << 20
+"""Bytes of a zip directory, a safetensors header or a JSON file: about 300 000 tensors."""
+BUFFER = 1 << 18
+FILE_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+class Damaged(Exception):  # noqa: N818 (an outcome of reading, not a fault of ours)
+    """Reading cannot continue; carries the kind of problem and a sentence."""
+
+    def __init__(self, kind: ProblemKind, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+        self.detail = detail
+
+
+def clean(text: str, longest: int) -> str:
+    """Replace unprintable characters and shorten: text from a file must not control a terminal."""
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text[: longest + 1])
+    if len(shown) > longest:
+        return shown[: longest - 3] + "..."
+    return shown
+
+
+def first_few(items: Iterable[object]) -> str:
+    """List the first five items, and how many more there are."""
+    listed = list(map(str, items))
+    more = len(listed) - 5
+    return ", ".join(listed[:5]) + (f" and {more} more" if more > 0 else "")
+
+
+class FileSlice(io.RawIOBase):
+    """`size` bytes of an open file from `start` on, read exactly or not at all."""
+
+    def __init__(self, descriptor: int, start: int, size: int) -> None:
+        super().__init__()
+        self.descriptor = descriptor
+        self.start = start
+        self.size = size
+        self._position = 0
+
+    def part(self, start: int, size: int) -> FileSlice:
+        """Return a slice of this slice; it must lie inside."""
+        if start < 0 or size < 0 or start + size > self.size:
+            raise Damaged(
+                "torn",
+                f"{size:,} bytes are declared at {start:,}, but there are only {self.size:,}",
+            )
+        return FileSlice(self.descriptor, self.start + start, size)
+
+    def at(self, position: int, size: int) -> bytes:
+        """Return up to `size` bytes at `position`."""
+        return self.exactly(position, max(0, min(size, self.size - position)))
+
+    def exactly(self, position: int, size: int) -> bytes:
+        """Return `size` bytes at `position`, or raise Damaged before memory is taken for them."""
+        self.check_left(position, size)
+        data = bytearray(size)
+        self.fill(memoryview(data), position)
+        return bytes(data)
+
+    def check_left(self, position: int, size: int) -> None:
+        """Raise Damaged if fewer than `size` bytes follow `position`."""
+        if size > self.size - position:
+            raise Damaged(
+                "torn",
+                f"ends at byte {self.size:,} where {size:,} more are declared at {position:,}",
+            )
+
+    def fill(self, view: memoryview, position: int) -> None:
+        """Read as much as the view holds; Damaged if the file became shorter in the meantime."""
+        filled = 0
+        # one call returns at most 2 GB on Linux, and less after a signal
+        while filled < len(view):
+            at = self.start + position + filled
+            try:
+                count = os.preadv(self.descriptor, [view[filled:]], at)
+            except OSError as error:
+                raise Damaged(
+                    "unreadable", f"cannot be read at byte {at:,}: {error.strerror}"
+                ) from error
+            if not count:
+                raise Damaged("torn", f"ends at byte {at:,}: it became shorter while it was read")
+            filled += count
+
+    def reader(self) -> io.BufferedReader:
+        """Return a buffered file object of the slice."""
+        return io.BufferedReader(self.part(0, self.size), BUFFER)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.at(self._position, len(buffer))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[FileSlice]:
+    """Open a regular file as a slice of its whole length; anything else is refused unopened."""
+    try:
+        _refuse_special(path.stat().st_mode)
+        # without O_NONBLOCK, opening a FIFO that has no writer would wait forever
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise Damaged("unreadable", f"cannot be opened: {error.strerror}") from error
+    try:
+        facts = os.fstat(descriptor)
+        # the path may have been replaced between stat and open
+        _refuse_special(facts.st_mode)
+        yield FileSlice(descriptor, 0, facts.st_size)
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_special(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = FILE_KINDS.get(stat.S_IFMT(mode), "something else")
+        raise Damaged("unreadable", f"is {kind}, not a file")
+
+
+def parse_json(text: bytes, what: str) -> Any:
+    """Parse JSON strictly about doubled keys; NaN is accepted, trainer_state.json holds it."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            doubled = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise Damaged("duplicate", f"{what} names {doubled[:80]!r} more than once")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except RecursionError:
+        raise Damaged("limit", f"{what} is nested too deep") from None
+    except ValueError as error:
+        raise Damaged("malformed", f"{what} is not JSON: {str(error)[:120]}") from None
+
+
+# --- Roles, by structure first and by name second.
+
+_PARTS: dict[Role, str] = {
+    "scaler": r"(^|[_:.])(grad|amp|loss)?_?scaler(s|_state|_state_dict)?$|^amp$",
+    "scheduler": r"sched",
+    "ema": r"(^|[_:.])ema([_.]|$)|^shadow(_params)?$|^averaged_model$|(^|_)swa(_|$)",
+    "optimizer": r"optimizer|(^|[_:.])optim(s|_|\.|$)|^opts?(_[a-z]+)?$",
+    "rng": r"(^|[_:.])rng([_.]|$)|random_state|random_number"
+    r"|^(numpy|python|torch|cuda)_random|^rngs?$",
+    "other": r"^(callbacks?|loops|hyper_parameters|hparams.*|config|cfg|args|metrics?|history"
+    r"|losses|loss|sampler.*|best_.*|results?|meta(data)?|train_state|data_?loader.*|tokenizer)$",
+}
+_FILES: dict[Role, str] = {
+    "optimizer": r"^(optimizer|optim)|optim_states|_optimizer\.",
+    "scheduler": r"^(lr_)?scheduler",
+    "scaler": r"^(grad_)?scaler",
+    "rng": r"^(rng_state|random_states?|rng)",
+    "ema": r"(^|[_-])ema([_.-]|$)",
+    "other": r"^(training_args|sampler|dl_state|loader|args)",
+}
+BUFFERS = re.compile(
+    r"(^|[_./])(running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
+    r"|position_ids|token_type_ids|masked_bias|mask|attn_mask|causal_mask|attn_bias|alibi"
+    r"|min_val|max_val|relative_position_index|freqs_cis|cos_cached|sin_cached"
+    r"|alphas_cumprod\w*|betas|cached_\w+|pos_ids|observer_enabled|fake_quant_enabled)$"
+)
+NORM_STATISTICS = re.compile(r"(^|[_./])running_(mean|var)$")
+SQUARES = re.compile(
+    r"(^|[/.])((max_)?exp_avg_sq(_row|_col)?|square_avg|acc_delta)$|\brunning_var$"
+)
+"""Sums of squares: never negative."""
+USUALLY_ZERO = re.compile(
+    r"lora_b|lora_embedding_b|zero|adaln|modulation|gate|gamma|alpha|proj_out|out_proj|c_proj"
+    r"|o_proj|to_out|down_proj|fc2|linear2|conv2|conv3|wo\b|out_layers|final|head|bias|pad|mask"
+    r"|cache|residual|scale",
+    re.IGNORECASE,
+)
+"""Weights that many recipes start at zero."""
+
+
+def structural(value: Any) -> Role | None:
+    """Recognise the state of an optimizer, scheduler or scaler by its keys."""
+    if not isinstance(value, dict):
+        return None
+    if "param_groups" in value and "state" in value:
+        return "optimizer"
+    is_schedule = any(key in value for key in ("_step_count", "base_lrs", "_last_lr"))
+    if "last_epoch" in value and is_schedule:
+        return "scheduler"
+    if "growth_factor" in value and "backoff_factor" in value:
+        return "scaler"
+    return None
+
+
+def role_of_part(key: Any) -> Role | None:
+    """Return the role of an entry by its name: of `model_ema.weight` the first part counts."""
+    if not isinstance(key, str) or not key:
+        return None
+    return _first_match(_PARTS, key[:100].lower().partition(".")[0])
+
+
+def role_of_file(name: str) -> Role | None:
+    """Return the role by the name of the file, for formats that spread a state over several."""
+    return _first_match(_FILES, name.lower())
+
+
+def _first_match(table: dict[Role, str], text: str) -> Role | None:
+    for role, pattern in table.items():
+        if re.search(pattern, text):
+            return role
+    return None
+
+
+def role_of_tensor(context: Role | None, name: str, dtype: str, *, parameter: bool = False) -> Role:
+    """Return the role of one tensor below a context (None: part of a model)."""
+    if context is not None:
+        return context
+    if parameter:
+        return "parameter"
+    if "/_buffers/" in f"/{name}" or BUFFERS.search(name) or not is_real(dtype):
+        return "buffer"
+    return "parameter"
+
+
+# --- What a file holds, and one pass over its bytes.
+
 Progress = Callable[[int], None]
 """Takes the number of bytes that were read since the last call."""
+MOST_PER_KIND = 20
+"""Problems of one kind that are listed for one file; the others are counted in one line."""
+LONGEST_NAME = 200
+LONGEST_DETAIL = 600
 PIECE = 1 << 19
 """Bytes read at once: small enough to stay in the cache of the processor until they are measured.
 
@@ -72,8 +377,6 @@ class Values:
     high: float = -math.inf
     first: int | None = None
     """Element number of the first value that is not finite."""
-    squares: float = 0.0
-    """Sum of the squares of the finite values; 0 where it was not needed."""
 
     @property
     def bad(self) -> int:
@@ -86,7 +389,8 @@ class Values:
 
     def update(self, memory: bytearray, offset: int, size: int) -> None:
         """Measure the next part of the bytes."""
-        values = self._view(memory, offset, size)
+        real = PARTS.get(self.dtype) or getattr(torch, self.dtype)
+        values = torch.frombuffer(memory, dtype=real, count=size // real.itemsize, offset=offset)
         if self.dtype in WIDENED:
             values = values.float()
         parts = 2 if self.dtype in PARTS else 1
@@ -108,19 +412,6 @@ class Values:
         self.low = min(self.low, low)
         self.high = max(self.high, high)
 
-    def _view(self, memory: bytearray, offset: int, size: int) -> torch.Tensor:
-        real = PARTS.get(self.dtype) or getattr(torch, self.dtype)
-        return torch.frombuffer(memory, dtype=real, count=size // real.itemsize, offset=offset)
-
-
-class Squares(Values):
-    """Values that are read a second time, for the sum of their squares."""
-
-    def update(self, memory: bytearray, offset: int, size: int) -> None:
-        values = self._view(memory, offset, size).double()
-        finite = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-        self.squares += float(torch.dot(finite, finite))
-
 
 @dataclass(slots=True, eq=False)
 class Checksum:
@@ -141,7 +432,7 @@ class Checksum:
         else:
             self._hash.update(view)
 
-    def compare(self, problems: ProblemList) -> None:
+    def compare(self, layout: FileLayout) -> None:
         """Report bytes that have changed."""
         name = "digest"
         seen = self._hash.hexdigest()
@@ -152,7 +443,7 @@ class Checksum:
             wanted = f"{wanted:08x}"
         if seen != wanted:
             detail = f"its {name} is {seen}, it was written with {wanted}: bytes have changed"
-            problems.add("checksum", f"{self.label}: {detail}", tensor=self.tensor)
+            layout.add("checksum", f"{self.label}: {detail}", tensor=self.tensor)
 
 
 @dataclass(slots=True, eq=False)
@@ -168,22 +459,56 @@ class StoredTensor:
     values: Values | None = None
 
 
-@dataclass(slots=True)
 class FileLayout:
-    """One file: parsed by its format reader, then measured by the scan."""
+    """One file, or a folder itself: parsed by a format reader, then measured by the scan."""
 
-    path: Path
-    problems: ProblemList
-    format: str = "unknown"
-    size: int = 0
-    tensors: list[StoredTensor] = field(default_factory=list)
-    checksums: list[Checksum] = field(default_factory=list)
-    rates: list[Rate] = field(default_factory=list)
-    step: int | None = None
-    numbers: list[tuple[str, Role, float]] = field(default_factory=list)
-    """Python floats that are NaN or infinite."""
-    complete: bool = False
-    """The reader reached the end of the file, so a tensor that is not listed is not in it."""
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.format = "unknown"
+        self.size = 0
+        self.tensors: list[StoredTensor] = []
+        self.checksums: list[Checksum] = []
+        self.rates: list[Rate] = []
+        self.step: int | None = None
+        self.numbers: list[tuple[str, Role, float]] = []
+        """Python floats that are NaN or infinite."""
+        self.complete = False
+        """The reader reached the end of the file: a tensor that is not listed is not in it."""
+        self._problems: list[Problem] = []
+        self._counts: Counter[tuple[ProblemKind, Weight]] = Counter()
+
+    def add(
+        self,
+        kind: ProblemKind,
+        detail: str,
+        *,
+        tensor: str | None = None,
+        severity: Weight = "error",
+        role: Role | None = None,
+    ) -> None:
+        """Add a problem; its texts come from a file and are cleaned."""
+        self._counts[kind, severity] += 1
+        if self._counts[kind, severity] > MOST_PER_KIND:
+            return
+        problem = Problem(
+            file=str(self.path),
+            kind=kind,
+            tensor=None if tensor is None else clean(tensor, LONGEST_NAME),
+            detail=clean(detail, LONGEST_DETAIL),
+            severity=severity,
+            role=role,
+        )
+        self._problems.append(problem)
+
+    def problems(self) -> list[Problem]:
+        """Return the first problems of each kind, and one line for each kind that has more."""
+        listed = list(self._problems)
+        for (kind, severity), count in self._counts.items():
+            if count > MOST_PER_KIND:
+                detail = f"and {count - MOST_PER_KIND} more of this kind in this file"
+                more = Problem(file=str(self.path), kind=kind, severity=severity, detail=detail)
+                listed.append(more)
+        return listed
 
     def add_tensor(
         self,
@@ -202,71 +527,65 @@ class FileLayout:
         self.tensors.append(tensor)
 
 
-def scan(source: FileSlice, layout: FileLayout, progress: Progress) -> None:
-    """Measure the values of every tensor, and report every checksum that does not match."""
-    _read_all(source, [*_shared(layout.tensors), *layout.checksums], progress)
-    for checksum in layout.checksums:
-        checksum.compare(layout.problems)
-    for tensor in layout.tensors:
-        values = tensor.values
-        if values is not None and not values.squares and _wants_squares(tensor, values):
-            # rare: only now it is known that one value may outweigh all others
-            again = Squares(values.start, values.size, values.dtype, values.base)
-            _read_all(source, [again], lambda count: None)
-            values.squares = again.squares
-
-
-def _shared(tensors: list[StoredTensor]) -> list[Values]:
-    """Let tensors over the same bytes share their values; where views overlap too often, all do."""
-    storages: dict[int, dict[tuple[int, int, str], Values]] = {}
-    for tensor in tensors:
-        if tensor.values is not None:
-            values = tensor.values
-            same = storages.setdefault(values.base, {})
-            key = (values.start, values.size, values.dtype)
-            tensor.values = same.setdefault(key, values)
-    joined: dict[int, Values] = {}
-    for base, same in storages.items():
-        start = min(values.start for values in same.values())
-        stop = max(values.start + values.size for values in same.values())
-        # a hostile file can declare a million views of one storage: reading must stay linear
-        if sum(values.size for values in same.values()) > OVERLAP * (stop - start):
-            dtype = next(iter(same.values())).dtype
-            joined[base] = Values(start, stop - start, dtype, base)
-    found: dict[int, Values] = {}
-    for tensor in tensors:
-        if tensor.values is not None:
-            tensor.values = joined.get(tensor.values.base, tensor.values)
-            found[id(tensor.values)] = tensor.values
-    return list(found.values())
-
-
-def _read_all(source: FileSlice, spans: Sequence[Values | Checksum], progress: Progress) -> None:
-    """Read every span once; runs of spans that share no bytes are read by several threads."""
+def scan(source: FileSlice, layout: FileLayout, progress: Progress) -> int:
+    """Measure every tensor, report every checksum that does not match; returns bytes read."""
+    spans: list[Values | Checksum] = [each for each in layout.checksums if each.size]
+    spans += _shared(layout.tensors)
+    # runs of spans that share no bytes are read by several threads
     runs: list[deque[Values | Checksum]] = []
     end = 0
-    for span in sorted((span for span in spans if span.size), key=lambda span: span.start):
+    for span in sorted(spans, key=lambda span: span.start):
         if not runs or (span.start >= end and end - runs[-1][0].start >= RUN):
             runs.append(deque())
         runs[-1].append(span)
         end = max(end, span.start + span.size)
+    done = 0
     before = torch.get_num_threads()
     try:
         # torch's threads in each of them would compete for the same cores
         with ThreadPoolExecutor(WORKERS, "stepguard-verify", torch.set_num_threads, (1,)) as pool:
-            for _ in pool.map(lambda run: _read(source, run, progress), runs):
-                pass
+            for count in pool.map(lambda run: _read(source, run), runs):
+                done += count
+                progress(count)
     finally:
         # a part of what the workers set (MKL) counts for the whole process
         torch.set_num_threads(before)
+    for checksum in layout.checksums:
+        checksum.compare(layout)
+    return done
 
 
-def _read(source: FileSlice, waiting: deque[Values | Checksum], progress: Progress) -> None:
+def _shared(tensors: list[StoredTensor]) -> list[Values]:
+    """Let tensors over the same bytes share their values; where views overlap too often, all do."""
+    storages: dict[int, list[StoredTensor]] = {}
+    same: dict[tuple[int, int, str], Values] = {}
+    for tensor in tensors:
+        if tensor.values is not None:
+            key = (tensor.start, tensor.size, tensor.dtype)
+            tensor.values = same.setdefault(key, tensor.values)
+            storages.setdefault(tensor.values.base, []).append(tensor)
+    found: list[Values] = []
+    for base, views in storages.items():
+        distinct = {id(view.values): view.values for view in views if view.values}
+        start = min(values.start for values in distinct.values())
+        stop = max(values.start + values.size for values in distinct.values())
+        # a hostile file can declare a million views of one storage: reading must stay linear
+        if sum(values.size for values in distinct.values()) > OVERLAP * (stop - start):
+            whole = Values(start, stop - start, views[0].dtype, base)
+            distinct = {0: whole}
+            for tensor in views:
+                tensor.values = whole
+        found.extend(distinct.values())
+    return found
+
+
+def _read(source: FileSlice, waiting: deque[Values | Checksum]) -> int:
     """Read from front to back, and update every span with its bytes in their order."""
     # torch.frombuffer needs memory that can be written to, so bytes would not do
     memory = bytearray(PIECE)
     active: list[Values | Checksum] = []
     position = 0
+    done = 0
     while active or waiting:
         if not active:
             position = max(position, waiting[0].start)
@@ -286,11 +605,16 @@ def _read(source: FileSlice, waiting: deque[Values | Checksum], progress: Progre
             if first < last:
                 span.update(memory, first - position, last - first)
         active = [span for span in active if span.start + span.size > stop]
-        progress(stop - position)
+        done += stop - position
         position = stop
+    return done
 
 
 # --- Judge the values of every tensor: what trained checkpoints hold is not a problem.
+
+LARGEST = {"float64": 1.797e308, "float32": 3.402e38, "bfloat16": 3.389e38, "float16": 65504.0}
+"""Types whose values are judged by magnitude; 8-bit floats have a scale stored beside them."""
+
 
 ABSURD = 1e18
 """A weight whose square overflows float32 a few layers later."""
@@ -298,24 +622,12 @@ SUSPICIOUS = 1e8
 LEARNED: frozenset[Role] = frozenset({"parameter", "ema"})
 STRICT: frozenset[Role] = frozenset({"parameter", "ema", "optimizer", "scaler", "scheduler"})
 FEWEST = 64
-"""Elements below which being constant or having an outlier says nothing."""
-DOMINANT = 0.9
-"""Share of the sum of squares that makes one element an outlier."""
-DOMINANT_SIZE = 100.0
-"""Magnitude below which no element is an outlier."""
+"""Elements below which being constant says nothing."""
 FINITE_SETTINGS = frozenset({
     "lr", "initial_lr", "max_lr", "min_lr", "base_lrs", "_last_lr", "eps", "weight_decay",
     "momentum", "betas", "scale", "_scale", "dampening", "alpha",
 })  # fmt: skip
 """Settings that must be finite. Others may be infinite, such as `best` of ReduceLROnPlateau."""
-
-
-def _wants_squares(tensor: StoredTensor, values: Values) -> bool:
-    """Is the largest value so large that it should be compared with the others?"""
-    if tensor.role not in LEARNED or tensor.dtype not in LARGEST or values.count < FEWEST:
-        return False
-    # above that the magnitude is reported anyway
-    return DOMINANT_SIZE <= values.largest <= min(SUSPICIOUS, LARGEST[tensor.dtype] / 2)
 
 
 def judge(layout: FileLayout, allowed: frozenset[str] = frozenset()) -> None:
@@ -325,19 +637,19 @@ def judge(layout: FileLayout, allowed: frozenset[str] = frozenset()) -> None:
         if values is None or not values.count:
             continue
         if values.bad and tensor.name not in allowed:
-            _judge_nonfinite(layout.problems, tensor, values)
+            _judge_nonfinite(layout, tensor, values)
         if tensor.dtype in LARGEST and values.low <= values.high:
-            _judge_finite(layout.problems, tensor, values)
+            _judge_finite(layout, tensor, values)
     for name, role, value in layout.numbers:
         # the last part of a name that is not an index: `betas` of `param_groups/0/betas/1`
         key = re.sub(r"(/\d+)+$", "", name).rpartition("/")[2]
         if role in STRICT and math.isnan(value):
-            layout.problems.add("nan", f"is {value}", tensor=name, role=role)
+            layout.add("nan", f"is {value}", tensor=name, role=role)
         elif role in STRICT and key in FINITE_SETTINGS:
-            layout.problems.add("inf", f"is {value}", tensor=name, role=role)
+            layout.add("inf", f"is {value}", tensor=name, role=role)
 
 
-def _judge_nonfinite(problems: ProblemList, tensor: StoredTensor, values: Values) -> None:
+def _judge_nonfinite(layout: FileLayout, tensor: StoredTensor, values: Values) -> None:
     role = tensor.role
     # an attention mask holds 0 and -Inf only
     if not values.nan and not values.positive and values.low == values.high == 0:
@@ -349,7 +661,7 @@ def _judge_nonfinite(problems: ProblemList, tensor: StoredTensor, values: Values
     if role == "other" and not values.nan:
         return
     must_be_finite = role in STRICT or NORM_STATISTICS.search(tensor.name)
-    problems.add(
+    layout.add(
         "nan" if values.nan else "inf",
         _described(tensor, values),
         tensor=tensor.name,
@@ -367,57 +679,45 @@ def _described(tensor: StoredTensor, values: Values) -> str:
     detail = f"{', '.join(counts)} of {values.count:,}"
     # of a view with strides, the element number in the bytes is not an index
     if values.first is not None and tensor.shape and math.prod(tensor.shape) == values.count:
-        index = []
-        position = values.first
-        for size in reversed(tensor.shape):
-            position, inside = divmod(position, size)
-            index.append(inside)
-        detail += f", first at {index[::-1]}"
+        place = torch.unravel_index(torch.tensor(values.first), tensor.shape)
+        detail += f", first at {[int(index) for index in place]}"
     if values.low <= values.high:
         detail += f"; finite from {values.low:.4g} to {values.high:.4g}"
     return detail
 
 
-def _judge_finite(problems: ProblemList, tensor: StoredTensor, values: Values) -> None:
+def _judge_finite(layout: FileLayout, tensor: StoredTensor, values: Values) -> None:
     name = tensor.name
     role = tensor.role
     low = values.low
     if low < 0 and SQUARES.search(name):
         detail = f"holds {low:.4g} where only squares belong, so its root is NaN"
-        problems.add("negative", detail, tensor=name, role=role)
-    if role in LEARNED:
-        _judge_magnitude(problems, tensor, values)
+        layout.add("negative", detail, tensor=name, role=role)
+    if role not in LEARNED:
+        return
+    _judge_magnitude(layout, tensor, values)
     # vectors often have one value: biases, norm weights, gates
-    is_matrix = len(tensor.shape) >= 2 and values.count >= FEWEST and role in LEARNED
+    is_matrix = len(tensor.shape) >= 2 and values.count >= FEWEST
     is_constant = low == values.high and not values.bad
     if is_matrix and is_constant and not USUALLY_ZERO.search(name):
+        kind: ProblemKind = "constant" if low else "zero"
         shape = "x".join(map(str, tensor.shape))
-        detail = f"is all zero ({shape}); a trained matrix is not"
-        kind: ProblemKind = "zero"
-        if low:
-            detail = f"is {low:.4g} everywhere ({shape}); a trained matrix is not"
-            kind = "constant"
-        problems.add(kind, detail, tensor=name, severity="warning", role=role)
+        detail = f"is {low:.4g} everywhere ({shape}); a trained matrix is not"
+        layout.add(kind, detail, tensor=name, severity="warning", role=role)
 
 
-def _judge_magnitude(problems: ProblemList, tensor: StoredTensor, values: Values) -> None:
+def _judge_magnitude(layout: FileLayout, tensor: StoredTensor, values: Values) -> None:
     name = tensor.name
     role = tensor.role
-    low = values.low
     largest = values.largest
     limit = LARGEST[tensor.dtype]
-    reach = f"range {low:.3g} to {values.high:.3g}"
+    reach = f"(range {values.low:.3g} to {values.high:.3g})"
     # a mask is filled with the lowest number of its type
     if largest >= 0.99 * limit and values.high <= 0:
         return
-    if limit > ABSURD and largest > ABSURD and low != values.high:
-        detail = f"reaches {largest:.3g}; no trained weight does ({reach})"
-        problems.add("magnitude", detail, tensor=name, role=role)
+    if limit > ABSURD and largest > ABSURD and values.low != values.high:
+        detail = f"reaches {largest:.3g}; no trained weight does {reach}"
+        layout.add("magnitude", detail, tensor=name, role=role)
     elif largest > min(SUSPICIOUS, limit / 2):
-        detail = f"reaches {largest:.3g} in {tensor.dtype} ({reach})"
-        problems.add("magnitude", detail, tensor=name, severity="warning", role=role)
-    elif values.squares and largest * largest >= DOMINANT * values.squares:
-        share = largest * largest / values.squares
-        detail = f"{largest:.4g}, carries {share:.1%} of the sum of squares"
-        detail = f"one element of {values.count:,}, {detail}"
-        problems.add("outlier", detail, tensor=name, severity="warning", role=role)
+        detail = f"reaches {largest:.3g} in {tensor.dtype} {reach}"
+        layout.add("magnitude", detail, tensor=name, severity="warning", role=role)

@@ -39,8 +39,14 @@ class Tracked(MutableMapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = self._values[key]
-        self._read.add(f"{self._prefix}{key}")
-        return _wrap(value, f"{self._prefix}{key}", self._read)
+        whole = f"{self._prefix}{key}"
+        self._read.add(whole)
+        if isinstance(value, Mapping):
+            return Tracked(value, _prefix=f"{whole}.", _read=self._read)
+        if _is_list_of_mappings(value):
+            parts = enumerate(value)
+            return [Tracked(part, _prefix=f"{whole}.{n}.", _read=self._read) for n, part in parts]
+        return value
 
     def __getattr__(self, name: str) -> Any:
         # copy, pickle and inspect ask every object for such names.
@@ -81,18 +87,8 @@ class Tracked(MutableMapping[str, Any]):
         return Tracked(dict(self._values), _prefix=self._prefix, _read=self._read)
 
 
-def _wrap(value: Any, key: str, read: set[str]) -> Any:
-    if isinstance(value, Mapping):
-        return Tracked(value, _prefix=f"{key}.", _read=read)
-    if _is_list_of_mappings(value):
-        return [_wrap(part, f"{key}.{position}", read) for position, part in enumerate(value)]
-    return value
-
-
 def _is_list_of_mappings(value: Any) -> bool:
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(part, Mapping) for part in value)
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def plain(settings: Any) -> dict[str, Any]:
@@ -260,43 +256,42 @@ def meant(word: object) -> str | None:
     return None
 
 
-def wanted(settings: Mapping[str, Any]) -> tuple[str | None, str] | None:
-    """The precision that is asked for, and by which settings; None if none mentions it.
+class Precision(NamedTuple):
+    """The precision that a configuration asks for."""
 
-    The dtype is None for mixed precision that names none.
-    """
+    dtype: str | None
+    """None for mixed precision that names none."""
+    said: str
+    """The settings that ask."""
+    contradiction: str
+    """Two of them that exclude each other; empty if there are none."""
+
+
+def wanted(settings: Mapping[str, Any]) -> Precision | None:
+    """None if no setting mentions a precision."""
+    said = []
+    asked: dict[str | None, Setting] = {}
     named = find(settings, "mixed_precision")
     if named is not None and meant(named.value) is not None:
-        return meant(named.value), str(named)
-    dtype: str | None = "float32"
-    said = []
-    for name, meaning in (("amp", None), ("fp16", "float16"), ("bf16", "bfloat16")):
+        asked[meant(named.value)] = named
+        said.append(named)
+    for name, dtype in (("amp", None), ("fp16", "float16"), ("bf16", "bfloat16")):
         flag = find(settings, name)
         if flag is not None:
-            said.append(str(flag))
-            dtype = meaning if _is_on(flag) else dtype
-    return (dtype, ", ".join(said)) if said else None
-
-
-def contradiction(settings: Mapping[str, Any]) -> str:
-    """Name two settings of one configuration that exclude each other; empty if there are none."""
-    asked: list[tuple[str | None, Setting]] = []
-    named = find(settings, "mixed_precision")
-    if named is not None and meant(named.value) is not None:
-        asked.append((meant(named.value), named))
-    for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
-        flag = find(settings, name)
-        if flag is not None and _is_on(flag):
-            asked.append((dtype, flag))
-    for other, setting in asked[1:]:
-        if other != asked[0][0]:
-            return f"{asked[0][1]} and {setting} exclude each other"
-    return ""
-
-
-def _is_on(flag: Setting) -> bool:
-    """True for a flag that is set, also if its value is spelt as a string."""
-    return str(flag.value).strip().lower() in ("true", "1", "yes", "on")
+            said.append(flag)
+            # Also if the value is spelt as a string.
+            if str(flag.value).strip().lower() in ("true", "1", "yes", "on"):
+                asked.setdefault(dtype, flag)
+    if not said:
+        return None
+    found: str | None = next(reversed(asked), "float32")
+    if said[0] is named:
+        said, found = said[:1], meant(said[0].value)
+    different = [str(setting) for dtype, setting in asked.items() if dtype is not None]
+    contradiction = ""
+    if len(different) > 1:
+        contradiction = f"{different[0]} and {different[1]} exclude each other"
+    return Precision(found, ", ".join(map(str, said)), contradiction)
 
 
 # accelerate launch sets its own variables, torchrun sets WORLD_SIZE.
@@ -329,19 +324,15 @@ def read_launcher(file: Mapping[str, Any], file_name: str, environ: Mapping[str,
     """Merge file and environment. The environment is what the script will see, so it wins."""
     found = Launcher()
     for variable, name in ENVIRONMENT.items():
-        for value, place in (
-            (file.get(name), file_name),
-            (environ.get(variable) or None, variable),
-        ):
-            if value is None:
-                continue
-            before = str(found.values.get(name, value))
-            if before.lower() != str(value).lower():
-                found.conflicts.append(
-                    f"{file_name} says {name}={before}, the environment {variable}={value}"
-                )
-            found.values[name] = value
-            found.said[name] = f"{name}={value} in {place}"
+        written, given = file.get(name), environ.get(variable) or None
+        if None not in (written, given) and str(written).lower() != str(given).lower():
+            found.conflicts.append(
+                f"{file_name} says {name}={written}, the environment {variable}={given}"
+            )
+        for value, place in ((written, file_name), (given, variable)):
+            if value is not None:
+                found.values[name] = value
+                found.said[name] = f"{name}={value} in {place}"
     return found
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,8 @@ FINITE_TESTS = ("isfinite", "isnan", "isinf")
 NORM_NAMES = ("clip_grad_norm_", "get_total_norm", "grad_norm", "total_norm", "vector_norm")
 CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_gradients")
 LIMITS = ("max_norm", "clip_value")
-NOT_THE_LOSS = frozenset({"fn", "func", "function", "scale", "weight", "weights", "mask"})
-"""Last words of names such as `loss_scale` that are not the loss itself."""
-CONTAINERS = (ast.Dict, ast.DictComp, ast.Lambda)
-"""Values that are not another name for a loss, even if they hold one."""
+LOSS = re.compile(r"(?i)(.*_)?(loss|losses)(_(?!fn|func|function|scale|weights?|mask)\w+)?")
+"""Names of a loss; `loss_scale` is not one."""
 NOT_A_VALUE = re.compile(r"[\w.]+\((?=[^)])|\w+=(?!=)")
 """`scaler.scale(` of `scaler.scale(loss)`, and `dim=` of a keyword."""
 
@@ -65,16 +62,11 @@ class Source:
 
 def read_source(folder: Path, paths: Iterable[Path]) -> Source:
     """Read these files; what cannot be parsed is left out."""
-    trees = {}
-    for path in islice(paths, MOST_FILES):
-        tree = _parsed(path)
-        if tree is not None:
-            trees[path] = tree
+    trees = {path: tree for path in islice(paths, MOST_FILES) if (tree := _parsed(path))}
     found = Source(len(trees))
     testers = {name: {name} for name in FINITE_TESTS}
     for tree in trees.values():
-        # Add functions of the program that test one of their arguments: `def good(x):
-        # isfinite(x)`.
+        # Add functions of the program that test an argument: `def good(x): isfinite(x)`.
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 given = {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
@@ -82,14 +74,16 @@ def read_source(folder: Path, paths: Iterable[Path]) -> Source:
                     if _called(call) in FINITE_TESTS and _values_in(call) & given - {"self"}:
                         testers.setdefault(node.name, set()).add(_called(call))
     for path, tree in trees.items():
-        _FileReader(found, testers).read(tree, os.path.relpath(path.resolve(), folder.resolve()))
+        file = os.path.relpath(path.resolve(), folder.resolve())
+        names = _imported_names(tree)
+        found.imports |= {whole.partition(".")[0] for whole in names.values()}
+        _read_mentions(found, tree, file)
+        _read_calls(found, tree, file, names, testers)
     return found
 
 
-def program_files(folder: Path, script: Path | None) -> list[Path]:
-    """The script and the modules below the folder that it imports; without a script, all files."""
-    if script is None:
-        return list(files_below(folder))
+def program_files(folder: Path, script: Path) -> list[Path]:
+    """The script and the modules below the folder that it imports."""
     found: list[Path] = []
     waiting = [script]
     while waiting and len(found) < MOST_FILES:
@@ -144,135 +138,123 @@ def _imported_files(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         roots = [folder, path.parent, package]
-        wanted = [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom):
-            if node.level:
-                roots = [path.parents[min(node.level, len(path.parents)) - 1]]
-            base = node.module or ""
-            wanted = [f"{base}.{name}".strip(".") for name in wanted]
-        for name in wanted:
-            parts = name.split(".")
-            for depth in range(1, len(parts) + 1):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            roots = [path.parents[min(node.level, len(path.parents)) - 1]]
+        for alias in node.names:
+            place = Path()
+            for part in filter(
+                None, f"{getattr(node, 'module', '') or ''}.{alias.name}".split(".")
+            ):
+                place /= part
                 for root in roots:
-                    place = root.joinpath(*parts[:depth])
-                    candidates = (place.with_suffix(".py"), place / "__init__.py")
+                    module = root / place
+                    candidates = (module.with_suffix(".py"), module / "__init__.py")
                     yield from filter(Path.is_file, candidates)
 
 
-class _FileReader:
-    """Adds what one file does to a Source."""
-
-    def __init__(self, found: Source, testers: dict[str, set[str]]) -> None:
-        self._found = found
-        self._testers = testers
-        self._ours: dict[str, str] = {}
-        """Local name -> what it is: `sg` -> `stepguard`, `Guard` -> `stepguard.Guard`."""
-        self._losses: set[str] = set()
-        self._numbers: dict[str, Any] = {}
-        """`CLIP = 0.5` at the top of the module."""
-
-    def read(self, tree: ast.Module, name: str) -> None:
-        unused = set()
-        self._name_values(tree)
-        for node in ast.walk(tree):
-            place = f"{name}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Attribute):
-                mentioned = node.attr
-            # `lr = 1` is not a use of lr.
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                mentioned = node.id
-            elif (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and node.value.isidentifier()
-            ):
-                mentioned = node.value
-            else:
-                mentioned = ""
-            self._found.mentions.add(mentioned)
-            if isinstance(node, ast.Expr):
-                unused.add(getattr(node.value, "func", None))
-            # A norm that is computed and dropped is not monitored.
-            if mentioned in NORM_NAMES and node not in unused:
-                self._found.places.setdefault(mentioned, place)
-            if any(self._is_ours(base, GUARDS) for base in getattr(node, "bases", ())):
-                self._found.places.setdefault("guard", place)
-            if isinstance(node, ast.Call):
-                self._call(node, place)
-
-    def _name_values(self, tree: ast.Module) -> None:
-        """Which names are stepguard's, which are a loss, and which are a number."""
-        assigned = []
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self._import(node)
-            elif isinstance(node, ast.Assign) and not isinstance(node.value, CONTAINERS):
-                assigned += [(target, node.value) for target in node.targets]
-            elif _called(node) in ("backward", "manual_backward"):
-                self._losses |= _values_in(node)
-        for target, value in assigned * 2:
-            name = getattr(target, "id", "")
-            if any(map(self._is_loss, _values_in(value))):
-                self._losses.add(name)
-            if isinstance(value, ast.Constant) and not target.col_offset:
-                self._numbers[name] = value.value
-
-    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
-        module = getattr(node, "module", None) or ""
+def _imported_names(tree: ast.Module) -> dict[str, str]:
+    """Local name -> what it is: `sg` -> `stepguard`, `Guard` -> `stepguard.Guard`."""
+    names = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         for alias in node.names:
-            self._found.imports |= {module.partition(".")[0], alias.name.partition(".")[0]}
-            whole = f"{module}.{alias.name}".strip(".")
-            if whole.partition(".")[0] != "stepguard" or getattr(node, "level", None):
-                continue
-            if alias.name == "*":
-                self._ours |= {name: name for name in GUARDS | SETTINGS}
-            elif module or alias.asname:
-                self._ours[alias.asname or alias.name] = whole
+            if isinstance(node, ast.Import):
+                first = alias.name.partition(".")[0]
+                names[alias.asname or first] = alias.name if alias.asname else first
             else:
-                self._ours["stepguard"] = "stepguard"
+                # A relative import keeps its dots.
+                module = "." * node.level + (node.module or "")
+                star = GUARDS | SETTINGS if alias.name == "*" else {alias.name}
+                for name in star:
+                    names[alias.asname or name] = f"{module}.{name}"
+    return names
 
-    def _is_ours(self, node: ast.AST, wanted: frozenset[str]) -> bool:
-        """Is this one of these names of stepguard?"""
-        root, _, rest = _dotted(node).partition(".")
-        whole = f"{self._ours.get(root)}.{rest}".strip(".")
-        return root in self._ours and whole.rpartition(".")[2] in wanted
 
-    def _call(self, call: ast.Call, place: str) -> None:
-        found, called = self._found, _called(call)
-        if self._is_ours(call.func, GUARDS):
-            found.places.setdefault("guard", place)
+def _read_mentions(found: Source, tree: ast.Module, file: str) -> None:
+    unused = set()
+    for node in ast.walk(tree):
+        mentioned = getattr(node, "attr", "")
+        # `lr = 1` is not a use of lr.
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            mentioned = node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            mentioned = node.value
+        found.mentions.add(mentioned)
+        if isinstance(node, ast.Expr):
+            unused.add(getattr(node.value, "func", None))
+        # A norm that is computed and dropped is not monitored.
+        if mentioned in NORM_NAMES and node not in unused:
+            found.places.setdefault(mentioned, f"{file}:{getattr(node, 'lineno', 0)}")
+
+
+def _read_calls(
+    found: Source, tree: ast.Module, file: str, names: dict[str, str], testers: dict[str, set[str]]
+) -> None:
+    losses, constants = _known_values(tree)
+    node: Any
+    for node in ast.walk(tree):
+        place = f"{file}:{getattr(node, 'lineno', 0)}"
+        for callee in (getattr(node, "func", node), *getattr(node, "bases", ())):
+            name = "" if callee is node else _name_of_ours(callee, names)
+            if name in GUARDS:
+                found.places.setdefault("guard", place)
+            for word in node.keywords if name in SETTINGS else ():
+                if getattr(word.value, "value", "") is not None:
+                    found.settings.setdefault(word.arg, (_written(word.value, constants), place))
+        called = _called(node)
         if called == "autocast":
             found.places.setdefault("autocast", place)
         if called in CLIPPING:
-            named = [word.value for word in call.keywords if word.arg in LIMITS]
-            limit = next(iter(named + call.args[1:2]), None)
-            found.settings.setdefault("clipping", (self._written(limit), place))
-        if self._is_ours(call.func, SETTINGS):
-            for word in call.keywords:
-                if word.arg and getattr(word.value, "value", "") is not None:
-                    found.settings.setdefault(word.arg, (self._written(word.value), place))
-        if called in self._testers and any(map(self._is_loss, _values_in(call))):
-            for test in self._testers[called]:
+            limits = [word.value for word in node.keywords if word.arg in LIMITS]
+            limit = _written(next(iter(limits + node.args[1:2]), None), constants)
+            found.settings.setdefault("clipping", (limit, place))
+        if called in testers and _holds_loss(node, losses):
+            for test in testers[called]:
                 found.places.setdefault(test, place)
 
-    def _is_loss(self, name: str) -> bool:
-        words = name.lower().split("_")
-        named = "loss" in words or "losses" in words
-        return name in self._losses or (named and words[-1] not in NOT_THE_LOSS)
 
-    def _written(self, value: Any) -> Any:
-        """What is written there; None where it is computed."""
-        try:
-            return self._numbers.get(getattr(value, "id", "")) or ast.literal_eval(value)
-        except ValueError:
-            return None
+def _name_of_ours(node: ast.AST, names: dict[str, str]) -> str:
+    """`Guard` for every way to write stepguard.Guard; empty for what is not stepguard's."""
+    root, _, rest = _dotted(node).partition(".")
+    whole = f"{names.get(root, '')}.{rest}".strip(".")
+    return whole.rpartition(".")[2] if whole.startswith("stepguard.") else ""
+
+
+def _known_values(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
+    """Names of losses, and the values of constants at the top of the module: `CLIP = 0.5`."""
+    losses: set[str] = set()
+    constants = {}
+    assigned = []
+    for node in ast.walk(tree):
+        # A dict is not another name for a loss, even if it holds one.
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Dict | ast.Lambda):
+            assigned.append((getattr(node.targets[0], "id", ""), node.value))
+            if isinstance(node.value, ast.Constant) and not node.col_offset:
+                constants[assigned[-1][0]] = node.value.value
+        elif _called(node) in ("backward", "manual_backward"):
+            losses |= _values_in(node)
+    for name, value in assigned * 2:
+        if _holds_loss(value, losses):
+            losses.add(name)
+    return losses, constants
+
+
+def _written(node: Any, constants: dict[str, Any]) -> Any:
+    """The value that is written there; None where it is computed."""
+    with suppress(ValueError):
+        return constants.get(getattr(node, "id", "")) or ast.literal_eval(node)
+    return None
+
+
+def _holds_loss(node: ast.AST, losses: set[str]) -> bool:
+    names = _values_in(node)
+    return not losses.isdisjoint(names) or any(map(LOSS.fullmatch, names))
 
 
 def _called(node: ast.AST) -> str:
     """Last part of the name of a called function; empty for what is not a call."""
-    if not isinstance(node, ast.Call):
-        return ""
-    return _dotted(node.func).rpartition(".")[2]
+    return _dotted(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
 def _dotted(node: ast.AST) -> str:
@@ -339,9 +321,6 @@ def subject_of(built: Any, named: str) -> Subject:
     """Make a Subject of whatever a build function returns; ConfigError says what is wrong."""
     if isinstance(built, Subject):
         return built
-    # A transformers Trainer, recognised by its parts, so that nothing is imported.
-    if isinstance(getattr(built, "model", None), nn.Module) and hasattr(built, "args"):
-        return _from_trainer(built)
     values = _parts(built, named)
     known = [entry.name for entry in fields(Subject)]
     for name in values.keys() - known:
@@ -364,13 +343,20 @@ def subject_of(built: Any, named: str) -> Subject:
 
 
 def _parts(built: Any, named: str) -> dict[Any, Any]:
-    """Of a tuple, the model comes first; each further part is known by what it is."""
     if isinstance(built, Mapping):
         return dict(built)
     if _is_guard(built):
         return {"guard": built}
-    if not isinstance(built, tuple | list) or not built or not isinstance(built[0], nn.Module):
-        raise ConfigError(f"{named} returned {_described(built)}; {WANTED}.")
+    # A transformers Trainer, recognised by its parts, so that nothing is imported.
+    if isinstance(getattr(built, "model", None), nn.Module) and hasattr(built, "args"):
+        return _of_trainer(built)
+    if isinstance(built, tuple | list) and built and isinstance(built[0], nn.Module):
+        return _of_tuple(built, named)
+    raise ConfigError(f"{named} returned {_described(built)}; {WANTED}.")
+
+
+def _of_tuple(built: Sequence[Any], named: str) -> dict[str, Any]:
+    """The model comes first; each further part is known by what it is."""
     parts = {"model": built[0]}
     for position, value in enumerate(built[1:], start=2):
         if value is None:
@@ -416,44 +402,27 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _from_trainer(trainer: Any) -> Subject:
-    args = trainer.args
-    settings = args.to_dict() if hasattr(args, "to_dict") else vars(args)
+def _of_trainer(trainer: Any) -> dict[str, Any]:
+    """The Trainer opens the context; the optimizer it would make is made here, and taken back."""
     dataset: Any = getattr(trainer, "train_dataset", None)
-    length = len(dataset) if hasattr(dataset, "__len__") else 0
-    steps = int(getattr(args, "max_steps", 0))
-    if steps <= 0 and length and hasattr(args, "train_batch_size"):
-        batches = math.ceil(length / (args.train_batch_size * max(1, args.world_size)))
-        # The Trainer drops the last accumulation of an epoch if it is not full.
-        epoch = max(1, batches // args.gradient_accumulation_steps)
-        steps = math.ceil(args.num_train_epochs * epoch)
-    optimizer, scheduler = trainer.optimizer, getattr(trainer, "lr_scheduler", None)
-    before = (optimizer, scheduler)
-    # The Trainer makes both when training starts: make them here, and take them back.
-    try:
-        if optimizer is None and hasattr(trainer, "create_optimizer"):
-            optimizer = trainer.create_optimizer()
-        if scheduler is None and optimizer and steps > 0 and hasattr(trainer, "create_scheduler"):
-            scheduler = trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
-    finally:
-        trainer.optimizer, trainer.lr_scheduler = before
+    before = optimizer = trainer.optimizer
+    if optimizer is None and hasattr(trainer, "create_optimizer"):
+        optimizer = trainer.create_optimizer()
+    trainer.optimizer = before
     batch = None
     # The collator may refuse columns that the Trainer drops when it trains.
     with suppress(Exception), kept_rng():
-        examples = [dataset[index] for index in range(min(2, length))]
-        batch = trainer.data_collator(examples) if examples else None
-    return Subject(
-        model=trainer.model,
-        optimizer=_unwrapped(optimizer),
-        scheduler=scheduler,
-        steps=steps if steps > 0 else None,
-        dataset=dataset,
-        batch=batch,
-        validation=getattr(trainer, "eval_dataset", None),
-        autocast=trainer,
-        config=settings,
-        run_dir=settings.get("output_dir"),
-    )
+        batch = trainer.data_collator([dataset[index] for index in range(min(2, len(dataset)))])
+    return {
+        "model": trainer.model,
+        "optimizer": optimizer,
+        "scheduler": getattr(trainer, "lr_scheduler", None),
+        "dataset": dataset,
+        "batch": batch,
+        "validation": getattr(trainer, "eval_dataset", None),
+        "autocast": trainer,
+        "config": vars(trainer.args),
+    }
 
 
 # --- The framework around a model: the context it opens for the forward pass, and what it declares.
@@ -467,7 +436,7 @@ FACTS = {
 """Fact -> what an Accelerator, a Fabric, a Trainer or TrainingArguments call it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FrameworkContext:
     """What opens the context, and what its owner declares."""
 
@@ -507,32 +476,30 @@ def read_framework(given: Any) -> FrameworkContext:
             "torch.autocast('cuda', dtype=torch.bfloat16), or an Accelerator, a Fabric or a "
             "Trainer."
         )
-    openers = [getattr(given, "compute_loss_context_manager", None), opener]
-    found = FrameworkContext(
-        f"the context of {kind}",
-        tuple(filter(None, openers)),
-        scaler=getattr(owner, "scaler", getattr(plugin, "scaler", None)),
-    )
+    openers = (getattr(given, "compute_loss_context_manager", None), opener)
+    found = FrameworkContext(f"the context of {kind}", tuple(filter(None, openers)))
+    found.scaler = getattr(owner, "scaler", getattr(plugin, "scaler", None))
     for holder, key in ((owner, "mixed_precision"), (plugin, "precision")):
         word = getattr(holder, key, None)
         if word:
-            said = f"{type(owner).__name__}({key}={str(word)!r})"
-            found = replace(found, dtype=meant(word), said=said)
+            found.dtype = meant(word)
+            found.said = f"{type(owner).__name__}({key}={str(word)!r})"
     # accelerate then opens torch.autocast without a dtype.
     if getattr(owner, "native_amp", False) and found.dtype == "float32":
-        found = replace(found, unnamed=f"native_amp is on with {found.said}: {default_dtypes()}")
+        found.unnamed = f"native_amp is on with {found.said}: {default_dtypes()}"
     # The Trainer refuses to have both.
     for flag in ("bf16", "fp16"):
         if getattr(args, flag, False):
-            found = replace(found, dtype=meant(flag), said=f"TrainingArguments({flag}=True)")
-    found.facts.update(_facts_of((owner, given, args)))
+            found.dtype = meant(flag)
+            found.said = f"TrainingArguments({flag}=True)"
+    found.facts = _facts_of(owner, given, args)
     return found
 
 
-def _facts_of(holders: Iterable[Any]) -> dict[str, Any]:
+def _facts_of(*holders: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    for holder in holders:
-        for fact, names in FACTS.items():
+    for fact, names in FACTS.items():
+        for holder in holders:
             for name in names:
                 if getattr(holder, name, None) is not None:
                     facts.setdefault(fact, getattr(holder, name))

@@ -1,7 +1,4 @@
-"""One checkpoint file of any format: zips of torch.save, older streams, pickles, safetensors.
-
-To add a format: write its `matches` and `read`, and extend FORMATS.
-"""
+"""One checkpoint file of any format: zips of torch.save, older streams, pickles, safetensors."""
 
 from __future__ import annotations
 
@@ -9,59 +6,57 @@ import math
 import pickle
 import struct
 import tarfile
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from stepguard.check.allowed_globals import trust
-from stepguard.check.bounded_file import (
-    LARGEST_INDEX,
-    SAFETENSORS,
-    SAFETENSORS_BITS,
-    SIZES,
-    Damaged,
-    FileSlice,
-    ProblemList,
-    first_few,
-    is_shape,
-    open_file,
-    parse_json,
-    role_of_file,
-    role_of_part,
-    role_of_tensor,
-    structural,
-)
 from stepguard.check.inert_pickle import (
     LEGACY_START,
     LONGEST_TEXT,
     MOST_STACK,
     MOST_VALUES,
-    ArrayRecord,
     NotPickled,
     PickledObject,
     PickleReader,
     StorageRecord,
     TensorRecord,
 )
-from stepguard.check.scan import Checksum, FileLayout, Progress, judge, scan
+from stepguard.check.scan import (
+    LARGEST_INDEX,
+    SAFETENSORS,
+    SAFETENSORS_BITS,
+    SIZES,
+    Checksum,
+    Damaged,
+    FileLayout,
+    FileSlice,
+    Progress,
+    first_few,
+    is_shape,
+    judge,
+    open_file,
+    parse_json,
+    role_of_file,
+    role_of_part,
+    role_of_tensor,
+    scan,
+    structural,
+)
 from stepguard.records.checks import Rate, Role
 
 # --- The directory of a zip, read as torch reads it, and only where no two readers could differ.
 
 LOCAL = struct.Struct("<4s5H3I2H")
 """The header in front of every entry; its last two numbers are the lengths of name and extra."""
-ENTRY = struct.Struct("<4s6H3I5H2I")
-"""An entry of the directory."""
 END = struct.Struct("<4s4H2IH")
 """The end record: disks, counts, size and offset of the directory, length of the comment."""
 LOCATOR = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQ2H2I4Q")
 ZIP_START = b"PK\x03\x04"
-LARGE = 0xFFFFFFFF
-"""A 32-bit number whose value is in the zip64 field."""
 DESCRIPTORS = (0, 12, 16, 20, 24)
 """Bytes that may follow the content of an entry: its sizes once more, as a stream writes them."""
 SPECIAL = frozenset({"data.pkl", "constants.pkl", "byteorder", "version"})
@@ -74,7 +69,6 @@ class ZipRecord:
     """One entry of a zip; offsets are those in the slice."""
 
     name: str
-    header: int
     start: int
     size: int
     crc: int
@@ -95,61 +89,67 @@ class ZipRecord:
 
 def zip_records(source: FileSlice) -> dict[str, ZipRecord]:
     """Return the entries by name without the archive's folder, or raise Damaged."""
-    count, start, size = _directory(source)
-    data = source.exactly(start, size)
+    count, directory = _directory(source)
+    try:
+        listed = zipfile.ZipFile(source.reader()).infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise Damaged("malformed", f"the zip directory is damaged: {error}") from None
+    if len(listed) != count:
+        raise Damaged("malformed", f"the zip directory has {len(listed):,} of {count:,} entries")
     found: dict[str, ZipRecord] = {}
     folded: set[str] = set()
     folder = None
-    at = 0
-    for _ in range(count):
-        record, at = _record(source, data, at)
+    end = 0
+    before = "the beginning"
+    for info in sorted(listed, key=lambda info: info.header_offset):
+        record = _record(source, info)
         # torch looks for names in the folder of the first entry, whatever the case of letters
         first, slash, name = record.name.partition("/")
-        folder = first if folder is None else folder
+        folder = folder or first
         lower = name.lower()
         if not slash or first != folder:
-            detail = f"{record.name!r} is not in the folder {folder!r} of the zip"
-            raise Damaged("malformed", detail)
+            raise Damaged(
+                "malformed", f"{record.name!r} is not in the folder {folder!r} of the zip"
+            )
         if lower in folded:
             raise Damaged("duplicate", f"the zip holds {record.name!r} more than once")
         if lower in SPECIAL and name not in SPECIAL:
-            detail = f"the zip holds {record.name!r}, which torch takes for another"
-            raise Damaged("hostile", detail)
+            raise Damaged(
+                "hostile", f"the zip holds {record.name!r}, which torch takes for another"
+            )
         folded.add(lower)
         found[name] = record
-    if at != size:
-        raise Damaged("malformed", f"the zip directory has {size - at:,} bytes too many")
-    # entries fill the file: none shares bytes with another, and nothing lies between them
-    end = 0
-    before = "the beginning"
-    borders = [(each.header, each.start + each.packed, each.name) for each in found.values()]
-    for first_byte, last, name in (*sorted(borders), (start, start, "the zip directory")):
-        gap = first_byte - end
-        if gap < 0:
-            raise Damaged("hostile", f"{name!r} and {before!r} share the same bytes of the file")
-        if gap not in DESCRIPTORS or (gap and not end):
-            raise Damaged("hostile", f"{gap:,} bytes lie hidden between {before} and {name}")
-        end = last
-        before = name
+        _check_gap(end, info.header_offset, before, record.name)
+        end = record.start + record.packed
+        before = record.name
+    _check_gap(end, directory, before, "the zip directory")
     return found
 
 
-def _directory(source: FileSlice) -> tuple[int, int, int]:
-    """Return number of entries, offset and size of the directory, from the end of the file."""
+def _check_gap(end: int, start: int, before: str, name: str) -> None:
+    """Entries fill the file: none shares bytes with another, and nothing lies between them."""
+    if start < end:
+        raise Damaged("hostile", f"{name!r} and {before!r} share the same bytes of the file")
+    if start - end not in DESCRIPTORS or (start and not end):
+        raise Damaged("hostile", f"{start - end:,} bytes lie hidden between {before} and {name}")
+
+
+def _directory(source: FileSlice) -> tuple[int, int]:
+    """Return number of entries and offset of the directory; it has to be where all readers look."""
     end = source.size - END.size
     signature, disk, first_disk, here, count, size, start, comment = END.unpack(
         source.at(max(0, end), END.size).ljust(END.size)
     )
     if signature != b"PK\x05\x06" or comment:
-        detail = "the zip has no directory at its end: it was not written to its end"
-        raise Damaged("torn", detail)
+        raise Damaged("torn", "the zip has no directory at its end: it was not written to its end")
     locator = source.at(max(0, end - LOCATOR.size), LOCATOR.size)
     if locator[:4] == b"PK\x06\x07":
         end -= LOCATOR.size + END64.size
         named = LOCATOR.unpack(locator)[2]
         if end < 0 or named != end:
-            detail = f"the zip64 record is not at byte {named:,}, where it is named"
-            raise Damaged("hostile", detail)
+            raise Damaged(
+                "hostile", f"the zip64 record is not at byte {named:,}, where it is named"
+            )
         signature, length, _, _, disk, first_disk, here, count, size, start = END64.unpack(
             source.exactly(end, END64.size)
         )
@@ -164,76 +164,52 @@ def _directory(source: FileSlice) -> tuple[int, int, int]:
             "bytes were put in front of it or taken away",
         )
     if size > LARGEST_INDEX:
-        detail = f"a zip directory of {size:,} bytes is more than the {LARGEST_INDEX:,} read"
-        raise Damaged("limit", detail)
-    return count, start, size
+        raise Damaged(
+            "limit", f"a zip directory of {size:,} bytes is more than the {LARGEST_INDEX:,} read"
+        )
+    return count, start
 
 
-def _record(source: FileSlice, data: bytes, at: int) -> tuple[ZipRecord, int]:
-    """Read an entry and compare it with the header in front of its bytes."""
-    if len(data) - at < ENTRY.size or data[at : at + 4] != b"PK\x01\x02":
-        raise Damaged("malformed", "the zip directory is damaged")
-    fields = ENTRY.unpack_from(data, at)
-    flags, method = fields[3:5]
-    crc, packed, size, name_size, extra_size, comment_size, disk = fields[7:14]
-    extra_start = at + ENTRY.size + name_size
-    end = extra_start + extra_size + comment_size
-    if end > len(data):
-        raise Damaged("malformed", "the zip directory is damaged")
-    raw = data[at + ENTRY.size : extra_start]
-    name = _entry_name(raw)
-    extra = data[extra_start : extra_start + extra_size]
-    size, packed, header = _wide(name, extra, [size, packed, fields[16]])
-    is_encrypted = flags & 1
-    if is_encrypted or disk:
-        raise Damaged("malformed", f"{name!r} is encrypted or in another part of the zip")
-    local = source.at(header, LOCAL.size)
+def _check_name(name: str) -> None:
+    parts = name.replace("\\", "/").split("/")
+    if name.startswith("/") or ".." in parts or parts[0][1:2] == ":":
+        raise Damaged(
+            "hostile", f"the zip holds {name!r}, which would be unpacked outside its folder"
+        )
+    if len(name) > LONGEST_ENTRY or not name.isascii() or not name.isprintable():
+        raise Damaged("malformed", f"the zip holds an entry with the name {name[:80]!r}")
+
+
+def _record(source: FileSlice, info: zipfile.ZipInfo) -> ZipRecord:
+    """Compare an entry of the directory with the header in front of its bytes."""
+    name = info.orig_filename
+    _check_name(name)
+    # sizes beyond 32 bits stand in one extra field of type 1; readers differ about a second one
+    extra = info.extra
+    is_plain = not extra or (extra[:2] == b"\1\0" and extra[2] + 256 * extra[3] == len(extra) - 4)
+    is_encrypted = info.flag_bits & 1
+    if is_encrypted or info.volume or not is_plain:
+        raise Damaged(
+            "malformed",
+            f"{name!r} is encrypted, in another part of the zip, or has a damaged extra field",
+        )
+    at = info.header_offset
+    local = source.at(at, LOCAL.size)
     if len(local) < LOCAL.size or local[:4] != ZIP_START:
         raise Damaged("torn", f"the header of {name!r} is not where the zip directory says")
     *_, local_name, local_extra = LOCAL.unpack(local)
-    if source.at(header + LOCAL.size, local_name) != raw:
-        detail = f"{name!r} has another name in its header than in the zip directory"
-        raise Damaged("malformed", detail)
+    if source.at(at + LOCAL.size, local_name) != name.encode():
+        raise Damaged(
+            "malformed", f"{name!r} has another name in its header than in the zip directory"
+        )
     # the lengths of the directory must not be used: torch pads the extra field of the header only,
     # so that every storage begins at a multiple of 64 bytes
-    start = header + LOCAL.size + local_name + local_extra
+    start = at + LOCAL.size + local_name + local_extra
+    packed = info.compress_size
     if start + packed > source.size:
         raise Damaged("torn", f"{name!r} should end at byte {start + packed:,} of {source.size:,}")
-    is_stored = method == 0 and packed == size
-    return ZipRecord(name, header, start, size, crc, packed, is_stored), end
-
-
-def _entry_name(raw: bytes) -> str:
-    name = raw.decode("utf-8", "replace")
-    parts = name.replace("\\", "/").split("/")
-    if name.startswith("/") or ".." in parts or parts[0][1:2] == ":":
-        detail = f"the zip holds {name!r}, which would be unpacked outside its folder"
-        raise Damaged("hostile", detail)
-    if len(raw) > LONGEST_ENTRY or not name.isprintable() or "\N{REPLACEMENT CHARACTER}" in name:
-        raise Damaged("malformed", f"the zip holds an entry with the name {name[:80]!r}")
-    return name
-
-
-def _wide(name: str, extra: bytes, numbers: list[int]) -> list[int]:
-    """Return sizes and offset, those that do not fit into 32 bits from the zip64 field."""
-    fields = []
-    at = 0
-    while at < len(extra):
-        kind, length = struct.unpack("<2H", extra[at : at + 4].ljust(4, b"\xff"))
-        at += 4 + length
-        if kind == 1:
-            fields.append(extra[at - length : at])
-    if at > len(extra) or len(fields) > 1:
-        raise Damaged("malformed", f"{name!r} has a damaged extra field")
-    place = 0
-    for number, value in enumerate(numbers):
-        if value == LARGE:
-            part = fields[0][place : place + 8] if fields else b""
-            if len(part) < 8:
-                raise Damaged("malformed", f"{name!r} has no size that can be read")
-            numbers[number] = int.from_bytes(part, "little")
-            place += 8
-    return numbers
+    is_stored = info.compress_type == 0 and packed == info.file_size
+    return ZipRecord(name, start, info.file_size, info.CRC, packed, is_stored)
 
 
 # --- The value of a pickle: names not on the list, rates, numbers, and tensors with their bytes.
@@ -250,6 +226,7 @@ RATES: dict[str, Any] = {
 }
 """Keys of optimizer and scheduler states -> what kind of learning rate stands there."""
 STEPS = ("global_step", "step", "iteration", "iter", "num_steps", "steps")
+CONTAINERS = (dict, list, tuple, set, frozenset, PickledObject)
 UNNAMED = ("_modules", "_parameters")
 """Keys of a pickled module that are left out of names. `_buffers` stays: it tells the role."""
 
@@ -266,15 +243,15 @@ def read_value(reader: PickleReader, layout: FileLayout, *, scripted: bool = Fal
             names.setdefault(kind, []).append(str(name))
         for hostile in names.get("hostile", ()):
             detail = f"names {hostile}, {NEEDLESS}; loading it with pickle could run code"
-            layout.problems.add("hostile", f"{detail}; nothing was run")
+            layout.add("hostile", f"{detail}; nothing was run")
         for called_class in names.get("calls", ()):
-            layout.problems.add(
+            layout.add(
                 "global",
                 f"names {called_class}, {NEEDLESS}; loading it with pickle would call it with "
                 "arguments from the file. Where it is a class of your own, save its value instead",
             )
         if "unknown" in names:
-            layout.problems.add(
+            layout.add(
                 "global",
                 f"names {first_few(names['unknown'])}, {NEEDLESS}; loading it with pickle would "
                 "import and run code that is not on the list of stepguard. Where it is your own, "
@@ -284,95 +261,75 @@ def read_value(reader: PickleReader, layout: FileLayout, *, scripted: bool = Fal
 
 def walk(layout: FileLayout, root: Any, role: Role | None = None, prefix: str = "") -> None:
     """Add every tensor, learning rate, step and non-finite number of a value."""
-    if role is None and isinstance(root, dict):
-        role = structural(root)
-    # a checkpoint of several parts, not a state dict, whose tensors are all the model's
-    has_parts = isinstance(root, dict) and dict in map(type, root.values())
-    tensors: list[tuple[str, Role, TensorRecord | ArrayRecord]] = []
-    for keys, context, value in _leaves(layout, root, role):
-        if isinstance(value, int | float):
-            add_number(layout, keys, context, value)
-        elif isinstance(value, TensorRecord | ArrayRecord):
-            if len(tensors) == MOST_STACK:
-                layout.problems.add("limit", f"holds more than {MOST_STACK:,} tensors")
-                break
-            if context is None and len(keys) == 1 and has_parts:
-                context = "other"
-            name = _name(keys)
-            found = role_of_tensor(context, name, value.dtype, parameter=value.parameter)
-            tensors.append((f"{prefix}{name}".rstrip("/"), found, value))
-    for name, found, record in reversed(tensors):
-        add_tensor(layout, name, found, record)
-
-
-def _leaves(
-    layout: FileLayout, root: Any, role: Role | None
-) -> Iterator[tuple[tuple[Any, ...], Role | None, Any]]:
-    """Yield what is not a container, each container once, to a limited depth and number."""
+    role = role or structural(root)
     seen: set[int] = set()
     visited = 0
     # a list instead of recursion: the file decides how deep its containers are
-    todo: list[tuple[Any, Any, Role | None, Any]] = [(None, None, role, root)]
+    todo: list[tuple[tuple[Any, ...], Role | None, Any]] = [((), role, root)]
     while todo:
-        above, key, role, value = todo.pop()
-        keys = () if above is None else (*above, key)
+        keys, role, value = todo.pop()
         visited += 1
-        if visited > MOST_VALUES:
-            detail = f"holds more than {MOST_VALUES:,} values; the rest was not read"
-            layout.problems.add("limit", detail)
+        if visited > MOST_VALUES or len(layout.tensors) > MOST_STACK:
+            detail = f"holds more than {MOST_VALUES:,} values or {MOST_STACK:,} tensors"
+            layout.add("limit", f"{detail}; the rest was not read")
             return
-        if not isinstance(value, dict | list | tuple | PickledObject):
-            yield keys, role, value
+        if isinstance(value, int | float):
+            add_number(layout, keys, role, value)
+        elif isinstance(value, TensorRecord):
+            name = _name(keys)
+            found = role_of_tensor(role, name, value.dtype, parameter=value.parameter)
+            add_tensor(layout, f"{prefix}{name}".rstrip("/"), found, value)
         # a pickle can put a list into itself
-        elif id(value) not in seen:
+        elif isinstance(value, CONTAINERS) and id(value) not in seen:
             seen.add(id(value))
             if len(keys) >= MOST_DEPTH:
-                detail = f"values are nested more than {MOST_DEPTH} deep; the rest was not read"
-                layout.problems.add("limit", detail)
+                layout.add(
+                    "limit", f"values are nested more than {MOST_DEPTH} deep; the rest was not read"
+                )
                 continue
-            for key, child in _children(value):
+            # a checkpoint of several parts, not a state dict, whose tensors are all the model's
+            is_parted = not keys and isinstance(value, dict) and dict in map(type, value.values())
+            for key, child in reversed(_children(value)):
                 if not isinstance(child, str | bytes | None):
-                    part = role or _role_of_child(len(keys), key, child)
-                    todo.append((keys, key, part, child))
+                    part = role or _role_of_child(len(keys), key, child, is_parted)
+                    todo.append(((*keys, key), part, child))
 
 
 def _name(keys: tuple[Any, ...]) -> str:
     words = []
     for key in keys:
-        if isinstance(key, str | int) and key not in UNNAMED:
-            words.append(str(key))
-        elif key is not None and key not in UNNAMED:
+        if not isinstance(key, str | int | None):
             words.append(type(key).__name__)
+        elif key is not None and key not in UNNAMED:
+            words.append(str(key))
     return "/".join(words)
 
 
-def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+def _children(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, dict):
-        yield from value.items()
-    elif not isinstance(value, PickledObject):
-        yield from enumerate(value)
-    else:
-        yield from enumerate(value.arguments)
-        for state in value.states():
-            if isinstance(state, dict):
-                yield from state.items()
-            else:
-                yield None, state
-        yield from enumerate(value.items)
-        if value.entries:
-            yield from value.entries.items()
+        return list(value.items())
+    if not isinstance(value, PickledObject):
+        return list(enumerate(value))
+    found: list[tuple[Any, Any]] = list(enumerate(value.arguments))
+    for state in value.states():
+        found += state.items() if isinstance(state, dict) else [(None, state)]
+    found += enumerate(value.items)
+    if value.entries:
+        found += value.entries.items()
+    return found
 
 
-def _role_of_child(depth: int, key: Any, child: Any) -> Role | None:
-    if isinstance(child, dict):
-        role = structural(child)
-        if role is not None:
-            return role
+def _role_of_child(depth: int, key: Any, child: Any, is_parted: bool) -> Role | None:
+    role = structural(child)
+    if role is not None:
+        return role
     # names divide a checkpoint only near the top; further down they are the model's own
     if isinstance(child, TensorRecord):
         role = role_of_part(key)
         is_state = role == "rng" and child.dtype in ("uint8", "")
-        return role if role == "ema" or is_state else None
+        if role == "ema" or is_state:
+            return role
+        return "other" if is_parted else None
     if depth == 0 or (depth == 1 and isinstance(child, dict | list | PickledObject)):
         return role_of_part(key)
     return None
@@ -391,27 +348,24 @@ def add_number(layout: FileLayout, keys: tuple[Any, ...], role: Role | None, val
         layout.numbers.append((_name(keys), role or "other", value))
     elif role in ("optimizer", "scheduler") and named and named[-1] in RATES:
         kind = RATES[named[-1]]
-        layout.rates.append(
-            Rate(file=layout.problems.file, name=_name(keys), kind=kind, value=value)
-        )
+        layout.rates.append(Rate(file=str(layout.path), name=_name(keys), kind=kind, value=value))
 
 
-def add_tensor(
-    layout: FileLayout, name: str, role: Role, record: TensorRecord | ArrayRecord
-) -> None:
+def add_tensor(layout: FileLayout, name: str, role: Role, record: TensorRecord) -> None:
     """Add a tensor with its bytes in the file, or a problem that says why not."""
-    if isinstance(record, ArrayRecord):
-        raw = record.raw
-        if raw is not None and raw.start >= 0 and record.dtype:
-            layout.add_tensor(name, role, record.dtype, record.shape, raw.start, raw.size)
-        return
     storage = record.storage
+    if storage is None:
+        return
     storage.is_used = True
     if not storage.dtype:
-        raise Damaged("malformed", f"{name} is made of bytes that are no storage")
+        raise Damaged("malformed", f"{name} is made of bytes that are not a storage")
     if storage.start == -1:
-        detail = "is written in protocol 2 and was not scanned"
-        layout.problems.add("format", detail, tensor=name, severity="warning")
+        layout.add(
+            "format",
+            "is written in protocol 2 and was not scanned",
+            tensor=name,
+            severity="warning",
+        )
         return
     if storage.held != storage.size:
         detail = (
@@ -419,35 +373,31 @@ def add_tensor(
             f"{storage.size:,} in the pickle"
         )
         kind: Any = "missing" if storage.start is None else "torn"
-        layout.problems.add(kind, detail, tensor=name, role=role)
+        layout.add(kind, detail, tensor=name, role=role)
         return
     # torch writes no record for a storage without bytes
     if storage.start is None:
         return
     shape = record.shape
     width = SIZES[record.dtype]
-    extent = _extent(record)
-    if extent is None or (record.offset + extent) * width > storage.held:
+    elements = math.prod(shape)
+    is_sound = min((record.offset, *shape), default=0) >= 0
+    if record.stride is not None:
+        fits = len(shape) == len(record.stride) and min(record.stride, default=0) >= 0
+        is_sound = is_sound and fits
+        # as torch's as_strided: dimensions may overlap, a stride of 0 repeats one element
+        if elements:
+            reach = zip(shape, record.stride, strict=False)
+            elements = 1 + sum((size - 1) * step for size, step in reach)
+    if not is_sound or (record.offset + elements) * width > storage.held:
         detail = (
             f"shape {shape[:8]} at offset {record.offset} does not fit into its storage of "
             f"{storage.held:,} bytes"
         )
-        layout.problems.add("malformed", detail, tensor=name, role=role)
+        layout.add("malformed", detail, tensor=name, role=role)
         return
     start = storage.start + record.offset * width
-    layout.add_tensor(name, role, record.dtype, shape, start, extent * width, storage.start)
-
-
-def _extent(tensor: TensorRecord) -> int | None:
-    """Count elements from the first to the last one; None for sizes that no tensor has."""
-    if len(tensor.shape) != len(tensor.stride):
-        return None
-    if min(tensor.offset, *tensor.shape, *tensor.stride, 0) < 0:
-        return None
-    if 0 in tensor.shape:
-        return 0
-    # as torch's as_strided: dimensions may overlap, a stride of 0 repeats one element
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+    layout.add_tensor(name, role, record.dtype, shape, start, elements * width, storage.start)
 
 
 # --- Files of torch.save since 1.6: a zip with a pickle and one record for each storage.
@@ -460,8 +410,9 @@ def read_zip(source: FileSlice, layout: FileLayout, role: Role | None, prefix: s
     records = zip_records(source)
     if PICKLE_NAME not in records:
         names = first_few(sorted(records))
-        detail = f"the zip holds no {PICKLE_NAME} but {names}: it is not from torch.save"
-        raise Damaged("format", detail)
+        raise Damaged(
+            "format", f"the zip holds no {PICKLE_NAME} but {names}: it is not from torch.save"
+        )
     pickled = records[PICKLE_NAME].stored()
     # storages are written as they lie in memory, in the byte order of the machine
     order = records.get("byteorder")
@@ -487,7 +438,7 @@ def read_zip(source: FileSlice, layout: FileLayout, role: Role | None, prefix: s
     for key, storage in reader.storages.items():
         if not storage.is_used and storage.held != storage.size:
             detail = f"has {storage.held:,} bytes in the file and {storage.size:,} in the pickle"
-            layout.problems.add("torn", f"storage {key} {detail}")
+            layout.add("torn", f"storage {key} {detail}")
     return value
 
 
@@ -499,7 +450,7 @@ def _add_checksums(source: FileSlice, layout: FileLayout, records: dict[str, Zip
             start = source.start + record.start
             layout.checksums.append(Checksum(start, record.size, record.name, record.crc))
     else:
-        layout.problems.add(
+        layout.add(
             "checksum",
             "was saved without checksums (torch.serialization.set_crc32_options), so flipped bits "
             "cannot be found",
@@ -512,8 +463,7 @@ def _check_script(source: FileSlice, layout: FileLayout, records: dict[str, ZipR
     for key, record in records.items():
         # archives of torch 1.3 and before name the record of their code in here
         if key.lower() == "model.json":
-            detail = f"{record.name} is of a TorchScript archive older than torch 1.4"
-            layout.problems.add("global", detail)
+            layout.add("global", f"{record.name} is of a TorchScript archive older than torch 1.4")
         if not key.lower().startswith("code/"):
             continue
         text = source.exactly(record.start, min(record.packed, LONGEST_TEXT))
@@ -523,50 +473,37 @@ def _check_script(source: FileSlice, layout: FileLayout, records: dict[str, ZipR
             except zlib.error as error:
                 raise Damaged("torn", f"{record.name!r} cannot be unpacked: {error}") from None
         if len(text) < record.size or b"__setstate__" in text:
-            layout.problems.add(
+            layout.add(
                 "global",
                 f"{record.name} has a __setstate__ in TorchScript, which torch.load "
                 "would run, or is too large to be read; nothing was run",
             )
 
 
-# --- Plain pickles, the stream of pickles and storages of torch.save before 1.6, safetensors.
-
-
-def read_pickle(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
-    """Fill the layout from a pickle, or from an old torch.save with the storages behind it."""
-    value = read_value(PickleReader(source), layout)
-    walk(layout, value, role)
-    return value
-
-
-Entry = tuple[int, int, str, str, tuple[int, ...]]
-"""Start and end (both behind the header), name, type and shape of one tensor."""
-
-
-def _safetensors_header(source: FileSlice) -> tuple[list[Entry], int]:
-    """Return the entries in the order of the file, and the offset at which the data begins."""
-    if source.size < 8:
-        raise Damaged("torn", f"has {source.size} bytes; a safetensors file begins with a header")
-    length = int.from_bytes(source.exactly(0, 8), "little")
-    if length > source.size - 8:
-        detail = f"its header should have {length:,} bytes, the file has {source.size:,}"
-        raise Damaged("torn", detail)
-    if length > LARGEST_INDEX:
-        detail = f"its header of {length:,} bytes is more than the {LARGEST_INDEX:,} that are read"
-        raise Damaged("limit", detail)
-    header = parse_json(source.exactly(8, length), "its header")
-    if not isinstance(header, dict):
-        raise Damaged("malformed", f"its header is a JSON {type(header).__name__}, not an object")
-    header.pop("__metadata__", None)
-    return sorted(_header_entry(name, facts) for name, facts in header.items()), 8 + length
+# --- Safetensors.
 
 
 def read_safetensors(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
     """Fill the layout; raises Damaged where the header breaks a rule of the format."""
-    entries, data = _safetensors_header(source)
+    length = int.from_bytes(source.at(0, 8).ljust(8, b"\xff"), "little")
+    if length > source.size - 8:
+        raise Damaged(
+            "torn", f"its header should have {length:,} bytes, the file has {source.size:,}"
+        )
+    if length > LARGEST_INDEX:
+        raise Damaged(
+            "limit",
+            f"its header of {length:,} bytes is more than the {LARGEST_INDEX:,} that are read",
+        )
+    header = parse_json(source.exactly(8, length), "its header")
+    if not isinstance(header, dict):
+        raise Damaged("malformed", f"its header is a JSON {type(header).__name__}, not an object")
+    header.pop("__metadata__", None)
+    entries = sorted(_header_entry(name, facts) for name, facts in header.items())
+    data = 8 + length
     size = source.size - data
     end = 0
+    found: dict[str, TensorRecord] = {}
     # the format demands that tensors fill the file without gaps and overlaps: a gap can hide
     # other content, and tensors that share bytes make a small file need much memory
     for start, stop, name, dtype, shape in entries:
@@ -580,43 +517,39 @@ def read_safetensors(source: FileSlice, layout: FileLayout, role: Role | None) -
         known = SAFETENSORS.get(dtype, "uint8")
         bits = SAFETENSORS_BITS.get(dtype, 8 * SIZES[known])
         needed = -(-math.prod(shape) * bits // 8)
+        found[name] = TensorRecord(StorageRecord(name, known, math.prod(shape)), shape=shape)
         if dtype not in SAFETENSORS and dtype not in SAFETENSORS_BITS:
-            detail = f"has elements of type {dtype[:20]!r}, which is not known"
-            layout.problems.add("format", detail, tensor=name)
+            layout.add(
+                "format", f"has elements of type {dtype[:20]!r}, which is not known", tensor=name
+            )
         elif needed != stop - start:
-            detail = f"has {stop - start:,} bytes, its shape needs {needed:,}"
-            layout.problems.add("malformed", detail, tensor=name)
+            layout.add(
+                "malformed", f"has {stop - start:,} bytes, its shape needs {needed:,}", tensor=name
+            )
         else:
             # `optimizer/...`; a name without a slash is the model's or its EMA's
             part, slash, _ = name.partition("/")
             context = role_of_part(part)
             if not slash and context != "ema":
                 context = None
-            found = role_of_tensor(role or context, name, known)
-            layout.add_tensor(name, found, known, shape, data + start, stop - start)
+            kind = role_of_tensor(role or context, name, known)
+            layout.add_tensor(name, kind, known, shape, data + start, stop - start)
     if end < size:
         raise Damaged("malformed", f"{size - end:,} bytes follow the last tensor")
-    found_tensors = {}
-    for _, _, name, dtype, shape in entries:
-        storage = StorageRecord(name, dtype, math.prod(shape))
-        found_tensors[name] = TensorRecord(storage, "", 0, shape, ())
-    return found_tensors
+    return found
 
 
-def _header_entry(name: str, facts: Any) -> Entry:
-    try:
-        start, stop = facts["data_offsets"]
-        dtype = facts["dtype"]
-        shape = tuple(facts["shape"])
-        is_usable = is_shape(shape) and is_shape((start, stop)) and isinstance(dtype, str)
-        if is_usable and 0 <= start <= stop and min(shape, default=0) >= 0:
-            return start, stop, name, dtype, shape
-    except (KeyError, TypeError, ValueError):
-        pass
+def _header_entry(name: str, facts: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """Return start and end behind the header, name, type and shape of one tensor."""
+    match facts:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]} if (
+            is_shape([*shape, start, stop]) and 0 <= start <= stop and min([*shape, 0]) == 0
+        ):
+            return start, stop, name, dtype, tuple(shape)
     raise Damaged("malformed", f"its header says nothing usable on {name[:80]!r}")
 
 
-# --- The table of formats, in the order in which torch.load tries them.
+# --- Any file: formats are recognised in the order in which torch.load tries them.
 
 TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".th", ".pyth"})
 SURE_SUFFIXES = TORCH_SUFFIXES | {".safetensors"}
@@ -628,34 +561,10 @@ OLD_STARTS = frozenset(b"(])}cl].IFNSVd")
 """First bytes of a pickle of protocol 0 or 1, which has no header."""
 
 
-def _is_safetensors(source: FileSlice, suffix: str) -> bool:
-    head = source.at(0, 9)
-    is_header = head[8:] == b"{" and int.from_bytes(head[:8], "little") <= source.size
-    return is_header or suffix == ".safetensors"
-
-
-def _is_pickle(source: FileSlice, suffix: str) -> bool:
-    first = source.at(0, 1)[0]
-    # an older start may begin anything, so the suffix must say that it is a checkpoint
-    is_old = first in OLD_STARTS and suffix in SUFFIXES - {".safetensors"}
-    return first == pickle.PROTO[0] or is_old
-
-
-def _starts(start: bytes) -> Callable[[FileSlice, str], bool]:
-    return lambda source, suffix: source.at(0, len(start)) == start
-
-
 Read = Callable[[FileSlice, FileLayout, Role | None], Any]
 """Fills the layout and returns what the file holds, with records in the place of tensors, or raises
 Damaged; the role is what the name of the file says.
 """
-FORMATS: dict[str, tuple[Callable[[FileSlice, str], bool], Read]] = {
-    "torch zip": (_starts(ZIP_START), read_zip),
-    "safetensors": (_is_safetensors, read_safetensors),
-    "torch legacy": (_starts(LEGACY_START), read_pickle),
-    "pickle": (_is_pickle, read_pickle),
-}
-"""Name -> does a file with this suffix match, and its reader. The first match reads the file."""
 STARTS = (ZIP_START, b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """First bytes that make a file with a shared suffix worth reading."""
 WEIGHTS = (
@@ -673,26 +582,34 @@ NOT_READ = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "NumPy"}
 
 def parse(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
     """Fill the layout with the reader of the format that the first bytes show."""
-    if not source.size:
-        raise Damaged("torn", "is empty")
     # by content, not by name: people rename `.bin` to `.pt` and back
-    for name, (matches, read) in FORMATS.items():
-        if not matches(source, layout.path.suffix.lower()):
-            continue
-        if name != "torch zip":
-            _refuse_tar(source)
-        if name == "safetensors" and not layout.path.name.endswith(".safetensors"):
-            _refuse_pickle(source)
-        layout.format = name
-        return read(source, layout, role)
-    _refuse_tar(source)
     head = source.at(0, 512)
+    if not head:
+        raise Damaged("torn", "is empty")
+    if head.startswith(ZIP_START):
+        layout.format = "torch zip"
+        return read_zip(source, layout, role)
+    _refuse_tar(source)
+    suffix = layout.path.suffix.lower()
+    is_header = head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= source.size
+    if is_header or suffix == ".safetensors":
+        if suffix != ".safetensors":
+            _refuse_pickle(source)
+        layout.format = "safetensors"
+        return read_safetensors(source, layout, role)
+    # an older start may begin anything, so the suffix must say that it is a checkpoint
+    if head[0] == pickle.PROTO[0] or (head[0] in OLD_STARTS and suffix in SUFFIXES):
+        layout.format = "torch legacy" if head.startswith(LEGACY_START) else "pickle"
+        value = read_value(PickleReader(source), layout)
+        walk(layout, value, role)
+        return value
     if not any(head):
         raise Damaged("torn", "begins with zeros: its content never reached the disk")
     if head[:4] in NOT_READ:
         raise Damaged("format", f"is a {NOT_READ[head[:4]]} file, which is not read here")
-    detail = f"begins with {head[:8].hex(' ')}, which no known checkpoint format does"
-    raise Damaged("malformed", detail)
+    raise Damaged(
+        "malformed", f"begins with {head[:8].hex(' ')}, which no known checkpoint format does"
+    )
 
 
 def _refuse_tar(source: FileSlice) -> None:
@@ -733,10 +650,10 @@ def read_content(path: Path) -> Any:
 
     Raises Damaged for what cannot be read, and for a pickle that was made to run code.
     """
-    layout = FileLayout(path, ProblemList(path))
+    layout = FileLayout(path)
     with open_file(path) as source:
         content = parse(source, layout, None)
-    for problem in layout.problems.all():
+    for problem in layout.problems():
         if problem.kind == "hostile":
             raise Damaged("hostile", problem.detail)
     return content
@@ -801,16 +718,8 @@ def check_file(
 
     `read` is used instead of the reader of its format; tensors in `allowed` may be non-finite.
     """
-    layout = FileLayout(path, ProblemList(path))
+    layout = FileLayout(path)
     done = 0
-    lock = Lock()
-
-    def advance(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-            progress(count)
-
     try:
         with open_file(path) as source:
             layout.size = source.size
@@ -818,11 +727,11 @@ def check_file(
                 (read or parse)(source, layout, role_of_file(path.name))
                 layout.complete = True
             except Damaged as damage:
-                layout.problems.add(damage.kind, damage.detail)
+                layout.add(damage.kind, damage.detail)
             # also after damage: what was understood up to there is worth reading
-            scan(source, layout, advance)
+            done = scan(source, layout, progress)
     except Damaged as damage:
-        layout.problems.add(damage.kind, damage.detail)
+        layout.add(damage.kind, damage.detail)
     judge(layout, allowed)
     # bytes between the tensors were not read; the bar counts the whole file
     progress(max(0, layout.size - done))

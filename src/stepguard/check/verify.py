@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,16 +18,14 @@ import xxhash
 
 from stepguard import __version__
 from stepguard._errors import ConfigError, StoreError
-from stepguard.check.bounded_file import ProblemList, open_file, role_of_file, special_name
 from stepguard.check.folders import (
     FOLDER_FORMATS,
     METADATA,
-    CheckedFolder,
     CheckpointFiles,
     check_store,
     folder_format,
 )
-from stepguard.check.scan import FileLayout, Progress
+from stepguard.check.scan import FileLayout, Progress, open_file, role_of_file
 from stepguard.check.torch_file import check_file, has_checkpoint_suffix, is_checkpoint_file
 from stepguard.checkpoints.seal import (
     LAST_GOOD,
@@ -141,26 +139,23 @@ def _is_followed(link: Path, root: Path, report: Callable[..., None]) -> bool:
         return True
     if not has_checkpoint_suffix(link) and not target.is_dir():
         return False
-    return _is_read_here(link, target, root.resolve(), report)
-
-
-def _is_read_here(link: Path, target: Path, root: Path, report: Callable[..., None]) -> bool:
-    if target.exists() and not target.is_file() and not target.is_dir():
-        detail = f"is a link to {special_name(target.stat().st_mode)}; it was not opened"
-        report(link, "link", detail, "error")
-    elif not target.is_relative_to(root):
-        detail = f"is a link out of the folder, to {target.name!r}; it was not followed"
+    inside = root.resolve()
+    above = [each for each in (target, *target.parents) if each.is_relative_to(inside)]
+    is_hidden = any(map(_is_skipped, set(above) - {inside}))
+    if not above:
+        detail = f"is a link out of the folder, to {target.name!r}; it was not opened"
         report(link, "link", f"{detail}: verify its target by its own path", "error")
     elif not target.exists():
         report(link, "link", "is a link to nothing")
-    else:
-        folders = [each for each in (target, *target.parents) if each.is_relative_to(root)]
-        is_hidden = any(_is_skipped(folder) for folder in folders if folder != root)
-        if target.is_file():
-            return is_hidden or not is_checkpoint_file(target)
-        if is_hidden:
-            detail = f"is a link to {target.name!r}, where nothing was searched; give its own path"
-            report(link, "link", detail, "error")
+    elif target.is_file():
+        return is_hidden or not is_checkpoint_file(target)
+    elif is_hidden or not target.is_dir():
+        report(
+            link,
+            "link",
+            f"is a link to {target.name!r}, which was not opened; give its own path",
+            "error",
+        )
     return False
 
 
@@ -182,130 +177,6 @@ Watch = Callable[[str], bool]
 MOST_WATCHED = 200
 LONGEST_POINTER = 200
 """Bytes: a larger file called `last-good` is somebody's checkpoint."""
-
-
-def check_path(
-    path: Path,
-    *,
-    plan: Plan | None = None,
-    progress: Progress | None = None,
-    watch: Watch | None = None,
-    exclude: Collection[str] = (),
-) -> Verification:
-    """Check what lies at `path`; problems are in the result, never raised."""
-    began = time.perf_counter()
-    if path.name == LAST_GOOD and path.is_file() and _size(path) <= LONGEST_POINTER:
-        try:
-            named = read_pointer(path.parent)
-        except StoreError as fault:
-            problem = Problem(file=str(path), kind="seal", detail=str(fault))
-            return Verification(path=str(path), format="pointer", problems=(problem,))
-        result = check_path(named, plan=plan, progress=progress, watch=watch)
-        return replace(result, pointer=str(path))
-    found = [single_file(path)]
-    problems: list[Problem] = []
-    if path.is_dir():
-        found, problems = find_checkpoints(path, exclude)
-    if plan is not None:
-        plan(len(found), sum(each.size for each in found))
-    parts = [check_checkpoint(each, progress or (lambda count: None), watch) for each in found]
-    if len(parts) == 1 and found[0].path == path and not problems:
-        return parts[0]
-    return _merged(path, parts, problems, time.perf_counter() - began)
-
-
-def _merged(
-    path: Path, parts: list[Verification], problems: list[Problem], seconds: float
-) -> Verification:
-    """Return the result of a folder from those of its checkpoints."""
-    roles: Counter[str] = Counter()
-    rates: list[Rate] = []
-    for part in parts:
-        roles.update(part.roles)
-        rates.extend(part.rates)
-        problems.extend(part.problems)
-    return Verification(
-        path=str(path),
-        format="folder",
-        problems=tuple(problems),
-        tensors=roles.total(),
-        bytes=sum(part.bytes for part in parts),
-        files=sum(part.files for part in parts),
-        roles=dict(sorted(roles.items())),
-        rates=tuple(rates),
-        seconds=seconds,
-        parts=tuple(parts),
-    )
-
-
-def check_checkpoint(
-    checkpoint: CheckpointFiles, progress: Progress, watch: Watch | None = None
-) -> Verification:
-    """Check one checkpoint."""
-    began = time.perf_counter()
-    path = checkpoint.path
-    listed = ProblemList(path)
-    if checkpoint.format:
-        checked = FOLDER_FORMATS[checkpoint.format](checkpoint, listed, progress)
-    else:
-        layout = check_file(path, progress)
-        checked = CheckedFolder([layout], layout.format)
-    problems = listed.all()
-    roles: Counter[str] = Counter()
-    rates: list[Rate] = []
-    for layout in checked.layouts:
-        problems.extend(layout.problems.all())
-        roles.update(tensor.role for tensor in layout.tensors)
-        rates.extend(layout.rates)
-    return Verification(
-        path=str(path),
-        format=checked.format,
-        problems=tuple(problems),
-        tensors=roles.total(),
-        bytes=sum(layout.size for layout in checked.layouts),
-        files=len(checked.layouts),
-        roles=dict(sorted(roles.items())),
-        step=_step(path, checked),
-        rates=tuple(rates),
-        watched=_watched(checked.layouts, watch),
-        seconds=time.perf_counter() - began,
-    )
-
-
-def _watched(layouts: Sequence[FileLayout], watch: Watch | None) -> tuple[Watched, ...]:
-    found: list[Watched] = []
-    if watch is None:
-        return ()
-    for layout in layouts:
-        for tensor in layout.tensors:
-            values = tensor.values
-            if values is not None and values.low <= values.high and watch(tensor.name):
-                watched = Watched(
-                    name=tensor.name,
-                    role=tensor.role,
-                    count=values.count,
-                    low=values.low,
-                    high=values.high,
-                )
-                found.append(watched)
-    return tuple(found[:MOST_WATCHED])
-
-
-def _step(path: Path, checked: CheckedFolder) -> int | None:
-    """Return the step by the folder, else by a file, else by the name."""
-    if checked.step is not None:
-        return checked.step
-    for layout in checked.layouts:
-        # the `step` in accelerate's random states counts micro-batches
-        if layout.step is not None and role_of_file(layout.path.name) != "rng":
-            return layout.step
-    # `checkpoint-500`, `step-1200`, `epoch=3-step=1200.ckpt`
-    numbers = re.findall(r"(?:step|checkpoint|ckpt|iter)[-_=]?(\d{1,12})", path.name.lower())
-    return int(numbers[-1]) if numbers else None
-
-
-# --- The public function, and learning rates that contradict a configuration.
-
 CLOSE = 1e-6
 """Relative difference below which two learning rates are the same number written in two ways."""
 RATES = {
@@ -323,7 +194,7 @@ def verify(
     *,
     lr: float | None = None,
     plan: Plan | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Verification:
     """Verify a checkpoint file, a checkpoint folder, or everything below a folder.
 
@@ -335,32 +206,10 @@ def verify(
     nothing was verified, so nothing is good. With `lr`, a checkpoint with another base learning
     rate has a problem of kind `lr`.
     """
-    found = verify_or_empty(path, lr=lr, plan=plan, progress=progress)
+    found = check_path(path, lr=lr, plan=plan, progress=progress)
     if not found.leaves and not found.problems:
         raise ConfigError(nothing_in(path))
     return found
-
-
-def verify_or_empty(
-    path: str | Path,
-    *,
-    lr: float | None = None,
-    plan: Plan | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Verification:
-    """Verify as `verify` does, but return an empty result for a folder without a checkpoint."""
-    where = Path(path)
-    if not where.exists() and not where.is_symlink():
-        raise ConfigError(
-            f"{where} does not exist; give a checkpoint file, a checkpoint folder or a run "
-            f"directory."
-        )
-    if lr is not None and not (math.isfinite(lr) and lr > 0):
-        raise ConfigError(f"lr={lr!r} is not a learning rate; give a positive number.")
-    found = check_path(where, plan=plan, progress=progress)
-    if lr is None:
-        return found
-    return with_lr(found, lr)
 
 
 def nothing_in(where: str | Path) -> str:
@@ -368,35 +217,150 @@ def nothing_in(where: str | Path) -> str:
     return f"nothing to verify in {where}: it holds no checkpoint; give the folder or file of one."
 
 
-def with_lr(found: Verification, lr: float) -> Verification:
-    """Add a problem wherever the stored base learning rate is not `lr`."""
-    parts = tuple(with_lr(part, lr) for part in found.parts)
-    problems = list(found.problems)
-    for part in parts:
-        problems.extend(problem for problem in part.problems if problem.kind == "lr")
-    base = _base_rates(found.rates)
-    is_same = any(math.isclose(rate.value, lr, rel_tol=CLOSE) for rate in base)
-    if base and not parts and not is_same:
-        rate = base[0]
-        detail = f"{RATES[rate.kind]} is {rate.value:.4g}"
-        running = [each.value for each in found.rates if each.kind in ("lr", "last_lr")]
-        if running and rate.kind != "lr":
-            detail += f", running at {running[0]:.4g} when it was saved"
-        detail += f"; you gave {lr:.4g}. Loading this optimizer or scheduler state overrides what "
-        detail += "the configuration says"
-        problem = Problem(
-            file=rate.file, kind="lr", tensor=rate.name, detail=detail, role="optimizer"
+def check_path(
+    path: str | Path,
+    *,
+    lr: float | None = None,
+    plan: Plan | None = None,
+    progress: Progress | None = None,
+    watch: Watch | None = None,
+    exclude: Collection[str] = (),
+) -> Verification:
+    """Verify as `verify` does, but return an empty result for a folder without a checkpoint."""
+    began = time.perf_counter()
+    where = Path(path)
+    _refuse(where, lr)
+    if where.name == LAST_GOOD and where.is_file() and _size(where) <= LONGEST_POINTER:
+        try:
+            named = read_pointer(where.parent)
+        except StoreError as fault:
+            problem = Problem(file=str(where), kind="seal", detail=str(fault))
+            return Verification(path=str(where), format="pointer", problems=(problem,))
+        result = check_path(named, lr=lr, plan=plan, progress=progress, watch=watch)
+        return replace(result, pointer=str(where))
+    found = [single_file(where)]
+    problems: list[Problem] = []
+    if where.is_dir():
+        found, problems = find_checkpoints(where, exclude)
+    if plan is not None:
+        plan(len(found), sum(each.size for each in found))
+    parts = [check_checkpoint(each, progress, watch, lr) for each in found]
+    if len(parts) == 1 and found[0].path == where and not problems:
+        return parts[0]
+    return _merged(where, parts, problems, time.perf_counter() - began)
+
+
+def _refuse(where: Path, lr: float | None) -> None:
+    if not where.exists() and not where.is_symlink():
+        raise ConfigError(
+            f"{where} does not exist; give a checkpoint file, a checkpoint folder or a run "
+            f"directory."
         )
-        problems.append(problem)
-    return replace(found, parts=parts, problems=tuple(problems))
+    if lr is not None and not (math.isfinite(lr) and lr > 0):
+        raise ConfigError(f"lr={lr!r} is not a learning rate; give a positive number.")
 
 
-def _base_rates(rates: tuple[Rate, ...]) -> list[Rate]:
-    """Return the rates that a configuration speaks of."""
-    for kind in RATES:
-        chosen = [rate for rate in rates if rate.kind == kind]
-        if chosen:
-            return chosen
+def _merged(
+    where: Path, parts: list[Verification], problems: list[Problem], seconds: float
+) -> Verification:
+    """Return the result of a folder from those of its checkpoints."""
+    roles: Counter[str] = Counter()
+    rates: list[Rate] = []
+    for part in parts:
+        roles.update(part.roles)
+        rates.extend(part.rates)
+        problems.extend(part.problems)
+    return Verification(
+        path=str(where),
+        format="folder",
+        problems=tuple(problems),
+        tensors=roles.total(),
+        bytes=sum(part.bytes for part in parts),
+        files=sum(part.files for part in parts),
+        roles=dict(sorted(roles.items())),
+        rates=tuple(rates),
+        seconds=seconds,
+        parts=tuple(parts),
+    )
+
+
+def check_checkpoint(
+    checkpoint: CheckpointFiles,
+    progress: Progress | None = None,
+    watch: Watch | None = None,
+    lr: float | None = None,
+) -> Verification:
+    """Check one checkpoint; problems are in the result, never raised."""
+    began = time.perf_counter()
+    path = checkpoint.path
+    progress = progress or (lambda count: None)
+    whole = FileLayout(path)
+    if checkpoint.format:
+        layouts = FOLDER_FORMATS[checkpoint.format](whole, checkpoint.files, progress)
+    else:
+        layouts = [check_file(path, progress)]
+        whole.format = layouts[0].format
+    problems = whole.problems()
+    roles: Counter[str] = Counter()
+    rates: list[Rate] = []
+    watched: list[Watched] = []
+    for layout in layouts:
+        problems.extend(layout.problems())
+        roles.update(tensor.role for tensor in layout.tensors)
+        rates.extend(layout.rates)
+        # the `step` in accelerate's random states counts micro-batches
+        if whole.step is None and role_of_file(layout.path.name) != "rng":
+            whole.step = layout.step
+        watched.extend(_watched(layout, watch))
+    # `checkpoint-500`, `step-1200`, `epoch=3-step=1200.ckpt`
+    numbers = re.findall(r"(?:step|checkpoint|ckpt|iter)[-_=]?(\d{1,12})", path.name.lower())
+    if whole.step is None and numbers:
+        whole.step = int(numbers[-1])
+    if lr is not None:
+        problems.extend(_other_rate(rates, lr))
+    return Verification(
+        path=str(path),
+        format=whole.format,
+        problems=tuple(problems),
+        tensors=roles.total(),
+        bytes=sum(layout.size for layout in layouts),
+        files=len(layouts),
+        roles=dict(sorted(roles.items())),
+        step=whole.step,
+        rates=tuple(rates),
+        watched=tuple(watched[:MOST_WATCHED]),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _watched(layout: FileLayout, watch: Watch | None) -> Iterator[Watched]:
+    for tensor in layout.tensors if watch else ():
+        values = tensor.values
+        if watch and values and values.low <= values.high and watch(tensor.name):
+            yield Watched(
+                name=tensor.name,
+                role=tensor.role,
+                count=values.count,
+                low=values.low,
+                high=values.high,
+            )
+
+
+def _other_rate(rates: Sequence[Rate], lr: float) -> list[Problem]:
+    """Return a problem where the rate that a configuration means is stored, and is not `lr`."""
+    for kind, name in RATES.items():
+        base = [rate for rate in rates if rate.kind == kind]
+        if any(math.isclose(rate.value, lr, rel_tol=CLOSE) for rate in base):
+            return []
+        if base:
+            detail = f"{name} is {base[0].value:.4g}"
+            running = [each.value for each in rates if each.kind in ("lr", "last_lr")]
+            if running and kind != "lr":
+                detail += f", running at {running[0]:.4g} when it was saved"
+            detail += f"; you gave {lr:.4g}. Loading this optimizer or scheduler state overrides "
+            detail += "what the configuration says"
+            file, tensor = base[0].file, base[0].name
+            return [Problem(file=file, kind="lr", tensor=tensor, detail=detail, role="optimizer")]
     return []
 
 

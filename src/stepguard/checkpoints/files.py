@@ -1,7 +1,9 @@
-"""Read the tensors of a checkpoint, each proven against the seal, whole or the part that is wanted.
+"""The tensor files of a checkpoint: plain safetensors, written in one pass, read piece by piece.
 
-Where several ranks have written, each file holds parts of tensors. Which of them make up the part
-that a rank of another mesh wants is worked out by torch.distributed.checkpoint.
+They are written and read here and not by the library of that name, which maps
+whole files into memory: a disk that fails under a mapping kills the process, and a tensor would be
+copied before it is written. The seal says where each tensor begins, so a reader parses no header.
+Where several ranks have written, each file holds parts of tensors.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +26,23 @@ from stepguard._errors import StoreError
 from stepguard.checkpoints.seal import (
     FACTS,
     LARGEST,
-    SCHEMA,
-    Health,
+    UNKNOWN,
     Seal,
     SealedFile,
     SealedPart,
     SealedTensor,
     digest_of,
     open_plain,
-    parse_seal,
-    rank_seal_name,
-    read_small,
-    seal_bytes,
 )
-from stepguard.state.files import Disk, write_file
+from stepguard.state.files import Disk
 from stepguard.tensors.names import TensorPart, whole_part
 from stepguard.tensors.values import dtype_name
-
-# --- Plan how tensors lie in safetensors files, before the first byte is written.
-
 
 FILE_BYTES = 1 << 31
 FILE_TENSORS = 50_000
 """A file holds this much at most, or one larger tensor; the format allows a header of 100 MB."""
-_METADATA = "__metadata__"
-_CODES = {
+METADATA = "__metadata__"
+CODES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -71,103 +65,14 @@ REAL_PART = {
     torch.complex128: torch.float64,
 }
 """The format has no complex numbers: they are stored as pairs, and the seal has their type."""
-_BY_NAME = {
+BY_NAME = {
     dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorForm:
-    """Type and shape of a tensor, and how it is stored."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def stored(self) -> torch.dtype:
-        """The dtype of the stored elements."""
-        return REAL_PART.get(self.dtype, self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class FilePlan:
-    """One safetensors file: its header, and where the bytes of each tensor begin, in order."""
-
-    name: str
-    header: bytes
-    starts: dict[str, int]
-    size: int
-
-
-def form_of(name: str, tensor: Tensor) -> TensorForm:
-    """Return the form of a tensor; StoreError for one that cannot be stored."""
-    form = TensorForm(tensor.dtype, tuple(tensor.shape))
-    odd = ""
-    if name == _METADATA:
-        odd = "has the one name that safetensors keeps for itself; give it another"
-    elif tensor.layout is not torch.strided:
-        odd = f"has the layout {tensor.layout}; hand over tensor.to_dense()"
-    elif tensor.device.type == "meta" or tensor.is_quantized:
-        odd = "has no plain memory (meta or quantized); hand over its real values"
-    elif form.stored not in _CODES and form.dtype.itemsize != 1:
-        odd = (
-            f"has the dtype {form.dtype}, which safetensors cannot hold; hand over a view of it "
-            f"as bytes"
-        )
-    if odd:
-        raise StoreError(f"{name} cannot be kept in a checkpoint: it {odd}.")
-    return form
-
-
-def plan_files(forms: Mapping[str, TensorForm], stem: str = "tensors") -> list[FilePlan]:
-    """Plan the files of a checkpoint, or of one rank's part of it; there is always one."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name in stored_order(forms, forms):
-        group = groups[-1]
-        if group and (size + forms[name].nbytes > FILE_BYTES or len(group) >= FILE_TENSORS):
-            group = []
-            groups.append(group)
-            size = 0
-        group.append(name)
-        size += forms[name].nbytes
-    plans = []
-    for index, names in enumerate(groups):
-        plans.append(plan_file(f"{stem}-{index:05d}.safetensors", names, forms))
-    return plans
-
-
-def stored_order(names: Iterable[str], forms: Mapping[str, TensorForm]) -> list[str]:
-    """Return the order of tensors in a file."""
-    # wide elements first, so that every tensor is aligned where a reader maps the file
-    return sorted(names, key=lambda name: (-forms[name].stored.itemsize, name))
-
-
-def plan_file(name: str, names: Iterable[str], forms: Mapping[str, TensorForm]) -> FilePlan:
-    """Plan one file. The header follows from names and forms, so a reader need not parse it."""
-    entries: dict[str, object] = {_METADATA: {"format": "pt"}}
-    begins: dict[str, int] = {}
-    end = 0
-    for tensor in names:
-        form = forms[tensor]
-        begins[tensor] = end
-        end += form.nbytes
-        entries[tensor] = {
-            # rare 8-bit floats (e8m0fnu, fnuz) are stored as U8
-            "dtype": _CODES.get(form.stored, "U8"),
-            "shape": [*form.shape, 2] if form.dtype in REAL_PART else list(form.shape),
-            "data_offsets": [begins[tensor], end],
-        }
-    # the format wants the data to begin at a multiple of eight bytes, and allows blanks for that
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    starts = {tensor: len(header) + begin for tensor, begin in begins.items()}
-    return FilePlan(name, header, starts, len(header) + end)
+def stored_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of the elements in the file."""
+    return REAL_PART.get(tensor.dtype, tensor.dtype)
 
 
 # --- Tensors as a stream of flat byte pieces, and the exact finite test on them.
@@ -229,209 +134,12 @@ def nonfinite(piece: memoryview, dtype: torch.dtype) -> int:
     return int(np.count_nonzero(magnitude >= first))
 
 
-# --- Read the tensors of a checkpoint, each proven against the seal, whole or the part that is
-# wanted.
-
-
-Select = Callable[[str, tuple[int, ...]], TensorPart | None]
-"""Takes the name and the whole shape of a tensor; returns the part to read, None for nothing."""
-
-
-def read_tensors(
-    path: Path,
-    seals: Sequence[Seal],
-    device: torch.device | str | None = None,
-    select: Select | None = None,
-) -> dict[str, Tensor]:
-    """Read every tensor, or the parts that `select` asks for."""
-    in_parts = select is not None or any(seal.parts for seal in seals)
-    tensors: dict[str, Tensor] = {}
-    stored: dict[str, list[_StoredPart]] = {}
-    for seal in seals:
-        plans, forms = _planned(path, seal, check_memory=not in_parts)
-        if in_parts:
-            _list_parts(path, seal, plans, forms, stored)
-            continue
-        held: dict[str, Tensor] = {}
-        for plan in plans:
-            for name, tensor in _read_file(path, plan, plan.starts, seal, forms):
-                held[name] = tensor.to(device=device)
-        for name, sealed in seal.tensors.items():
-            tensors[name] = held[sealed.same_as or name]
-    for name, parts in stored.items():
-        whole = parts[0].whole
-        if any(part.whole != whole for part in parts):
-            raise StoreError(f"{path} has seals that contradict each other about {name}.")
-        wanted = whole_part(whole) if select is None else select(name, whole)
-        if wanted is not None:
-            tensors[name] = _read_part(path, name, wanted, parts).to(device=device)
-    return tensors
-
-
-def _planned(
-    path: Path, seal: Seal, *, check_memory: bool
-) -> tuple[list[FilePlan], dict[str, TensorForm]]:
-    """How the tensors of a seal must lie in its files.
-
-    Refuses all that can be known to be wrong before memory is taken for it.
-    """
-    forms: dict[str, TensorForm] = {}
-    names_of: dict[str, list[str]] = {}
-    for name, sealed in seal.tensors.items():
-        if sealed.same_as is None:
-            if sealed.dtype not in _BY_NAME:
-                raise StoreError(
-                    f"{path} cannot be read: {sealed.dtype[:50]!r} is not a dtype of torch "
-                    f"{torch.__version__}."
-                )
-            forms[name] = TensorForm(_BY_NAME[sealed.dtype], sealed.shape)
-            names_of.setdefault(sealed.file, []).append(name)
-    plans = []
-    for file in sorted(seal.files.keys() - {FACTS}):
-        plans.append(plan_file(file, stored_order(names_of.get(file, ()), forms), forms))
-    planned = {name for plan in plans for name in plan.starts}
-    for name, sealed in seal.tensors.items():
-        first = sealed.same_as or name
-        if first not in planned or seal.tensors[first] != replace(sealed, same_as=None):
-            raise StoreError(
-                f"{path} has a seal that contradicts itself: {name} is in no file as it is "
-                f"described."
-            )
-    for plan in plans:
-        _check_size(path, plan, seal.files[plan.name].size)
-    needed = sum(plan.size for plan in plans)
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if check_memory and needed > installed:
-        raise StoreError(f"{path} needs {needed} bytes of memory; this machine has {installed}.")
-    return plans, forms
-
-
-def _check_size(path: Path, plan: FilePlan, sealed: int) -> None:
-    if plan.size != sealed:
-        raise StoreError(
-            f"{path} has a seal that contradicts itself: {plan.name} cannot have the size it gives."
-        )
-    descriptor, size = open_plain(path / plan.name)
-    os.close(descriptor)
-    if size != plan.size:
-        raise StoreError(
-            f"{path} is not whole: {plan.name} has {size} bytes, {plan.size} were sealed."
-        )
-
-
-def _read_file(
-    folder: Path,
-    plan: FilePlan,
-    names: Iterable[str],
-    seal: Seal,
-    forms: Mapping[str, TensorForm],
-) -> Iterator[tuple[str, Tensor]]:
-    """Read some tensors of a file, each proven by its own digest."""
-    path = folder / plan.name
-    descriptor, _ = open_plain(path)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        if file.read(len(plan.header)) != plan.header:
-            raise StoreError(f"{path} is not what was sealed: its header differs.")
-        for name in names:
-            file.seek(plan.starts[name])
-            tensor = torch.empty(forms[name].shape, dtype=forms[name].dtype)
-            view = memoryview(b"")
-            if tensor.numel():
-                view = tensor.view(-1).view(torch.uint8).numpy().data
-            digest = xxhash.xxh3_128()
-            while view:
-                count = os.readv(descriptor, [view[:PIECE]])
-                if not count:
-                    raise StoreError(f"{path} ended while it was being read.")
-                digest.update(view[:count])
-                view = view[count:]
-            if digest.hexdigest() != seal.tensors[name].digest:
-                raise StoreError(f"{path} is not what was sealed: {name} differs.")
-            yield name, tensor
-
-
-# --- parts of tensors, in the files of several ranks
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredPart:
-    """A part of a tensor as one rank has written it."""
-
-    seal: Seal
-    name: str
-    """Name in the file, which another tensor of the same memory may have given."""
-    plan: FilePlan
-    forms: Mapping[str, TensorForm]
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
-
-    @property
-    def form(self) -> TensorForm:
-        return self.forms[self.name]
-
-
-def _list_parts(
-    path: Path,
-    seal: Seal,
-    plans: Sequence[FilePlan],
-    forms: Mapping[str, TensorForm],
-    stored: dict[str, list[_StoredPart]],
-) -> None:
-    """Add whole shape and place of everything that one seal covers, by name."""
-    plan_of = {name: plan for plan in plans for name in plan.starts}
-    for name, sealed in seal.tensors.items():
-        shape = tuple(sealed.shape)
-        part = seal.parts.get(name, SealedPart(whole=shape, offset=(0,) * len(shape)))
-        fits = len(part.whole) == len(part.offset) == len(shape)
-        if fits:
-            places = zip(part.offset, shape, part.whole, strict=True)
-            fits = all(at + size <= most for at, size, most in places)
-        if not fits:
-            raise StoreError(f"{path} has a seal that contradicts itself: {name} is no such part.")
-        key = sealed.same_as or name
-        found = _StoredPart(seal, key, plan_of[key], forms, tuple(part.whole), tuple(part.offset))
-        stored.setdefault(name, []).append(found)
-
-
-def _read_part(path: Path, name: str, wanted: TensorPart, parts: Sequence[_StoredPart]) -> Tensor:
-    """Put the wanted part together from those that are stored."""
-
-    def check(held: int, whole: bool) -> None:
-        if not whole:
-            raise StoreError(
-                f"{path} is not whole: {held} of {wanted.elements} elements of {name} are stored."
-            )
-
-    held = sum(math.prod(part.form.shape) for part in parts)
-    check(held, held >= wanted.elements)
-    tensor = torch.empty(wanted.size, dtype=parts[0].form.dtype)
-    if not wanted.elements:
-        return tensor
-    # imported late: it takes seconds, and a checkpoint of one process needs none of it
-    from torch.distributed.checkpoint import metadata
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    def chunk(offset: tuple[int, ...], size: tuple[int, ...]) -> Any:
-        return metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
-
-    described = metadata.TensorStorageMetadata(
-        properties=metadata.TensorProperties(dtype=parts[0].form.dtype),
-        size=torch.Size(wanted.whole),
-        chunks=[chunk(part.offset, part.form.shape) for part in parts],
-    )
-    filled = 0
-    items = create_read_items_for_chunk_list(name, described, [chunk(wanted.offset, wanted.size)])
-    for item in items:
-        part = parts[item.storage_index.index or 0]
-        ((_, source),) = _read_file(path, part.plan, [part.name], part.seal, part.forms)
-        target = tensor
-        for axis, length in enumerate(item.lengths):
-            source = source.narrow(axis, item.storage_offsets[axis], length)
-            target = target.narrow(axis, item.dest_offsets[axis], length)
-        target.copy_(source)
-        filled += math.prod(item.lengths)
-    check(filled, filled == wanted.elements)
-    return tensor
+def tensor_digest(tensor: Tensor) -> str:
+    """Return the digest that a seal has of a tensor."""
+    digest = xxhash.xxh3_128()
+    for piece in pieces(tensor):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 # --- Write the files of a checkpoint: one pass over every tensor for finite test, digests and
@@ -443,71 +151,149 @@ PACE = 1 << 26
 """Bytes between syncs of a large file, so that the last sync does not wait for gigabytes."""
 
 
-@dataclass(slots=True)
-class WrittenFiles:
-    """What the seal will say about the files."""
-
-    files: dict[str, SealedFile] = field(default_factory=dict)
-    tensors: dict[str, SealedTensor] = field(default_factory=dict)
-    nonfinite: list[str] = field(default_factory=list)
-    ranks: int = 0
-    """How many ranks have written them, each with a seal of its own; 0 for one process."""
-
-
 def write_tensors(
     folder: Path,
     tensors: Mapping[str, Tensor],
     may_be_nonfinite: Collection[str],
     disk: Disk,
     stem: str = "tensors",
-    *,
-    reads_back: bool,
-) -> WrittenFiles:
-    """Write every tensor, shared memory once; StoreError for NaN or Inf without permission."""
-    written = WrittenFiles()
-    first_names: dict[str, str] = {}
-    """Every name -> the first name of the same view of the same memory (tied weights)."""
-    seen: dict[object, str] = {}
-    for name, tensor in sorted(tensors.items()):
-        first_names[name] = seen.setdefault(_memory(name, tensor), name)
-    forms = {name: form_of(name, tensors[name]) for name in tensors if first_names[name] == name}
-    for plan in plan_files(forms, stem):
-        with disk.new_file(folder / plan.name) as file:
-            whole = xxhash.xxh3_128(plan.header)
-            file.write(plan.header)
-            for name in plan.starts:
-                form = forms[name]
-                bad = 0
-                digest = xxhash.xxh3_128()
-                for piece in pieces(tensors[name]):
-                    bad += nonfinite(piece, form.dtype)
-                    if bad and name not in may_be_nonfinite:
+) -> Seal:
+    """Write every tensor, shared memory once; StoreError for NaN or Inf without permission.
+
+    Returns a seal over the files, which says nothing yet about the run.
+    """
+    for name, tensor in tensors.items():
+        _refuse_odd(name, tensor)
+
+    def order(name: str) -> tuple[int, str]:
+        # wide elements first, so that every tensor is aligned where a reader maps the file
+        return -stored_dtype(tensors[name]).itemsize, name
+
+    first: dict[object, str] = {}
+    tied: dict[str, str] = {}
+    """Further names of the same view of the same memory (tied weights) -> the first name of it."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(tensors, key=order):
+        tensor = tensors[name]
+        known = first.setdefault(_memory(name, tensor), name)
+        if known != name:
+            tied[name] = known
+            continue
+        nbytes = tensor.numel() * tensor.element_size()
+        if groups[-1] and (size + nbytes > FILE_BYTES or len(groups[-1]) >= FILE_TENSORS):
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += nbytes
+    files: dict[str, SealedFile] = {}
+    sealed: dict[str, SealedTensor] = {}
+    bad: list[str] = []
+    for number, names in enumerate(groups):
+        path = folder / f"{stem}-{number:05d}.safetensors"
+        few = {name: tensors[name] for name in names}
+        files[path.name] = _write_file(path, few, may_be_nonfinite, disk, sealed, bad)
+    for name, known in tied.items():
+        sealed[name] = sealed[known]
+    for name, file in files.items():
+        read_back(folder / name, file)
+    return Seal(
+        step=0,
+        health=UNKNOWN,
+        files=files,
+        tensors=sealed,
+        serial=0,
+        nonfinite=tuple(bad),
+    )
+
+
+def _write_file(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    may_be_nonfinite: Collection[str],
+    disk: Disk,
+    sealed: dict[str, SealedTensor],
+    bad: list[str],
+) -> SealedFile:
+    """Write one safetensors file; adds to what is sealed, and to the names that are not finite."""
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin = end
+        end += tensor.numel() * tensor.element_size()
+        pair = [2] if tensor.is_complex() else []
+        entries[name] = {
+            # rare 8-bit floats (e8m0fnu, fnuz) are stored as U8
+            "dtype": CODES.get(stored_dtype(tensor), "U8"),
+            "shape": [*tensor.shape, *pair],
+            "data_offsets": [begin, end],
+        }
+    # the format wants the data to begin at a multiple of eight bytes, and allows blanks for that
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    with disk.new_file(path) as file:
+        whole = xxhash.xxh3_128(header)
+        file.write(header)
+        for name, tensor in tensors.items():
+            start = file.size
+            is_bad = False
+            digest = xxhash.xxh3_128()
+            for piece in pieces(tensor):
+                if nonfinite(piece, tensor.dtype):
+                    is_bad = True
+                    if name not in may_be_nonfinite:
                         raise StoreError(
                             f"not sealed: {name} holds NaN or Inf; a checkpoint must be finite to "
                             f"be of use."
                         )
-                    digest.update(piece)
-                    whole.update(piece)
-                    file.write(piece)
-                    if file.size - file.synced >= PACE:
-                        file.sync()
-                if bad:
-                    written.nonfinite.append(name)
-                written.tensors[name] = SealedTensor(
-                    file=plan.name,
-                    dtype=dtype_name(form.dtype),
-                    shape=form.shape,
-                    digest=digest.hexdigest(),
-                )
-            written.files[plan.name] = SealedFile(size=file.size, digest=whole.hexdigest())
-            file.sync()
-    for name, first in first_names.items():
-        if first != name:
-            written.tensors[name] = replace(written.tensors[first], same_as=first)
-    if reads_back:
-        for name, sealed in written.files.items():
-            read_back(folder / name, sealed)
-    return written
+                digest.update(piece)
+                whole.update(piece)
+                file.write(piece)
+                if file.size - file.synced >= PACE:
+                    file.sync()
+            if is_bad:
+                bad.append(name)
+            sealed[name] = SealedTensor(
+                file=path.name,
+                start=start,
+                dtype=dtype_name(tensor.dtype),
+                shape=tuple(tensor.shape),
+                digest=digest.hexdigest(),
+            )
+        file.sync()
+        return SealedFile(size=file.size, digest=whole.hexdigest(), header=digest_of(header))
+
+
+def _refuse_odd(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise StoreError(
+            f"{name} is a {type(tensor).__name__}, not a tensor; plain values belong into the "
+            f"facts."
+        )
+    odd = ""
+    if name == METADATA:
+        odd = "has the one name that safetensors keeps for itself; give it another"
+    elif tensor.layout is not torch.strided:
+        odd = f"has the layout {tensor.layout}; hand over tensor.to_dense()"
+    elif tensor.device.type == "meta" or tensor.is_quantized:
+        odd = "has no plain memory (meta or quantized); hand over its real values"
+    elif stored_dtype(tensor) not in CODES and tensor.element_size() != 1:
+        odd = (
+            f"has the dtype {tensor.dtype}, which safetensors cannot hold; hand over a view of it "
+            f"as bytes"
+        )
+    if odd:
+        raise StoreError(f"{name} cannot be kept in a checkpoint: it {odd}.")
+
+
+def _memory(name: str, tensor: Tensor) -> object:
+    """Return a key that is the same for two tensors only if they have the same values for ever."""
+    # empty tensors may all have the address 0
+    if not tensor.numel():
+        return name
+    view = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), *view)
 
 
 def write_json(path: Path, content: bytes, disk: Disk) -> SealedFile:
@@ -545,14 +331,6 @@ def read_back(path: Path, expected: SealedFile) -> None:
         )
 
 
-def tensor_digest(tensor: Tensor) -> str:
-    """Return the digest that a seal has of a tensor."""
-    digest = xxhash.xxh3_128()
-    for piece in pieces(tensor):
-        digest.update(piece)
-    return digest.hexdigest()
-
-
 def _digest(path: Path, size: int, flags: int) -> str:
     """Return the digest of a file; O_DIRECT in `flags` reads past the page cache."""
     digest = xxhash.xxh3_128()
@@ -569,84 +347,155 @@ def _digest(path: Path, size: int, flags: int) -> str:
     return digest.hexdigest()
 
 
-def _memory(name: str, tensor: Tensor) -> object:
-    """Return a key that is the same for two tensors only if they have the same values for ever."""
-    if not isinstance(tensor, Tensor):
+# --- Read the tensors of a checkpoint, each proven against the seal, whole or the part that is
+# wanted.
+
+
+Select = Callable[[str, tuple[int, ...]], TensorPart | None]
+"""Takes the name and the whole shape of a tensor; returns the part to read, None for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor, or a part of one, as it lies in a file."""
+
+    path: Path
+    sealed: SealedTensor
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def read(self, name: str) -> Tensor:
+        tensor = torch.empty(self.sealed.shape, dtype=BY_NAME[self.sealed.dtype])
+        view = memoryview(b"")
+        if tensor.numel():
+            view = tensor.view(-1).view(torch.uint8).numpy().data
+        if _read_into(view, self.path, self.sealed.start) != self.sealed.digest:
+            raise StoreError(f"{self.path} is not what was sealed: {name} differs.")
+        return tensor
+
+
+def read_tensors(
+    path: Path, seals: Sequence[Seal], select: Select | None = None
+) -> dict[str, Tensor]:
+    """Read every tensor, or the parts that `select` asks for."""
+    stored: dict[str, list[_Stored]] = {}
+    needed = 0
+    for seal in seals:
+        _check_files(path, seal)
+        needed += sum(file.size for file in seal.files.values())
+        for name, sealed in seal.tensors.items():
+            stored.setdefault(name, []).append(_stored(path, name, seal, sealed))
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if select is None and needed > installed:
+        raise StoreError(f"{path} needs {needed} bytes of memory; this machine has {installed}.")
+    tensors: dict[str, Tensor] = {}
+    read: dict[SealedTensor, Tensor] = {}
+    """Tied tensors have several names and lie in the file once."""
+    for name, parts in stored.items():
+        first = parts[0]
+        if any(part.whole != first.whole for part in parts):
+            raise StoreError(f"{path} has seals that contradict each other about {name}.")
+        wanted: TensorPart | None = whole_part(first.whole)
+        if select is not None:
+            wanted = select(name, first.whole)
+        if wanted is None:
+            continue
+        if len(parts) > 1 or wanted.size != first.sealed.shape:
+            tensors[name] = _assembled(path, name, wanted, parts)
+            continue
+        if first.sealed not in read:
+            read[first.sealed] = first.read(name)
+        tensors[name] = read[first.sealed]
+    return tensors
+
+
+def _check_files(path: Path, seal: Seal) -> None:
+    """Refuse files of another size or with another header than was sealed."""
+    starts: dict[str, int] = {}
+    for sealed in seal.tensors.values():
+        starts[sealed.file] = min(sealed.start, starts.get(sealed.file, sealed.start))
+    for name in sorted(seal.files.keys() - {FACTS}):
+        file = seal.files[name]
+        descriptor, size = open_plain(path / name)
+        os.close(descriptor)
+        if size != file.size:
+            raise StoreError(
+                f"{path} is not whole: {name} has {size} bytes, {file.size} were sealed."
+            )
+        header = bytearray(min(starts.get(name, size), LARGEST))
+        if _read_into(memoryview(header), path / name, 0) != file.header:
+            raise StoreError(f"{path / name} is not what was sealed: its header differs.")
+
+
+def _stored(path: Path, name: str, seal: Seal, sealed: SealedTensor) -> _Stored:
+    """Where a tensor lies. Refuses what can be known to be wrong before memory is taken for it."""
+    if sealed.dtype not in BY_NAME:
         raise StoreError(
-            f"{name} is a {type(tensor).__name__}, not a tensor; plain values belong into the "
-            f"facts."
+            f"{path} cannot be read: {sealed.dtype[:50]!r} is not a dtype of torch "
+            f"{torch.__version__}."
         )
-    strided = tensor.layout is torch.strided and tensor.device.type != "meta"
-    # empty tensors may all have the address 0, others have no address at all
-    if not strided or not tensor.numel():
-        return name
-    view = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.data_ptr(), *view)
+    shape = sealed.shape
+    part = seal.parts.get(name, SealedPart(whole=shape, offset=(0,) * len(shape)))
+    fits = sealed.file in seal.files and len(part.whole) == len(part.offset) == len(shape)
+    if fits:
+        places = zip(part.offset, shape, part.whole, strict=True)
+        end = sealed.start + math.prod(shape) * BY_NAME[sealed.dtype].itemsize
+        fits = end <= seal.files[sealed.file].size
+        fits = fits and all(at + size <= most for at, size, most in places)
+    if not fits:
+        raise StoreError(
+            f"{path} has a seal that contradicts itself: {name} is in no file as it is described."
+        )
+    return _Stored(path / sealed.file, sealed, part.whole, part.offset)
 
 
-# --- What one rank writes of a checkpoint that all ranks write together, with a seal of its own.
+def _read_into(view: memoryview, path: Path, start: int) -> str:
+    """Fill the memory from a place in the file on; returns the digest of what was read."""
+    digest = xxhash.xxh3_128()
+    descriptor, _ = open_plain(path)
+    try:
+        while view:
+            count = os.preadv(descriptor, [view[:PIECE]], start)
+            if not count:
+                raise StoreError(f"{path} ended while it was being read.")
+            digest.update(view[:count])
+            view = view[count:]
+            start += count
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()
 
 
-UNKNOWN = Health(loss=None, level=None, steps_watched=0, incidents=0, good=False)
-"""One rank cannot say whether the state of all is good."""
+def _assembled(path: Path, name: str, wanted: TensorPart, parts: Sequence[_Stored]) -> Tensor:
+    """Put the wanted part together from those that are stored."""
+    held = sum(math.prod(part.sealed.shape) for part in parts)
+    filled = 0
+    tensor = torch.empty(0)
+    # else not even memory is taken for it
+    if held >= wanted.elements:
+        tensor = torch.empty(wanted.size, dtype=BY_NAME[parts[0].sealed.dtype])
+        for part in parts:
+            filled += _copy_overlap(tensor, wanted, part, name)
+    if filled != wanted.elements:
+        raise StoreError(
+            f"{path} is not whole: {filled or held} of {wanted.elements} elements of {name} are "
+            f"stored."
+        )
+    return tensor
 
 
-def write_rank(
-    folder: Path,
-    rank: int,
-    tensors: Mapping[str, Tensor],
-    parts: Mapping[str, TensorPart],
-    may_be_nonfinite: Collection[str],
-    disk: Disk,
-    *,
-    reads_back: bool,
-    facts: Mapping[str, Any] | None = None,
-) -> str:
-    """Write the tensors of one rank, then their seal; returns the digest of the seal.
-
-    A part that another rank writes, and one without an element, is left out. `facts`: what this
-    rank adds to those of a checkpoint that another one wrote.
-    """
-    mine: dict[str, Tensor] = {}
-    places: dict[str, SealedPart] = {}
-    for name, tensor in tensors.items():
-        part = parts.get(name)
-        if part is None:
-            mine[name] = tensor
-        elif part.first and part.elements:
-            mine[name] = tensor
-            places[name] = SealedPart(whole=part.whole, offset=part.offset)
-    stem = f"rank-{rank:05d}"
-    written = write_tensors(folder, mine, may_be_nonfinite, disk, stem, reads_back=reads_back)
-    seal = Seal(
-        step=0,
-        health=UNKNOWN,
-        files=written.files,
-        tensors=written.tensors,
-        serial=0,
-        nonfinite=tuple(written.nonfinite),
-        parts=places,
-        facts=dict(facts or {}),
-        schema=SCHEMA,
-    )
-    content = seal_bytes(seal)
-    if facts is None:
-        write_json(folder / rank_seal_name(rank), content, disk)
-    else:
-        # somebody may be opening the checkpoint already: all of this seal is there, or none
-        write_file(folder / rank_seal_name(rank), content, disk)
-    disk.sync_folder(folder)
-    return digest_of(content)
-
-
-def gather_ranks(folder: Path, digests: Sequence[str]) -> WrittenFiles:
-    """Read the seals of all ranks, which must have these digests, and list all their files."""
-    found = WrittenFiles(ranks=len(digests))
-    for rank, digest in enumerate(digests):
-        name = rank_seal_name(rank)
-        content = read_small(folder / name)
-        if digest_of(content) != digest:
-            raise StoreError(f"{folder / name} is not what rank {rank} has written.")
-        found.files[name] = SealedFile(size=len(content), digest=digest)
-        found.files.update(parse_seal(content, folder, name).files)
-    return found
+def _copy_overlap(target: Tensor, wanted: TensorPart, part: _Stored, name: str) -> int:
+    """Copy what the wanted and the stored part have in common; returns how many elements."""
+    boxes: list[tuple[int, int]] = []
+    for axis, size in enumerate(part.sealed.shape):
+        begin = max(wanted.offset[axis], part.offset[axis])
+        end = min(wanted.offset[axis] + wanted.size[axis], part.offset[axis] + size)
+        if end <= begin:
+            return 0
+        boxes.append((begin, end - begin))
+    source = part.read(name)
+    for axis, (begin, length) in enumerate(boxes):
+        source = source.narrow(axis, begin - part.offset[axis], length)
+        target = target.narrow(axis, begin - wanted.offset[axis], length)
+    target.copy_(source)
+    return target.numel()

@@ -11,8 +11,9 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,12 +28,10 @@ from stepguard.state.files import Disk, sibling
 # itself.
 
 
-SCHEMA = 2
+SCHEMA = 3
 SEAL = "seal.json"
 FACTS = "facts.json"
 RANK_SEALS = "rank-[0-9][0-9][0-9][0-9][0-9].json"
-PLAIN = 1
-"""Schema of a seal that knows no parts; written wherever one process wrote everything."""
 LARGEST = 1 << 26
 """Bytes of JSON that are written and read at most: a seal of 300 000 tensors."""
 _HEAD = re.compile(rb'\{"digest":"([0-9a-f]{32})","seal":')
@@ -70,25 +69,31 @@ class Health:
     """
 
 
+UNKNOWN = Health(loss=None, level=None, steps_watched=0, incidents=0, good=False)
+"""One rank cannot say whether the state of all is good."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedFile:
     """One file beside the seal."""
 
     size: Count
     digest: DigestText
+    header: str = ""
+    """Of a file of tensors: the digest of what comes before the first of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedTensor:
-    """One tensor, as torch sees it; `files.plan_file` says how it lies in its file."""
+    """One tensor, as torch sees it. Tied tensors are several names of one place in a file."""
 
     file: FileName
+    start: Count
+    """Its first byte in the file."""
     dtype: str
     """torch's name: `bfloat16`, `complex64`."""
     shape: Annotated[tuple[Count, ...], Field(max_length=64)]
     digest: DigestText
-    same_as: str | None = None
-    """The name this tensor is stored under, when two names share one memory (tied weights)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +133,7 @@ class Seal:
     """Those of the tensors that are parts of larger ones."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What a rank has added that is not a tensor: `facts[kind]` is `facts.json[kind][rank]`."""
-    schema: int = PLAIN
+    schema: int = SCHEMA
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -190,10 +195,9 @@ def parse_seal(content: bytes, folder: Path, name: str = SEAL) -> Seal:
         raise StoreError(f"{folder} has a damaged seal: {name} does not match its own digest.")
     plain = load_json(body, folder / name)
     schema = plain.get("schema")
-    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
+    if schema != SCHEMA:
         raise StoreError(
-            f"{folder} has a seal of schema {schema!r}; this stepguard reads up to {SCHEMA}: "
-            f"upgrade it."
+            f"{folder} has a seal of schema {schema!r}; this stepguard reads {SCHEMA}: upgrade it."
         )
     try:
         return from_jsonable(Seal, plain)
@@ -267,14 +271,8 @@ class Entry:
     step: int
     serial: int
     health: Health
-    written: str
     sizes: dict[str, int]
     """Bytes of its files."""
-    seal_digest: str
-
-    @property
-    def size(self) -> int:
-        return sum(self.sizes.values())
 
     @property
     def good(self) -> bool:
@@ -296,17 +294,13 @@ def checkpoint_name(step: int, turn: int = 1) -> str:
     return f"step-{step}-{turn}"
 
 
-Known = dict[tuple[Path, int, int, int], Entry]
-"""Entries by path, inode, time and size of the seal, so that an unchanged one is parsed once."""
-
-
-def list_entries(folder: Path, known: Known | None = None) -> tuple[list[Entry], list[PassedOver]]:
+def list_entries(folder: Path) -> tuple[list[Entry], list[PassedOver]]:
     """Return the sealed checkpoints, newest first, and those whose seal is missing or damaged."""
     entries: list[Entry] = []
     damaged: list[PassedOver] = []
     for path in _named(folder, _CHECKPOINT):
         try:
-            entries.append(entry_of(path, known))
+            entries.append(entry_of(path))
         except StoreError as fault:
             damaged.append(PassedOver(path, str(fault)))
     entries.sort(key=lambda entry: (entry.serial, entry.step), reverse=True)
@@ -318,27 +312,13 @@ def leftovers(folder: Path) -> list[Path]:
     return _named(folder, _LEFTOVER)
 
 
-def entry_of(path: Path, known: Known | None = None) -> Entry:
+def entry_of(path: Path) -> Entry:
     """Read a checkpoint's seal, and check that its files are there with the sealed sizes."""
-    key = None
-    with suppress(OSError):
+    try:
         found = (path / SEAL).lstat()
-        key = (path, found.st_ino, found.st_mtime_ns, found.st_size)
-    entry = None
-    if known is not None and key is not None:
-        entry = known.get(key)
-    if entry is None:
-        content = read_small(path / SEAL)
-        seal = parse_seal(content, path)
-        entry = Entry(
-            path=path,
-            step=seal.step,
-            serial=seal.serial,
-            health=seal.health,
-            written=seal.written,
-            sizes={name: sealed.size for name, sealed in seal.files.items()},
-            seal_digest=digest_of(content),
-        )
+    except OSError:
+        raise StoreError(f"{path / SEAL} is missing.") from None
+    entry = _entry(path, found.st_ino, found.st_mtime_ns, found.st_size)
     for name, sealed in entry.sizes.items():
         try:
             size = (path / name).lstat().st_size
@@ -346,14 +326,20 @@ def entry_of(path: Path, known: Known | None = None) -> Entry:
             raise StoreError(f"{path} is not whole: {name} is missing.") from None
         if size != sealed:
             raise StoreError(f"{path} is not whole: {name} has {size} bytes, {sealed} were sealed.")
-    if known is not None and key is not None:
-        known[key] = entry
     return entry
 
 
-def pointer_bytes(name: str, seal_digest: str) -> bytes:
-    """Return the content of `last-good`: a name and the digest of the seal it means."""
-    return f"{name} {seal_digest}\n".encode()
+@lru_cache(maxsize=256)
+def _entry(path: Path, inode: int, time: int, size: int) -> Entry:
+    """Parse a seal once, as long as its file is the same."""
+    seal = read_seal(path)
+    return Entry(
+        path=path,
+        step=seal.step,
+        serial=seal.serial,
+        health=seal.health,
+        sizes={name: sealed.size for name, sealed in seal.files.items()},
+    )
 
 
 def read_pointer(folder: Path) -> Path:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,33 +22,29 @@ from stepguard import __version__
 from stepguard._errors import StoreError
 from stepguard.checkpoints.files import (
     Select,
-    WrittenFiles,
-    gather_ranks,
     read_back,
     read_tensors,
     write_json,
-    write_rank,
     write_tensors,
 )
 from stepguard.checkpoints.seal import (
     FACTS,
     LAST_GOOD,
-    PLAIN,
-    SCHEMA,
     SEAL,
     Entry,
     Health,
-    Known,
     PassedOver,
     Seal,
     SealedFile,
+    SealedPart,
     checkpoint_name,
     digest_of,
     first_line,
     leftovers,
     list_entries,
     load_json,
-    pointer_bytes,
+    parse_seal,
+    rank_seal_name,
     read_added_seals,
     read_pointer,
     read_rank_seals,
@@ -81,16 +77,13 @@ class Opened:
 
 
 def open_last_good(
-    folder: Path,
-    device: torch.device | str | None = None,
-    select: Select | None = None,
-    but_not: Sequence[PassedOver] = (),
+    folder: Path, select: Select | None = None, but_not: Sequence[PassedOver] = ()
 ) -> Opened:
     """Open last-good, else the newest good one that is undamaged; StoreError names them all."""
     passed = {each.path: each for each in but_not}
     while (path := _next_candidate(folder, passed)) is not None:
         try:
-            return replace(open_one(path, device, select), passed_over=tuple(passed.values()))
+            return replace(open_one(path, select), passed_over=tuple(passed.values()))
         except StoreError as fault:
             reason = str(fault)
             # by the rotation of a writer that is running
@@ -110,16 +103,14 @@ def open_last_good(
     )
 
 
-def open_one(
-    path: Path, device: torch.device | str | None = None, select: Select | None = None
-) -> Opened:
+def open_one(path: Path, select: Select | None = None) -> Opened:
     """Open this checkpoint and no other. `select` says which part of each tensor is wanted."""
     seal = read_seal(path)
     if FACTS not in seal.files:
         raise StoreError(f"{path} has a seal without {FACTS}.")
     try:
         facts = read_facts(path / FACTS, seal.files[FACTS])
-        tensors = read_tensors(path, read_rank_seals(path, seal), device, select)
+        tensors = read_tensors(path, read_rank_seals(path, seal), select)
         for rank, added in read_added_seals(path, seal).items():
             for kind, own in restore_floats(added.facts).items():
                 facts.setdefault(kind, {})[str(rank)] = own
@@ -268,10 +259,6 @@ os.register_at_fork(after_in_child=_forget_locks)
 # --- The store: checkpoints are complete, finite and sealed before anything points to them.
 
 
-MOST_KNOWN = 1000
-"""Entries that are remembered, at most."""
-
-
 class Store:
     """A folder of checkpoints `step-<n>/`, and `last-good`, which only names a sealed good one."""
 
@@ -281,27 +268,21 @@ class Store:
         *,
         keep: int = 3,
         keep_every: int | None = None,
-        check: Literal["read-back", "digest"] = "read-back",
         disk: Disk = DISK,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """With `check="read-back"` every file is read from the disk again before it is sealed."""
         if keep < 1:
             raise StoreError(f"keep={keep} would delete the last good checkpoint; use 1 or more.")
         if keep_every is not None and keep_every < 1:
             raise StoreError(
                 f"keep_every={keep_every} is not a number of steps; use 1 or more, or None."
             )
-        if check not in ("read-back", "digest"):
-            raise StoreError(f"check={check!r} is not known; use 'read-back' or 'digest'.")
         self.folder = Path(folder)
         self.keep = keep
         self.keep_every = keep_every
         self.say = say or _warn
-        self._reads_back = check == "read-back"
         self._disk = disk
         self._lock: WriterLock | None = None
-        self._known: Known = {}
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], health: Health
@@ -315,28 +296,22 @@ class Store:
             raise StoreError(
                 f"step={step!r} is not a number of optimizer steps; use an int from 0 on."
             )
+        # facts that cannot be written are refused before anything is
+        _json(facts)
         with self._writing(step):
-            # this process holds the lock, so their writers are dead
-            sweep(leftovers(self.folder), self._disk, self.say)
-            temporary = sibling(self._free_path(step))
+            folder = self._new_folder(step)
             try:
-                # facts that cannot be written are refused before anything is
-                _json(dict(facts))
-                self._disk.mkdir(temporary)
                 allowed = frozenset(facts.get("nonfinite_ok") or ())
-                written = write_tensors(
-                    temporary, tensors, allowed, self._disk, reads_back=self._reads_back
-                )
+                written = write_tensors(folder, tensors, allowed, self._disk)
             except BaseException:
-                self.drop(temporary)
+                self.drop(folder)
                 raise
-            return self._conclude(temporary, step, written, facts, health)
+            return self._conclude(folder, step, written, facts, health)
 
     def open(
         self,
         which: str | Path = LAST_GOOD,
         *,
-        device: torch.device | str | None = None,
         select: Select | None = None,
         but_not: Sequence[PassedOver] = (),
     ) -> Opened:
@@ -348,12 +323,17 @@ class Store:
         `but_not`: those that `"last-good"` passes over in any case.
         """
         if str(which) == LAST_GOOD:
-            return open_last_good(self.folder, device, select, but_not)
-        path = self._path_of(Path(which))
+            return open_last_good(self.folder, select, but_not)
+        path = Path(which)
+        entries = self.list()
+        if len(path.parts) == 1:
+            # the newest checkpoint of that step
+            of_step = [e.path for e in entries if checkpoint_name(e.step) == path.name]
+            path = next(iter(of_step), self.folder / path)
         try:
-            return open_one(path, device, select)
+            return open_one(path, select)
         except StoreError as fault:
-            others = [entry.path.name for entry in self.list()[:5] if entry.path != path]
+            others = [entry.path.name for entry in entries[:5] if entry.path != path]
             usable = ", ".join(others) or "none"
             raise StoreError(
                 f"{fault} Other sealed checkpoints in {self.folder}: {usable}."
@@ -361,15 +341,91 @@ class Store:
 
     def list(self) -> list[Entry]:
         """Return the sealed checkpoints, newest first, by their seals alone."""
-        if len(self._known) > MOST_KNOWN:
-            self._known.clear()
-        return list_entries(self.folder, self._known)[0]
+        return list_entries(self.folder)[0]
 
     def close(self) -> None:
         """Let another process write here."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    # --- by several ranks: one begins and finishes, and every rank writes its part in between
+
+    def begin(self, step: int) -> Path:
+        """Make the temporary folder that every rank writes its part into."""
+        with self._writing(step):
+            return self._new_folder(step)
+
+    def write_part(
+        self,
+        folder: Path,
+        rank: int,
+        tensors: Mapping[str, Tensor],
+        parts: Mapping[str, TensorPart],
+        may_be_nonfinite: Collection[str] = (),
+        facts: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Write and prove what one rank holds, with a seal of its own; returns that seal's digest.
+
+        Of tensors in `parts` this rank holds a part; one that another rank writes, and one without
+        an element, is left out. `facts`: for a rank that adds its own to a checkpoint that is
+        sealed already.
+        """
+        mine: dict[str, Tensor] = {}
+        places: dict[str, SealedPart] = {}
+        for name, tensor in tensors.items():
+            part = parts.get(name)
+            if part is not None:
+                if not part.first or not part.elements:
+                    continue
+                places[name] = SealedPart(whole=part.whole, offset=part.offset)
+            mine[name] = tensor
+        try:
+            written = write_tensors(folder, mine, may_be_nonfinite, self._disk, f"rank-{rank:05d}")
+            content = seal_bytes(replace(written, parts=places, facts=dict(facts or {})))
+            # all of it or nothing: somebody may be opening the checkpoint already
+            write_file(folder / rank_seal_name(rank), content, self._disk)
+        except OSError as fault:
+            raise StoreError(
+                f"rank {rank} could not write into {folder} ({fault.strerror or fault})."
+            ) from fault
+        return digest_of(content)
+
+    def finish(
+        self,
+        folder: Path,
+        step: int,
+        facts: Mapping[str, Any],
+        health: Health,
+        digests: Sequence[str],
+    ) -> Path:
+        """Seal what all ranks have written, whose seals have these digests; then as `save`."""
+        files: dict[str, SealedFile] = {}
+        for rank, digest in enumerate(digests):
+            name = rank_seal_name(rank)
+            content = read_small(folder / name)
+            if digest_of(content) != digest:
+                raise StoreError(f"{folder / name} is not what rank {rank} has written.")
+            files[name] = SealedFile(size=len(content), digest=digest)
+            files.update(parse_seal(content, folder, name).files)
+        written = Seal(
+            step=step, health=health, files=files, tensors={}, serial=0, ranks=len(digests)
+        )
+        with self._writing(step):
+            return self._conclude(folder, step, written, facts, health)
+
+    def contents(self, path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+        """Return the digests of a checkpoint's tensors, and its facts, without its tensors."""
+        seal = read_seal(path)
+        facts = read_facts(path / FACTS, seal.files[FACTS])
+        return {name: sealed.digest for name, sealed in seal.tensors.items()}, facts
+
+    def drop(self, folder: Path) -> None:
+        """Remove the folder of a save that not every rank could finish."""
+        if folder.exists():
+            sweep([folder], self._disk, self.say)
+
+    # --- what both have in common
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
@@ -392,103 +448,28 @@ class Store:
                 f"the checkpoint of step {step} was not written into {self.folder} ({why}); {rest}."
             ) from fault
 
-    def _path_of(self, which: Path) -> Path:
-        """Return the path of a name: `step-100` is the newest checkpoint of that step."""
-        if len(which.parts) > 1:
-            return which
-        for entry in self.list():
-            if checkpoint_name(entry.step) == which.name:
-                return entry.path
-        return self.folder / which
-
-    # --- by several ranks: one begins and finishes, and every rank writes its part in between
-
-    def begin(self, step: int) -> Path:
-        """Make the temporary folder that every rank writes its part into."""
-        with self._writing(step):
-            sweep(leftovers(self.folder), self._disk, self.say)
-            temporary = sibling(self._free_path(step))
-            self._disk.mkdir(temporary)
-            return temporary
-
-    def write_part(
-        self,
-        folder: Path,
-        rank: int,
-        tensors: Mapping[str, Tensor],
-        parts: Mapping[str, TensorPart],
-        may_be_nonfinite: Collection[str] = (),
-        facts: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Write and prove what one rank holds; returns the digest of its seal.
-
-        Of tensors in `parts` this rank holds a part; `tensors` has those parts only. `facts`: for
-        a rank that adds its own to a checkpoint that is sealed already.
-        """
-        try:
-            return write_rank(
-                folder,
-                rank,
-                tensors,
-                parts,
-                may_be_nonfinite,
-                self._disk,
-                reads_back=self._reads_back,
-                facts=facts,
-            )
-        except OSError as fault:
-            raise StoreError(
-                f"rank {rank} could not write into {folder} ({fault.strerror or fault})."
-            ) from fault
-
-    def finish(
-        self,
-        folder: Path,
-        step: int,
-        facts: Mapping[str, Any],
-        health: Health,
-        digests: Sequence[str],
-    ) -> Path:
-        """Seal what all ranks have written, whose seals have these digests; then as `save`."""
-        with self._writing(step):
-            return self._conclude(folder, step, gather_ranks(folder, digests), facts, health)
-
-    def contents(self, path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-        """Return the digests of a checkpoint's tensors, and its facts, without its tensors."""
-        seal = read_seal(path)
-        facts = read_facts(path / FACTS, seal.files[FACTS])
-        return {name: sealed.digest for name, sealed in seal.tensors.items()}, facts
-
-    def drop(self, folder: Path) -> None:
-        """Remove the folder of a save that not every rank could finish."""
-        if folder.exists():
-            sweep([folder], self._disk, self.say)
-
-    # --- what both have in common
+    def _new_folder(self, step: int) -> Path:
+        # this process holds the lock, so the writers of what is left over are dead
+        sweep(leftovers(self.folder), self._disk, self.say)
+        temporary = sibling(self._free_path(step))
+        self._disk.mkdir(temporary)
+        return temporary
 
     def _conclude(
-        self,
-        temporary: Path,
-        step: int,
-        written: WrittenFiles,
-        facts: Mapping[str, Any],
-        health: Health,
+        self, temporary: Path, step: int, written: Seal, facts: Mapping[str, Any], health: Health
     ) -> Path:
         """Write facts and seal, give the folder its name, move `last-good`, remove old ones."""
         path = self._free_path(step)
         try:
-            # Write the facts and, last, the seal; returns its digest.
-            written.files[FACTS] = write_json(temporary / FACTS, _json(dict(facts)), self._disk)
-            if self._reads_back:
-                read_back(temporary / FACTS, written.files[FACTS])
+            sealed_facts = write_json(temporary / FACTS, _json(facts), self._disk)
+            read_back(temporary / FACTS, sealed_facts)
             config = facts.get("config")
-            seal = Seal(
+            seal = replace(
+                written,
                 step=step,
                 health=health,
-                files=written.files,
-                tensors=written.tensors,
+                files={**written.files, FACTS: sealed_facts},
                 serial=1 + max((entry.serial for entry in self.list()), default=0),
-                nonfinite=tuple(written.nonfinite),
                 config=dict(config) if isinstance(config, Mapping) else {},
                 versions={
                     "stepguard": __version__,
@@ -496,14 +477,11 @@ class Store:
                     "python": platform.python_version(),
                 },
                 written=datetime.now(UTC).isoformat(timespec="seconds"),
-                ranks=written.ranks,
-                schema=SCHEMA if written.ranks else PLAIN,
             )
             content = seal_bytes(seal)
             write_json(temporary / SEAL, content, self._disk)
             # fsync of a file does not make its name durable, that of its folder does
             self._disk.sync_folder(temporary)
-            seal_digest = digest_of(content)
             self._disk.rename(temporary, path)
         except BaseException:
             self.drop(temporary)
@@ -512,9 +490,8 @@ class Store:
             # before the pointer: after a power cut it must not name a folder that is not there
             self._disk.sync_folder(self.folder)
             if health.good:
-                write_file(
-                    self.folder / LAST_GOOD, pointer_bytes(path.name, seal_digest), self._disk
-                )
+                pointer = f"{path.name} {digest_of(content)}\n".encode()
+                write_file(self.folder / LAST_GOOD, pointer, self._disk)
         except BaseException as fault:
             # once the pointer names it, removing it would lose the last good checkpoint
             if self._last_good() != path:
@@ -547,9 +524,9 @@ class Store:
         return self.folder / checkpoint_name(step, turn)
 
 
-def _json(facts: dict[str, Any]) -> bytes:
+def _json(facts: Mapping[str, Any]) -> bytes:
     try:
-        return dumps(facts).encode()
+        return dumps(dict(facts)).encode()
     except (TypeError, ValueError, RecursionError) as fault:
         raise StoreError(
             f"the facts of a checkpoint must be plain JSON values: {first_line(fault)}."
@@ -646,5 +623,5 @@ class Background:
             later = "1 later save was"
             if self._refused > 1:
                 later = f"{self._refused} later saves were"
-            self._say(f"saving step {step} took so long that {later} left out.")
+            self._say(f"saving step {step} took so long that {later} dropped.")
             self._refused = 0

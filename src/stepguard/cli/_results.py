@@ -16,8 +16,7 @@ from stepguard.records.codec import printable
 
 if TYPE_CHECKING:
     from stepguard.records.checks import Verification
-    from stepguard.report.compare import RunComparison
-    from stepguard.report.story import Run, StepsOf, Story
+    from stepguard.report.story import Run, Story
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Strict JSON instead of text.")]
 RunArgument = Annotated[
@@ -41,8 +40,6 @@ WhichOption = Annotated[
         help="Which run of a folder that was used for several, from 1; by default the last.",
     ),
 ]
-PAGE = "report.html"
-COMPARISON = "compare.html"
 GIVE = "give a run directory that holds a journal.jsonl, or the file itself"
 PATIENCE = 2.0
 """Seconds before a bar appears."""
@@ -143,10 +140,10 @@ class Bar:
 
 def verified(paths: Sequence[Path], lr: float | None = None) -> list[Verification]:
     """Verify each path, with one bar for all; the result of an empty folder has no parts."""
-    from stepguard.check.verify import verify_or_empty
+    from stepguard.check.verify import check_path
 
     with Bar("verifying") as bar:
-        return [verify_or_empty(path, lr=lr, plan=bar.plan, progress=bar.advance) for path in paths]
+        return [check_path(path, lr=lr, plan=bar.plan, progress=bar.advance) for path in paths]
 
 
 def as_plain(result: Verification) -> dict[str, Any]:
@@ -161,12 +158,12 @@ def as_plain(result: Verification) -> dict[str, Any]:
 # --- Open the RUN argument that the reading commands share.
 
 
-def open_story(run: Path, rank: int | None = None, *, steps_of: StepsOf = "one") -> Story:
+def open_story(run: Path, rank: int | None = None) -> Story:
     """Read all journals of the folder; raises a JournalError of one line for what is wrong."""
     from stepguard.report.story import read_story
 
     try:
-        story = read_story(run, rank, steps_of=steps_of)
+        story = read_story(run, rank)
     except OSError as error:
         raise JournalError(f"{error.filename or run} cannot be read: {error.strerror}.") from error
     refuse_other_file(story)
@@ -200,42 +197,3 @@ def chosen(story: Story, which: int | None) -> Run:
 def folder_of(run: Path) -> Path:
     """The run directory, also where the journal file itself was given."""
     return run if run.is_dir() else run.parent
-
-
-# --- Write the web page of a run, or of two.
-
-
-def write_page(text: str, out: Path) -> None:
-    """Write the page to a file and say where, or to stdout for `-`."""
-    from stepguard.report.plot import replace_file
-
-    if str(out) == "-":
-        echo(text)
-        return
-    with writing(out):
-        replace_file(out, text.encode("utf-8"))
-
-
-def report_page(run: Path, rank: int | None) -> str:
-    """The page of a run folder, with what lies in the folders of its incidents."""
-    from stepguard.report.page import page_extras, render_page, run_name, story_document
-
-    story = open_story(run, rank, steps_of="all")
-    document = story_document(story, run_name(run), page_extras(story, folder_of(run)))
-    return render_page(document)
-
-
-def comparison_page(runs: tuple[Path, Path], rank: int | None, comparison: RunComparison) -> str:
-    """Two runs over the same axis, with the table of `stepguard compare` below."""
-    from stepguard.report.page import comparison_document, render_page, run_name
-
-    names = [run_name(run) for run in runs]
-    if names[0] == names[1]:
-        names = [str(run) for run in runs]
-    rows: list[list[str]] = [["", *names]]
-    for row in comparison.rows:
-        rows.append([row.aspect, row.first, row.second])
-    for setting, values in comparison.settings.items():
-        rows.append([setting, *("default" if value is None else str(value) for value in values)])
-    first, second = (open_story(run, rank, steps_of="all").latest for run in runs)
-    return render_page(comparison_document((first, names[0]), (second, names[1]), rows))

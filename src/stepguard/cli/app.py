@@ -10,16 +10,15 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
 from stepguard.cli._results import echo
-from stepguard.cli.check import check
+from stepguard.cli.check import check, selftest
 from stepguard.cli.checkpoints import doctor, quarantine, verify
-from stepguard.cli.incidents import explain, fix, replay, whatif
-from stepguard.cli.run import run
-from stepguard.cli.runs import compare, live, look, plot, report, serve
+from stepguard.cli.run import fix, replay, run, whatif
+from stepguard.cli.runs import compare, explain, live, look, plot, report, serve
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     run,
@@ -37,12 +36,31 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     quarantine,
     doctor,
     check,
+    selftest,
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""
 
 
+def _without_types_of_flags(parameters: list[Any]) -> list[Any]:
+    """A flag takes no value, and typer would print `<bool>` beside it."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class PlainFlags(TyperCommand):
+    """A command whose flags are listed without a type."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types_of_flags(super().get_params(ctx))
+
+
 class ErrorsInOneLine(TyperGroup):
-    """What stepguard raises on purpose is told in one line, never as a traceback."""
+    """What stepguard raises on purpose is printed as one line, never as a traceback."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types_of_flags(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -72,7 +90,8 @@ PASSES_ARGUMENTS_ON = {
 }
 
 for command in COMMANDS:
-    app.command(context_settings=PASSES_ARGUMENTS_ON if command is run else None)(command)
+    settings = PASSES_ARGUMENTS_ON if command is run else None
+    app.command(cls=PlainFlags, context_settings=settings)(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -148,3 +148,40 @@ def _bar(stream: TextIO) -> Iterator[Progress | None]:
     with Bar(console=Console(file=stream), transient=True) as bar:
         task = bar.add_task("reading examples", total=None, visible=False)
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+# --- `stepguard selftest`: do the promises hold on this machine and device?
+
+
+def selftest(
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="As torch names it: cpu, cuda, cuda:1, mps.")
+    ] = "cpu",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of the table.")
+    ] = False,
+) -> None:
+    """Try stepguard's promises on a device, in about a minute, and print a table to send in.
+
+    Exit code 5 if one does not hold.
+    """
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from stepguard.run.selftest import selftest as run_selftest
+
+    console = Console(stderr=True)
+    with console.status("selftest") as status:
+        found = run_selftest(device, lambda name: status.update(f"selftest: {name}"))
+    if as_json:
+        echo(json.dumps(found.as_json()))
+    else:
+        table = Table("", "promise", "what was seen", title=f"{found.device}: {found.name}")
+        marks = {True: "ok", False: "FAILED", None: "not tried"}
+        for check in found.checks:
+            table.add_row(marks[check.holds], check.name, check.detail)
+        Console().print(table)
+        echo(f"stepguard {found.stepguard}, torch {found.torch}, {found.platform}")
+    raise typer.Exit(EXIT_OK if found.ok else EXIT_PREFLIGHT)

@@ -106,7 +106,7 @@ def quarantine(
     data: Annotated[
         bool,
         typer.Option(
-            "--data", help="List the samples that the run in DIR went on without; move nothing."
+            "--data", help="List the samples that the run in DIR continued without; move nothing."
         ),
     ] = False,
     out: Annotated[

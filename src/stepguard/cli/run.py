@@ -1,16 +1,21 @@
-"""`stepguard run SCRIPT`: guard an unmodified script."""
+"""Commands that run your code: `run` a script, and `replay`, `whatif` and `fix` a bad step."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepguard._errors import ConfigError
+from stepguard._errors import EXIT_OK, EXIT_SCRIPT_FAILED, ConfigError
+from stepguard.cli._results import JsonOption, echo, echo_json, exclude, refuse_no_function, writing
 
 if TYPE_CHECKING:
-    from stepguard.records import GuardConfig
+    from stepguard.records import GuardConfig, Incident
+    from stepguard.state.batch import Step
 
 VARIABLE = "STEPGUARD_CONFIG"
 SETTINGS = (".toml", ".yaml", ".yml", ".json")
@@ -30,7 +35,8 @@ def run(
         None,
         "--run-dir",
         metavar="DIR",
-        help="Folder for journal, incidents and checkpoints; none by default.",
+        help="Folder for journal, incidents and checkpoints. By default a journal is kept in "
+        ".stepguard/SCRIPT-TIME; `none` writes nothing.",
     ),
     human_log: str | None = typer.Option(
         None, "--human-log", metavar="DIR", help="Folder for a readable latest.log."
@@ -65,7 +71,8 @@ def run(
     """
     _refuse_no_script(script, context, module=module)
     given: dict[str, Any] = {}
-    for name, folder in (("run_dir", run_dir), ("human_log", human_log)):
+    kept = None if run_dir == "none" else run_dir
+    for name, folder in (("run_dir", kept), ("human_log", human_log)):
         if folder and Path(folder).is_file():
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} {folder} is a file; give a folder, which may be new.")
@@ -77,8 +84,10 @@ def run(
 
         given["sinks"] = (WebhookSink(webhook, name=Path(script).name),)
     settings = _settings(context, config, given)
-    from stepguard.run.guarded_script import run_script, start_from
+    from stepguard.run.guarded_script import run_script, start_from, with_journal
 
+    if settings.run_dir is None and run_dir is None and restore is None:
+        settings = with_journal(settings, script)
     resume = None if restore is None else start_from(restore, settings)
     raise typer.Exit(
         run_script(
@@ -135,3 +144,220 @@ def _refuse_no_script(script: str, context: typer.Context, *, module: bool) -> N
             wrong = f"{script} does not exist; leave it out: stepguard run {context.args[0]}."
     if wrong:
         raise ConfigError(wrong)
+
+
+# --- A bad step again.
+
+
+CapsuleArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_OR_CAPSULE",
+        help="Folder `incidents/<id>/capsule` of a run, or the run: its last incident, or the "
+        "first of several in a row.",
+    ),
+]
+ScriptOption = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="Script to take model, optimizer and loss from."),
+]
+BuildOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION", help="Function that returns (model, optimizer, loss_fn)."
+    ),
+]
+YesOption = Annotated[
+    bool,
+    typer.Option(
+        "--yes", help="Run the code that the capsule names without asking, whatever its origin."
+    ),
+]
+
+
+def _confirm_code(yes: bool) -> Callable[[str], bool]:
+    """Print what a capsule of somebody else would run, and ask; no terminal means no."""
+
+    def confirmed(command: str) -> bool:
+        echo(
+            "stepguard: this capsule was not made by you, on this machine, in this folder. "
+            f"Replaying it runs: {command}",
+            err=True,
+        )
+        return yes or (sys.stdin.isatty() and typer.confirm("Run it?", err=True))
+
+    return confirmed
+
+
+def replay(
+    path: CapsuleArgument,
+    script: ScriptOption = None,
+    build: BuildOption = None,
+    as_json: JsonOption = False,
+    debug: Annotated[
+        bool, typer.Option("--pdb", help="Stop in the debugger where the value originates.")
+    ] = False,
+    yes: YesOption = False,
+) -> None:
+    """Run a bad step again, here, and name its origin. Exit code 1 when it does not reproduce.
+
+    This runs your training script, or the function given by --build. For a capsule that was made
+    elsewhere, the command it names is printed and confirmed first.
+    """
+    from stepguard.run.replay import capsule_of
+    from stepguard.run.replay import replay as run_again
+
+    def inspect(step: Step, incident: Incident) -> None:
+        """Print, and enter the debugger, while the script's objects are alive."""
+        from stepguard.report.terminal import Terminal
+
+        Terminal(sys.stdout).incident(incident)
+        if debug:
+            _enter_debugger(step, incident)
+
+    refuse_no_function(build=build)
+    exclude(json=as_json, pdb=debug)
+    capsule, _ = capsule_of(Path(path))
+    # What the script prints must not mix with the JSON on stdout.
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        incident = run_again(
+            capsule,
+            script=script,
+            build=build,
+            inspect=None if as_json else inspect,
+            confirm=_confirm_code(yes),
+        )
+    if as_json:
+        echo_json(incident)
+    if incident.origin is not None and incident.origin.reproduced:
+        raise typer.Exit(EXIT_OK)
+    if not as_json:
+        from stepguard.state.capsule import read_capsule
+
+        origin = incident.origin
+        why = origin.evidence.departs if origin is not None else None
+        if why is None and origin is not None and origin.reproduced is None and origin.remarks:
+            why = f"the step is finite here; {origin.remarks[-1]}"
+        why = why or "the same step is finite here"
+        echo(f"stepguard: not reproduced: {why.removesuffix('.')}.", err=True)
+        for difference in read_capsule(capsule).differences():
+            echo(f"stepguard: {difference}", err=True)
+    raise typer.Exit(EXIT_SCRIPT_FAILED)
+
+
+def _enter_debugger(step: Step, incident: Incident) -> None:
+    import pdb  # noqa: T100
+
+    from stepguard.locate.find_origin import frames_at_origin
+
+    trace = frames_at_origin(step, incident.reading)
+    if trace is None:
+        echo(
+            "stepguard: no line of yours is involved where the value originates, so there is no "
+            "frame to stop in."
+        )
+        return
+    echo("stepguard: the operation above has just run; `up` leads to its callers, `c` or `q` ends.")
+    debugger = pdb.Pdb()
+    debugger.reset()
+    debugger.interaction(None, trace)
+
+
+def whatif(
+    path: CapsuleArgument,
+    own: Annotated[
+        str | None,
+        typer.Option(
+            "--with",
+            metavar="MODULE:FUNCTION",
+            help="A fix of your own: function(model, optimizer), which may return a loss function.",
+        ),
+    ] = None,
+    script: ScriptOption = None,
+    build: BuildOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw the losses of every candidate to this file."),
+    ] = None,
+    as_json: JsonOption = False,
+    yes: YesOption = False,
+) -> None:
+    """Train the steps before an incident again, once for each thing that might have helped.
+
+    Exit code 1 when nothing does. This runs your training script, or the function given by --build.
+    For a capsule that was made elsewhere, the command it names is printed and confirmed first.
+    """
+    from stepguard.report import probes as table
+    from stepguard.run.replay import whatif as try_all
+
+    refuse_no_function(build=build, **{"with": own})
+    # What the script prints must not mix with the table or the JSON on stdout.
+    with redirect_stdout(sys.stderr), table.progress_bar(sys.stderr) as progress:
+        found = try_all(
+            path, build=build, script=script, own=own, progress=progress, confirm=_confirm_code(yes)
+        )
+    if plot is not None:
+        from stepguard.report.plot import draw_trials, write_png
+
+        with writing(plot, err=True):
+            write_png(draw_trials(found), plot)
+    if as_json:
+        echo_json(found)
+    else:
+        table.show(found, sys.stdout)
+    raise typer.Exit(EXIT_OK if found.best is not None else EXIT_SCRIPT_FAILED)
+
+
+def fix(
+    path: CapsuleArgument,
+    script: ScriptOption = None,
+    build: BuildOption = None,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Write the change to the files it is for.")
+    ] = False,
+    as_json: JsonOption = False,
+    yes: YesOption = False,
+) -> None:
+    """Print the change of your code that mends a bad step, as a diff that the step was run with.
+
+    The step is replayed as it was and with the change; nothing is written without --apply. Exit
+    code 2 when no change of your own lines is known to mend it. This runs your training script, or
+    the function given by --build. For a capsule that was made elsewhere, the command it names is
+    printed and confirmed first.
+    """
+    from stepguard.run.replay import fix as find_fix
+
+    refuse_no_function(build=build)
+    # What the script prints must not mix with the diff or the JSON on stdout.
+    with redirect_stdout(sys.stderr):
+        found = find_fix(path, build=build, script=script, confirm=_confirm_code(yes))
+    diff = found.diff
+    written: list[str] = []
+    if apply:
+        written = list(map(str, found.apply()))
+    incident = found.incident
+    after = found.remedy.loss
+    if as_json:
+        facts = {
+            "step": incident.step,
+            "code": found.code,
+            "source": incident.origin.source if incident.origin is not None else None,
+            "title": found.remedy.title,
+            "before": {"summary": incident.verdict.summary, "loss": incident.reading.loss},
+            "after": {"summary": found.remedy.tried, "loss": after},
+            "diff": diff,
+            "applied": written,
+        }
+        echo_json(facts)
+        return
+    echo(diff, nl=False)
+    tried = found.remedy.tried
+    if after is not None:
+        tried += f" (loss {after:.4g})"
+    echo(f"stepguard: {found.code}: {found.remedy.title}", err=True)
+    echo(f"stepguard: before, step {incident.step}: {incident.verdict.summary}", err=True)
+    echo(f"stepguard: after, {tried}", err=True)
+    for file in written:
+        echo(f"stepguard: wrote {file}", err=True)
+    if not written:
+        echo("stepguard: nothing is written; --apply writes it", err=True)

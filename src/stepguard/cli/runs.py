@@ -1,11 +1,13 @@
-"""Commands that read what a run has written: report, compare, live, look, plot, serve."""
+"""Commands that read: what a run has written, and what a code means."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -15,19 +17,17 @@ from stepguard._errors import (
     EXIT_HALTED,
     EXIT_OK,
     EXIT_SCRIPT_FAILED,
+    EXIT_USAGE,
     ConfigError,
     JournalError,
 )
 from stepguard.cli._results import (
-    COMPARISON,
     GIVE,
-    PAGE,
     JsonOption,
     RankOption,
     RunArgument,
     WhichOption,
     chosen,
-    comparison_page,
     echo,
     echo_json,
     exclude,
@@ -35,19 +35,20 @@ from stepguard.cli._results import (
     open_run,
     open_story,
     refuse_other_file,
-    report_page,
     show,
-    write_page,
     writing,
 )
+from stepguard.diagnose.engine import UnknownCode, all_rules, index, page, rule_of
+from stepguard.diagnose.rule import Rule
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from stepguard.report.health import Concern
-    from stepguard.report.live import Stage, StageOutcome, Verdict
+    from stepguard.report.health import Concern, Stage, StageOutcome, Verdict
     from stepguard.report.story import StoryReader
 
+LISTED = ("state", "steps", "loss", "incidents", "last")
+"""What the list of runs shows of each."""
 HtmlOption = Annotated[bool, typer.Option("--html", help="Write a web page that opens from disk.")]
 PageOption = Annotated[
     Path | None,
@@ -73,19 +74,26 @@ def report(
     rank: RankOption = None,
     which: WhichOption = None,
 ) -> None:
-    """Show what happened in a run: counts, incidents by kind, what led to what."""
+    """Show what happened in a run: counts, incidents by kind, what led to what.
+
+    Of a folder with several runs, a list of them.
+    """
+    from stepguard.journal import is_run
     from stepguard.report.run_report import render_markdown, render_terminal
-    from stepguard.report.summary import render_json, summarize
+    from stepguard.report.summary import summarize
 
     exclude(json=as_json, markdown=markdown, html=html)
     _refuse_out_without_html(html, out)
     if html:
-        write_page(report_page(run, rank), out or folder_of(run) / PAGE)
+        _write_page(report_page(run, rank), out or folder_of(run) / "report.html")
+        return
+    if run.is_dir() and not is_run(run) and rank is None:
+        _list_runs(run, as_json=as_json)
         return
     story = open_story(run, rank)
     summary = summarize(chosen(story, which), story)
     if as_json:
-        echo(render_json(summary))
+        echo_json(summary)
     elif markdown is None:
         show(render_terminal, summary, unicode=True)
     elif str(markdown) == "-":
@@ -93,6 +101,23 @@ def report(
     else:
         with writing(markdown):
             markdown.write_text(render_markdown(summary), encoding="utf-8")
+
+
+def _list_runs(folder: Path, *, as_json: bool) -> None:
+    from stepguard.journal import runs_below
+    from stepguard.report.page import overview
+    from stepguard.report.run_report import render_list
+
+    rows = []
+    for name, path in runs_below(folder).items():
+        shown = overview(open_story(path))
+        rows.append({"run": name, **{title: shown[title] for title in LISTED}})
+    if not rows:
+        raise JournalError(f"{folder} holds no run; {GIVE}.")
+    if as_json:
+        echo_json({"runs": rows})
+    else:
+        show(render_list, rows)
 
 
 def compare(
@@ -107,19 +132,46 @@ def compare(
     rank: RankOption = None,
 ) -> None:
     """Put two runs side by side: bad steps, what was done, causes, losses, settings that differ."""
-    from stepguard.report.compare import compare as put_side_by_side
-    from stepguard.report.compare import render_json, render_terminal
+    from stepguard.report.run_report import render_comparison
+    from stepguard.report.summary import compare as put_side_by_side
 
     exclude(html=html, json=as_json)
     _refuse_out_without_html(html, out)
-    comparison = put_side_by_side(open_run(first, rank), open_run(second, rank))
+    one, other = (open_story(run, rank).latest for run in (first, second))
+    comparison = put_side_by_side(one, other)
     if html:
-        page = comparison_page((first, second), rank, comparison)
-        write_page(page, out or folder_of(second) / COMPARISON)
+        from stepguard.report.page import comparison_document, render_page, run_name
+
+        names = [run_name(first), run_name(second)]
+        if names[0] == names[1]:
+            names = [str(first), str(second)]
+        rows = [("", *names), *comparison.cells]
+        text = render_page(comparison_document((one, names[0]), (other, names[1]), rows))
+        _write_page(text, out or folder_of(second) / "compare.html")
     elif as_json:
-        echo(render_json(comparison))
+        echo_json(comparison)
     else:
-        show(render_terminal, comparison)
+        show(render_comparison, comparison)
+
+
+def report_page(run: Path, rank: int | None = None) -> str:
+    """The page of a run folder, with what lies in the folders of its incidents."""
+    from stepguard.report.page import page_extras, render_page, run_name, story_document
+
+    story = open_story(run, rank)
+    extras = page_extras(story, folder_of(run))
+    return render_page(story_document(story, run_name(run), extras))
+
+
+def _write_page(text: str, out: Path) -> None:
+    """Write the page to a file and say where, or to stdout for `-`."""
+    from stepguard.report.plot import replace_file
+
+    if str(out) == "-":
+        echo(text)
+        return
+    with writing(out):
+        replace_file(out, text.encode("utf-8"))
 
 
 def _refuse_out_without_html(html: bool, out: Path | None) -> None:
@@ -156,7 +208,7 @@ def live(
         ),
     ] = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Look once and end, instead of following.")
+        bool, typer.Option("--once", help="Print the state once and exit, instead of following.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print only the verdict, as JSON, at the end.")
@@ -168,7 +220,7 @@ def live(
     Exit code 0 healthy, 1 not, 3 stopped by its policy.
     """
     from stepguard.records.codec import to_jsonable
-    from stepguard.report.live import parse_stage
+    from stepguard.report.health import parse_stage
     from stepguard.report.story import StoryReader
 
     stages = [parse_stage(text) for text in stage or ()]
@@ -176,8 +228,8 @@ def live(
     path = follower.main_path
     if path.exists() and not path.is_file():
         raise JournalError(f"{path} is not a file; {GIVE}.")
-    # Who follows may come before the run starts.
-    if once and not path.exists():
+    # Who follows may come before the run writes, but not with a name that nobody has made.
+    if not run.exists() or (once and not path.exists()):
         raise JournalError(f"{path} does not exist; {GIVE}.")
     follower.read()
     if once:
@@ -226,8 +278,7 @@ def follow(
         while True:
             follower.read()
             now = clock()
-            from stepguard.report.health import concerns, silence
-            from stepguard.report.live import judge_run, judge_stages
+            from stepguard.report.health import concerns, judge_run, judge_stages, silence
 
             latest = follower.story().latest
             outcomes = judge_stages(latest, stages)
@@ -255,7 +306,7 @@ def follow(
 
 
 def _screenful(follower: StoryReader, seen: Seen) -> RenderableType:
-    from stepguard.report.live import screenful
+    from stepguard.report.run_report import screenful
     from stepguard.report.summary import summarize
 
     latest = follower.story().latest
@@ -268,7 +319,7 @@ def _screenful(follower: StoryReader, seen: Seen) -> RenderableType:
 def look(
     run: RunArgument,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Every look as one JSON line instead of tables.")
+        bool, typer.Option("--json", help="Every health probe as one JSON line instead of tables.")
     ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Every row instead of the worst ones.")
@@ -276,13 +327,13 @@ def look(
     which: WhichOption = None,
     rank: RankOption = None,
 ) -> None:
-    """Show how far the numbers of a run are from their limits, from its deep looks."""
+    """Show how far the numbers of a run are from their limits, from its health probes."""
     from stepguard.report import probes, screen
 
     opened = open_run(run, rank, which)
     found = opened.looks
     if not found:
-        raise ConfigError(f"{run} holds no deep looks: {probes.why_none(opened)}.")
+        raise ConfigError(f"{run} holds no health probes: {probes.why_none(opened)}.")
     if as_json:
         for one in found:
             echo_json(one)
@@ -307,7 +358,7 @@ def plot(
     which: WhichOption = None,
 ) -> None:
     """Draw loss, gradient norm and learning rate over the steps, with every incident marked."""
-    from stepguard.report.plot import describe, write_png
+    from stepguard.report.plot import draw_run, write_png
 
     path = out or folder_of(run) / "loss_curve.png"
     if path.suffix.lower() != ".png":
@@ -318,7 +369,7 @@ def plot(
     if not len(opened.steps):
         raise ConfigError(f"{opened.path} holds no step yet, so there is nothing to draw.")
     with writing(path):
-        write_png(describe(opened, f"training loss: {folder_of(run).resolve().name}"), path)
+        write_png(draw_run(opened, f"training loss: {folder_of(run).resolve().name}"), path)
 
 
 def serve(
@@ -354,3 +405,52 @@ def serve(
     from stepguard.report.serve import serve_runs
 
     serve_runs(runs, host, port, token, say=echo)
+
+
+# --- What a code means.
+
+
+def explain(
+    code: Annotated[
+        str, typer.Argument(help="A code such as SG204; without one, all codes are listed.")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Explain a finding: what it means, why it happens, how stepguard knows, what to do."""
+    if code:
+        try:
+            rule = rule_of(code)
+        except UnknownCode as unknown:
+            echo(str(unknown), err=True)
+            raise typer.Exit(EXIT_USAGE) from None
+        facts: object = _as_plain(rule)
+        markdown = page(rule)
+    else:
+        facts = list(map(_as_plain, all_rules()))
+        markdown = index()
+    if as_json:
+        echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        return
+    if not sys.stdout.isatty():
+        echo(markdown, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(markdown))
+
+
+def _as_plain(rule: Rule) -> dict[str, object]:
+    text = rule.text
+    return {
+        "code": rule.code,
+        "title": text.title,
+        "what": text.what,
+        "why": text.why,
+        "how": text.how,
+        "setup": text.setup,
+        "bad": text.bad,
+        "fixed": rule.fixed,
+        "remedies": [asdict(remedy) for remedy in rule.ordered],
+        "see": list(text.see),
+    }

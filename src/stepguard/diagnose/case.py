@@ -299,8 +299,8 @@ class Case:
         """The loss function was seen to depend on more than its batch."""
         return bool(self.evidence.moves) or self.evidence.different_losses is not None
 
-    def argument(self, name: str, position: int) -> Operand | None:
-        """An operand by its name in the schema, or by position where operands carry no names."""
+    def argument(self, name: str) -> Operand | None:
+        """An operand by its name in the schema."""
         for operand in self.inputs:
             if operand.name == name:
                 return operand
@@ -311,14 +311,14 @@ class Case:
                 return operand
         if listed:
             return listed[0]
-        if position < len(self.inputs) and not self.inputs[position].name:
-            return self.inputs[position]
         return None
 
     def stored(self, kind: str) -> str:
         """The first bad stored tensor of a kind (`param:`); empty where the origin is another."""
         if self.tensor:
-            return self.tensor if self.tensor.startswith(kind) else ""
+            if self.tensor.startswith(kind):
+                return self.tensor
+            return ""
         return next((name for name in self.reading.bad_state if name.startswith(kind)), "")
 
     @property
@@ -398,6 +398,10 @@ class Case:
     def pair(self) -> tuple[Look, ...]:
         """The newest two looks: what one alone shows may be the start of a run."""
         return self.looks[-2:]
+
+    @property
+    def paired(self) -> bool:
+        return len(self.looks) > 1
 
     @property
     def last(self) -> Look:

@@ -12,7 +12,7 @@ from stepguard._errors import StepguardError
 from stepguard.diagnose.case import Case, RunFacts
 from stepguard.diagnose.remedies import in_their_words
 from stepguard.diagnose.rule import Proof, Rule
-from stepguard.diagnose.rules import RULES, sg950
+from stepguard.diagnose.rules import RULES
 from stepguard.diagnose.source_line import name_operands
 from stepguard.records import Certainty, Finding, Incident, Reading
 from stepguard.records.incident import OK
@@ -23,8 +23,7 @@ from stepguard.records.probes import Forecast, Look
 
 MOST_FINDINGS = 4
 CERTAINTY_ORDER: tuple[str, ...] = get_args(Certainty)
-SHOWN_BY = {rule.code: rule.shown_by for rule in RULES}
-YIELDS_TO = {rule.code: rule.yields_to for rule in RULES}
+Found = tuple[Rule, Proof]
 HEALTHY_SERIES = "SG9"
 """Of a run in which every step is finite: silent failures and forecasts."""
 SERIES = ("SG90", "SG91", "SG92")
@@ -43,79 +42,70 @@ def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding
         origin=origin,
         facts=facts if facts is not None else RunFacts(),
     )
-    proofs: dict[str, Proof] = {}
     found = []
     for rule in RULES:
         proof = None if rule.code.startswith(HEALTHY_SERIES) else rule.examine(case)
         if proof is not None:
-            proofs[rule.code] = proof
-            found.append(rule.finding(case, proof))
-    findings = uncontested([earned(finding, case) for finding in ranked(found)])
+            found.append((rule, proof))
+    # Rules say how well the numbers fit; whether those numbers were observed is decided here, for
+    # all of them: what was concluded is at most likely.
+    seen = {"operation": case.observed, "record": True, "inference": False}
+    judged = []
+    for rule, proof in ranked(found):
+        judged.append((rule, proof if seen[rule.shown_by] else _doubted(proof)))
+    judged = uncontested(judged)
     # stable: of findings that are equally sure now, the one whose numbers fit best goes first
-    findings.sort(key=_certainty)
+    judged.sort(key=_certainty)
     shown = []
-    for finding in findings[:MOST_FINDINGS]:
-        finding = in_their_words(finding, case, proofs[finding.code])
+    for rule, proof in judged[:MOST_FINDINGS]:
+        finding = in_their_words(rule.finding(case, proof), case, proof)
         if case.evidence.discarded_by is not None:
             # how a NaN of the forward passed a finite loss
             way = (
-                f"{case.evidence.discarded_by} left the NaN out of the loss further on; its "
-                f"gradient, 0 times NaN, was not left out"
+                f"{case.evidence.discarded_by} dropped the NaN from the loss further on, but "
+                f"not its gradient, 0 times NaN"
             )
             finding = replace(finding, evidence=(*finding.evidence, way))
         shown.append(finding)
     return tuple(shown)
 
 
-def earned(finding: Finding, case: Case) -> Finding:
-    """The finding, at most likely unless its cause was seen and not concluded.
-
-    Rules say how well the numbers fit; whether those numbers were observed is decided here, for
-    all of them.
-    """
-    shown_by = SHOWN_BY[finding.code]
-    seen = case.observed if shown_by == "operation" else shown_by == "record"
-    if finding.certainty != "certain" or seen:
-        return finding
-    return replace(finding, certainty="likely")
+def _doubted(proof: Proof) -> Proof:
+    return replace(proof, certainty="likely") if proof.certainty == "certain" else proof
 
 
-def uncontested(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, at most likely where another cause is as certain and explains it otherwise.
+def _certainty(found: Found) -> int:
+    return CERTAINTY_ORDER.index(found[1].certainty)
+
+
+def uncontested(found: Sequence[Found]) -> list[Found]:
+    """What was found, at most likely where another cause is as certain and explains it otherwise.
 
     One that yields to the other is the same fault seen closer: the 0 that is divided by, and the
     epsilon that was rounded to it.
     """
-    sure = [finding for finding in findings if finding.certainty == "certain"]
+    sure = [rule for rule, proof in found if proof.certainty == "certain"]
     judged = []
-    for finding in findings:
-        rivals = [
-            other
-            for other in sure
-            if other is not finding
-            and other.code not in YIELDS_TO[finding.code]
-            and finding.code not in YIELDS_TO[other.code]
-        ]
-        contested = finding.certainty == "certain" and rivals
-        judged.append(replace(finding, certainty="likely") if contested else finding)
+    for rule, proof in found:
+        for other in sure:
+            related = other.code in rule.yields_to or rule.code in other.yields_to
+            if other is not rule and not related:
+                proof = _doubted(proof)
+        judged.append((rule, proof))
     return judged
 
 
-def _certainty(finding: Finding) -> int:
-    return CERTAINTY_ORDER.index(finding.certainty)
-
-
-def ranked(findings: Sequence[Finding]) -> list[Finding]:
+def ranked(found: Sequence[Found]) -> list[Found]:
     """By certainty, then by what the rules yield to, then by code."""
-    waiting = sorted(findings, key=lambda finding: (_certainty(finding), finding.code))
-    ordered: list[Finding] = []
+    waiting = sorted(found, key=lambda one: (_certainty(one), one[0].code))
+    ordered: list[Found] = []
     while waiting:
-        equals = [finding for finding in waiting if finding.certainty == waiting[0].certainty]
-        codes = {finding.code for finding in equals}
+        first = _certainty(waiting[0])
+        codes = {one[0].code for one in waiting if _certainty(one) == first}
         # what rules yield to has no cycle (a test keeps it so): at least one is free
-        free = [finding for finding in equals if not YIELDS_TO[finding.code] & codes]
-        ordered.append(free[0])
-        waiting.remove(free[0])
+        free = next(one for one in waiting if not one[0].yields_to & codes)
+        ordered.append(free)
+        waiting.remove(free)
     return ordered
 
 
@@ -221,10 +211,6 @@ def index() -> str:
 # --- A healthy run: what trains wrongly with finite numbers, and what the run is heading for.
 
 
-MOVED = 0.1
-"""Doublings between two looks that are a movement."""
-
-
 def silent_findings(
     looks: Sequence[Look], recent: Sequence[Reading], **known: Any
 ) -> tuple[Finding, ...]:
@@ -258,22 +244,3 @@ def _of_healthy_run(
         if proof is not None:
             found.append((rule.finding(case, proof), proof))
     return found
-
-
-def trend_begins(looks: Sequence[Look], recent: Sequence[Reading]) -> bool:
-    """Something is near a limit, or on its way there: worth a closer look, not worth reporting."""
-    if sg950.diverging(recent, sg950.BEGINS) is not None:
-        return True
-    if len(looks) < 2:
-        return False
-    for trend in sg950.TRENDS:
-        sign = 1.0 if trend.rising else -1.0
-        earlier = {one.place: one.value for one in trend.figures(looks[-2])}
-        for figure in trend.figures(looks[-1]):
-            then = earlier.get(figure.place)
-            # near its limit, and nearer than at the look before
-            if not figure.near or figure.value is None or then is None:
-                continue
-            if sign * (figure.value - then) > MOVED:
-                return True
-    return False

@@ -6,31 +6,26 @@ The sentences are in the page of the rule; here is what rewrites a line of the u
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from stepguard.diagnose.case import FORMATS, Case, base_name, elements, has_zero, reach, words
-from stepguard.diagnose.rule import Proof
+from stepguard.diagnose.rule import Proof, call, describe, fill, holds, rule_text, spell
 from stepguard.diagnose.source_line import (
+    SAFE_FUNCTION,
     Expression,
-    Span,
     bracketed,
     call_operands,
     culprit_line,
     culprit_span,
     expression_of,
     find_expression,
-    find_number,
     is_number,
     named_expression,
-    rewriting,
-    statement_tree,
+    nodes_of,
 )
-from stepguard.diagnose.wording import call, describe, fill, holds, rule_text, spell
 from stepguard.records import Finding, Origin, Remedy
-from stepguard.records.incident import Safety
 
 # --- Formulas that torch has a stable function for: `log(1 + exp(x))` is `softplus(x)`.
 
@@ -61,31 +56,38 @@ ROOTS = {"sqrt(X)": "{bX}", "X ** 0.5": "{bX}", "std(X, *D)": "{bX}.var({D})"}
 """Roots, and what they are taken of."""
 ROOT_PATTERNS = tuple((ast.parse(text, mode="eval").body, use) for text, use in ROOTS.items())
 KEPT = ("keepdim=True", "True")
+Bound = dict[str, list[str]]
+"""What stands for the names of a pattern: `X` one expression, `D` further arguments."""
 
 
-def stable_form(line: str, span: Span | None) -> tuple[Expression, str] | None:
-    """The formula around the operation at `span`, and what to write instead; None without any."""
-    if span is None:
-        return None
-    for node in ast.walk(statement_tree(line)):
-        if not isinstance(node, ast.expr):
+def _stable_formula(case: Case) -> tuple[Remedy, ...]:
+    """Torch's own function in the place of the formula that the operation is part of."""
+    origin = case.where
+    span = culprit_span(origin)
+    logarithm = named_expression(origin, "log")
+    if span is None and logarithm is not None and "log" in (case.op, case.node.lower()):
+        span = logarithm.span()
+    for node in nodes_of(origin):
+        if span is None or not isinstance(node, ast.expr):
             continue
-        found = Expression(line, node)
+        found = Expression(origin, culprit_line(origin), node)
         start, end = found.span()
         if not start <= span[0] <= span[1] <= end:
             continue
         for pattern, use in PATTERNS:
-            bound: dict[str, str] = {}
+            bound: Bound = {}
             if _matches(pattern, node, bound) and (text := _as_written(use, bound)):
-                return found, text
-    return None
+                return (found.instead(text, "the same function, which stays finite"),)
+    return ()
 
 
 def with_roots(text: str, root: str) -> str:
     """The expression with `root` for its roots, `{}` being the argument; empty without any."""
     roots = _Roots(root)
     tree = roots.visit(ast.parse(text, mode="eval"))
-    return ast.unparse(tree) if roots.found else ""
+    if roots.found:
+        return ast.unparse(tree)
+    return ""
 
 
 class _Roots(ast.NodeTransformer):
@@ -101,47 +103,43 @@ class _Roots(ast.NodeTransformer):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("math.", "np.")):
             return node
         for pattern, use in ROOT_PATTERNS:
-            bound: dict[str, str] = {}
+            bound: Bound = {}
             if _matches(pattern, node, bound):
                 self.found = True
-                given = ", ".join(filter(None, bound.get("D", "").split("\0")))
-                argument = use.format(bX=bracketed(bound["X"]), D=given)
-                return ast.parse(self._root.format(argument), mode="eval").body
+                text = self._root.format(_as_written(use, bound))
+                return ast.parse(text, mode="eval").body
         return node
 
 
-def _as_written(use: str, bound: dict[str, str]) -> str:
+def _as_written(use: str, bound: Bound) -> str:
     """The replacement; empty where the arguments do not fit it."""
-    x = bound["X"]
-    given = [part for part in bound.get("D", "").split("\0") if part]
+    given = bound.get("D", [])
     axis = [part for part in given if part not in KEPT]
-    if "{D}" in use and not axis:
+    if "torch." in use and "{D}" in use and not axis:
         return ""
     if "{axis}" in use and (len(axis) != 1 or len(given) != 2):
         return ""
+    x = bound["X"][0]
     return use.format(X=x, bX=bracketed(x), D=", ".join(given), axis="".join(axis))
 
 
-def _matches(pattern: ast.AST, node: ast.AST, bound: dict[str, str]) -> bool:
+def _matches(pattern: ast.AST, node: ast.AST, bound: Bound) -> bool:
+    """Whether the node is of this form; `bound` gets what stands for its names."""
     if isinstance(pattern, ast.Name):
-        text = ast.unparse(node)
+        text = [ast.unparse(node)]
         return bound.setdefault(pattern.id, text) == text
     if type(pattern) is not type(node):
         return False
     if isinstance(pattern, ast.Constant):
         return bool(pattern.value == getattr(node, "value", None))
     if isinstance(pattern, ast.Call) and isinstance(node, ast.Call):
-        found = call_operands(node, words(ast.unparse(pattern.func)))
-        if found is None or not found[0]:
-            return False
-        operands, settings = found
-        first, *rest = pattern.args
+        operands, settings = call_operands(node, words(ast.unparse(pattern.func)))
         further = [*map(ast.unparse, operands[1:]), *settings]
-        if further and not rest:
+        if len(pattern.args) > 1:
+            bound["D"] = further
+        elif further:
             return False
-        if rest:
-            bound["D"] = "\0".join(further)
-        return _matches(first, operands[0], bound)
+        return bool(operands) and _matches(pattern.args[0], operands[0], bound)
     parts = list(ast.iter_child_nodes(pattern))
     orders = [list(ast.iter_child_nodes(node))]
     if isinstance(getattr(pattern, "op", None), ast.Add):
@@ -153,6 +151,9 @@ def _matches(pattern: ast.AST, node: ast.AST, bound: dict[str, str]) -> bool:
             bound.update(trial)
             return True
     return False
+
+
+# --- What the page of a rule says of such an incident, and lines that are rewritten.
 
 
 LONGEST_LINE = 60
@@ -189,19 +190,17 @@ def _for_incident(code: str, case: Case, proof: Proof) -> tuple[Remedy, ...]:
     fields["who"] = _samples(case)
     fields["in_batch"] = case.tensor.startswith("batch")
     fields["statement"] = f"`{line}`" if 0 < len(line) <= LONGEST_LINE else case.place
-    rewritten = REWRITTEN[code](case, case.where, fields) if code in REWRITTEN else ()
+    rewritten = REWRITTEN[code](case, fields) if code in REWRITTEN else ()
     fields["no_line"] = not rewritten
     # The remedies of the page under the first condition that holds.
-    filled = []
+    own = rewritten
     groups = rule_text(code).incident
     remedies = next((some for condition, some in groups if holds(condition, case, fields)), ())
     for remedy in remedies:
         title = fill(remedy.title, case, fields)
         if title:
             snippet = fill(remedy.snippet, case, fields)
-            filled.append(replace(remedy, title=title, snippet=snippet))
-    of_page = tuple(filled)
-    own = (*rewritten, *of_page)
+            own = (*own, replace(remedy, title=title, snippet=snippet))
     # a loss of 0 for a batch without labels would only hide it
     if not own or (code == "SG102" and not fields["labels_missing"]):
         own += _for_operation(code, case)
@@ -227,75 +226,72 @@ HARMLESS = "1.0"
 """Every function has a finite value and slope there."""
 
 
-def _masked(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...]:
+def _masked(case: Case, fields: Fields) -> tuple[Remedy, ...]:
     """SG206: 0 for the infinity, in 0 * inf and inf - inf."""
-    found = _forward_expression(case, origin)
+    found = _forward_expression(case)
     if found is None:
         return ()
     if fields["product"]:
         infinite, zero = fields["infinite"].label, fields["zero"].label
-        if infinite not in found.operands or zero not in found.operands:
-            return ()
-        position = found.operands.index(infinite)
-        use = f"{bracketed(infinite)}.masked_fill({bracketed(zero)} == 0, 0.0)"
-        title = f"Put 0 for the infinity of `{infinite}` where `{zero}` is 0, before the product"
+        if infinite in found.operands and zero in found.operands:
+            use = f"{bracketed(infinite)}.masked_fill({bracketed(zero)} == 0, 0.0)"
+            title = (
+                f"Put 0 for the infinity of `{infinite}` where `{zero}` is 0, before the product"
+            )
+            return (found.with_operand(found.operands.index(infinite), use, title),)
     elif fields["difference"] and len(found.operands) == 2:
         first, second = found.operands
-        position = 1
         use = f"{bracketed(second)}.masked_fill({bracketed(second)}.isinf(), 0.0)"
         title = (
             f"Put 0 for the infinity of `{second}`: where `{first}` is infinite too, their "
             f"difference is NaN"
         )
-    else:
-        return ()
-    return (rewriting(origin, found.with_operands({position: use}), title),)
+        return (found.with_operand(1, use, title),)
+    return ()
 
 
-def _forward_expression(case: Case, origin: Origin) -> Expression | None:
+def _forward_expression(case: Case) -> Expression | None:
     """The expression that can be written anew; one that works in place cannot."""
-    if case.backward or (origin.op or "").endswith("_"):
-        return None
-    return expression_of(origin)
+    in_place = (case.where.op or "").endswith("_")
+    return None if case.backward or in_place else expression_of(case.where)
 
 
-def _in_float32(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...]:
+def _in_float32(case: Case, fields: Fields) -> tuple[Remedy, ...]:
     """SG301, where a result of the forward pass is too large."""
+    origin = case.where
     if not fields["result"] or case.in_update or fields["cast"] or case.backward:
         return ()
     matrix = case.op in MATRIX
     # a product written with `@`, whichever way torch has folded it
     found = named_expression(origin, "matmul") if matrix else None
-    found = found or _forward_expression(case, origin)
+    found = found or _forward_expression(case)
     # autocast would make half precision of the operands of a product again
     inside = matrix and case.evidence.autocast
     leave = " and outside of autocast (`torch.autocast(..., enabled=False)`)" if inside else ""
     what = f"`{origin.module}`" if origin.module else case.place
-    line = ""
+    changes: dict[Any, str] = {}
     if found is not None:
         what = f"`{found.text}`"
-        line = "" if inside else _with_floats(case, found)
+        changes = {} if inside else _as_floats(case, found)
     limit = spell(FORMATS[case.dtype].largest)
     title = f"Compute {what} in float32{leave}: {_reached(case)}, and {case.dtype} ends at {limit}"
     in_words = Remedy(title=title, safety="changes-numbers")
-    if not line:
+    if found is None or not changes:
         return (in_words,)
-    code = rewriting(origin, line, title, safety="changes-numbers")
-    if origin.statement is None:
-        return (code,)
+    code = found.rewritten(changes, title, "changes-numbers")
     # what follows may take half precision only, which a trial shows: else it is said in words
-    return replace(code, snippet=""), in_words
+    return (code,) if origin.statement is None else (replace(code, snippet=""), in_words)
 
 
-def _with_floats(case: Case, found: Expression) -> str:
-    """Their line with operands in float32; empty where none of them is known as a tensor."""
+def _as_floats(case: Case, found: Expression) -> dict[Any, str]:
+    """Operands in float32; none where they are not known as tensors."""
     tensors = {operand.label for operand in case.inputs if operand.max is not None}
-    changed: dict[int, str] = {}
-    for position, text in enumerate(found.operands):
+    changes: dict[Any, str] = {}
+    for argument, text in zip(found.arguments, found.operands, strict=True):
         # one operand in float32 makes the result so, except that of a product of matrices
-        if case.op in MATRIX or (text in tensors and not changed):
-            changed[position] = f"{bracketed(text)}.float()"
-    return found.with_operands(changed) if changed else ""
+        if case.op in MATRIX or (text in tensors and not changes):
+            changes[argument] = f"{bracketed(text)}.float()"
+    return changes
 
 
 def _reached(case: Case) -> str:
@@ -306,52 +302,49 @@ def _reached(case: Case) -> str:
     return " and ".join(f"{call(one)} reaches {spell(reach(one))}" for one in known[:2])
 
 
-def _larger_epsilon(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...]:
-    """SG302: an epsilon that the dtype can hold."""
-    if fields["lost_epsilon"] is None:
+def _larger_epsilon(case: Case, fields: Fields) -> tuple[Remedy, ...]:
+    """SG302: an epsilon that the dtype can hold, where it is written once."""
+    lost = fields["lost_epsilon"]
+    found = []
+    for node in nodes_of(case.where):
+        if isinstance(node, ast.Constant) and node.value == lost and lost is not None:
+            found.append(Expression(case.where, culprit_line(case.where), node))
+    if len(found) != 1:
         return ()
-    found = find_number(culprit_line(origin), fields["lost_epsilon"])
-    if found is None:
-        return ()
-    title = f"Write {KEPT_EPSILON} for `{found.text}`, which is 0 in {case.dtype}"
-    line = found.rewritten(KEPT_EPSILON)
-    return (rewriting(origin, line, title, safety="changes-numbers"),)
+    title = f"Write {KEPT_EPSILON} for `{found[0].text}`, which is 0 in {case.dtype}"
+    return (found[0].rewritten({found[0].node: KEPT_EPSILON}, title, "changes-numbers"),)
 
 
-def _harmless_argument(case: Case, origin: Origin, fields: Fields) -> tuple[Remedy, ...]:
+def _harmless_argument(case: Case, fields: Fields) -> tuple[Remedy, ...]:
     """SG402: make the argument harmless before it is used, not the result after."""
-    line = culprit_line(origin)
     name = case.node or case.op
     operator = {"Div": ast.Div, "Pow": ast.Pow}.get(name)
-    found = find_expression(line, words(name.lower()), operator, culprit_span(origin))
+    found = find_expression(case.where, words(name.lower()), operator)
     if found is None:
         return ()
     position = 1 if operator is ast.Div else 0
     argument = found.operands[position]
     # behind the same condition, where the `where` stands in the line
-    where = find_expression(line, words("where"))
-    chosen = ""
+    where = find_expression(case.where, words("where"), anywhere=True)
     if where is not None and len(where.operands) == 3 and where.text.startswith("torch."):
         start, end = found.span()
-        taken, other = map(where.span, where.arguments[1:])
-        if taken[0] <= start and end <= taken[1]:
-            chosen = f"torch.where({where.operands[0]}, {argument}, {HARMLESS})"
-        elif other[0] <= start and end <= other[1]:
-            chosen = f"torch.where({where.operands[0]}, {HARMLESS}, {argument})"
-    if not chosen:
-        title = (
-            f"Replace `{argument}` where its result is not wanted, before `{found.text}`: a "
-            f"selection after it comes too late for the gradient"
-        )
-        return (Remedy(title=title),)
+        for branch, chosen in ((1, f"{argument}, {HARMLESS}"), (2, f"{HARMLESS}, {argument}")):
+            first, last = where.span(where.arguments[branch])
+            if first <= start and end <= last:
+                use = f"torch.where({where.operands[0]}, {chosen})"
+                title = (
+                    f"`{use}` for `{argument}` in `{found.text}`: what is not selected gets a "
+                    f"harmless argument"
+                )
+                return (found.with_operand(position, use, title),)
     title = (
-        f"`{chosen}` for `{argument}` in `{found.text}`: what is not selected gets a harmless "
-        f"argument"
+        f"Replace `{argument}` where its result is not wanted, before `{found.text}`: a "
+        f"selection after it comes too late for the gradient"
     )
-    return (rewriting(origin, found.with_operands({position: chosen}), title),)
+    return (Remedy(title=title),)
 
 
-REWRITTEN: dict[str, Callable[[Case, Origin, Fields], tuple[Remedy, ...]]] = {
+REWRITTEN: dict[str, Callable[[Case, Fields], tuple[Remedy, ...]]] = {
     "SG206": _masked,
     "SG301": _in_float32,
     "SG302": _larger_epsilon,
@@ -392,7 +385,7 @@ SATURATES = {
 def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     """What to write for the operation that failed."""
     origin = case.where
-    name, fix = rule_text(code).in_line.get(case.node if case.backward else case.op, _NO)
+    name, fix = rule_text(code).in_line.get(case.node if case.backward else case.op, ("", None))
     if fix is None:
         return ()
     if name == "ctc_loss":
@@ -402,35 +395,29 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     if origin.library is not None:
         return (_in_a_library(case, origin),)
     found = named_expression(origin, name)
-    use = fix
     if found is None and name == "div":
-        use = RECIPROCAL
         found = named_expression(origin, "reciprocal")
-    if found is None or len(found.operands) < 1 + ("y}" in use.snippet):
+        if found is not None and not found.in_place:
+            return (_written(RECIPROCAL, found, ""),)
+    if found is None or len(found.operands) < 1 + ("y}" in fix.snippet):
         return (_in_general(fix, case),)
+    return _in_expression(code, case, name, fix, found)
+
+
+def _in_expression(
+    code: str, case: Case, name: str, fix: Remedy, found: Expression
+) -> tuple[Remedy, ...]:
+    first, second = EXPONENTS.get(case.dtype, EXPONENTS_WIDE)
     if found.in_place:
         known = name in IN_PLACE
-        return (_made_harmless(case, found, name) if known else _in_general(fix, case),)
-    first, second = EXPONENTS.get(case.dtype, EXPONENTS_WIDE)
-    written = _written(origin, use, found, first)
-    if use is fix and name == "div":
-        return _divisions(code, case, origin, found, written)
-    if "{most}" in use.snippet:
+        return (_made_harmless(found, name, first) if known else _in_general(fix, case),)
+    written = _written(fix, found, first)
+    if name == "div":
+        return _divisions(code, case, found, written)
+    if "{most}" in fix.snippet:
         # the second is shown only where a trial has found the first wanting
-        return written, replace(_written(origin, use, found, second), snippet="")
+        return written, replace(_written(fix, found, second), snippet="")
     return (*_from_logits(case, found, name), written)
-
-
-def _made_harmless(case: Case, found: Expression, name: str) -> Remedy:
-    """The operand before an operation in place: a safe function would not change it there."""
-    template, why = IN_PLACE[name]
-    position = 1 if name == "div" else 0
-    y = found.operands[position]
-    most = EXPONENTS.get(case.dtype, EXPONENTS_WIDE)[0]
-    use = template.format(y=y, by=bracketed(y), most=most)
-    title = f"`{use}` for `{y}` in `{found.text}`: {why.format(y=f'`{y}`')}"
-    line = found.with_operands({position: use})
-    return rewriting(case.where, line, title, safety="changes-numbers")
 
 
 def _from_logits(case: Case, found: Expression, name: str) -> tuple[Remedy, ...]:
@@ -445,15 +432,21 @@ def _from_logits(case: Case, found: Expression, name: str) -> tuple[Remedy, ...]
     return (Remedy(title=title, safety="changes-numbers"),)
 
 
-_NO: tuple[str, Remedy | None] = ("", None)
+def _made_harmless(found: Expression, name: str, most: str) -> Remedy:
+    """The operand before an operation in place: a safe function would not change it there."""
+    template, why = IN_PLACE[name]
+    position = 1 if name == "div" else 0
+    y = found.operands[position]
+    use = template.format(y=y, by=bracketed(y), most=most)
+    title = f"`{use}` for `{y}` in `{found.text}`: {why.format(y=f'`{y}`')}"
+    return found.with_operand(position, use, title, "changes-numbers")
 
 
-def _written(origin: Origin, fix: Remedy, found: Expression, most: str) -> Remedy:
+def _written(fix: Remedy, found: Expression, most: str) -> Remedy:
     """Their line, with the safe function in place of what failed."""
     x, *others = found.operands
-    use = _filled(fix, x, others, found.settings, most)
     why = fix.title.format(x=f"`{x}`", y=f"`{''.join(others[:1])}`")
-    return _replaced(origin, found, use, why, _functions(fix), fix.safety)
+    return found.instead(_filled(fix, x, others, found.settings, most), why, fix.safety)
 
 
 def _filled(
@@ -477,27 +470,10 @@ def _filled(
     )
 
 
-def _functions(fix: Remedy) -> tuple[str, ...]:
-    """The functions of stepguard.numerics that it calls."""
-    return tuple(re.findall(r"safe_\w+", fix.snippet))
-
-
-def _replaced(
-    origin: Origin,
-    found: Expression,
-    use: str,
-    why: str,
-    functions: tuple[str, ...] = (),
-    safety: Safety = "safe",
-) -> Remedy:
-    title = f"`{use}` for `{' '.join(found.text.split())}`: {why}"
-    return rewriting(origin, found.rewritten(use), title, functions=functions, safety=safety)
-
-
 def _in_general(fix: Remedy, case: Case) -> Remedy:
     """The same without their expression, which is not in the line or is there more than once."""
     use = _filled(fix, "x", ["y"] if "y}" in fix.snippet else [])
-    for function in _functions(fix)[:1]:
+    for function in SAFE_FUNCTION.findall(fix.snippet)[:1]:
         use = f"stepguard.numerics.{function}"
     why = fix.title.format(x="the argument", y="the divisor")
     return Remedy(title=f"Use `{use}` in {case.place}: {why}", safety=fix.safety)
@@ -506,45 +482,37 @@ def _in_general(fix: Remedy, case: Case) -> Remedy:
 def _in_a_library(case: Case, origin: Origin) -> Remedy:
     """The line is not the user's: what they pass to it is."""
     package = (origin.library or "").partition("/")[0]
-    zeros = [operand for operand in case.inputs if has_zero(operand)]
     title = f"Look at what {origin.source} passes to {package}, which fails on it"
     if origin.samples:
         title += f": leave {_samples(case)} out, or correct it"
-    for operand in (*zeros, *case.inputs)[:1]:
+    for operand in sorted(case.inputs, key=has_zero, reverse=True)[:1]:
         title += f"; {describe(operand)}"
     return Remedy(title=title)
 
 
-def _divisions(
-    code: str, case: Case, origin: Origin, found: Expression, zero: Remedy
-) -> tuple[Remedy, ...]:
+def _divisions(code: str, case: Case, found: Expression, zero: Remedy) -> tuple[Remedy, ...]:
     """What to write for a division by zero: it depends on where the divisor comes from."""
-
-    def another(divisor: str, title: str) -> Remedy:
-        line = found.with_operands({1: divisor})
-        return rewriting(origin, line, title, safety="changes-numbers")
-
     divisor = found.operands[1]
     absorbed = code == "SG403"
-    number = case.argument("other", 1)
+    number = case.argument("other")
     if code == "SG201" and number is not None and number.dtype in ("float", "int"):
         least = "1" if number.dtype == "int" else SMALLEST_NUMBER
+        use = f"max({divisor}, {least})"
         title = (
-            f"`max({divisor}, {least})` for `{divisor}` in `{found.text}`: it is a Python number "
-            f"that became 0; choose the floor that suits it"
+            f"`{use}` for `{divisor}` in `{found.text}`: it is a Python number that became 0; "
+            f"choose the floor that suits it"
         )
-        return another(f"max({divisor}, {least})", title), zero
+        return found.with_operand(1, use, title, "changes-numbers"), zero
     safe = with_roots(divisor, "safe_sqrt({})")
     if safe and absorbed:
         # what follows has made a number of the infinity, so that 0 in its place is another value
         above = with_roots(divisor, "torch.sqrt({}.clamp_min(1e-12))")
         title = f"Keep what `{divisor}` is made of above 0: what follows hides the infinity only"
-        in_words = Remedy(title=title, safety="changes-numbers")
-        return replace(another(above, title), snippet=""), in_words
+        code_of = found.with_operand(1, above, title, "changes-numbers")
+        return replace(code_of, snippet=""), Remedy(title=title, safety="changes-numbers")
     if safe:
         why = f"where `{divisor}` is 0 the result is 0 and so is the gradient of the root"
-        use = f"safe_div({found.operands[0]}, {safe})"
-        return (_replaced(origin, found, use, why, ("safe_div", "safe_sqrt")),)
+        return (found.instead(f"safe_div({found.operands[0]}, {safe})", why),)
     if base_name(case.evidence.denominator_from) in ("sqrt", "std"):
         # The root is in another line: safe_div alone would leave its infinite slope at 0. Only a
         # trial shows which line that is; without one, the remedy is in words.
@@ -557,7 +525,7 @@ def _divisions(
         return (zero,)
     kept = f"torch.where({bracketed(divisor)} == 0, 1e-12, {divisor})"
     title = f"`{kept}` for `{divisor}` in `{found.text}`: what follows hides the infinity only"
-    return another(kept, title), zero
+    return found.with_operand(1, kept, title, "changes-numbers"), zero
 
 
 def _corrected(x: str, given: tuple[str, ...]) -> str:
@@ -592,17 +560,4 @@ def _zero_infinity(origin: Origin) -> Remedy:
     kept = [part for part in found.settings if not part.startswith("zero_infinity=")]
     name = found.text.partition("(")[0]
     use = f"{name}({', '.join((*found.operands, *kept, 'zero_infinity=True'))})"
-    return _replaced(origin, found, use, why, safety="changes-training")
-
-
-def _stable_formula(case: Case) -> tuple[Remedy, ...]:
-    """Torch's own function in the place of the formula that the operation is part of."""
-    span = culprit_span(case.where)
-    logarithm = named_expression(case.where, "log")
-    if span is None and logarithm is not None and "log" in (case.op, case.node.lower()):
-        span = logarithm.span()
-    found = stable_form(culprit_line(case.where), span)
-    if found is None:
-        return ()
-    expression, use = found
-    return (_replaced(case.where, expression, use, "the same function, which stays finite"),)
+    return found.instead(use, why, "changes-training")

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 from stepguard.diagnose.case import base_name, words
 from stepguard.records import Edit, Operand, Origin, Remedy
@@ -31,6 +32,8 @@ DISTRIBUTION = words("log_prob entropy rsample kl_divergence cdf icdf")
 OPERANDS = {"input": 0, "self": 0, "other": 1, "exponent": 1}
 """Operands that may be given by name, and their position."""
 CLOSING = {"(": ")", "[": "]", "{": "}"}
+SAFE_FUNCTION = re.compile(r"safe_\w+")
+"""Functions of stepguard.numerics."""
 _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
 
 Node = ast.expr | ast.AugAssign
@@ -40,8 +43,9 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """One call or operator in a line."""
+    """One call, operator or number in the culprit's line."""
 
+    origin: Origin
     line: str
     """The line without its indentation."""
     node: Node
@@ -79,23 +83,42 @@ class Expression:
         written = self.line.encode()[start:end].decode()
         return ast.unparse(node) if "\n" in written else written
 
-    def rewritten(self, replacement: str) -> str:
-        """The line with the expression replaced."""
-        return _replaced(self.line, self.span(), replacement)
+    def instead(self, use: str, why: str, safety: Safety = "safe") -> Remedy:
+        """The remedy that is `use` in the place of the expression."""
+        title = f"`{use}` for `{' '.join(self.text.split())}`: {why}"
+        called = [name for name in SAFE_FUNCTION.findall(use) if name not in self.text]
+        return self.rewritten({self.node: use}, title, safety, tuple(called))
 
-    def with_operands(self, replacements: Mapping[int, str]) -> str:
-        """The line with these operands replaced, by their position."""
-        spans = {self.span(self.arguments[position]): position for position in replacements}
-        line = self.line
+    def with_operand(self, position: int, use: str, title: str, safety: Safety = "safe") -> Remedy:
+        """The remedy that is the line with another operand."""
+        return self.rewritten({self.arguments[position]: use}, title, safety)
+
+    def rewritten(
+        self,
+        changes: Mapping[Node, str],
+        title: str,
+        safety: Safety = "safe",
+        functions: tuple[str, ...] = (),
+    ) -> Remedy:
+        """The remedy that is the line with these parts replaced.
+
+        `functions`: of stepguard.numerics, that it calls.
+        """
+        spans = {self.span(node): use.encode() for node, use in changes.items()}
+        whole = self.line.encode()
         # From the right, so that the places of the others stay true.
-        for span in sorted(spans, reverse=True):
-            line = _replaced(line, span, replacements[spans[span]])
-        return line
-
-
-def _replaced(line: str, span: Span, text: str) -> str:
-    whole = line.encode()
-    return (whole[: span[0]] + text.encode() + whole[span[1] :]).decode()
+        for start, end in sorted(spans, reverse=True):
+            whole = whole[:start] + spans[start, end] + whole[end:]
+        line = whole.decode()
+        edits: tuple[Edit, ...] = ()
+        statement = self.origin.statement
+        if statement is not None:
+            indent = statement.text[: len(statement.text) - len(statement.text.lstrip())]
+            old = tuple(statement.text.split("\n"))
+            new = tuple(f"{indent}{line}".split("\n"))
+            edits = (Edit(file=statement.file, line=statement.line, old=old, new=new),)
+        snippet = f"{import_of(functions)}\n{line}" if functions else line
+        return Remedy(title=title, snippet=snippet, safety=safety, edits=edits, needs=functions)
 
 
 def culprit_line(origin: Origin) -> str:
@@ -125,45 +148,38 @@ def culprit_span(origin: Origin) -> Span | None:
     return statement.start - indent, statement.end - indent
 
 
-def rewriting(
-    origin: Origin,
-    line: str,
-    title: str,
-    *,
-    functions: tuple[str, ...] = (),
-    safety: Safety = "safe",
-) -> Remedy:
-    """The remedy that is this line in the place of the culprit's."""
-    edits: tuple[Edit, ...] = ()
-    statement = origin.statement
-    if statement is not None:
-        indent = statement.text[: len(statement.text) - len(statement.text.lstrip())]
-        old = tuple(statement.text.split("\n"))
-        new = tuple(f"{indent}{line}".split("\n"))
-        edits = (Edit(file=statement.file, line=statement.line, old=old, new=new),)
-    snippet = f"{import_of(functions)}\n{line}" if functions else line
-    return Remedy(title=title, snippet=snippet, safety=safety, edits=edits, needs=functions)
-
-
 def import_of(functions: tuple[str, ...]) -> str:
     """The line that makes them known."""
     return f"from stepguard.numerics import {', '.join(sorted(set(functions)))}"
 
 
+def nodes_of(origin: Origin) -> list[ast.AST]:
+    """Every part of the culprit's line."""
+    return list(ast.walk(statement_tree(culprit_line(origin))))
+
+
 def find_expression(
-    line: str,
+    origin: Origin,
     calls: frozenset[str],
     operator: type[ast.operator] | None = None,
-    span: Span | None = None,
+    *,
+    anywhere: bool = False,
 ) -> Expression | None:
-    """The call of these names, or use of this operator, that is at `span`.
+    """The call of these names, or use of this operator, that the operation is.
 
-    Without a span it must be the only one, and no function of a library may stand in the line that
-    might do the same inside.
+    Where its place in the line is not known, or `anywhere` is asked for, it must be the only one,
+    and no function of a library may stand in the line that might do the same inside.
     """
-    nodes = list(ast.walk(statement_tree(line)))
-    found = [one for one in (_matching(line, node, calls, operator) for node in nodes) if one]
-    if span is not None:
+    line = culprit_line(origin)
+    nodes = nodes_of(origin)
+    found = []
+    for node in nodes:
+        arguments, settings = _parts(node, calls, operator)
+        if arguments:
+            written = cast(Node, node)
+            found.append(Expression(origin, line, written, tuple(arguments), tuple(settings)))
+    span = culprit_span(origin)
+    if span is not None and not anywhere:
         # Python moves the start of a call to its method's name where that is in a later line.
         around = [one for one in found if one.span()[1] == span[1] and one.span()[0] <= span[0]]
         return max(around, key=lambda one: one.span()[0], default=None)
@@ -172,30 +188,23 @@ def find_expression(
     # not where the expression began in the line before, or goes on in the next one
     start, end = found[0].span()
     whole = end <= len(line.encode()) and not (start == 0 and line[0] in "+-")
-    return found[0] if whole else None
+    if whole:
+        return found[0]
+    return None
 
 
-def _matching(
-    line: str, node: ast.AST, calls: frozenset[str], operator: type[ast.operator] | None
-) -> Expression | None:
+def _parts(
+    node: ast.AST, calls: frozenset[str], operator: type[ast.operator] | None
+) -> tuple[list[ast.expr], list[str]]:
+    """Operands and settings of such a call or operator; nothing of another node."""
     if isinstance(node, ast.Call):
-        operands, settings = call_operands(node, calls) or ([], [])
-        return Expression(line, node, tuple(operands), tuple(settings)) if operands else None
-    if operator is None or not isinstance(getattr(node, "op", None), operator):
-        return None
-    if isinstance(node, ast.BinOp):
-        return Expression(line, node, (node.left, node.right))
-    assert isinstance(node, ast.AugAssign)
-    return Expression(line, node, (node.target, node.value))
-
-
-def find_number(line: str, value: float) -> Expression | None:
-    """This number as it is written; None where it is not there once."""
-    found = []
-    for node in ast.walk(statement_tree(line)):
-        if isinstance(node, ast.Constant) and node.value == value:
-            found.append(Expression(line, node))
-    return found[0] if len(found) == 1 else None
+        return call_operands(node, calls)
+    if operator is not None and isinstance(getattr(node, "op", None), operator):
+        if isinstance(node, ast.BinOp):
+            return [node.left, node.right], []
+        if isinstance(node, ast.AugAssign):
+            return [cast(ast.expr, node.target), node.value], []
+    return [], []
 
 
 def statement_tree(line: str) -> ast.Module:
@@ -231,11 +240,11 @@ def _last_name(owner: ast.expr) -> str:
     return owner.id if isinstance(owner, ast.Name) else str(getattr(owner, "attr", ""))
 
 
-def call_operands(node: ast.Call, calls: frozenset[str]) -> tuple[list[ast.expr], list[str]] | None:
-    """The tensor and what follows it, and the named arguments; None for other calls."""
+def call_operands(node: ast.Call, calls: frozenset[str]) -> tuple[list[ast.expr], list[str]]:
+    """The tensor and what follows it, and the named arguments; nothing of other calls."""
     function = node.func
     if _last_name(function) not in calls:
-        return None
+        return [], []
     operands = list(node.args)
     if isinstance(function, ast.Attribute) and _last_name(function.value) not in NAMESPACES:
         operands.insert(0, function.value)
@@ -366,8 +375,7 @@ def named_expression(origin: Origin, operation: str) -> Expression | None:
     names = ALIASES.get(operation, operation).split()
     # In place, a method has the same name and an underscore.
     calls = frozenset(names) | {f"{name}_" for name in names}
-    operator = OPERATORS.get(operation)
-    return find_expression(culprit_line(origin), calls, operator, culprit_span(origin))
+    return find_expression(origin, calls, OPERATORS.get(operation))
 
 
 def _own_expressions(origin: Origin) -> dict[str, str]:

@@ -32,15 +32,15 @@ from stepguard.engine.protect import (
 )
 from stepguard.engine.result import data_parallel_wrapper
 from stepguard.journal import Journal, starts_in, this_process
-from stepguard.locate.replay_state import LocateBudget
+from stepguard.locate.replay import LocateBudget
 from stepguard.locate.source import variable_name
+from stepguard.ranks.agreement import Agreement
 from stepguard.records import GuardConfig
 from stepguard.records.codec import mask_settings
 from stepguard.report.sinks import HumanLog
 from stepguard.sentinel.gradients import Shares
-from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.batch import unwrapped
-from stepguard.state.buffers import AttachedState, BufferKeeper, communication_hooks
+from stepguard.state.buffers import BufferKeeper, hooks_of
 from stepguard.state.run_state import Ownership
 from stepguard.state.sharded import sharded_part
 from stepguard.tensors.names import wrapped_by_fsdp1
@@ -68,6 +68,7 @@ def build_context(
     """Check what the user gave and open what the guard writes to."""
     outer = optimizer
     optimizer = real_optimizer(optimizer)
+    _refuse_averager(outer)
     _check(model, optimizer, modules, extra)
     scheduler = _checked_schedule(scheduler)
     model = data_parallel_wrapper(model) or model
@@ -95,7 +96,7 @@ def build_context(
         sharded=bool(sharded_part(roots.values())),
     )
     context.scales.static = config.loss_scale or 1.0
-    context.memory.attached = AttachedState(lambda: communication_hooks(model))
+    context.memory.attached = hooks_of(model)
     context.memory.effort = LocateBudget(config.probes.locate_budget)
     context.run.lane = lane
     agreement.now = lambda: context.step
@@ -246,6 +247,15 @@ def _check(model: object, optimizer: object, modules: object, extra: object) -> 
             "{'criterion': loss_module}."
         )
     _check_extra(extra)
+
+
+def _refuse_averager(optimizer: object) -> None:
+    if hasattr(optimizer, "averager"):
+        raise ConfigError(
+            f"{type(optimizer).__name__} averages the weights of ranks that make steps of their "
+            "own, which a guard cannot judge together; reduce the gradients of every step "
+            "(DistributedDataParallel) and give the optimizer inside it."
+        )
 
 
 def _check_clipping(roots: dict[str, nn.Module]) -> None:

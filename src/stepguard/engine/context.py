@@ -6,6 +6,7 @@ import operator
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,15 +26,14 @@ from stepguard.engine.drivers.schedule import (
 )
 from stepguard.engine.incident.gradient_outliers import Outliers
 from stepguard.engine.protect import Outputs
-from stepguard.engine.watch.gradient_habits import GradientHabits
 from stepguard.judge import History
 from stepguard.judge.decide import Budget
 from stepguard.ledger import Ledger
-from stepguard.locate.replay_state import LocateBudget
+from stepguard.locate.replay import LocateBudget
+from stepguard.ranks.agreement import Agreement
 from stepguard.records import Decision, GuardConfig, Incident, Reading
 from stepguard.records.incident import box
 from stepguard.sentinel.gradients import GradientNorm, GradientNorms, Shares
-from stepguard.sentinel.rank_agreement import Agreement
 from stepguard.state.batch import Step
 from stepguard.state.buffers import AttachedState, BufferKeeper
 from stepguard.state.capsule import WindowStep
@@ -43,11 +43,127 @@ from stepguard.state.snapshot import Snapshot
 from stepguard.tensors.names import optimizer_parameters
 from stepguard.tensors.values import is_finite
 
+# --- What a watched loop does with its gradients between two updates: kept, dropped, mixed.
+
+WINDOW = 16
+"""Updates that are remembered."""
+MOST_NODES = 5000
+
+
+@dataclass(slots=True)
+class GradientHabits:
+    """Kept over the run. Nothing here reads a value, but for one gradient, once."""
+
+    other_steps: int = 0
+    """Updates of other optimizers in this process."""
+    calls: int = 0
+    """Calls of the model."""
+    _updates: deque[frozenset[str]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _found: set[str] = field(default_factory=set)
+    """What the step at hand did: `carried`, `discarded`, `foreign`."""
+    _used: tuple[weakref.ref[Tensor], int] | None = None
+    """A gradient of the last update, and how often it had been written then."""
+    _at_backward: tuple[int, int, int] = (0, 0, 0)
+    """Other updates, calls of the model and writes to a weight when the last own backward ended."""
+    _harmless: bool = False
+    """Gradients are dropped on purpose, or what is carried over is 0."""
+    _searched: bool = False
+    _read: bool = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many of the last updates did each of these."""
+        found: dict[str, int] = {}
+        for update in self._updates:
+            for name in update:
+                found[name] = found.get(name, 0) + 1
+        return found
+
+    def backward_begins(
+        self, root: Tensor, parameters: list[Tensor], *, first: bool, dropped: bool
+    ) -> None:
+        """`first`: of this update; `dropped`: the gradients of the last one are gone."""
+        if not self._searched and self._updates and "discarded" in self._updates[-1]:
+            self._search_inputs(root, parameters)
+        if first:
+            self._found.discard("carried")
+            if self._used is not None and not self._harmless and self._is_carried(parameters):
+                self._found.add("carried")
+            return
+        others, calls, writes = self._at_backward
+        if not dropped:
+            if self.other_steps > others:
+                self._found.add("foreign")
+            return
+        self._found -= {"carried", "foreign"}
+        same_weights = bool(parameters) and parameters[0]._version == writes
+        # another player's loss may reach these gradients, and is dropped on purpose
+        if not self.other_steps and self.calls > calls and same_weights and not self._harmless:
+            self._found.add("discarded")
+
+    def _is_carried(self, parameters: list[Tensor]) -> bool:
+        assert self._used is not None
+        gradient, writes = self._used[0](), self._used[1]
+        if gradient is None or gradient._version != writes:
+            return False
+        if not any(parameter.grad is gradient for parameter in parameters):
+            return False
+        if not self._read:
+            self._read = True
+            self._harmless = not bool((gradient != 0).any())  # the optimizer zeroes them itself
+        return not self._harmless
+
+    def backward_over(self, parameters: list[Tensor]) -> None:
+        """A backward pass has left gradients in these parameters."""
+        writes = parameters[0]._version if parameters else 0
+        self._at_backward = (self.other_steps, self.calls, writes)
+
+    def _search_inputs(self, root: Tensor, parameters: list[Tensor]) -> None:
+        """Once, where gradients are dropped: are those of inputs wanted, as by an attack?"""
+        self._searched = True
+        known = {id(parameter) for parameter in parameters}
+        waiting: list[Any] = [root.grad_fn]
+        seen: set[Any] = set()
+        while waiting and len(seen) < MOST_NODES:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor) and id(variable) not in known:
+                self._harmless = True
+            waiting += [behind for behind, _ in node.next_functions]
+
+    def update_made(self, parameters: list[Tensor], identities: list[int]) -> None:
+        """An optimizer step is over. `identities` of the gradients of these parameters after the
+        last backward pass, 0 for none.
+        """
+        gradient: Tensor | None = None
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                break
+        if gradient is None and any(identities):
+            self._found = {"thrown"}
+        elif "discarded" in self._found:
+            now = [0 if p.grad is None else id(p.grad) for p in parameters]
+            if now != identities:
+                self._harmless = True  # the loop has put gradients of its own there
+                self._found.discard("discarded")
+        self._updates.append(frozenset(self._found))
+        self._found = set()
+        self._used = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+
 # --- What plug-ins are given: the moments of a step, and the way that led to a bad one.
 
 
 class StepProbe:
     """Called at each moment of every step. Nothing happens here."""
+
+    active = False
+    """Between `begin` and `finish`: does this step have to be followed? If not, only `begin`,
+    `finish` and `committed` are called."""
 
     def begin(self) -> None:
         """The next step is about to begin."""
@@ -86,18 +202,6 @@ class StepProbe:
     def paused(self) -> Iterator[None]:
         """Around work of the guard in the middle of the user's step."""
         yield
-
-    @contextmanager
-    def during(self, batch: Any) -> Iterator[None]:
-        """Around forward and backward of a step that the guard runs."""
-        self.begin()
-        self.saw_batch(batch)
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-        self.gradients_ready()
 
 
 @dataclass(slots=True)
@@ -295,10 +399,9 @@ class Context:
     scales: LossScales = field(default_factory=LossScales)
     memory: Memory = field(default_factory=Memory)
 
-    @property
-    def modules(self) -> dict[str, nn.Module]:
+    def __post_init__(self) -> None:
+        self.modules = {name: module for name, module in self.roots.items() if name}
         """The further modules that the guard was given."""
-        return {name: module for name, module in self.roots.items() if name}
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -308,10 +411,11 @@ class Context:
         gives other last bits. Kept until the optimizer changes: walking a large model takes
         milliseconds.
         """
-        given = optimizer_parameters(self.optimizer)
+        groups = self.optimizer.param_groups
+        given = groups[0]["params"] if len(groups) == 1 else optimizer_parameters(self.optimizer)
         before = self.memory.given
         if len(given) != len(before) or not all(map(operator.is_, given, before)):
-            self.memory.given = given
+            self.memory.given = list(given)
             left = {id(parameter): parameter for parameter in given}
             ordered = []
             for root in self.roots.values():
@@ -368,7 +472,7 @@ class Context:
     @property
     def schedule(self) -> str:
         """The schedule that the guard was given, and how far it has come."""
-        return named_position(self.scheduler)
+        return "" if self.scheduler is None else named_position(self.scheduler)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -384,13 +488,15 @@ class Context:
     @property
     def maximizes(self) -> bool:
         """True where every parameter group maximizes what the loss function returns."""
-        return all(group.get("maximize", False) for group in self.optimizer.param_groups)
+        return all(group.get("maximize") for group in self.optimizer.param_groups)
 
     @property
     def lr_ceiling(self) -> tuple[float, ...]:
         """The highest learning rate of each group that is known to be meant."""
-        groups = range(len(self.optimizer.param_groups))
-        return tuple(self.history.ceiling(group) or float("inf") for group in groups)
+        ceilings = []
+        for group in range(len(self.optimizer.param_groups)):
+            ceilings.append(self.history.ceiling(group) or float("inf"))
+        return tuple(ceilings)
 
     def expect_declared_rates(self, rates: tuple[float, ...]) -> None:
         """Count what schedule and groups declare as configured, before rates are judged."""

@@ -62,6 +62,17 @@ class Protection:
         """A fault inside costs what `name` says; the guard stays armed."""
         return Shield(self, name)
 
+    def failed(self, fault: Exception, part: str = "") -> None:
+        """Called in an `except` clause around guard code that runs in every step, where a `with`
+        costs more than the code in it: `part` was left out, or, without a name, the guard disarms.
+        """
+        if isinstance(fault, TrainingHalted):
+            raise fault
+        if part:
+            self.part_failed(part, fault)
+        elif self.armed:
+            self.disarm(fault)
+
     def disarm(self, fault: Exception) -> None:
         """Warn once and stay out of the way from now on."""
         self.armed = False
@@ -77,7 +88,7 @@ class Protection:
         if name in self._told:
             return
         self._told.add(name)
-        message = f"{name}: left out after a fault of stepguard's own: {in_words(fault)}"
+        message = f"{name}: switched off after a fault of stepguard's own: {in_words(fault)}"
         if self._tell is not None:
             with contextlib.suppress(Exception):
                 self._tell(message)
@@ -105,10 +116,7 @@ class Shield:
     ) -> bool:
         if not isinstance(fault, Exception) or isinstance(fault, TrainingHalted):
             return False
-        if self._name:
-            self._protection.part_failed(self._name, fault)
-        elif self._protection.armed:
-            self._protection.disarm(fault)
+        self._protection.failed(fault, self._name)
         return True
 
 
@@ -221,7 +229,8 @@ class Outputs:
 
     def step(self, reading: Reading, *, committed: bool) -> None:
         for output in self._outputs:
-            output.put_often(lambda sink: sink.step(reading, committed))
+            if output.wants_steps:
+                output.step(reading, committed)
 
     def incident(self, incident: Incident) -> None:
         self._tell(lambda sink: sink.incident(incident))
@@ -268,6 +277,7 @@ class Output:
     def __init__(self, sink: Sink, name: str, tell: Callable[[str], None]) -> None:
         self.name = name
         self._sink = sink
+        self.wants_steps = getattr(sink.step, "__func__", None) is not Sink.step
         self._tell_all = tell
         self._lost = 0
         """Events lost since it last worked."""
@@ -278,33 +288,34 @@ class Output:
     def is_for(self, sink: Sink | None) -> bool:
         return self._sink is sink
 
-    def put(self, event: Event) -> bool:
-        """Pass on an event; False if that failed. Never raises for the output's own failure."""
+    def put(self, event: Event) -> None:
+        """Pass on an event. Never raises for the output's own failure."""
         if self._telling:
             # This is the note about its own failure, which may fail as well.
             with contextlib.suppress(Exception):
                 event(self._sink)
-            return False
+            return
         try:
             event(self._sink)
         except Exception as fault:
             self._failed(fault)
-            return False
+            return
         lost = self._lost
         self._lost = 0
         if lost and self._worth_telling():
             self._tell(f"{self.name} can be written again; {lost} of its records are lost")
-        return True
 
-    def put_often(self, event: Event) -> bool:
-        """Pass on what comes with every step: while the output fails, only some of it is tried.
-
-        That is the 1st, 2nd, 4th, 8th, ... and every 64th.
-        """
-        if _power_of_two(self._lost) or self._lost % RARELY == 0:
-            return self.put(event)
-        self._lost += 1
-        return False
+    def step(self, reading: Reading, committed: bool) -> None:
+        """Pass on a step; while the output fails, the 1st, 2nd, 4th, 8th, ... and every 64th."""
+        if self._lost and not _power_of_two(self._lost) and self._lost % RARELY:
+            self._lost += 1
+        elif self._lost:
+            self.put(lambda sink: sink.step(reading, committed))
+        else:
+            try:
+                self._sink.step(reading, committed)
+            except Exception as fault:
+                self._failed(fault)
 
     def _failed(self, fault: Exception) -> None:
         self._lost += 1
@@ -335,13 +346,8 @@ class Output:
 class UserOutput(Output):
     """A sink of the user's: it is dropped at its first failure."""
 
-    _dropped = False
-
-    def put(self, event: Event) -> bool:
-        return not self._dropped and super().put(event)
-
     def _failed(self, fault: Exception) -> None:
-        self._dropped = True
+        self._sink = Sink()
         text = (
             f"{self.name} failed and is dropped, training goes on without it: "
             f"{type(fault).__name__}: {fault}"

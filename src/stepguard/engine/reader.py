@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import takes_found_inf
 from stepguard.locate.origins import summed_in_half_precision
+from stepguard.ranks.agreement import REDUCED, RISK
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import (
     GradientNorm,
@@ -31,11 +34,12 @@ from stepguard.sentinel.gradients import (
     root_mean_square,
     state_tensors,
 )
-from stepguard.sentinel.rank_agreement import REDUCED, RISK
 from stepguard.state.batch import named_tensors, total_loss
 from stepguard.state.run_state import extra_tensors
 from stepguard.tensors.names import named_buffers
 from stepguard.tensors.values import is_finite
+
+GRADIENT = attrgetter("grad")
 
 # --- What one rank sees and the others do not: it has to reach them before anybody waits.
 
@@ -115,8 +119,6 @@ class RankNumbers:
     ) -> list[Tensor]:
         """What all ranks saw, where that takes a reduction."""
         agreement = self._context.agreement
-        if agreement.mode != "collective":
-            return []
         state = self._alone.trouble()
         if state is None:
             state = named.get("state")
@@ -206,6 +208,8 @@ class Pending:
     """Once read: the update could make NaN by itself on some rank, and all ranks know."""
     others_bad: bool = False
     """Once read: another optimizer of the same backward has non-finite gradients."""
+    fused: bool = False
+    """The kernel of the optimizer leaves everything alone when it is told to."""
     overflow_passes: bool = False
     """An infinite loss alone makes no step bad, because it was added up in float16.
 
@@ -215,32 +219,38 @@ class Pending:
 
     def suspect(self) -> Tensor:
         """On the device: 1 when anything the guard reads is non-finite on any rank, else 0."""
-        values = self.packet.values
-        watched = values[: values.numel() - len(self.followed) - self.tensors]
-        own = ~torch.isfinite(watched).all()
+        watched = self.packet.values
+        unwatched = len(self.followed) + self.tensors
+        if unwatched:
+            watched = watched[:-unwatched]
+        losses = self.micro + len(self.parts)
         if self.overflow_passes:
-            losses = self.micro + len(self.parts)
-            own = watched[:losses].isnan().any() | ~torch.isfinite(watched[losses:]).all()
-        reduced = watched[self.micro + len(self.parts) + len(self.names) :]
-        # its first half are sums of what ranks saw, its second half counts of what was bad
-        others = reduced[reduced.numel() // 2 :].gt(0).any()
-        return (own | others).to(torch.float32)
+            bad = watched[:losses].isnan().any() | ~torch.isfinite(watched[losses:]).all()
+        else:
+            # a finite number minus itself is 0, any other NaN: fewer kernels than `isfinite`
+            bad = (watched - watched).sum().ne(0)
+        reduced = watched.numel() - losses - len(self.names)
+        if reduced > 1:
+            # its first half are sums of what ranks saw, its second half counts of what was bad
+            bad = bad | watched[-(reduced - reduced // 2) :].gt(0).any()
+        return bad.to(torch.float32)
 
 
 def micro_loss(output: Any, batch: Any, context: Context) -> tuple[Tensor, MicroLoss]:
     """Return the scalar to call backward on, and what is remembered of it."""
-    loss = total_loss(output)
+    loss = output if type(output) is Tensor and output.numel() == 1 else total_loss(output)
     parts = {}
     if isinstance(output, Mapping):
         parts = {str(name): part.detach() for name, part in output.items()}
-    summed = summed_in_half(loss, context)
-    return loss, MicroLoss(loss.detach(), parts, count_labels(batch, context), summed)
+    labels = None if context.config.labels_key is None else count_labels(batch, context)
+    return loss, MicroLoss(loss.detach(), parts, labels, summed_in_half(loss, context))
 
 
 def summed_in_half(root: Tensor, context: Context) -> bool:
     """Was this loss added up in float16? Asked of models or losses in float16 only."""
-    first = (root, *context.parameters[:1])
-    half = any(tensor.dtype is torch.float16 for tensor in first)
+    half = root.dtype is torch.float16
+    for parameter in context.memory.ordered[:1]:
+        half = half or parameter.dtype is torch.float16
     return half and summed_in_half_precision(root)
 
 
@@ -278,6 +288,8 @@ class Reader:
         self._started = False
         self._checked = False
         self._left_out = 0
+        self.missing: int | None = None
+        """Parameters that had no gradient in the last packet."""
         self._scan = RotatingScan()
         self._alone = SeenAlone(context)
         self._ranks = RankNumbers(context, self._alone)
@@ -322,9 +334,8 @@ class Reader:
 
     def after_update(self) -> None:
         """Check the new parameters, of a large model some in turn; read with the next packet."""
-        self._state = largest(
-            self._scan.share(self._context.parameters, self._context.meant.ignored)
-        )
+        context = self._context
+        self._state = largest(self._scan.share(context.memory.ordered, context.meant.ignored))
 
     def rewound(self) -> None:
         """Parameters were replaced; scan all of them in the next packet."""
@@ -337,7 +348,8 @@ class Reader:
         A sum in float16 that overflows is nothing to tell: its gradients are finite, or tell it.
         """
         agreement = self._context.agreement
-        self._context.mark()
+        if agreement.size > 1:
+            self._context.mark()
         if agreement.mode != "spread":
             return
         if summed_in_half:
@@ -370,44 +382,41 @@ class Reader:
         losses: list[MicroLoss],
         norm: GradientNorm | None = None,
         others: Tensor | None = None,
+        gradients: list[Tensor] | None = None,
     ) -> Pending:
         """Gather everything of this step into one packet. Waits for nothing.
 
+        `gradients`: those of all parameters that have one, where the caller has listed them.
         `others`: the norm of the gradients of other optimizers that step from the same backward.
         """
         context = self._context
-        context.mark()
-        context.agreement.announced()
-        for tell in context.hooks.gradients:
-            tell()
-        # check again without tensors that were accepted since: the last check still saw them
-        accepted = len(self._context.meant.ignored)
-        if accepted != self._left_out:
-            self._left_out = accepted
-            self.after_update()
+        self._backward_over()
+        if gradients is None:
+            gradients = gradients_of(context)
+        self.missing = len(context.memory.ordered) - len(gradients)
         if norm is None:
-            norm = own_norm(context)
-        context.memory.gradient_norms.keep(context.step, norm)
-        parts = _parts(losses)
-        named = self._named_values(losses, norm, others)
-        # What the user has asked to follow in this step.
-        followed = {}
-        for name, (step, value) in context.memory.followed.items():
-            if step == context.step:
-                followed[name] = value
+            norm = own_norm(context, gradients)
+        if norm is not None and norm.single is not None:
+            context.memory.gradient_norms.keep(context.step, norm.single)
+        fused = takes_found_inf(context.optimizer)
+        totals = []
+        parts: dict[str, Tensor] = {}
+        for micro in losses:
+            totals.append(micro.total)
+            if micro.parts:
+                parts = _parts(losses)
+        named = self._named_values(losses, norm, others, fused=fused)
+        values = [*totals, *parts.values(), *named.values()] or [torch.zeros(())]
+        if context.agreement.mode == "collective":
+            loss = _added(totals) if losses else None
+            values += self._ranks.reduced(loss, named, norm)
+        followed = self._followed() if context.memory.followed else {}
         single_norms: list[Tensor] = []
         if context.memory.outliers is not None:
             single_norms = context.memory.outliers.measure(context.parameters)
-        values = [micro.total for micro in losses]
-        values += parts.values()
-        values += named.values()
-        if not values:
-            values = [torch.zeros(())]
-        loss = _added([micro.total for micro in losses]) if losses else None
-        values += self._ranks.reduced(loss, named, norm)
         values += followed.values()
         values += single_norms
-        return Pending(
+        pending = Pending(
             index=context.step,
             packet=Packet(values),
             micro=len(losses),
@@ -419,41 +428,84 @@ class Reader:
             clip_norm=context.config.clip_norm,
             followed=tuple(followed),
             tensors=len(single_norms),
-            overflow_passes=bool(losses)
-            and all(micro.summed_in_half for micro in losses)
-            and (context.agreement.mode == "spread" or takes_found_inf(context.optimizer)),
+            fused=fused,
         )
+        if losses and losses[0].summed_in_half:
+            pending.overflow_passes = self._overflow_passes(losses, fused=fused)
+        return pending
+
+    def _overflow_passes(self, losses: list[MicroLoss], *, fused: bool) -> bool:
+        decided = fused or self._context.agreement.mode == "spread"
+        return decided and all(micro.summed_in_half for micro in losses)
+
+    def _backward_over(self) -> None:
+        context = self._context
+        if context.agreement.size > 1:
+            context.mark()
+            context.agreement.announced()
+        for tell in context.hooks.gradients:
+            tell()
+        # check again without tensors that were accepted since: the last check still saw them
+        if len(context.meant.ignored) != self._left_out:
+            self._left_out = len(context.meant.ignored)
+            self.after_update()
+
+    def _followed(self) -> dict[str, Tensor]:
+        """What the user has asked to follow in this step."""
+        followed = {}
+        for name, (step, value) in self._context.memory.followed.items():
+            if step == self._context.step:
+                followed[name] = value
+        return followed
 
     def _named_values(
-        self, losses: list[MicroLoss], norm: GradientNorm | None, others: Tensor | None
+        self,
+        losses: list[MicroLoss],
+        norm: GradientNorm | None,
+        others: Tensor | None,
+        *,
+        fused: bool,
     ) -> dict[str, Tensor]:
         """Everything of this step that has one number, where there is one."""
         context = self._context
-        if takes_found_inf(context.optimizer):
-            # here the device judges by itself, and must know what is infinite on purpose
-            written = self._alone.written_buffers()
-        else:
-            written = context.buffers.written()
-        buffers = [*context.buffers.statistics(), *written]
-        counted = [micro.labels for micro in losses if micro.labels is not None]
-        named: dict[str, Tensor | None] = {
-            "norm": norm.total if norm is not None else None,
-            "least": norm.least if norm is not None else None,
-            "buffers": self._largest(buffers),
-            "state": self._state,
-            "scale": _scale(context),
-            "labels": _added(counted) if counted else None,
-            "others": others,
-        }
-        return {name: value for name, value in named.items() if value is not None}
+        named: dict[str, Tensor] = {}
+        if norm is not None:
+            named["norm"] = norm.total
+            if norm.least is not None:
+                named["least"] = norm.least
+        if context.buffers.any:
+            # a fused kernel judges by itself, and must know what is infinite on purpose
+            written = self._alone.written_buffers() if fused else context.buffers.written()
+            buffers = self._largest([*context.buffers.statistics(), *written])
+            if buffers is not None:
+                named["buffers"] = buffers
+        if self._state is not None:
+            named["state"] = self._state
+        if context.scaler is not None and context.scaling():
+            # `get_scale` would wait for the device
+            scale = context.scaler._get_scale_async()
+            if scale is not None:
+                named["scale"] = scale
+        if context.config.labels_key is not None:
+            counted = [micro.labels for micro in losses if micro.labels is not None]
+            if counted:
+                named["labels"] = _added(counted)
+        if others is not None:
+            named["others"] = others
+        return named
 
     # --- complete -------------------------------------------------------------------------------
 
     def complete(self, pending: Pending, *, grads_gone: bool = False) -> Reading:
         """Wait for the numbers and name them. `grads_gone`: the loop has dropped the gradients."""
         context = self._context
-        numbers = self._without_single_norms(pending, pending.packet.fetch())
-        seconds = self._seconds()
+        numbers = pending.packet.fetch()
+        if pending.tensors:
+            numbers = self._without_single_norms(pending, numbers)
+        now = time.perf_counter()
+        seconds = now - context.memory.last_read
+        context.memory.last_read = now
+        context.memory.effort.took(seconds)
         end_of_micro = pending.micro
         end_of_parts = end_of_micro + len(pending.parts)
         end_of_named = end_of_parts + len(pending.names)
@@ -461,12 +513,17 @@ class Reader:
         micro = tuple(numbers[:end_of_micro])
         named = dict(zip(pending.names, numbers[end_of_parts:end_of_named], strict=True))
         shared = numbers[end_of_named:end_of_shared]
-        norm = self._ranks.norm(pending.norm, named.get("norm"), shared)
+        norm = named.get("norm")
+        shared_loss: float | None = None
+        if shared:
+            norm = self._ranks.norm(pending.norm, norm, shared)
+            shared_loss = self._ranks.loss(shared) if micro else None
+            pending.at_risk = shared[RISK] > 0
         scale = named.get("scale")
         if scale is None and context.config.loss_scale:
             scale = context.scales.static
         pending.others_bad = not math.isfinite(named.get("others", 0.0))
-        pending.at_risk = bool(shared) and shared[RISK] > 0
+        norm_finite = norm is None or math.isfinite(norm)
         reading = Reading(
             step=pending.index,
             loss=sum(micro) if micro else None,
@@ -475,7 +532,7 @@ class Reader:
             followed=dict(zip(pending.followed, numbers[end_of_shared:], strict=True)),
             grad_norm=norm,
             least_norm=named.get("least"),
-            grads_finite=self._gradients_finite(norm, grads_gone=grads_gone),
+            grads_finite=norm_finite or (not grads_gone and self._gradients_finite()),
             clip_factor=_clip_factor(norm, pending.clip_norm),
             scale=scale,
             lr=pending.lr,
@@ -483,7 +540,7 @@ class Reader:
             climbs=context.maximizes,
             labels=int(named["labels"]) if "labels" in named else None,
             seconds=seconds,
-            shared_loss=self._ranks.loss(shared) if micro else None,
+            shared_loss=shared_loss,
             alarm=any(shared[len(shared) // 2 :]),
             bad_state=_bad_stored(named),
         )
@@ -491,39 +548,27 @@ class Reader:
             return replace(reading, loss_overflow=True)
         return reading
 
-    def _seconds(self) -> float:
-        """Time since the last step was read."""
-        context = self._context
-        now = time.perf_counter()
-        seconds = now - context.memory.last_read
-        context.memory.last_read = now
-        context.memory.effort.took(seconds)
-        return seconds
-
     def _without_single_norms(self, pending: Pending, numbers: list[float]) -> list[float]:
-        if self._context.memory.outliers is None or not pending.tensors:
-            return numbers
+        assert self._context.memory.outliers is not None
         # a scaler that leaves dividing to the fused kernel: the gradients still carry its factor
         carried = getattr(self._context.optimizer, "grad_scale", None)
         scale = float(carried) if carried is not None else 1.0
         self._context.memory.outliers.read(pending.index, numbers[-pending.tensors :], scale)
         return numbers[: -pending.tensors]
 
-    def _gradients_finite(self, norm: float | None, *, grads_gone: bool) -> bool:
+    def _gradients_finite(self) -> bool:
         """A finite norm proves it; of an infinite one every element must be checked."""
-        if norm is None or math.isfinite(norm):
-            return True
-        if grads_gone:
-            return False
-        return all(is_finite(gradient) for gradient in _gradients(self._context))
+        return all(is_finite(gradient) for gradient in gradients_of(self._context))
 
 
-def own_norm(context: Context) -> GradientNorm | None:
+def own_norm(context: Context, gradients: list[Tensor] | None = None) -> GradientNorm | None:
     """Return the norm of the gradients; where sharded ones are clipped, that of all ranks."""
+    if gradients is None:
+        gradients = gradients_of(context)
     scale = getattr(context.optimizer, "grad_scale", None)
     if scale is not None:
         # the fused kernel is to divide by it: the gradients still carry the factor of a scaler
-        scaled = gradient_norm(_gradients(context), wide=True)
+        scaled = gradient_norm(gradients, wide=True)
         return scaled and GradientNorm(scaled.total / scale, scaled.clip)
     each = is_custom(context.optimizer)
     max_norm = context.config.clip_norm
@@ -531,14 +576,18 @@ def own_norm(context: Context) -> GradientNorm | None:
         # only to be read: the squares of all ranks are added by the reduction of the step
         return context.memory.shares.norm(context.parameters, each=each)
     if not context.sharded or max_norm is None:
-        return gradient_norm(_gradients(context), each=each)
+        return gradient_norm(gradients, each=each)
     norm = norm_over_ranks(context.roots[""], context.parameters, max_norm, each=each)
     context.memory.norm_of_ranks = (context.step, norm)
     return norm
 
 
-def _gradients(context: Context) -> list[Tensor]:
-    return [p.grad for p in context.parameters if p.grad is not None]
+def gradients_of(context: Context) -> list[Tensor]:
+    """The gradients of all parameters that have one, in the order of the parameters."""
+    gradients = list(map(GRADIENT, context.parameters))
+    if any(map(is_, gradients, repeat(None))):
+        return [gradient for gradient in gradients if gradient is not None]
+    return gradients
 
 
 def _parts(losses: list[MicroLoss]) -> dict[str, Tensor]:
@@ -551,21 +600,11 @@ def _parts(losses: list[MicroLoss]) -> dict[str, Tensor]:
 
 
 def _bad_stored(named: dict[str, float]) -> tuple[str, ...]:
-    kinds = ("state", "buffers")
-    return tuple(kind for kind in kinds if not math.isfinite(named.get(kind, 0.0)))
-
-
-def _added(values: list[Tensor]) -> Tensor:
-    if len(values) == 1:
-        return values[0]
-    return torch.stack([value.reshape(()) for value in values]).sum()
-
-
-def _scale(context: Context) -> Tensor | None:
-    """GradScaler's scale as a device tensor; `get_scale` would wait for the device."""
-    if context.scaler is None or not context.scaling():
-        return None
-    return context.scaler._get_scale_async()
+    bad = []
+    for kind in ("state", "buffers"):
+        if not math.isfinite(named.get(kind, 0.0)):
+            bad.append(kind)
+    return tuple(bad)
 
 
 def _clip_factor(norm: float | None, clip_norm: float | None) -> float | None:
@@ -573,3 +612,9 @@ def _clip_factor(norm: float | None, clip_norm: float | None) -> float | None:
         return None
     # as torch's clip_grad_norm_ computes it
     return min(1.0, clip_norm / (norm + 1e-6))
+
+
+def _added(values: list[Tensor]) -> Tensor:
+    if len(values) == 1:
+        return values[0]
+    return torch.stack([value.reshape(()) for value in values]).sum()

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stepguard.ranks.agreement import world
 from stepguard.records import Incident, Reading
 from stepguard.records.incident import Row, box, number
-from stepguard.sentinel.rank_agreement import world
 
 # --- What `guard.step` returns. Numbers are read from the device on first access.
 

@@ -8,7 +8,7 @@ done. An incident only ever gains fields on its way, so that a fault still leave
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,49 +19,30 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident import incident_record
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.closer_look import (
-    FoundAlone,
-    accept,
-    blamed_on_update,
     examine,
-    exploded,
-    mark_foreign_parameter,
     presumed_reading,
     presumed_verdict,
     stored_trouble,
-    surfaces_only,
-    weights_ruined,
-)
-from stepguard.engine.incident.ranks import (
-    agreed_reading,
-    find_together,
-    last_resort,
-    tried,
-    with_decision,
 )
 from stepguard.engine.incident.run_facts import change_settings, not_applied, run_facts
 from stepguard.engine.incident.samples import with_sample_names
-from stepguard.engine.incident.situation import (
-    BORN_IN_THE_STEP,
-    SituationReader,
-    halt,
-    keep_lead_up,
-)
+from stepguard.engine.incident.situation import Decider, Find, halt, keep_lead_up, last_resort
 from stepguard.engine.incident.trials import try_remedies
-from stepguard.engine.protect import Protection, explain_or_warn
+from stepguard.engine.protect import Protection, explain_or_warn, warn_not_explained
 from stepguard.engine.reader import Pending, Reader
-from stepguard.engine.recover.rewind import Rewinder, loss_function_changed
+from stepguard.engine.recover.rewind import Rewinder
 from stepguard.judge import judge as judge_reading
-from stepguard.judge.decide import decide as choose_remedy
 from stepguard.judge.judge import alarming
 from stepguard.locate import locate
+from stepguard.ranks.one_decision import OneDecision
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
+from stepguard.records.incident import OK
 from stepguard.state.batch import Step
 
-VERIFY_FROM = 2
-"""Bad steps in a row from which on the weights are verified on an earlier batch."""
 OTHERS_HAVE_NOT_SEEN = "only this rank has seen it, after the last step: nothing is put back"
-
-Find = Callable[[Step, Reading], Origin]
+LATER = (
+    "only this rank has seen it, after the gradients were exchanged: the others learn of it next"
+)
 
 
 class VetoedUpdate(Protocol):
@@ -93,8 +74,13 @@ class Transaction:
         self.reader = Reader(context)
         self._locate = with_sample_names(context, find or self._replay)
         self._anomalies = AnomalyCheck(context, rewinder, clips_itself=reruns)
-        self._situations = SituationReader(context, rewinder, self._anomalies, reruns=reruns)
-        self._alone = FoundAlone(context)
+        shards = list(context.roots.values()) if context.sharded else []
+        self._ranks = OneDecision(context.agreement, shards)
+        self._decider = Decider(
+            *(context, rewinder, self._anomalies, self._ranks, self._find), reruns=reruns
+        )
+        self._alone = False
+        """Only this rank has found the step at hand bad: the others have gone on."""
         self._unrecorded: tuple[Incident, Step] | None = None
         """An incident that is not on record yet."""
         rewinder.after_rewind.append(self.reader.rewound)
@@ -110,20 +96,29 @@ class Transaction:
         if reading.loss_overflow:
             # the gradients are finite on every rank, and nothing is left to find out
             return reading
-        self._alone.ask(reading)
+        context = self.context
+        rates_finite = all(map(math.isfinite, reading.lr))
+        self._alone = False
+        if alarming(reading) or reading.state_born or not rates_finite:
+            self._alone = not self._ranks.others_come(reading, context.memory.missed)
         if not alarming(reading) or reading.state_born:
             return reading
-        if self.context.agreement.size > 1 and not self._alone.now:
-            return agreed_reading(self.context, step, reading, self._not_explained)
-        presumed = presumed_reading(self.context, reading)
-        return explain_or_warn(presumed, self._not_explained, examine, self.context, step, reading)
+        look = partial(examine, context, step, reading)
+        presumed = presumed_reading(context, reading)
+        if context.agreement.size == 1 or self._alone:
+            return explain_or_warn(presumed, self._not_explained, look)
+        damage = self.rewinder.healing.own_damage
+        agreed, faults = self._ranks.reading(step, presumed, look, damage)
+        for fault in faults:
+            warn_not_explained(self._not_explained, fault)
+        return agreed
 
     def judge(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
         """Return the verdict; a finite anomaly is weighed against what else is known of it."""
         context = self.context
         context.expect_declared_rates(reading.lr)
         verdict = judge_reading(reading, context.history, context.config)
-        if verdict.finite_anomaly:
+        if verdict is not OK and verdict.finite_anomaly:
             return self._anomalies.weigh(step, reading, verdict)
         return reading, verdict
 
@@ -147,12 +142,9 @@ class Transaction:
             return True
         return False
 
-    def locate(self, incident: Incident, step: Step) -> Incident:
-        """Add the origin."""
-        if not self.context.config.locates:
-            return incident
-        look = partial(self._located, incident, step)
-        return explain_or_warn(incident, self._not_explained, tried, self.context, look)
+    def locate(self, incident: Incident, step: Step, *, wanted: bool = True) -> Incident:
+        """Add the origin, the same on every rank; all of them come here, `wanted` or not."""
+        return self._decider.locate(incident, step, wanted=wanted and self.context.config.locates)
 
     def diagnose(self, incident: Incident) -> Incident:
         """Add the findings."""
@@ -160,8 +152,7 @@ class Transaction:
 
     def decide(self, incident: Incident, step: Step, *, committed: bool = False) -> Incident:
         """Add the decision. `committed`: the update was made before its verdict was read."""
-        choose = partial(self._decided, incident, step, committed)
-        return with_decision(self.context, incident, choose, self._not_explained)
+        return self._decider.decide(incident, step, committed=committed)
 
     def apply(self, incident: Incident) -> Incident:
         """Do what was decided, and say in the decision what was really done."""
@@ -171,7 +162,7 @@ class Transaction:
         if decision.action == "rewind":
             decision = self._rewound(decision)
         if decision.action == "heal":
-            decision = self.rewinder.heal(decision, incident.step)
+            decision = self.rewinder.heal(decision)
         if decision.new_scale is not None:
             self.context.scales.static = decision.new_scale
         change_settings(self.context, decision)
@@ -195,11 +186,12 @@ class Transaction:
 
     def assess(self, step: Step, reading: Reading) -> tuple[Reading, Verdict]:
         """Agree and judge. Whatever fails, what the reading itself proves bad stays refused."""
-        judged = reading, presumed_verdict(self.context, reading)
         if self.protect.armed:
-            with self.protect.region:
-                judged = self.judge(step, self.agree(step, reading))
-        return judged
+            try:
+                return self.judge(step, self.agree(step, reading))
+            except Exception as fault:
+                self.protect.failed(fault)
+        return reading, presumed_verdict(self.context, reading)
 
     def respond(
         self,
@@ -222,14 +214,19 @@ class Transaction:
         self._unrecorded = (incident, step)
         with self.protect.part("steps before the incident"):
             keep_lead_up(self.context, self.rewinder.snapshots, incident, step)
-        if self._alone.now and not verdict.finite_anomaly:
-            incident = self._alone.left_behind(self.diagnose(incident))
+        if self._alone and not verdict.finite_anomaly:
+            # the others hear of it with the next step
+            self.context.memory.missed = (
+                f"rank {incident.rank} has refused the update of step {incident.step} alone: "
+                f"{verdict.summary}"
+            )
+            incident = self.diagnose(incident)
+            incident = replace(incident, decision=Decision(action="skip", reason=LATER))
             self.rewinder.left_behind(step, reading.loss)
             self._unrecorded = (incident, step)
             return incident
         with self.protect.region:
-            if replayable:
-                incident = self.locate(incident, step)
+            incident = self.locate(incident, step, wanted=replayable)
             incident = self.diagnose(incident)
             if replayable and self.context.config.locates:
                 incident = explain_or_warn(
@@ -279,7 +276,7 @@ class Transaction:
         verdict = judge_reading(reading, context.history, context.config)
         if not verdict.bad or set(bad) <= set(told):
             return None
-        self._alone.now = False
+        self._alone = False
         if not context.agreement.all_here("the last look"):
             # what only this rank has seen, at a moment when no other rank may come any more
             incident = self.open_incident(step, reading, verdict)
@@ -329,41 +326,6 @@ class Transaction:
     def _replay(self, step: Step, reading: Reading) -> Origin:
         return locate(step, reading, self.context.memory.effort)
 
-    def _located(self, incident: Incident, step: Step) -> Incident:
-        context = self.context
-        found = find_together(context, self._find, step, incident.reading, self._not_explained)
-        origin = mark_foreign_parameter(context, found)
-        # blame the weights where an earlier batch, fine in its time, now fails on them as well
-        incident = replace(incident, origin=origin)
-        if incident.origin is None or not self._worth_verifying(incident):
-            return incident
-        repeated = self._anomalies.earlier_batch_now()
-        if repeated is None or not exploded(repeated) or self._loss_function_changed():
-            return incident
-        now, before = repeated
-        reading = replace(incident.reading, repeat_loss=now, repeat_before=before)
-        return replace(incident, reading=reading, origin=blamed_on_update(incident.origin, reading))
-
-    def _worth_verifying(self, incident: Incident) -> bool:
-        """Float32 overflowed for no reason of its own, or one bad step follows another."""
-        if surfaces_only(incident.origin):
-            return True
-        if incident.verdict.kind not in BORN_IN_THE_STEP:
-            return False
-        if self.context.budget.consecutive + 1 < VERIFY_FROM:
-            return False
-        reading = incident.reading
-        if reading.bad_inputs or reading.bad_state or reading.overflow or reading.state_born:
-            return False
-        origin = incident.origin
-        return origin is None or (origin.phase != "input" and not origin.samples)
-
-    def _loss_function_changed(self) -> bool:
-        """Does an earlier step fail now even on the weights it had?"""
-        if self.context.agreement.size > 1:
-            return False  # ranks would have to ask together
-        return loss_function_changed(self.rewinder.snapshots)
-
     def _diagnosed(self, incident: Incident) -> Incident:
         facts = run_facts(self.context, incident.reading)
         return replace(incident, findings=find_causes(incident, facts))
@@ -376,20 +338,6 @@ class Transaction:
         self.context.outputs.note("unexplained", why)
 
     # --- decide and apply -----------------------------------------------------------------------
-
-    def _decided(self, incident: Incident, step: Step, committed: bool) -> Decision:
-        context = self.context
-        situation = self._situations.situation(incident, step, committed=committed)
-        policy = context.config.policy
-        decision, context.budget = choose_remedy(situation, policy, context.budget)
-        hurt = situation.fault in ("state", "anomaly") or weights_ruined(incident.origin)
-        self.rewinder.probation.incident(incident.step, hurt=hurt and decision.action != "heal")
-        if situation.at_start and decision.action == "note":
-            accept(context, incident.reading.bad_state)
-        if context.hooks.what_helps is not None:
-            look = partial(context.hooks.what_helps, incident, decision)
-            return explain_or_warn(decision, self._not_explained, look)
-        return decision
 
     def _rewound(self, decision: Decision) -> Decision:
         """A rewind that fails leaves an unknown state: then the run stops."""

@@ -356,18 +356,18 @@ class Wiring:
                 )
         self._stepping = True
 
-    def end_step(self, *, done: bool) -> None:
-        """`done`: it came to its end, without an exception."""
+    def end_step(self, missing: int | None) -> None:
+        """`missing`: parameters without a gradient; None where the step raised, or is not known."""
         self._stepping = False
         self._steps += 1
         scheduler = self._context.scheduler
         self._schedule = _position(scheduler) if scheduler is not None else None
-        if done and not any(p.grad is not None for p in self._context.parameters):
+        if missing is not None and missing == len(self._context.memory.ordered):
             self.no_gradient()
         else:
             self._without_gradient = -LOOKED_AT  # they can be reached
-            if done:
-                self._look_for_replaced_parts()
+            if missing is not None and missing != self._missing:
+                self._look_for_replaced_parts(missing)
 
     def _check_first(self) -> None:
         if self._shared and not self._parameters_in_model():
@@ -427,9 +427,8 @@ class Wiring:
                 )
             )
 
-    def _look_for_replaced_parts(self) -> None:
+    def _look_for_replaced_parts(self, missing: int) -> None:
         """Have parameters lost their place in the model, so that they get no gradient any more?"""
-        missing = sum(parameter.grad is None for parameter in self._context.parameters)
         if missing > self._missing and self._parameters_in_model() < self._shared:
             mine = optimizer_parameter_ids(self._context.optimizer)
             named = named_parameters(self._context.roots)
@@ -459,18 +458,19 @@ class Wiring:
                 "call its step()"
             )
 
-    def update(self, norm: object) -> None:
-        """The watched optimizer steps; `norm` is None where it has no gradients."""
+    def update(self, missing: int) -> None:
+        """The watched optimizer steps; so many of its parameters have no gradient."""
         if self._steps == 0:
             self._look_for_anomaly_mode()
         self._steps += 1
         reached = self._backwards > 0
         self._backwards = 0
-        if norm is None:
+        if missing == len(self._context.memory.ordered):
             self.no_gradient(reached=reached)
         else:
             self._without_gradient = -LOOKED_AT
-            self._look_for_replaced_parts()
+            if missing != self._missing:
+                self._look_for_replaced_parts(missing)
 
     def close(self) -> None:
         """The run is over: has the guard seen anything of it?"""

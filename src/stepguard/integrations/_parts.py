@@ -8,27 +8,95 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import MethodType
 from typing import Any, Self
 
-import torch
+from torch import nn
 
 from stepguard._errors import ConfigError, SaveRefused
 from stepguard.guard import Guard
-from stepguard.integrations.sinks.base import ScalarSink
-from stepguard.records import GuardConfig
+from stepguard.integrations.sinks import ScalarSink
+from stepguard.records import GuardConfig, Incident
 from stepguard.report.sinks import finite_only
 from stepguard.tensors.names import wrap
+from stepguard.watching import watch_for
 
-# --- Wrapping a framework, and undoing it.
+# --- The guards inside a framework, and undoing them.
 
 
 class HostGuard:
-    """A context manager whose end is `close()`."""
+    """The guards inside one object of a framework: one an optimizer, one run after another."""
+
+    def __init__(self) -> None:
+        self.guards: tuple[Guard, ...] = ()
+        """One an optimizer, of the present or last run."""
+        self.running = False
+        self._past: tuple[Incident, ...] = ()
+        """Incidents of the runs before that one."""
+        self._run = ExitStack()
+        self._undo = ExitStack()
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """Every incident of every run so far, oldest first; of several optimizers by step."""
+        present: list[Incident] = []
+        for guard in self.guards:
+            present += guard.incidents
+        if len(self.guards) > 1:
+            present.sort(key=lambda incident: incident.step)
+        return (*self._past, *present)
+
+    def begin_run(self) -> None:
+        """The guards of the next run come after this."""
+        self.end_run()
+        self._past = self.incidents
+        self.guards = ()
+
+    def watch(
+        self, framework: str, model: nn.Module, optimizer: Any, *, done: int = 0, **settings: Any
+    ) -> Guard:
+        """Guard one optimizer until the run ends; `done` steps were made before."""
+        guard = watch_for(framework, model, optimizer, **settings)
+        self._run.callback(guard.close)
+        self.guards += (guard,)
+        self.running = True
+        if done:
+            guard.port.start_at(done)
+        if hasattr(optimizer, "step_was_skipped"):
+            hold_schedule(optimizer, guard, self._run)
+        return guard
+
+    def end_run(self) -> None:
+        """Read what is pending and close the guards of this run; their incidents stay."""
+        self.running = False
+        self._run.close()
+
+    def settle(self) -> None:
+        """Read the last step, which a fused update may have left pending."""
+        if self.running:
+            for guard in self.guards:
+                guard.port.settle()
+
+    def refusal(self, what: str, *, together: bool) -> SaveRefused | None:
+        """Why this state must not be saved, also reported by the first guard; None where it may.
+
+        `together` asks all ranks, which then all take part.
+        """
+        names: dict[str, None] = {}
+        for guard in self.guards:
+            names.update(dict.fromkeys(guard.port.trouble(together=together)))
+        if not names:
+            return None
+        refused = SaveRefused(what, tuple(names))
+        self.guards[0].port.say("save-refused", str(refused))
+        return refused
 
     def close(self) -> None:
         """Undo every hook and wrapper. Safe to call twice."""
+        try:
+            self.end_run()
+        finally:
+            self._undo.close()
 
     def __enter__(self) -> Self:
         return self
@@ -41,11 +109,7 @@ def around(undo: ExitStack, owner: Any, name: str, call: Callable[..., Any]) -> 
     """Make `owner.name(...)` be `call(original, ...)` until `undo` is closed."""
 
     def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return call(original, *args, **kwargs)
-
-        return method
+        return functools.wraps(original)(functools.partial(call, original))
 
     wrap(undo, owner, name, make)
 
@@ -54,21 +118,6 @@ def refuse_settings_of_step(config: GuardConfig, instead: str) -> None:
     """ConfigError for settings that only `guard.step` follows."""
     if config.clip_norm is not None or config.loss_scale is not None:
         raise ConfigError(f"GuardConfig.clip_norm and loss_scale are for guard.step; {instead}.")
-
-
-def refusal(guards: Sequence[Guard], what: str, *, together: bool) -> SaveRefused | None:
-    """Why this state must not be saved, also reported by the first guard; None where it may.
-
-    `together` asks all ranks, which then all take part.
-    """
-    names: dict[str, None] = {}
-    for guard in guards:
-        names.update(dict.fromkeys(guard.port.trouble(together=together)))
-    if not names:
-        return None
-    refused = SaveRefused(what, tuple(names))
-    guards[0].port.say("save-refused", str(refused))
-    return refused
 
 
 def hold_schedule(wrapper: Any, guard: Guard, undo: ExitStack) -> None:
@@ -116,43 +165,6 @@ class HostLogger(ScalarSink):
         for logger in self._loggers:
             keeps = type(logger).__name__ in KEEP_NONFINITE
             logger.log_metrics(values if keeps else finite_only(values), step=step)
-
-
-# --- Choose the half precision that this machine is fast in.
-
-
-CPU_SIGNS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-
-
-def half_precision() -> dict[str, bool]:
-    """For `TrainingArguments(**half_precision())`: bf16 in hardware, else fp16 on a GPU, else {}.
-
-    fp16 overflows at 65504 and needs the loss scaling that the Trainer then turns on; bf16 has the
-    range of float32 and 8 bits. On a CPU transformers takes bf16 only together with `use_cpu`.
-    """
-    if torch.cuda.is_available():
-        # By default this also says yes where bf16 is only emulated, which is slow.
-        in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
-        return {"bf16": True} if in_hardware else {"fp16": True}
-    if torch.accelerator.is_available():
-        return {}  # neither CUDA nor ROCm: nothing is known about its half precision
-    for sign in CPU_SIGNS:
-        supported = getattr(torch.cpu, sign, None)
-        if supported is not None and supported():
-            return {"bf16": True, "use_cpu": True}
-    return {}
-
-
-# --- Which checkpoints a framework may delete: shared by all of them.
-
-
-def to_delete(sorted_checkpoints: Sequence[str], keep: int, protected: set[Path]) -> list[str]:
-    """The oldest ones beyond `keep`, never the newest and never a protected one."""
-    newest = map(Path, sorted_checkpoints[-1:])
-    kept = {path.resolve() for path in (*protected, *newest)}
-    others = [path for path in sorted_checkpoints if Path(path).resolve() not in kept]
-    room = max(0, keep - (len(sorted_checkpoints) - len(others)))
-    return others[: max(0, len(others) - room)]
 
 
 # --- Refuse a framework that is missing, too old, too new, or lacks a method that a guard wraps.

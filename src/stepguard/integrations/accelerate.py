@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,17 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError, SaveRefused
-from stepguard.guard import Guard
-from stepguard.integrations._parts import (
-    Framework,
-    HostGuard,
-    around,
-    refusal,
-    refuse_settings_of_step,
-)
-from stepguard.records import GuardConfig, Incident
+from stepguard.integrations._parts import Framework, HostGuard, around, refuse_settings_of_step
+from stepguard.records import GuardConfig
 from stepguard.state.batch import LossFn, total_loss
-from stepguard.watching import watch_for
 
 ACCELERATE = Framework("accelerate", first="1.10", before="2.0", tested="1.15.0")
 ACCELERATE.require()
@@ -39,7 +30,6 @@ ACCELERATE.require()
 from accelerate import Accelerator  # noqa: E402 (first the version, then what that version must have)
 from accelerate.utils import DistributedType  # noqa: E402
 
-from stepguard.integrations._parts import hold_schedule  # noqa: E402
 from stepguard.tensors.names import optimizer_parameter_ids  # noqa: E402
 
 __all__ = ["AcceleratorGuard", "SaveRefused", "guard"]
@@ -69,27 +59,26 @@ class AcceleratorGuard(HostGuard):
     """Guards the optimizers of one accelerator. A context manager; built by `guard`."""
 
     def __init__(self, accelerator: Any, config: GuardConfig) -> None:
+        super().__init__()
         refuse_settings_of_step(config, "call accelerator.clip_grad_norm_ in your loop")
         self._accelerator = accelerator
-        self._undo = ExitStack()
-        self.guards: tuple[Guard, ...] = ()
-        """One an optimizer, in the order in which they were prepared."""
         try:
             for optimizer in accelerator._optimizers:
-                self.guards += (self._watch(optimizer, config),)
+                model, others = _trained(accelerator, optimizer)
+                self.watch(
+                    "accelerate",
+                    model,
+                    optimizer,
+                    modules=others or None,
+                    scheduler=_scheduler(accelerator, optimizer),
+                    scaler=accelerator.scaler,
+                    config=config,
+                )
         except BaseException:
             self.close()
             raise
         for name in ("save_state", "save_model"):
             around(self._undo, accelerator, name, functools.partial(self._save, name))
-
-    @property
-    def incidents(self) -> tuple[Incident, ...]:
-        """Every incident so far, by optimizer, oldest first."""
-        found: tuple[Incident, ...] = ()
-        for one in self.guards:
-            found += one.incidents
-        return found
 
     def loss(self, loss_fn: LossFn, batch: Any, *, optimizer: Optimizer | None = None) -> Tensor:
         """`loss_fn(batch)`, remembered so that a bad step can be replayed from the batch on.
@@ -104,33 +93,11 @@ class AcceleratorGuard(HostGuard):
                 one.port.micro(lambda again: total_loss(loss_fn(again)) / steps, batch)
         return total_loss(loss_fn(batch))
 
-    def close(self) -> None:
-        """Read what is pending and undo every wrap. Safe to call twice."""
-        with ExitStack() as closing:
-            closing.callback(self._undo.close)
-            for one in self.guards:
-                closing.callback(one.close)
-
-    def _watch(self, wrapper: Any, config: GuardConfig) -> Guard:
-        model, others = _trained(self._accelerator, wrapper)
-        inner = watch_for(
-            "accelerate",
-            model,
-            wrapper,
-            modules=others or None,
-            scheduler=_scheduler(self._accelerator, wrapper),
-            scaler=self._accelerator.scaler,
-            config=config,
-        )
-        hold_schedule(wrapper, inner, self._undo)
-        return inner
-
     def _save(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Raise before anything is written or, by accelerate's own rotation, deleted."""
-        for one in self.guards:
-            one.port.settle()
+        self.settle()
         # Every rank calls save_state, but only some of them save_model.
-        refused = refusal(self.guards, f"({name})", together=name == "save_state")
+        refused = self.refusal(f"({name})", together=name == "save_state")
         if refused is not None:
             raise refused
         return original(*args, **kwargs)

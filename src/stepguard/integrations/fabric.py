@@ -10,7 +10,6 @@ replayable as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +24,11 @@ from stepguard.integrations._parts import (
     HostGuard,
     HostLogger,
     around,
-    refusal,
     refuse_settings_of_step,
 )
-from stepguard.records import GuardConfig, Incident
+from stepguard.records import GuardConfig
 from stepguard.state.batch import LossFn, total_loss
 from stepguard.tensors.names import swapped
-from stepguard.watching import watch_for
 
 __all__ = ["FabricGuard", "SaveRefused", "guard"]
 
@@ -51,11 +48,11 @@ class FabricGuard(HostGuard):
         scheduler: LRScheduler | None,
         config: GuardConfig,
     ) -> None:
+        super().__init__()
         self._model = model
-        self._undo = ExitStack()
         if fabric.loggers:
             config = replace(config, sinks=(*config.sinks, HostLogger(fabric.loggers)))
-        self._guard = watch_for(
+        self.guard: Guard = self.watch(
             "fabric",
             model._forward_module,
             optimizer.optimizer,
@@ -63,24 +60,14 @@ class FabricGuard(HostGuard):
             scaler=getattr(fabric.strategy.precision, "scaler", None),
             config=config,
         )
-        self._undo.callback(self._guard.close)
+        """The guard behind it, for `on_commit`, `steps` and the rest."""
         around(self._undo, fabric, "save", self._save)
         around(self._undo, fabric, "clip_gradients", _clip)
 
     @property
-    def incidents(self) -> tuple[Incident, ...]:
-        """Every incident so far, oldest first."""
-        return self._guard.incidents
-
-    @property
-    def guard(self) -> Guard:
-        """The guard behind it, for `on_commit`, `steps` and the rest."""
-        return self._guard
-
-    @property
     def dropped(self) -> bool:
         """Was the last update vetoed?"""
-        return self._guard.port.dropped
+        return self.guard.port.dropped
 
     def loss(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """`loss_fn(batch)`, remembered so that a bad step can be replayed from the batch on.
@@ -94,17 +81,13 @@ class FabricGuard(HostGuard):
             with swapped(self._model, "_register_backward_hook", lambda tensor: tensor):
                 return loss_fn(batch)
 
-        self._guard.port.micro(again, batch)
+        self.guard.port.micro(again, batch)
         return total_loss(loss_fn(batch))
-
-    def close(self) -> None:
-        """Undo every hook and wrapper. Safe to call twice."""
-        self._undo.close()
 
     def _save(self, original: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
         """Raise before anything is written; every rank calls `fabric.save`, so all are asked."""
-        self._guard.port.settle()
-        refused = refusal([self._guard], str(path), together=True)
+        self.settle()
+        refused = self.refusal(str(path), together=True)
         if refused is not None:
             raise refused
         original(path, *args, **kwargs)

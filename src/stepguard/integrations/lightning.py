@@ -21,17 +21,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import SaveRefused
-from stepguard.guard import Guard
 from stepguard.integrations._parts import (
     LIGHTNING,
+    HostGuard,
     HostLogger,
     around,
-    refusal,
     refuse_settings_of_step,
 )
-from stepguard.records import GuardConfig, Incident
+from stepguard.records import GuardConfig
 from stepguard.tensors.names import swapped
-from stepguard.watching import watch_for
 
 LIGHTNING.require()
 
@@ -49,37 +47,19 @@ AUTOMATIC = ("_save_topk_checkpoint", "_save_last_checkpoint")
 METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache")
 MANUAL = (
     "stepguard: with manual optimization every optimizer has a guard that vetoes its bad updates "
-    "and places them within the model, but the training_step as a whole cannot be replayed."
+    "and locates them within the model, but the training_step as a whole cannot be replayed."
 )
 
 
-class GuardCallback(Callback):  # type: ignore[misc]
+class GuardCallback(HostGuard, Callback):  # type: ignore[misc]
     """Guards every optimizer of a Trainer during `fit`, and checkpoints until `close`."""
 
     def __init__(self, config: GuardConfig | None = None) -> None:
+        super().__init__()
         self.config = config or GuardConfig()
         refuse_settings_of_step(self.config, "use Trainer(gradient_clip_val=..., precision=...)")
-        self.guards: tuple[Guard, ...] = ()
-        """One an optimizer, of the present or last fit."""
-        self._earlier: tuple[Incident, ...] = ()
-        """Of fits before that one."""
-        self._fit = ExitStack()
-        self._saves = ExitStack()
         self._checked = False
         """Inside a save whose state was checked: saving functions are nested."""
-
-    @property
-    def incidents(self) -> tuple[Incident, ...]:
-        """Every incident so far, of all optimizers, by step."""
-        present: list[Incident] = []
-        for guard in self.guards:
-            present += guard.incidents
-        return (*self._earlier, *sorted(present, key=lambda incident: incident.step))
-
-    def close(self) -> None:
-        """Undo everything: hooks, wrapped methods, the checkpoint IO. Safe to call twice."""
-        self._fit.close()
-        self._saves.close()
 
     # --- Lightning's hooks, in the order in which they are called ---
 
@@ -89,58 +69,54 @@ class GuardCallback(Callback):  # type: ignore[misc]
             return
         strategy: Any = trainer.strategy
         LIGHTNING.need(strategy, *OF_STRATEGY)
-        self._saves.close()
+        self._undo.close()
         before = strategy.checkpoint_io
         # Only one rank writes, so the others cannot be asked there.
-        ours = GuardedCheckpointIO(before, partial(self._refusal, together=False))
+        ours = GuardedCheckpointIO(before, partial(self.refusal, together=False))
         strategy.checkpoint_io = ours
 
         def put_back() -> None:
             if strategy.checkpoint_io is ours:
                 strategy.checkpoint_io = before
 
-        self._saves.callback(put_back)
+        self._undo.callback(put_back)
         explicit = partial(self._save_by_name, trainer)
-        around(self._saves, trainer, "save_checkpoint", explicit)
+        around(self._undo, trainer, "save_checkpoint", explicit)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 for name in AUTOMATIC:
-                    around(self._saves, callback, name, self._save_automatically)
+                    around(self._undo, callback, name, self._save_automatically)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fit.close()
-        self._earlier = self.incidents
-        self.guards = ()
+        self.begin_run()
         _warn_of_limits(trainer, pl_module)
         for number, optimizer in enumerate(trainer.optimizers):
-            guard = watch_for(
+            self.watch(
                 "lightning",
                 trainer.strategy.model,
                 optimizer,
+                done=trainer.global_step,
                 scheduler=_scheduler(trainer, optimizer),
                 scaler=getattr(trainer.precision_plugin, "scaler", None),
                 config=_settings(self.config, trainer, number),
             )
-            guard.port.start_at(trainer.global_step)
-            self.guards += (guard,)
-            self._fit.callback(guard.close)
         if pl_module.automatic_optimization:
             loop = trainer.fit_loop.epoch_loop
             LIGHTNING.need(loop, "update_lr_schedulers")
             announce = partial(self._announce, TrainingStep(trainer, pl_module))
-            around(self._fit, trainer.strategy, "training_step", announce)
-            around(self._fit, loop, "update_lr_schedulers", self._hold_schedulers)
+            around(self._run, trainer.strategy, "training_step", announce)
+            around(self._run, loop, "update_lr_schedulers", self._hold_schedulers)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fit.close()
+        self.end_run()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self._fit.close()
+        self.end_run()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._fit.close()
+        self.end_run()
 
     # --- what is wrapped: each gets the original first ---
 
@@ -166,7 +142,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         """Skip the save as a whole: ModelCheckpoint would count a missing file and drop a good
         one.
         """
-        if self._refusal("a checkpoint") is None:
+        if self.refusal("a checkpoint") is None:
             with swapped(self, "_checked", other=True):
                 original(*args, **kwargs)
 
@@ -174,21 +150,20 @@ class GuardCallback(Callback):  # type: ignore[misc]
         self, trainer: Trainer, original: Callable[..., None], path: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Raise where a file was asked for by name, unless another exception is on its way."""
-        refused = self._refusal(str(path))
+        refused = self.refusal(str(path))
         if refused is not None and not trainer.interrupted:
             raise refused
         if refused is None:
             with swapped(self, "_checked", other=True):
                 original(path, *args, **kwargs)
 
-    def _refusal(self, what: str, *, together: bool = True) -> SaveRefused | None:
+    def refusal(self, what: str, *, together: bool = True) -> SaveRefused | None:
         if self._checked:
             return None
         if together:
             # The vetoed schedule of a fused step must be put back before it is saved.
-            for guard in self.guards:
-                guard.port.settle()
-        return refusal(self.guards, what, together=together)
+            self.settle()
+        return super().refusal(what, together=together)
 
 
 def _settings(config: GuardConfig, trainer: Trainer, number: int) -> GuardConfig:

@@ -13,9 +13,11 @@ import copy
 import functools
 import math
 import shutil
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,20 +26,13 @@ import torch
 from torch import Tensor
 
 from stepguard._errors import ConfigError, SaveRefused, StepguardError, TrainingHalted
+from stepguard.engine.context import guarded
 from stepguard.engine.incident.closer_look import bad_tensors
-from stepguard.guard import Guard
-from stepguard.integrations._parts import (
-    Framework,
-    HostGuard,
-    around,
-    half_precision,
-    hold_schedule,
-    to_delete,
-)
-from stepguard.records import GuardConfig, Incident
+from stepguard.integrations._parts import Framework, HostGuard, around
+from stepguard.records import GuardConfig, Reading, Sink
+from stepguard.report.phrases import count
 from stepguard.report.sinks import INCIDENTS, NONFINITE
-from stepguard.tensors.names import swapped
-from stepguard.watching import watch_for
+from stepguard.tensors.names import optimizer_parameters, swapped
 
 TRANSFORMERS = Framework("transformers", first="5.2", before="6.0", tested="5.22.2")
 TRANSFORMERS.require()
@@ -47,8 +42,6 @@ from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints  # noqa: E402
 
 TRANSFORMERS.need(transformers.trainer, "rotate_checkpoints")
-
-from stepguard.integrations._monitoring import GradientMonitoringCallback, safe_compute_loss  # noqa: E402
 
 __all__ = [
     "GradientMonitoringCallback",
@@ -87,19 +80,13 @@ def guard(trainer: Trainer, config: GuardConfig | None = None) -> TrainerGuard:
     return TrainerGuard(trainer, _settings(trainer, config or GuardConfig()))
 
 
-class TrainerGuard(HostGuard):
+class TrainerGuard(HostGuard, TrainerCallback):  # type: ignore[misc]
     """Guards one Trainer. A context manager; built by `guard`."""
 
     def __init__(self, trainer: Any, config: GuardConfig) -> None:
+        super().__init__()
         self._trainer = trainer
         self._config = config
-        self._guard: Guard | None = None
-        """Of the present `train()`."""
-        self._last: Guard | None = None
-        """The newest one, also when it is closed: it knows what is stored."""
-        self._past: tuple[Incident, ...] = ()
-        self._run = ExitStack()
-        self._undo = ExitStack()
         self._losses = TrueLoss()
         self._logged = (0, 0)
         """Global step and number of incidents at the last log line."""
@@ -113,30 +100,19 @@ class TrainerGuard(HostGuard):
         """The newest checkpoint, if the run was healthy when it was written; not proven yet."""
         self._proven: Path | None = None
         """The newest one that healthy steps have followed, or that was resumed from."""
-        around(self._undo, trainer, "train", self._train)
-        around(self._undo, trainer, "training_step", self._training_step)
-        around(self._undo, trainer, "log", self._log)
-        around(self._undo, trainer, "_save_checkpoint", self._save_checkpoint)
-        around(self._undo, trainer, "save_model", self._save_model)
+        for name in WRAPPED:
+            around(self._undo, trainer, name, getattr(self, f"_{name.strip('_')}"))
         callbacks = trainer.callback_handler.callbacks
-        follow = _Follow(self._begin, self._end)
         # After DefaultFlowCallback, which decides the flow, and before the loggers.
-        callbacks.insert(1, follow)
+        callbacks.insert(1, self)
 
         def unfollow() -> None:
-            if follow in callbacks:
-                callbacks.remove(follow)
+            if self in callbacks:
+                callbacks.remove(self)
 
         self._undo.callback(unfollow)
         _guarded.add(trainer)
         self._undo.callback(_guarded.discard, trainer)
-
-    @property
-    def incidents(self) -> tuple[Incident, ...]:
-        """Every incident of every `train()` so far, oldest first."""
-        if self._guard is None:
-            return self._past
-        return self._past + self._guard.incidents
 
     @property
     def last_good(self) -> Path | None:
@@ -144,13 +120,6 @@ class TrainerGuard(HostGuard):
         if self._hurt():
             self._fresh = None
         return self._fresh or self._proven
-
-    def close(self) -> None:
-        """Read what is pending and undo every wrap. Safe to call twice."""
-        try:
-            self._detach()
-        finally:
-            self._undo.close()
 
     # --- one call of train() ---
 
@@ -174,51 +143,36 @@ class TrainerGuard(HostGuard):
             trainer.is_in_train = False
             raise
         finally:
-            self._detach()
+            self.end_run()
 
-    def _begin(self) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Model, optimizer and schedule are prepared and loaded; nothing has been trained yet."""
-        self._detach()
+        self.begin_run()
         trainer = self._trainer
         self._losses = TrueLoss()
-        inner = watch_for(
+        inner = self.watch(
             "transformers",
             trainer.model_wrapped,
             trainer.optimizer,
+            done=trainer.state.global_step,
             scheduler=trainer.lr_scheduler,
             scaler=trainer.accelerator.scaler,
             config=self._config,
         )
-        inner.port.start_at(trainer.state.global_step)
         inner.port.reads_text_with(getattr(trainer, "processing_class", None))
-        self._logged = (trainer.state.global_step, len(self._past))
-        self._guard = inner
-        self._last = inner
-        if hasattr(trainer.optimizer, "step_was_skipped"):
-            hold_schedule(trainer.optimizer, inner, self._run)
+        self._logged = (trainer.state.global_step, len(self.incidents))
 
-    def _end(self) -> None:
-        if self._guard is not None:
-            self._guard.close()
-
-    def _detach(self) -> None:
-        inner = self._guard
-        self._guard = None
-        if inner is not None:
-            try:
-                inner.close()
-            finally:
-                self._past += inner.incidents
-                self._run.close()
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.end_run()
 
     # --- what the Trainer does ---
 
     def _training_step(
         self, original: Callable[..., Any], model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> Any:
-        if self._guard is not None:
+        if self.running:
             loss_fn = functools.partial(self._step.loss, self._trainer.state.global_step, model)
-            self._guard.port.micro(loss_fn, self._step.batch(inputs, num_items_in_batch))
+            self.guards[0].port.micro(loss_fn, self._step.batch(inputs, num_items_in_batch))
         loss = original(model, inputs, num_items_in_batch)
         self._losses.add(loss)
         return loss
@@ -226,17 +180,17 @@ class TrainerGuard(HostGuard):
     def _log(
         self, original: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if self._guard is not None:
+        if self.running:
             if "loss" in logs:
-                self._correct(self._guard, logs)
+                self._correct(logs)
             logs[INCIDENTS] = len(self.incidents)
         return original(logs, *args, **kwargs)
 
-    def _correct(self, guard: Guard, logs: dict[str, Any]) -> None:
+    def _correct(self, logs: dict[str, Any]) -> None:
         step, known = self._logged
         if "learning_rate" in logs:
             # the Trainer's own line, which every rank writes: they read a fused step together
-            guard.port.settle()
+            self.settle()
         incidents = self.incidents
         now = self._trainer.state.global_step
         losses = [i.reading.loss for i in incidents[known:] if i.reading.loss is not None]
@@ -250,13 +204,16 @@ class TrainerGuard(HostGuard):
 
     # --- what is stored: no bad state is written, no last good one deleted ---
 
-    def _bad_tensors(self, *, together: bool) -> tuple[str, ...]:
-        """Non-finite stored tensors, once the last step has been read."""
-        if self._guard is not None:
-            self._guard.port.settle()
-        if self._last is None:
-            return bad_tensors(self._trainer.model)
-        return self._last.port.trouble(together=together and self._guard is not None)
+    def _refused(self, what: str, *, together: bool) -> SaveRefused | None:
+        """Why the state must not be written, once the last step has been read."""
+        self.settle()
+        refused = None
+        if self.guards:
+            refused = self.refusal(what, together=together and self.running)
+        elif bad := bad_tensors(self._trainer.model):
+            refused = SaveRefused(what, bad)
+        self.refused_saves += refused is not None
+        return refused
 
     def _hurt(self) -> bool:
         """Do the loss, or incidents since the last call, show that the weights are bad?"""
@@ -266,15 +223,11 @@ class TrainerGuard(HostGuard):
         # Finite weights that have lost what they learned: their checkpoint does not show it.
         if any(incident.verdict.kind in ("spike", "drift") for incident in fresh):
             return True
-        return self._last is not None and not self._last.port.good
+        return bool(self.guards) and not self.guards[0].port.good
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        bad = self._bad_tensors(together=True)
-        if bad:
-            self.refused_saves += 1
-            where = f"checkpoint-{self._trainer.state.global_step}"
-            if self._last is not None:
-                self._last.port.say("save-refused", str(SaveRefused(where, bad)))
+        where = f"checkpoint-{self._trainer.state.global_step}"
+        if self._refused(where, together=True):
             return None
         self._saving = True
         try:
@@ -284,11 +237,9 @@ class TrainerGuard(HostGuard):
             self._saving = False
 
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._saving:
-            bad = self._bad_tensors(together=False)
-            if bad:
-                self.refused_saves += 1
-                raise SaveRefused("the model", bad)
+        refused = None if self._saving else self._refused("the model", together=False)
+        if refused is not None:
+            raise refused
         return original(*args, **kwargs)
 
     def _rotate(
@@ -316,18 +267,13 @@ class TrainerGuard(HostGuard):
             shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-class _Follow(TrainerCallback):  # type: ignore[misc]
-    """Tells the guard when a `train()` is ready to begin, and when it is over."""
-
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._begin = begin
-        self._end = end
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begin()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end()
+def to_delete(sorted_checkpoints: Sequence[str], keep: int, protected: set[Path]) -> list[str]:
+    """The oldest ones beyond `keep`, never the newest and never a protected one."""
+    newest = map(Path, sorted_checkpoints[-1:])
+    kept = {path.resolve() for path in (*protected, *newest)}
+    others = [path for path in sorted_checkpoints if Path(path).resolve() not in kept]
+    room = max(0, keep - (len(sorted_checkpoints) - len(others)))
+    return others[: max(0, len(others) - room)]
 
 
 def _settings(trainer: Any, config: GuardConfig) -> GuardConfig:
@@ -427,26 +373,21 @@ class TrueLoss:
     """The losses since the last log line, left on the device until the next one."""
 
     def __init__(self) -> None:
-        self._recent: list[Tensor] = []
-        self._folded: list[Tensor] = []
+        self._kept: list[Tensor] = []
 
     def add(self, loss: Any) -> None:
         """What a training step returned."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._recent.append(loss.detach().reshape(()))
-        if len(self._recent) >= FOLD:
-            self._folded.append(torch.stack(self._recent))
-            self._recent = []
+            self._kept.append(loss.detach().reshape(1))
+        if len(self._kept) >= FOLD:
+            self._kept = [torch.cat(self._kept)]
 
     def take(self) -> list[float]:
         """Read all of them from the device, and forget them."""
-        if self._recent:
-            self._folded.append(torch.stack(self._recent))
         values: list[float] = []
-        for part in self._folded:
+        for part in self._kept:
             values += part.float().tolist()
-        self._recent = []
-        self._folded = []
+        self._kept = []
         return values
 
 
@@ -470,3 +411,228 @@ def correct(logs: dict[str, Any], losses: Sequence[float], steps: int, bad_elsew
     norm = logs.get("grad_norm")
     if isinstance(norm, float) and not math.isfinite(norm):
         logs.setdefault(NONFINITE, 1)
+
+
+# --- Choose the half precision that this machine is fast in.
+
+
+CPU_SIGNS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+
+
+def half_precision() -> dict[str, bool]:
+    """For `TrainingArguments(**half_precision())`: bf16 in hardware, else fp16 on a GPU, else {}.
+
+    fp16 overflows at 65504 and needs the loss scaling that the Trainer then turns on; bf16 has the
+    range of float32 and 8 bits. On a CPU transformers takes bf16 only together with `use_cpu`.
+    """
+    if torch.cuda.is_available():
+        # By default this also says yes where bf16 is only emulated, which is slow.
+        in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
+        return {"bf16": True} if in_hardware else {"fp16": True}
+    if torch.accelerator.is_available():
+        return {}  # neither CUDA nor ROCm: nothing is known about its half precision
+    for sign in CPU_SIGNS:
+        supported = getattr(torch.cpu, sign, None)
+        if supported is not None and supported():
+            return {"bf16": True, "use_cpu": True}
+    return {}
+
+
+# --- Weaker guards for a Trainer: a callback, and a `compute_loss` that drops bad micro-batches.
+
+UNSEEN = (
+    "GradientMonitoringCallback vetoes bad updates, but it sees neither the batch nor the loss "
+    "function and cannot refuse trainer.save_model(); "
+    "stepguard.integrations.transformers.guard(trainer) can"
+)
+IGNORED = -100
+
+
+class ZeroLosses(Sink):
+    """Counts steps whose loss is exactly 0."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self, reading: Reading, committed: bool) -> None:
+        self.steps += reading.loss == 0.0
+
+
+class GradientMonitoringCallback(HostGuard, TrainerCallback):  # type: ignore[misc]
+    """Vetoes updates with NaN or Inf before the optimizer, and reports what a log line hides.
+
+    Gradients are gone when `on_step_end` runs, so they are checked inside `optimizer.step()`;
+    `on_step_end` checks the parameters, which the update itself may have made non-finite. Where
+    the Trainer has a guard already, the callback only reports.
+    """
+
+    def __init__(self, config: GuardConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or GuardConfig()
+        self._known = 0
+        self._zeros = ZeroLosses()
+        self.reported: Counter[str] = Counter()
+        """Log lines by what was wrong with them: `grad_norm`, `loss`; steps whose loss was exactly
+        0: `zero_loss`; updates that made parameters non-finite: `parameters`."""
+
+    def end_run(self) -> None:
+        super().end_run()
+        self.reported["zero_loss"] += self._zeros.steps
+        self._zeros.steps = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begin_run()
+        optimizer = kwargs["optimizer"]
+        if getattr(optimizer, "optimizer", optimizer) in guarded:
+            return
+        inner = self.watch(
+            "transformers",
+            kwargs["model"],
+            optimizer,
+            done=state.global_step,
+            scheduler=kwargs["lr_scheduler"],
+            config=replace(self._config, sinks=(*self._config.sinks, self._zeros)),
+        )
+        inner.port.say("callback-only", UNSEEN)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Refuse to save parameters that this update has made non-finite."""
+        if self.running and not self.guards[0].port.finite():
+            self.reported["parameters"] += 1
+            port = self.guards[0].port
+            bad = ", ".join(port.trouble()[:3])
+            port.say(
+                "parameters",
+                f"the update made parameters non-finite ({bad}); not saving this state",
+            )
+            control.should_save = False
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Report what the line hides: a filtered NaN looks like a loss of 0, and a loss that is
+        really 0 teaches nothing.
+        """
+        if not isinstance(logs, dict) or "loss" not in logs:
+            return
+        logged = logs["loss"]
+        bad_norm = not math.isfinite(float(logs.get("grad_norm", 0.0)))
+        incidents = self.incidents
+        hidden = []
+        for incident in incidents[self._known :]:
+            loss = incident.reading.loss
+            if loss is not None and math.isnan(loss):
+                hidden.append(incident)
+        self._known = len(incidents)
+        self.reported["grad_norm"] += bad_norm
+        self.reported["loss"] += bool(hidden)
+        # Where the Trainer has a guard of its own, that one has corrected the line.
+        zeros = int(logged == 0.0)
+        if self.running:
+            zeros, self._zeros.steps = self._zeros.steps, 0
+        self.reported["zero_loss"] += zeros
+        if self.running and hidden and math.isfinite(logged):
+            self.guards[0].port.say(
+                "filtered",
+                f"logged loss {logged:.4g} is filtered (logging_nan_inf_filter): the loss was "
+                f"{hidden[0].reading.loss} at step {hidden[0].step}",
+            )
+        if self.running and zeros:
+            self.guards[0].port.say(
+                "zero_loss",
+                f"the loss of {count(zeros, 'step')} since the last log line is exactly 0, not a "
+                "filtered NaN: nothing is learned from it (SG803: stepguard explain SG803)",
+            )
+        logs[INCIDENTS] = len(incidents)
+        if bad_norm or hidden:
+            logs[NONFINITE] = max(len(hidden), 1)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+
+class MicroBatchDropped(UserWarning):
+    """A micro-batch had no label, or a loss that is not finite, and was dropped from its step."""
+
+
+_dropped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Micro-batches of each Trainer so far."""
+
+
+def safe_compute_loss(
+    trainer: Any,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """`compute_loss` that never hides a bad micro-batch and never trains on one.
+
+        trainer.compute_loss = functools.partial(safe_compute_loss, trainer)
+
+    | the micro-batch | what happens |
+    |---|---|
+    | no label counts (all -100) | dropped with a warning: the loss is a zero that every parameter
+      is part of, as DDP needs it |
+    | the model gives no loss | ConfigError that names the keys of the batch |
+    | the loss is NaN or Inf | dropped likewise; a guarded Trainer gets the loss as it is, and its
+      guard vetoes |
+    | the loss is exactly 0 | as it is: a true zero is not a fault, and replacing it by 1e-6 would
+      train nothing |
+
+    Where a whole step was dropped on all ranks its update does not happen, momentum and weight
+    decay included.
+    """
+    found: Any = (None,)
+    try:
+        found = type(trainer).compute_loss(
+            trainer, model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
+        )
+    except ValueError as error:
+        if "did not return a loss" not in str(error):
+            raise
+    loss = found[0] if isinstance(found, tuple) else found
+    if loss is None:
+        keys = ", ".join(map(repr, inputs))
+        if "labels" not in inputs:
+            keys += ": no 'labels' in it"
+        raise ConfigError(
+            f"the model gave no loss for a batch with {keys}; "
+            "add the targets as 'labels', or give the Trainer a compute_loss_func."
+        )
+    # the torch optimizer inside accelerate's wrapper
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    labels = inputs.get("labels") if hasattr(inputs, "get") else None
+    value = float(loss.detach())
+    why = ""
+    if isinstance(labels, Tensor) and not bool((labels != IGNORED).any()):
+        why = f"none of its {labels.numel()} labels counts (all are {IGNORED})"
+    elif not math.isfinite(value):
+        why = f"its loss is {value}"
+    if why and torch.is_grad_enabled() and model.training and optimizer not in guarded:
+        loss = _drop(trainer, model, optimizer, why)
+    return (loss, *found[1:]) if return_outputs else loss
+
+
+def _drop(trainer: Any, model: Any, optimizer: Any, why: str) -> Tensor:
+    """A loss of 0 that every parameter is part of; NaN where a parameter is NaN."""
+    _dropped[trainer] = times = _dropped.get(trainer, 0) + 1
+    power_of_two = times & (times - 1) == 0
+    if power_of_two:
+        message = (
+            f"stepguard: micro-batch dropped at step {trainer.state.global_step} ({times} so "
+            f"far): {why}"
+        )
+        warnings.warn(message, MicroBatchDropped, stacklevel=3)
+
+    def skip(*_: Any) -> None:
+        """Skip the next update if all gradients are exactly 0, on every rank after reduction."""
+        hook.remove()
+        parameters: list[Any] = [p for p in optimizer_parameters(optimizer) if p.grad is not None]
+        if not any(bool(p.grad.count_nonzero()) for p in parameters):
+            for parameter in parameters:
+                parameter.grad = None
+
+    hook = optimizer.register_step_pre_hook(skip)
+    zeros = [(p * 0.0).sum() for p in model.parameters() if p.requires_grad]
+    total: Tensor = sum(zeros[1:], start=zeros[0])
+    return total.float()

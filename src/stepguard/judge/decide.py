@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 from stepguard.records.incident import Action, Decision
 from stepguard.records.settings import Policy
@@ -63,7 +63,7 @@ class Budget:
         if share > policy.max_lost_share:
             window = min(LOST_WINDOW, self.seen)
             allowed = f"{policy.max_lost_share:.0%} are allowed (Policy.max_lost_share)"
-            return f"{share:.0%} of the samples of the last {window} steps were left out, {allowed}"
+            return f"{share:.0%} of the samples of the last {window} steps were dropped, {allowed}"
         if _above(self.consecutive, policy.max_consecutive):
             return f"{_incidents(self.consecutive)} in a row, {policy.max_consecutive} are allowed"
         if _above(self.total, policy.max_total):
@@ -183,27 +183,23 @@ def decide(situation: Situation, policy: Policy, budget: Budget) -> tuple[Decisi
             total=spent.total,
         )
         return decision, spent
-    match situation.fault:
-        case "anomaly":
-            # a finite run is never halted: it is rewound where that is proven and possible
-            if situation.may_act and not _why_no_rewind(situation, policy, spent):
-                return _choose("rewind", situation, policy, spent)
-            return _choose("note", situation, policy, spent)
-        case "state":
-            # leaving the batch out changes nothing: the next one meets the same state
-            # may a damaged rank get the state of a healthy one? That loses nothing
-            allowed = "heal" in policy.actions and spent.heals < MOST_HEALS
-            if allowed and not situation.no_heal:
-                return _choose("heal", situation, policy, spent)
-            why_not = _why_no_rewind(situation, policy, spent)
-            if not why_not:
-                return _choose("rewind", situation, policy, spent)
-            reason = f"the state itself is damaged; no rewind: {why_not}"
-            return _choose("stop", situation, policy, spent, reason)
-        case "data" | "update":
-            return _decide_bad_step(situation, policy, spent)
-        case unknown:
-            assert_never(unknown)
+    if situation.fault == "anomaly":
+        # a finite run is never halted: it is rewound where that is proven and possible
+        if situation.may_act and not _why_no_rewind(situation, policy, spent):
+            return _choose("rewind", situation, policy, spent)
+        return _choose("note", situation, policy, spent)
+    if situation.fault == "state":
+        # leaving the batch out changes nothing: the next one meets the same state
+        allowed = "heal" in policy.actions and spent.heals < MOST_HEALS
+        if allowed and not situation.no_heal:
+            # a damaged rank gets the state of a healthy one, which loses nothing
+            return _choose("heal", situation, policy, spent)
+        why_not = _why_no_rewind(situation, policy, spent)
+        if not why_not:
+            return _choose("rewind", situation, policy, spent)
+        reason = f"the state itself is damaged; no rewind: {why_not}"
+        return _choose("stop", situation, policy, spent, reason)
+    return _decide_bad_step(situation, policy, spent)
 
 
 def _decide_bad_step(
@@ -221,55 +217,26 @@ def _decide_bad_step(
             return _choose("stop", situation, policy, after, exceeded)
     # in the user's order: the first one that fits is taken
     for allowed in policy.actions:
-        if allowed == "stop":
-            break
-        action = _fitting_action(allowed, situation, policy, after)
-        if action is not None:
-            return _choose(action, situation, policy, after)
+        match allowed:
+            case "stop":
+                break
+            case "leave_out" if situation.leave_out:
+                return _choose("leave_out", situation, policy, after)
+            case "skip":
+                action: Action = "undo" if situation.fault == "update" else "skip"
+                return _choose(action, situation, policy, after)
+            case "rewind" if not allows_continuing(policy):
+                if not _why_no_rewind(situation, policy, after):
+                    return _choose("rewind", situation, policy, after)
+            case "note":
+                return _choose("note", situation, policy, after)
     reason = f"Policy.actions={policy.actions!r} allows nothing else for a bad step on good weights"
     return _choose("stop", situation, policy, after, reason)
 
 
-def _fitting_action(
-    allowed: Action, situation: Situation, policy: Policy, spent: Budget
-) -> Action | None:
-    """What an allowed action means for a bad step on good weights; None if it does not fit."""
-    match allowed:
-        case "leave_out":
-            if situation.leave_out:
-                return "leave_out"
-            return None
-        case "skip":
-            if situation.fault == "update":
-                return "undo"
-            return "skip"
-        case "rewind":
-            if allows_continuing(policy) or _why_no_rewind(situation, policy, spent):
-                return None
-            return "rewind"
-        case "note" | "stop":
-            return allowed
-        case "retry" | "undo" | "heal":
-            # a retry has been considered before; an undo is what a skip of a bad update comes to;
-            # good weights need no healing
-            return None
-        case unknown:
-            assert_never(unknown)
-
-
 def allows_continuing(policy: Policy) -> bool:
     """Say whether a bad step may be answered without going back; else rewinds are its answer."""
-    return any(_continues(action) for action in policy.actions)
-
-
-def _continues(action: Action) -> bool:
-    match action:
-        case "leave_out" | "skip" | "note":
-            return True
-        case "retry" | "undo" | "heal" | "rewind" | "stop":
-            return False
-        case unknown:
-            assert_never(unknown)
+    return not {"leave_out", "skip", "note"}.isdisjoint(policy.actions)
 
 
 def _why_no_rewind(situation: Situation, policy: Policy, spent: Budget) -> str:
@@ -286,37 +253,21 @@ def _why_no_rewind(situation: Situation, policy: Policy, spent: Budget) -> str:
 def _choose(
     action: Action, situation: Situation, policy: Policy, spent: Budget, reason: str = ""
 ) -> tuple[Decision, Budget]:
+    left_out = {"leave_out": situation.leave_out, "skip": "the step", "undo": "the step"}
     decision = Decision(
         action=action,
         reason=reason,
         consecutive=spent.consecutive,
         total=spent.total,
-        left_out=_left_out(action, situation),
+        left_out=left_out.get(action, ""),
         new_scale=situation.new_scale,
     )
-    match action:
-        case "rewind":
-            assert situation.rewind is not None, "a rewind is decided with a plan only"
-            decision = replace(
-                decision, rewound_to=situation.rewind.target.step, data=situation.rewind.data
-            )
-            # what came before the rewind is undone, so the incidents in a row are forgiven
-            return decision, replace(spent, consecutive=0, rewinds=spent.rewinds + 1)
-        case "heal":
-            return decision, replace(spent, heals=spent.heals + 1)
-        case "leave_out" | "skip" | "retry" | "undo" | "stop" | "note":
-            return decision, spent
-        case unknown:
-            assert_never(unknown)
-
-
-def _left_out(action: Action, situation: Situation) -> str:
-    match action:
-        case "leave_out":
-            return situation.leave_out
-        case "skip" | "undo":
-            return "the step"
-        case "retry" | "heal" | "rewind" | "stop" | "note":
-            return ""
-        case unknown:
-            assert_never(unknown)
+    if action == "rewind":
+        assert situation.rewind is not None, "a rewind is decided with a plan only"
+        target = situation.rewind.target.step
+        decision = replace(decision, rewound_to=target, data=situation.rewind.data)
+        # what came before the rewind is undone, so the incidents in a row are forgiven
+        return decision, replace(spent, consecutive=0, rewinds=spent.rewinds + 1)
+    if action == "heal":
+        return decision, replace(spent, heals=spent.heals + 1)
+    return decision, spent

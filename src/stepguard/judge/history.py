@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import pairwise, starmap
+from operator import sub
 from statistics import median
 from typing import Any
 
@@ -65,6 +67,8 @@ EXPLODED_UNSEEN = 1e8
 """The same where no loss is known: targets of a million take weights of a million."""
 LEAST_SIZE = 0.05
 """Root mean square that weights which began near 0 may grow to before their growth counts."""
+LEAST_SPREAD = 0.1
+"""Of the median of the losses: losses that lie less far from it are at their usual level."""
 NEGLIGIBLE = 1e-5
 """Of the loss a run began at: differences below it are rounding to this run."""
 LEAST = 1e-7
@@ -75,51 +79,28 @@ MATURE = 16
 """Losses from which on the noise can be told from the trend."""
 
 
-@dataclass(frozen=True, slots=True)
 class Progress:
     """How far a run has come by its loss: where it began, its best level, and the noise there."""
 
-    began_at: float
-    best: float
-    noise: float
-
-    @property
-    def learned(self) -> bool:
+    def __init__(self, began_at: float, best: float, noise: float) -> None:
+        self.began_at = began_at
+        self.noise = noise
+        progress = began_at - best
+        self.learned = progress >= max(LEARNED_SHARE * abs(began_at), LEARNED_NOISE * noise)
         """Has the loss fallen so far that it measures progress? Not if the run began converged."""
-        share = LEARNED_SHARE * abs(self.began_at)
-        return self.began_at - self.best >= max(share, LEARNED_NOISE * self.noise)
+        self.unit = max(abs(began_at), noise, 1e-12)
+        """What a rise is measured by where nothing was learned; never 0."""
+        self.far_limit = self.lost_limit = self.back_limit = began_at + FAR_ABOVE_START * self.unit
+        """The level that no run comes to by learning something else; above which what was learned
+        is lost; at which a diverged run counts as recovered."""
+        if self.learned:
+            self.lost_limit = best + LOST_SHARE * progress
+            self.back_limit = best + BACK_SHARE * progress
+        self.near_best = best + NEAR_SHARE * progress + USUAL * noise
 
     def above_start(self, times: float) -> float:
-        """A level so many times the loss the run began at above it."""
+        """The level that lies `times` the loss the run began at above it."""
         return self.began_at + times * self.unit
-
-    @property
-    def unit(self) -> float:
-        """What a rise is measured by where nothing was learned; never 0."""
-        return max(abs(self.began_at), self.noise, 1e-12)
-
-    @property
-    def far_limit(self) -> float:
-        """A level that no run comes to by learning something else."""
-        return self.above_start(FAR_ABOVE_START)
-
-    @property
-    def lost_limit(self) -> float:
-        """The level above which what was learned is lost."""
-        if not self.learned:
-            return self.far_limit
-        return self.best + LOST_SHARE * (self.began_at - self.best)
-
-    @property
-    def back_limit(self) -> float:
-        """The level at which a diverged run counts as recovered."""
-        if not self.learned:
-            return self.far_limit
-        return self.best + BACK_SHARE * (self.began_at - self.best)
-
-    @property
-    def near_best(self) -> float:
-        return self.best + NEAR_SHARE * (self.began_at - self.best) + USUAL * self.noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +181,8 @@ class History:
         """Remember a committed step."""
         self.committed += 1
         self.first_lr = self.first_lr or reading.lr
-        self.top_lr = _highest(self.top_lr, reading.lr)
+        if reading.lr != self.top_lr:
+            self.top_lr = _highest(self.top_lr, reading.lr)
         self.rates.append(reading.lr)
         # one NaN would blind every median that it takes part in
         if reading.grad_norm is not None and math.isfinite(reading.grad_norm):
@@ -292,10 +274,10 @@ class History:
         """Say in one sentence where the loss is and was, and what is shown by the weights."""
         if not self.losses:
             return shown
-        reached = f"the run began at {self.began_at:.6g}"
+        reached = f"the run began at {self.began_at:.4g}"
         if self.progress.learned:
-            reached += f" and was at {self.best:.6g}"
-        return f"the level of its loss is {self.level:.6g}, {reached}, and {shown}"
+            reached += f" and was at {self.best:.4g}"
+        return f"the level of its loss is {self.level:.4g}, {reached}, and {shown}"
 
     @property
     def level(self) -> float:
@@ -326,7 +308,7 @@ class History:
         # where most losses are equal (often 0) the median tells nothing of the rest, the mean does
         noise = MAD_TO_SIGMA * median(away) or MEAN_TO_SIGMA * sum(away) / len(away)
         began = abs(self.began_at)
-        floor = max(0.1 * abs(centre), NEGLIGIBLE * began)
+        floor = max(LEAST_SPREAD * abs(centre), NEGLIGIBLE * began)
         if not centre:
             # a loss that is usually 0 (a hinge, a solved task) comes back as a part of its former
             # self, which is not far above 0 by any other measure
@@ -356,11 +338,13 @@ class History:
         if len(self.losses) < 2:
             return 0.0
         # differences of neighbours: a trend of the loss is not noise
-        changes = [abs(after - before) for before, after in pairwise(self.losses)]
+        changes: Iterator[float] = map(abs, starmap(sub, pairwise(self.losses)))
         return MAD_TO_SIGMA * median(changes) / math.sqrt(2.0)
 
     def excess_lr(self, rates: tuple[float, ...]) -> int | None:
         """The first group that runs with far more than it was ever configured or seen with."""
+        if rates == self.top_lr:
+            return None
         for group, rate in enumerate(rates):
             ceiling = self.ceiling(group)
             # written with `not`, so that NaN counts as an excess

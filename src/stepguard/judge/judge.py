@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from operator import mul
+from statistics import median
 
 from stepguard.judge.history import (
     BACK_SHARE,
     FIRST_LOSSES,
+    LEAST_SPREAD,
     MATURE,
     MOVED,
     RUNAWAY,
@@ -30,6 +33,8 @@ NEWBORN_SIGMAS = 1000.0
 DRIFT_LEAST = 32
 """Losses a rise must last before it is called a drift."""
 DRIFT_SIGMAS = 4.0
+DRIFT_SHARE = 0.01
+"""Of the first loss of the window: noise that is always expected."""
 RUNAWAY_BEFORE = 5.0
 """Times every loss before it that the last loss must be, where the update is not known."""
 LARGE_UPDATE = 0.3
@@ -43,24 +48,29 @@ HEAVY_TAIL = 4.0
 def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
     """Judge a loss far above its usual level in one step."""
     loss = reading.judged_loss
-    if loss is None or not _knows_a_level(history):
-        return OK
-    excess = (loss - history.level) / history.spread
-    # Deviations that make a spike, after so many losses.
     known = len(history.losses)
+    # a few losses that were all exactly 0 (a penalty that begins there) show no usual level
+    if loss is None or (known < MATURE and not any(history.losses)):
+        return OK
+    # Deviations that make a spike, after so many losses.
     if known < FIRST_LOSSES:
         spike_limit = max(sigmas, NEWBORN_SIGMAS)
     elif known < MATURE:
         spike_limit = max(sigmas, YOUNG_SIGMAS)
     else:
         spike_limit = sigmas
+    rise = loss - history.level
+    # a deviation is never less than this share of the median, and takes longer to compute
+    if rise <= spike_limit * LEAST_SPREAD * abs(median(history.losses)):
+        return OK
+    excess = rise / history.spread
     if not excess > spike_limit:
         return OK
     why = _runs_away(reading, history) or _has_diverged(reading, history)
     if not why and len(history.losses) >= MATURE and excess < HEAVY_TAIL * history.tail:
         return OK
-    usual = f"its usual {history.level:.6g}"
-    summary = f"loss {loss:.6g} is {excess:.3g} deviations above {usual}"
+    usual = f"its usual {history.level:.4g}"
+    summary = f"loss {loss:.4g} is {excess:.3g} deviations above {usual}"
     evidence: dict[str, float | int | str] = {
         "loss": loss,
         "level": history.level,
@@ -69,13 +79,6 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
     if why and reading.update_ratio is not None:
         evidence["update_ratio"] = reading.update_ratio
     return _told("spike", summary, why, evidence)
-
-
-def _knows_a_level(history: History) -> bool:
-    """A few losses that were all exactly 0 (a penalty that begins there) show no usual level."""
-    if len(history.losses) < MATURE:
-        return any(history.losses)
-    return True
 
 
 def _told(
@@ -112,14 +115,19 @@ def drift(reading: Reading, history: History) -> Verdict:
         # the divergence from a reference begins at 0 and can only rise
         return OK
     values = list(history.losses)
-    if reading.judged_loss is not None:
-        values.append(reading.judged_loss)
-    if len(values) < DRIFT_LEAST:
+    loss = reading.judged_loss
+    if loss is not None:
+        values.append(loss)
+    count = len(values)
+    if count < DRIFT_LEAST:
+        return OK
+    least = DRIFT_SIGMAS * DRIFT_SHARE * abs(values[0])
+    # most runs do not rise at all, which one pass shows; with a margin for its rounding
+    if sum(map(mul, _rise_weights(count), values)) < 0.99 * least:
         return OK
     rise, noise = trend(values)
-    if not rise > DRIFT_SIGMAS * max(noise, 0.01 * abs(values[0])):
+    if not rise > max(DRIFT_SIGMAS * noise, least):
         return OK
-    count = len(values)
     summary = f"loss has risen by {rise:.4g} over {count} steps ({rise / count:+.3g} a step)"
     evidence: dict[str, float | int | str] = {"rise": rise, "steps": count, "noise": noise}
     return _told("drift", summary, _has_diverged(reading, history), evidence)
@@ -141,7 +149,15 @@ def _has_diverged(reading: Reading, history: History) -> str:
     """Why the weights caused a level far above the start; empty where that is not shown."""
     weights = Weights(moved=reading.weights_moved, update=reading.update_ratio)
     shown = history.divergence(weights) if weights.known and _is_far(history) else ""
-    return f"the run began at {history.began_at:.6g}, and {shown}" if shown else ""
+    return f"the run began at {history.began_at:.4g}, and {shown}" if shown else ""
+
+
+@cache
+def _rise_weights(count: int) -> tuple[float, ...]:
+    """What the rise by least squares multiplies each of so many values by."""
+    middle = (count - 1) / 2
+    squares = sum((x - middle) ** 2 for x in range(count))
+    return tuple((x - middle) * (count - 1) / squares for x in range(count))
 
 
 def trend(values: list[float]) -> tuple[float, float]:
@@ -164,17 +180,15 @@ def trend(values: list[float]) -> tuple[float, float]:
 
 
 def impossible_lr(reading: Reading) -> Verdict:
-    """Judge a learning rate that is NaN or infinite: the update would ruin every weight."""
-    for group, rate in enumerate(reading.lr):
-        if not math.isfinite(rate):
-            effect = "the update would make every weight non-finite"
-            return Verdict(
-                kind="lr_mismatch",
-                severity="incident",
-                summary=f"group {group} runs with lr {rate}: {effect}",
-                evidence={"group": group, "lr": rate},
-            )
-    return OK
+    """Judge a learning rate that is NaN or infinite."""
+    group = next(group for group, rate in enumerate(reading.lr) if not math.isfinite(rate))
+    rate = reading.lr[group]
+    return Verdict(
+        kind="lr_mismatch",
+        severity="incident",
+        summary=f"group {group} runs with lr {rate}: the update would make every weight non-finite",
+        evidence={"group": group, "lr": rate},
+    )
 
 
 def lr_mismatch(reading: Reading, history: History) -> Verdict:
@@ -228,21 +242,24 @@ MOST_NAMED = 3
 def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
     """Say the gravest thing that is true of this step."""
     # bad state makes the loss bad, and a bad loss the gradient: the first one is the cause
-    tests: tuple[Callable[[], Verdict], ...] = (
-        lambda: _missed(reading),
-        lambda: _state(reading),
-        lambda: _loss(reading),
-        lambda: _gradient(reading, config),
-        lambda: impossible_lr(reading),
-        lambda: _anomaly(reading, history, config),
-        lambda: nothing_learned(reading, history),
-        lambda: lr_mismatch(reading, history),
-    )
-    for test in tests:
-        verdict = test()
-        if verdict.kind != "ok":
-            return verdict
-    return OK
+    if reading.missed:
+        return Verdict(kind="nonfinite_parameter", severity="incident", summary=reading.missed)
+    if reading.bad_state:
+        return _state(reading)
+    if reading.loss is not None and not (
+        math.isfinite(reading.loss) and all(map(math.isfinite, reading.micro_losses))
+    ):
+        return _loss(reading)
+    if not reading.grads_finite or not math.isfinite(reading.grad_norm or 0.0):
+        return _gradient(reading, config)
+    if not all(map(math.isfinite, reading.lr)):
+        return impossible_lr(reading)
+    verdict = _anomaly(reading, history, config)
+    if verdict.kind == "ok":
+        verdict = nothing_learned(reading, history)
+    if verdict.kind == "ok":
+        verdict = lr_mismatch(reading, history)
+    return verdict
 
 
 def _anomaly(reading: Reading, history: History, config: GuardConfig) -> Verdict:
@@ -260,19 +277,11 @@ def alarming(reading: Reading) -> bool:
     """Does the cheap reading ask for a closer look? True for everything non-finite."""
     if reading.alarm or reading.bad_state or not reading.grads_finite:
         return True
-    watched = (reading.loss, reading.grad_norm, *reading.micro_losses)
-    return any(value is not None and not math.isfinite(value) for value in watched)
-
-
-def _missed(reading: Reading) -> Verdict:
-    if not reading.missed:
-        return OK
-    return Verdict(kind="nonfinite_parameter", severity="incident", summary=reading.missed)
+    watched = (reading.loss or 0.0, reading.grad_norm or 0.0, *reading.micro_losses)
+    return not all(map(math.isfinite, watched))
 
 
 def _state(reading: Reading) -> Verdict:
-    if not reading.bad_state:
-        return OK
     first = reading.bad_state[0]
     what = first
     if len(reading.bad_state) > 1:
@@ -285,8 +294,6 @@ def _state(reading: Reading) -> Verdict:
 
 
 def _loss(reading: Reading) -> Verdict:
-    if reading.loss is None or (math.isfinite(reading.loss) and not reading.bad_micro_batches):
-        return OK
     # say how the loss is bad, in which of its components and in which micro-batches
     summary = f"loss is {_nan_or_infinite(reading)}"
     names = [name for name, value in reading.components.items() if not math.isfinite(value)]
@@ -341,13 +348,11 @@ def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
         loss = "not known" if reading.loss is None else f"{reading.loss:.4g}"
         summary = f"gradient is non-finite ({names}) while the loss is {loss}"
         return Verdict(kind="nonfinite_gradient", severity="incident", summary=summary)
-    if reading.grad_norm is not None and not math.isfinite(reading.grad_norm):
-        summary = (
-            "every gradient element is finite, but their fp32 norm overflows: clipping would "
-            "zero the update"
-        )
-        return Verdict(kind="infinite_norm", severity="incident", summary=summary)
-    return OK
+    summary = (
+        "every gradient element is finite, but their fp32 norm overflows: clipping would zero the "
+        "update"
+    )
+    return Verdict(kind="infinite_norm", severity="incident", summary=summary)
 
 
 # --- Decide whether the weights caused a finite anomaly, and not the data or the loss function.
@@ -399,8 +404,8 @@ def blame_weights(
             "older_step": compared.step,
         }
         blame = (
-            f"an earlier batch gives {compared.now:.6g} and gave {compared.then:.6g}, and on the "
-            f"weights of step {compared.step} this batch gives {compared.this_then:.6g}: the "
+            f"an earlier batch gives {compared.now:.4g} and gave {compared.then:.4g}, and on the "
+            f"weights of step {compared.step} this batch gives {compared.this_then:.4g}: the "
             "weights are hurt"
         )
     else:
@@ -440,7 +445,7 @@ def _first_doubt(
     # has the loss of an earlier batch risen as much, or to many times what it was?
     enough = min(BACK_SHARE * rise, RUNAWAY * max(abs(then), history.best_noise))
     if math.isfinite(now) and now - then < enough:
-        return f"an earlier batch gives {now:.6g} and gave {then:.6g}: not the weights"
+        return f"an earlier batch gives {now:.4g} and gave {then:.4g}: not the weights"
     if not math.isclose(then, again, rel_tol=SAME_LOSS, abs_tol=SAME_LOSS * rise):
         return (
             f"an earlier step, on the weights it had, gives {again:.6g} and gave {then:.6g}: the "

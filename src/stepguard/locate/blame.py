@@ -26,89 +26,6 @@ MOST_UPSTREAM = 32
 """Operations of the backward that are searched for a selection."""
 
 
-class DiscardedValues:
-    """Where the bad values of one trace end in the forward pass."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-        self._readers: dict[int, list[Call]] = defaultdict(list)
-        for call in tracer.calls:
-            for maker in call.flawed:
-                self._readers[id(maker)].append(call)
-
-    def last_readers(self, call: Call) -> list[Call]:
-        """List the forward operations that a bad value reaches and that give a clean result."""
-        seen = {id(call)}
-        stack = [call]
-        ends = []
-        while stack:
-            one = stack.pop()
-            for reader in self._readers[id(one)]:
-                if reader.stage != "forward" or id(reader) in seen or not reader.numeric:
-                    continue
-                if one in reader.causes:
-                    seen.add(id(reader))
-                    stack.append(reader)
-                else:
-                    ends.append(reader)
-        return ends
-
-    def deselected(self, call: Call) -> bool:
-        """True if nothing but selections by a condition kept the bad value out of the loss."""
-        ends = self.last_readers(call)
-        return bool(ends) and all(reader.selects for reader in ends)
-
-    def made_and_dropped(self, first: Call) -> bool:
-        """True for a NaN that the forward made and dropped later on.
-
-        False for a function that a `where` on its own argument keeps from its pole.
-        """
-        if not first.out.nan or first.stage != "forward":
-            return False
-        if not first.pointwise:
-            return True
-        argument = {id(real_maker(parent)) for parent in first.parents}
-        for reader in self.last_readers(first):
-            if reader.selects and not argument & _conditioned_on(reader):
-                return True
-        return False
-
-    def dropping(self, first: Call) -> Evidence:
-        """Name the operation that left the value out of the loss."""
-        for reader in self.last_readers(first):
-            return Evidence(discarded_by=reader.op)
-        return NO_EVIDENCE
-
-    def absorption(self, call: Call) -> Evidence:
-        """Name the operation that read the bad value and gave a finite one, as erf and clamp do."""
-        for reader in self.last_readers(call):
-            if not reader.selects:
-                return Evidence(absorbed=True, absorbed_by=reader.op)
-        return Evidence(absorbed=True)
-
-    def upstream_deselected(self, root: Call) -> bool:
-        """True if the 0 that met an infinite derivative comes from a condition that left it out."""
-        if not root.evidence.zero_upstream_gradient:
-            return False
-        queue = []
-        for parent in root.parents:
-            if parent.stage == "backward" and parent.sequence != root.sequence:
-                queue.append(parent)
-        for _ in range(MOST_UPSTREAM):
-            if not queue:
-                return False
-            call = queue.pop(0)
-            # Is it the backward of a selection? Indexing by positions is not one.
-            owner = self._tracer.owners.get(call.sequence)
-            selects = (call.node or "").startswith(SELECTING_NODES)
-            if owner is not None:
-                selects = owner.selects
-            if selects:
-                return True
-            queue.extend(parent for parent in call.parents if parent.stage == "backward")
-        return False
-
-
 def _conditioned_on(selection: Call) -> set[int]:
     """Return the computed values that the condition depends on, behind comparisons and logic."""
 
@@ -145,30 +62,15 @@ class FirstBad:
 
 def blame_loss(tracer: Tracer, losses: list[Call]) -> FirstBad | None:
     """Find the origin of a bad loss; `losses` are the calls that wrote it."""
-    walk = _Walk(tracer, losses)
-    first = walk.first_bad()
-    if first is None:
-        return walk.from_intended_inf()
-    return walk.as_data(first) or walk.finish(first, NO_EVIDENCE)
+    return _Walk(tracer, losses).origin()
 
 
 def blame_gradients(tracer: Tracer, gradients: list[Call]) -> FirstBad | None:
     """Find the origin of bad gradients under a finite loss, from the calls that wrote them."""
-    walk = _Walk(tracer, gradients)
-    first = walk.first_bad()
-    if first is None:
-        return walk.from_intended_inf()
-    as_data = walk.as_data(first)
-    if as_data is not None:
-        return as_data
-    if first.stage == "backward":
-        return walk.from_backward(first)
-    if first.stage == "forward":
-        return walk.from_forward(first)
-    return walk.finish(first, NO_EVIDENCE)
+    return _Walk(tracer, gradients).origin(loss_finite=True)
 
 
-def first_reader(tracer: Tracer, stored: Call) -> Call | None:
+def first_reader(tracer: Tracer, stored: Call | None) -> Call | None:
     """Return the first operation that read a stored tensor's bad value, whatever became of it."""
     for call in tracer.calls:
         if stored in call.flawed:
@@ -176,14 +78,16 @@ def first_reader(tracer: Tracer, stored: Call) -> Call | None:
     return None
 
 
-def huge_operand(call: Call) -> FirstBad | None:
+def huge_operand(call: Call | None) -> FirstBad | None:
     """Follow the largest operands back to a parameter or buffer that is finite and absurdly large.
 
     None where the magnitude does not come from one: an operation made it of ordinary operands (a
     quotient, an exponential, a factor), or it was built up over many of them.
     """
     consumer = None
-    while call.stage != "stored":
+    while call is None or call.stage != "stored":
+        if call is None:
+            return None
         largest = max(call.parents, key=lambda parent: parent.reach, default=None)
         if largest is None or largest.index >= call.index:
             return None
@@ -209,11 +113,28 @@ class _Walk:
     def __init__(self, tracer: Tracer, targets: list[Call]) -> None:
         self._tracer = tracer
         self._targets = targets
-        self._discarded = DiscardedValues(tracer)
+        self._readers: dict[int, list[Call]] = defaultdict(list)
+        """Calls that read a bad value, by its maker."""
+        for call in tracer.calls:
+            for maker in call.flawed:
+                self._readers[id(maker)].append(call)
         reached = {id(call): call for target in targets for call in ancestors(target)}
         self._chain = sorted(reached.values(), key=lambda call: call.index)
         """Every call whose bad values reach a target, in the order in which they ran."""
         self._from_parameters: set[int] | None = None
+
+    def origin(self, *, loss_finite: bool = False) -> FirstBad | None:
+        first = self.first_bad()
+        if first is None:
+            return self.from_intended_inf()
+        as_data = self.as_data(first)
+        if as_data is not None:
+            return as_data
+        if loss_finite and first.stage == "backward":
+            return self.from_backward(first)
+        if loss_finite and first.stage == "forward":
+            return self.from_forward(first)
+        return self.finish(first, NO_EVIDENCE)
 
     def first_bad(self, stage: str | None = None) -> Call | None:
         """Return the first call on the way whose bad values no input explains."""
@@ -228,28 +149,28 @@ class _Walk:
         if owner is not None and owner.harmful and _may_be_same_elements(owner, root):
             # The forward operation behind the bad gradient gave a bad value as well.
             first = earliest([call for call in ancestors(owner) if call.first_bad])
-            if self._discarded.deselected(owner):
-                if first is not None and self._discarded.made_and_dropped(first):
-                    return self.finish(first, self._discarded.dropping(first))
+            if self.deselected(owner):
+                if first is not None and self.made_and_dropped(first):
+                    return self.finish(first, self.dropping(first))
                 return self.finish(root, Evidence(unselected=True))
             if first is not None:
-                return self.finish(first, self._discarded.absorption(owner))
+                return self.finish(first, self.absorption(owner))
         # One autograd node runs several operations: any of them may show the 0 that came in.
         siblings = [call for call in self._chain if call.sequence == root.sequence]
-        unselected = any(map(self._discarded.upstream_deselected, siblings))
+        unselected = any(map(self.upstream_deselected, siblings))
         return self.finish(root, Evidence(unselected=unselected))
 
     def from_forward(self, root: Call) -> FirstBad:
         """The gradient went bad by a value of the forward that the loss does not show."""
         originals = [self._original(call) for call in self._first_bad_of_forward(root)]
         first = min(originals, key=lambda call: call.index)
-        if self._discarded.deselected(first):
-            if self._discarded.made_and_dropped(first):
-                return self.finish(first, self._discarded.dropping(first))
+        if self.deselected(first):
+            if self.made_and_dropped(first):
+                return self.finish(first, self.dropping(first))
             found = self._first_unselected(root)
             if found is not None:
                 return found
-        return self.finish(first, self._discarded.absorption(first))
+        return self.finish(first, self.absorption(first))
 
     def _first_unselected(self, root: Call) -> FirstBad | None:
         """Of several blocks that deselect a bad value, find the one whose gradient went bad first.
@@ -259,7 +180,7 @@ class _Walk:
         pairs = []
         for call in self._first_bad_of_forward(root):
             original = self._original(call)
-            if not self._discarded.deselected(original):
+            if not self.deselected(original):
                 continue
             gradient = self._gradient_of([call.sequence, original.sequence])
             if gradient is not None:
@@ -380,6 +301,82 @@ class _Walk:
                 return FirstBad(chooser, None, evidence)
         evidence |= Evidence(turned_nan_by=self._turned_nan(first))
         return FirstBad(first, None, evidence)
+
+    # --- bad values of the forward that the loss does not show: deselected, dropped or absorbed
+
+    def last_readers(self, call: Call) -> list[Call]:
+        """List the forward operations that a bad value reaches and that give a clean result."""
+        seen = {id(call)}
+        stack = [call]
+        ends = []
+        while stack:
+            one = stack.pop()
+            for reader in self._readers[id(one)]:
+                if reader.stage != "forward" or id(reader) in seen or not reader.numeric:
+                    continue
+                if one in reader.causes:
+                    seen.add(id(reader))
+                    stack.append(reader)
+                else:
+                    ends.append(reader)
+        return ends
+
+    def deselected(self, call: Call) -> bool:
+        """True if nothing but selections by a condition kept the bad value out of the loss."""
+        ends = self.last_readers(call)
+        return bool(ends) and all(reader.selects for reader in ends)
+
+    def made_and_dropped(self, first: Call) -> bool:
+        """True for a NaN that the forward made and dropped later on.
+
+        False for a function that a `where` on its own argument keeps from its pole.
+        """
+        if not first.out.nan or first.stage != "forward":
+            return False
+        if not first.pointwise:
+            return True
+        argument = {id(real_maker(parent)) for parent in first.parents}
+        for reader in self.last_readers(first):
+            if reader.selects and not argument & _conditioned_on(reader):
+                return True
+        return False
+
+    def dropping(self, first: Call) -> Evidence:
+        """Name the operation that left the value out of the loss."""
+        for reader in self.last_readers(first):
+            return Evidence(discarded_by=reader.op)
+        return NO_EVIDENCE
+
+    def absorption(self, call: Call) -> Evidence:
+        """Name the operation that read the bad value and gave a finite one, as erf and clamp do."""
+        for reader in self.last_readers(call):
+            if not reader.selects:
+                return Evidence(absorbed=True, absorbed_by=reader.op)
+        return Evidence(absorbed=True)
+
+    def upstream_deselected(self, root: Call) -> bool:
+        """True if the 0 that met an infinite derivative comes from a condition that left it out."""
+        if not root.evidence.zero_upstream_gradient:
+            return False
+        queue = []
+        for parent in root.parents:
+            if parent.stage == "backward" and parent.sequence != root.sequence:
+                queue.append(parent)
+        for _ in range(MOST_UPSTREAM):
+            if not queue:
+                return False
+            call = queue.pop(0)
+            # Is it the backward of a selection? Indexing by positions is not one.
+            owner = self._tracer.owners.get(call.sequence)
+            selects = (call.node or "").startswith(SELECTING_NODES)
+            if owner is not None:
+                selects = owner.selects
+            if selects:
+                return True
+            queue.extend(parent for parent in call.parents if parent.stage == "backward")
+        return False
+
+    # --- what became of the value
 
     def _turned_nan(self, first: Call) -> str | None:
         """Name the operation that made a NaN of the infinity."""

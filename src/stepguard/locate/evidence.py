@@ -6,20 +6,19 @@ Measured while the tensors are alive, since the trace keeps none of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-from stepguard.locate import replay_state as batches
 from stepguard.locate.operands import (
     Call,
     Index,
     Operator,
     Read,
+    batch_tensors,
     broadcast_index,
     element,
     first_broken,
@@ -34,38 +33,53 @@ from stepguard.locate.operands import (
 )
 from stepguard.records.incident import NO_EVIDENCE, Evidence, Operand, Origin, Reading
 from stepguard.state.batch import Step
-from stepguard.tensors.names import named_buffers, named_parameters, names_by_id
+from stepguard.tensors.names import named_buffers, named_modules, named_parameters, names_by_id
 from stepguard.tensors.torch_private import tree_map
 from stepguard.tensors.values import dtype_name, is_finite, local_part
-
-# --- See which dtype autocast computes in while the user's code is replayed.
-
-
-class AutocastObserver(TorchFunctionMode):
-    """Remembers the first autocast dtype in force at a torch function; changes no call."""
-
-    def __init__(self, device_types: Iterable[str]) -> None:
-        super().__init__()
-        self.dtype: str | None = None
-        self._device_types = sorted(set(device_types))
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for device in self._device_types:
-            if self.dtype is None and torch.is_autocast_enabled(device):
-                self.dtype = dtype_name(torch.get_autocast_dtype(device))
-        return func(*args, **(kwargs or {}))
-
 
 # --- Tensors that were bad before the step ran: parameters, buffers, optimizer slots, the batch.
 
 
-def stored_tensor(step: Step, name: str) -> Tensor | None:
-    """Return the tensor behind `param:NAME`, `buffer:NAME` or `opt:SLOT` (its first bad one)."""
+KEPT = "attr:"
+"""Prefix of the name under which a trace knows a tensor that a module keeps outside its parameters
+and buffers (`self.center`); not part of the public contract."""
+MOST_ITEMS = 64
+"""Entries of a list or dict that are searched."""
+
+
+def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield name (`attr:head.center`) and tensor, also inside lists, tuples and dicts."""
+    for path, module in named_modules(roots):
+        for key, value in vars(module).items():
+            if key.startswith("_"):
+                continue
+            name = f"{KEPT}{path}.{key}".replace(":.", ":")
+            items: list[tuple[object, Any]] = []
+            if isinstance(value, Tensor):
+                yield name, value
+            elif isinstance(value, list | tuple):
+                items = list(enumerate(value[:MOST_ITEMS]))
+            elif isinstance(value, dict):
+                items = list(value.items())[:MOST_ITEMS]
+            for inner, item in items:
+                if isinstance(item, Tensor):
+                    yield f"{name}[{inner!r}]", item
+
+
+def stored_tensor(step: Step, name: str, micro: int = 0) -> Tensor | None:
+    """Return the tensor behind `param:NAME`, `buffer:NAME`, `opt:SLOT` (its first bad one),
+    `attr:NAME` or `batch:KEY`.
+    """
     kind, _, path = name.partition(":")
+    roots = step.named_roots()
     if kind == "param":
-        return dict(named_parameters(step.named_roots())).get(path)
+        return dict(named_parameters(roots)).get(path)
     if kind == "buffer":
-        return dict(named_buffers(step.named_roots())).get(path)
+        return dict(named_buffers(roots)).get(path)
+    if name.startswith(KEPT):
+        return dict(kept_tensors(roots)).get(name)
+    if kind == "batch":
+        return dict(batch_tensors(step.micro_batches[micro])).get(name)
     for slot, _, tensor in optimizer_slots(step):
         if slot == path and not is_finite(tensor):
             return tensor
@@ -128,7 +142,7 @@ def evidence_origin(
     if reading.bad_state and not reading.state_born:
         return state_origin(step, reading)
     for micro, batch in enumerate(step.micro_batches):
-        for name, tensor in batches.named_tensors(batch):
+        for name, tensor in batch_tensors(batch):
             if numeric(tensor) and not is_finite(tensor) and not mask_like(tensor):
                 operand = summarise(name, tensor)
                 return Origin(
@@ -276,16 +290,6 @@ REDUCES = (
 PROBABILITY = ("binary_cross_entropy", "kl_div")
 
 
-def rows(bad_op: Invocation) -> Evidence:
-    """Everything that can be said about rows, reduced elements and targets."""
-    base = bad_op.operator.base
-    found = NO_EVIDENCE
-    for applies, gather in _GATHERERS:
-        if applies(base):
-            found |= gather(bad_op)
-    return found
-
-
 def _masked_rows(bad_op: Invocation) -> Evidence:
     """How many rows of a softmax, or of the mask of an attention, are masked throughout."""
     attention = ("attn_mask", "attn_bias")
@@ -379,20 +383,6 @@ def _ctc(bad_op: Invocation) -> Evidence:
     return Evidence(ctc_infeasible=short or int(torch.isinf(bad_op.out).sum()))
 
 
-_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[Invocation], Evidence]], ...] = (
-    (SOFTMAX.__contains__, _masked_rows),
-    (lambda base: "scaled_dot_product" in base or "efficient_attention" in base, _masked_rows),
-    (REDUCES.__contains__, _reduced),
-    (lambda base: base.startswith("nll_loss"), _targets),
-    (PROBABILITY.__contains__, _probabilities),
-    (lambda base: base == "xlogy", _negative_target),
-    (lambda base: base == "_weight_norm_interface", _zero_norm),
-    (lambda base: "batch_norm" in base, _negative_variance),
-    (lambda base: base == "_ctc_loss", _ctc),
-)
-"""Which operations, by name, and what is measured there."""
-
-
 # --- Measure the operation that made a bad value: its operands, and the facts that rules ask for.
 
 
@@ -427,6 +417,9 @@ ARGUMENT = {
 }
 """Operation -> the argument that must be positive."""
 DOMAIN = ("acos", "asin", "acosh", "atanh", "erfinv")
+SUMS = ("sum", "mean", "dot", "nansum", "linalg_vector_norm", "norm")
+LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+"""Losses that make one value of each element before they add: `reduction` is an argument."""
 
 
 def measure(bad_op: Invocation) -> None:
@@ -448,26 +441,37 @@ def measure(bad_op: Invocation) -> None:
     if call.number is not None:
         argument, value = call.number
         evidence |= Evidence(number_argument=argument, number=value)
-    for gather in (_division, _domain, _infinities, _gradient, rows, _precision, _stored_huge):
-        evidence |= gather(bad_op)
+    for applies, gather in _GATHERERS:
+        if applies(bad_op.operator.base):
+            evidence |= gather(bad_op)
     call.evidence = evidence
+    call.adds_up = _adds_up(bad_op)
+
+
+def _adds_up(bad_op: Invocation) -> bool:
+    """Are all elements finite, and only their sum is not?"""
+    base = bad_op.operator.base
+    if bad_op.call.out.nan or any(read.flaws for read in bad_op.reads):
+        return False
+    if base in LOSSES:
+        rest = {key: value for key, value in bad_op.kwargs.items() if key != "reduction"}
+        return is_finite(bad_op.func(*bad_op.args[:2], 0, *bad_op.args[3:], **rest))
+    # terms of a loss are scalars
+    return base in SUMS or (base == "add" and bad_op.out.numel() == 1 and len(bad_op.reads) > 1)
 
 
 def _division(bad_op: Invocation) -> Evidence:
-    name = DIVIDES.get(bad_op.operator.base)
-    if name is None or bad_op.at(name) != 0.0:
+    base = bad_op.operator.base
+    name = DIVIDES[base]
+    if bad_op.at(name) != 0.0:
         return NO_EVIDENCE
-    maker = _maker_behind(bad_op, name)
+    made_by, root, eps = _way_to(bad_op, name)
     found = Evidence(
-        zero_denominator=True,
-        denominator_from=_computed_by(maker),
-        denominator_root=_only_batch_tensor(maker),
-        eps_vanished=_vanished_epsilon(bad_op, name),
+        zero_denominator=True, denominator_from=made_by, denominator_root=root, eps_vanished=eps
     )
-    above = DIVIDED.get(bad_op.operator.base)
+    above = DIVIDED.get(base)
     if above is not None and bad_op.at(above) == 0.0:
-        numerator = _computed_by(_maker_behind(bad_op, above))
-        found |= Evidence(zero_numerator=True, numerator_from=numerator)
+        found |= Evidence(zero_numerator=True, numerator_from=_way_to(bad_op, above)[0])
     read = bad_op.read(name)
     if read is None:
         return found
@@ -477,25 +481,18 @@ def _division(bad_op: Invocation) -> Evidence:
         values = plain(read.tensor)
         values = values[torch.isfinite(values)]
         fractional = not bool((values == values.round()).all())
-    return found | Evidence(
-        denominator_learned=_learned(read.maker), denominator_fractional=fractional
-    )
-
-
-def _learned(maker: Call) -> bool:
-    """Was it computed from parameters without a comparison in between (as counting has)?"""
-    behind = walk([maker], lambda one: one.parents if one.numeric else ())
-    return any(one.numeric and one.op.startswith("param:") for one in behind)
+    # Computed from parameters without a comparison in between, as counting has.
+    behind = walk([read.maker], lambda one: one.parents if one.numeric else ())
+    learned = any(one.numeric and one.op.startswith("param:") for one in behind)
+    return found | Evidence(denominator_learned=learned, denominator_fractional=fractional)
 
 
 def _domain(bad_op: Invocation) -> Evidence:
     """The argument of a logarithm, root or power that is outside its domain."""
     base = bad_op.operator.base
-    name = "self" if base in DOMAIN else ARGUMENT.get(base)
-    value = None
-    if name is not None:
-        value = bad_op.at(name)
-    if name is None or value is None:
+    name = ARGUMENT.get(base, "self")
+    value = bad_op.at(name)
+    if value is None:
         return NO_EVIDENCE
     found = NO_EVIDENCE
     if base not in DOMAIN:
@@ -510,12 +507,8 @@ def _domain(bad_op: Invocation) -> Evidence:
         elif base == "pow" and not bad_op.call.out.nan:
             # a large negative base overflows like a positive one: no root is missing
             return NO_EVIDENCE
-    maker = _maker_behind(bad_op, name)
-    return found | Evidence(
-        argument_from=_computed_by(maker),
-        argument_root=_only_batch_tensor(maker),
-        eps_vanished=_vanished_epsilon(bad_op, name),
-    )
+    made_by, root, eps = _way_to(bad_op, name)
+    return found | Evidence(argument_from=made_by, argument_root=root, eps_vanished=eps)
 
 
 def _infinities(bad_op: Invocation) -> Evidence:
@@ -595,33 +588,35 @@ def _stored_huge(bad_op: Invocation) -> Evidence:
     return NO_EVIDENCE
 
 
-def _computed_by(maker: Call | None) -> str | None:
-    """The operation that computed an operand; None for a stored tensor."""
-    if maker is None or maker.stage == "stored":
-        return None
-    return maker.op
+def _way_to(bad_op: Invocation, name: str) -> tuple[str | None, str | None, float | None]:
+    """The operation that computed an operand, the only batch tensor behind it, a lost epsilon.
 
-
-def _only_batch_tensor(maker: Call | None) -> str | None:
-    """The batch tensor an operand was computed from, if from nothing else that is stored."""
-    if maker is None:
-        return None
+    The operation is looked for behind added constants and behind `1 - p`. An epsilon that its dtype
+    could not hold is reported by itself.
+    """
+    read = bad_op.read(name)
+    if read is None:
+        return None, None, None
+    maker = real_maker(read.maker)
+    while len(maker.parents) == 1 and maker.rounded_to_zero is None:
+        behind = real_maker(maker.parents[0])
+        inverse = maker.op == "aten.rsub" and behind.op in ("aten.sigmoid", "aten._softmax")
+        if maker.op not in ("aten.add", "aten.add_") and not inverse:
+            break
+        maker = behind
     roots: set[str] = set()
     for one in walk([maker], lambda one: one.parents):
         if one.stage == "stored" and not one.op.startswith("constant"):
             roots.add(one.op)
-    root = ""
-    if len(roots) == 1:
-        root = roots.pop()
-    if root.startswith("batch:"):
-        return root
-    return None
+    root = roots.pop() if len(roots) == 1 else ""
+    made_by = None if maker.stage == "stored" else maker.op
+    eps = _vanished_epsilon(read.maker)
+    return made_by, root if root.startswith("batch:") else None, eps
 
 
-def _vanished_epsilon(bad_op: Invocation, name: str) -> float | None:
+def _vanished_epsilon(maker: Call) -> float | None:
     """An epsilon on the way to this operand that its dtype could not hold."""
-    read = bad_op.read(name)
-    level = [read.maker] if read is not None else []
+    level = [maker]
     for _ in range(EPSILON_DEPTH):
         for call in level:
             if call.rounded_to_zero is not None:
@@ -630,19 +625,25 @@ def _vanished_epsilon(bad_op: Invocation, name: str) -> float | None:
     return None
 
 
-def _maker_behind(bad_op: Invocation, name: str) -> Call | None:
-    """The call that computed this operand, behind added constants and behind `1 - p`.
+def _always(base: str) -> bool:
+    return True
 
-    A constant that its dtype could not hold is reported by itself.
-    """
-    read = bad_op.read(name)
-    if read is None:
-        return None
-    maker = real_maker(read.maker)
-    while len(maker.parents) == 1 and maker.rounded_to_zero is None:
-        behind = real_maker(maker.parents[0])
-        inverse = maker.op == "aten.rsub" and behind.op in ("aten.sigmoid", "aten._softmax")
-        if maker.op not in ("aten.add", "aten.add_") and not inverse:
-            break
-        maker = behind
-    return maker
+
+_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[Invocation], Evidence]], ...] = (
+    (DIVIDES.__contains__, _division),
+    (lambda base: base in ARGUMENT or base in DOMAIN, _domain),
+    (_always, _infinities),
+    (_always, _gradient),
+    (SOFTMAX.__contains__, _masked_rows),
+    (lambda base: "scaled_dot_product" in base or "efficient_attention" in base, _masked_rows),
+    (REDUCES.__contains__, _reduced),
+    (lambda base: base.startswith("nll_loss"), _targets),
+    (PROBABILITY.__contains__, _probabilities),
+    (lambda base: base == "xlogy", _negative_target),
+    (lambda base: base == "_weight_norm_interface", _zero_norm),
+    (lambda base: "batch_norm" in base, _negative_variance),
+    (lambda base: base == "_ctc_loss", _ctc),
+    (_always, _precision),
+    (_always, _stored_huge),
+)
+"""Which operations, by name, and what is measured there."""

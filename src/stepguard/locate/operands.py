@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from stepguard.locate.source import Line
 from stepguard.records.incident import NO_EVIDENCE, Evidence, Operand
+from stepguard.state.batch import named_tensors, tensor_label
 from stepguard.tensors.values import dtype_name, is_finite, local_part
 
 # --- Test tensors for NaN and Inf. Every tensor of a replay is tested: one pass over the memory.
@@ -114,6 +115,11 @@ def storage_key(tensor: Tensor) -> int:
         if values is tensor:
             return 0
         return values.untyped_storage().data_ptr()
+
+
+def batch_tensors(batch: Any) -> list[tuple[str, Tensor]]:
+    """List every tensor with its name: `batch:x`, `batch:boxes.0`, or `batch` for a tensor."""
+    return [(tensor_label(name), tensor) for name, tensor in named_tensors(batch)]
 
 
 # --- Measure a tensor for an Operand record: extremes, counts and the one element that matters.
@@ -304,6 +310,8 @@ class Call:
     shape: tuple[int, ...] = ()
     reach: float = 0.0
     """Largest magnitude of the output; measured where the tracer is asked to."""
+    adds_up: bool = False
+    """Gave an infinity because finite values were too many or too large to be added up."""
     inputs: tuple[Operand, ...] = ()
     output: Operand | None = None
     evidence: Evidence = NO_EVIDENCE
@@ -444,11 +452,8 @@ TESTS = aten("isnan isinf isfinite _local_scalar_dense equal")
 """Operators whose answer is never a bad value."""
 
 
-class OperatorEntry(NamedTuple):
-    """One tensor or number handed to an operator, under its name in the schema."""
-
-    name: str
-    value: Any
+OperatorEntry = tuple[str, Any]
+"""One tensor or number handed to an operator, under its name in the schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,9 +487,7 @@ class Operator:
     def entries(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[OperatorEntry]:
         """List the tensors and numbers that go in, lists taken apart."""
         found: list[OperatorEntry] = []
-        for name, value in zip(self.arguments, args, strict=False):
-            _collect(name, value, found)
-        for name, value in kwargs.items():
+        for name, value in (*zip(self.arguments, args, strict=False), *kwargs.items()):
             _collect(name, value, found)
         return found
 
@@ -514,7 +517,7 @@ class Operator:
             return True
         if self.name not in INDEXED:
             return False
-        indices = [entry.value for entry in entries if _root(entry.name) == "indices"]
+        indices = [value for name, value in entries if _root(name) == "indices"]
         return any(isinstance(index, Tensor) and index.dtype is torch.bool for index in indices)
 
 
@@ -527,7 +530,7 @@ def _collect(name: str, value: Any, found: list[OperatorEntry]) -> None:
     if isinstance(value, Tensor) or (
         isinstance(value, int | float) and not isinstance(value, bool)
     ):
-        found.append(OperatorEntry(name, value))
+        found.append((name, value))
     elif isinstance(value, list | tuple):
         for position, item in enumerate(value):
             # Lists of integers are shapes and axes.

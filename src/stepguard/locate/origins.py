@@ -1,4 +1,4 @@
-"""Locate bad values that the optimizer makes from finite gradients, and norms that overflow.
+"""Write Origin records: of a traced step, an update, a norm that overflows, a buffer, an exception.
 
 The update is called from this file: its frames mark where the user's optimizer begins, see
 `source`.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,22 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from stepguard.locate import evidence, samples
-from stepguard.locate import replay_state as batches
 from stepguard.locate.blame import FirstBad, blame_loss
-from stepguard.locate.live_trace import line_of, origin_of
-from stepguard.locate.operands import COPIES, Call, ancestors, summarise, unravel
-from stepguard.locate.replay import (
-    ModelReplayer,
-    Replayer,
-    ReplayError,
-    kept_loss_function_state,
+from stepguard.locate.operands import (
+    Call,
+    ancestors,
+    batch_tensors,
+    numeric,
+    plain,
+    summarise,
+    unravel,
 )
-from stepguard.locate.replay_state import clock_for
+from stepguard.locate.replay import (
+    LocateBudget,
+    OutOfTimeError,
+    ReplayError,
+    replaying,
+)
 from stepguard.locate.source import Line, ModuleSpans, in_library, is_users, with_source
 from stepguard.locate.tracer import Tracer
 from stepguard.records.incident import (
@@ -42,9 +47,7 @@ from stepguard.records.incident import (
     with_evidence,
 )
 from stepguard.sentinel.gradients import scale_gradients
-from stepguard.state.batch import Step, total_loss
-from stepguard.state.isolation import untouched
-from stepguard.state.rng import restore_rng
+from stepguard.state.batch import Step, sample_count
 from stepguard.tensors.names import (
     is_distributed,
     named_modules,
@@ -52,147 +55,261 @@ from stepguard.tensors.names import (
     names_by_id,
     optimizer_parameters,
 )
-from stepguard.tensors.torch_private import TorchDispatchMode, tree_flatten
 from stepguard.tensors.values import is_finite, local_part
+
+# --- Write down as an Origin record what the walk over a trace found.
+
+
+PHASES: dict[str, Phase] = {
+    "batch": "input",
+    "param": "state",
+    "buffer": "state",
+    "opt": "state",
+    "attr": "state",
+}
+"""Phase of a stored tensor, by the kind that its name begins with."""
+
+
+def origin_of(found: FirstBad, traced: Tracer, step: Step) -> Origin:
+    """Build the record, still without samples."""
+    call = found.call
+    if call.stage == "stored":
+        return _stored_origin(found, traced, step)
+    at = call
+    if call.uninitialised and found.consumer is not None:
+        # Reading uninitialised memory is the mistake, not allocating it.
+        at = found.consumer
+    facts = call.evidence | found.evidence | _surroundings(step, traced)
+    facts |= Evidence(
+        uninitialised=call.uninitialised,
+        inner_gradient=call.node is not None and call.stage == "forward",
+    )
+    for path, module in named_modules(step.named_roots()) if call.number else ():
+        for key, value in vars(module).items():
+            # An attribute of a module that is NaN or infinite: the operation was probably given it.
+            if not facts.attribute and isinstance(value, float) and not math.isfinite(value):
+                facts |= Evidence(attribute=f"{path}.{key}".strip("."))
+    return replace(
+        _at(Origin(step=step.index, phase="loss"), at, traced),
+        op=call.op,
+        node=call.node,
+        micro_batch=traced.micro_batch,
+        inputs=call.inputs,
+        output=call.output,
+        method="replay",
+        reproduced=True,
+        evidence=facts,
+    )
+
+
+def _stored_origin(found: FirstBad, traced: Tracer, step: Step) -> Origin:
+    """Build the record of a tensor that was bad before the step, placed at its first consumer."""
+    name = found.call.op
+    kind = name.partition(":")[0]
+    origin = Origin(
+        step=step.index,
+        phase="loss",
+        method="replay",
+        reproduced=True,
+        evidence=found.evidence | _surroundings(step, traced),
+    )
+    if found.consumer is not None:
+        origin = _at(origin, found.consumer, traced)
+    origin = replace(origin, phase=PHASES.get(kind, origin.phase))
+    tensor = evidence.stored_tensor(step, name, traced.micro_batch)
+    if tensor is not None:
+        operand = summarise(name, tensor)
+        origin = with_evidence(origin, evidence.bad_elements(tensor, operand))
+        origin = replace(origin, inputs=(operand,))
+    if origin.phase == "input":
+        origin = replace(origin, micro_batch=traced.micro_batch)
+    if kind in PHASES and not name.startswith(evidence.KEPT):
+        return replace(origin, tensor=name)
+    origin = with_evidence(origin, Evidence(constant="nan" if found.call.out.nan else "inf"))
+    if name.startswith(evidence.KEPT):
+        origin = with_evidence(origin, Evidence(attribute=name.removeprefix(evidence.KEPT)))
+    return origin
+
+
+def huge_origin(origin: Origin, found: FirstBad, traced: Tracer, step: Step) -> Origin:
+    """Name the finite but absurd tensor that made what overflowed, where it first did so."""
+    name = found.call.op
+    assert found.consumer is not None
+    tensor = evidence.stored_tensor(step, name, traced.micro_batch)
+    origin = replace(
+        _at(origin, found.consumer, traced),
+        tensor=name,
+        inputs=() if tensor is None else (summarise(name, tensor),),
+        output=None,
+        micro_batch=traced.micro_batch,
+        method="replay",
+        reproduced=True,
+    )
+    if name.startswith("param:"):
+        return with_evidence(origin, Evidence(huge_parameter=name))
+    return with_evidence(origin, Evidence(huge_buffer=name))
+
+
+def _at(origin: Origin, call: Call, tracer: Tracer) -> Origin:
+    """Place the origin at a call."""
+    module = call.module
+    phase: Phase = "forward" if tracer.modules.belongs_to_model(module) else "loss"
+    if call.stage == "backward":
+        phase = "backward"
+        module = tracer.modules.created(call.sequence)
+    origin = replace(
+        origin, phase=phase, module=module, op=call.op, node=call.node, inputs=call.inputs
+    )
+    return with_source(origin, line_of(call, tracer))
+
+
+def _surroundings(step: Step, traced: Tracer) -> Evidence:
+    """Facts on the replay as a whole."""
+    sizes = []
+    for _, tensor in batch_tensors(step.micro_batches[traced.micro_batch]):
+        if numeric(tensor) and tensor.numel():
+            sizes.append(float(plain(tensor).nan_to_num(0.0, 0.0, 0.0).abs().max()))
+    return Evidence(
+        scale=float(step.scale) if step.scale != 1.0 else None,
+        autocast=traced.autocast,
+        local_collectives=traced.local_collectives,
+        unseen=tuple(sorted(traced.unseen)),
+        batch_max=max(sizes, default=None),
+    )
+
+
+def line_of(call: Call, tracer: Tracer) -> Line | None:
+    """Return the user's line; in the backward, of the forward behind it or behind its parents."""
+    seen: set[int] = set()
+    queue = [call]
+    while queue:
+        one = queue.pop(0)
+        line = one.line or tracer.lines.get(one.sequence)
+        if line is not None:
+            return line
+        seen.add(id(one))
+        for parent in one.parents:
+            if id(parent) not in seen and parent.stage != "stored":
+                queue.append(parent)
+    return None
+
 
 # --- Locate bad values that the optimizer makes from finite gradients, and norms that overflow.
 
 
 Gradients = dict[int, Tensor]
+Updated = tuple[str, Tensor, Tensor]
+"""Name, tensor and parameter: a parameter itself, or a slot of the optimizer's state."""
 
 
 def update_origin(step: Step, reading: Reading) -> Origin:
     """Run the update again on copies of parameters, gradients and optimizer state."""
-    origin = Origin(
-        step=reading.step,
-        phase="optimizer",
-        tensor=reading.bad_state[0] if reading.bad_state else None,
-        method="evidence",
-        evidence=_learning_rate(reading),
-    )
+    origin = _of_update(reading)
+    if reading.bad_state:
+        origin = replace(origin, tensor=reading.bad_state[0])
     gradients = _gradients(step)
     if not gradients:
         return origin
-    twin = _Twin(step, gradients)
-    twin.clip(step.clip_norm, reading.clip_factor if step.sharded else None)
+    twin = _twin(step.optimizer)
+    parameters = optimizer_parameters(twin)
+    originals = optimizer_parameters(step.optimizer)
+    for parameter, original in zip(parameters, originals, strict=True):
+        gradient = gradients.get(id(original))
+        parameter.grad = None if gradient is None else gradient.detach().clone()
+    # Clip as the step did.
+    if step.sharded and reading.clip_factor is not None:
+        scale_gradients(parameters, reading.clip_factor)
+    elif step.clip_norm is not None:
+        clip_grad_norm_(parameters, step.clip_norm)
+    known = names_by_id(named_parameters(step.named_roots()))
+    names = [known.get(id(original), "") for original in originals]
     tracer = Tracer(ModuleSpans({}), stage="optimizer")
-    for stored in twin.tensors():
-        tracer.store(stored.name, stored.tensor)
+    for name, tensor, _ in _updated(twin, names):
+        tracer.store(name, tensor)
     try:
         with torch.no_grad(), tracer:
-            twin.optimizer.step()
+            twin.step()
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"[:200]
         origin = with_evidence(origin, Evidence(replay_error=failure))
         return replace(origin, remarks=(f"the replay failed: {failure}",))
-    return _of_traced_update(replace(origin, method="replay"), tracer, twin)
+    bad = [updated for updated in _updated(twin, names) if not is_finite(updated[1])]
+    return _of_traced_update(replace(origin, method="replay"), tracer, twin, bad)
 
 
-def _of_traced_update(origin: Origin, tracer: Tracer, twin: _Twin) -> Origin:
+def _of_traced_update(
+    origin: Origin, tracer: Tracer, twin: Optimizer, bad: list[Updated]
+) -> Origin:
     # The first operation that made a bad value, and the tensor that it ended in.
-    found: list[tuple[Call, _Updated]] = []
-    bad = [updated for updated in twin.tensors() if not is_finite(updated.tensor)]
-    for updated in bad:
-        maker = tracer.maker_of(updated.tensor)
-        if maker is not None:
-            found += [(call, updated) for call in ancestors(maker) if call.first_bad]
+    found: list[tuple[Call, str, Tensor]] = []
+    for name, tensor, parameter in bad:
+        maker = tracer.maker_of(tensor)
+        for call in ancestors(maker) if maker is not None else ():
+            if call.first_bad:
+                found.append((call, name, parameter))
     if not found and bad:
         # a kernel wrote it that is no operation of torch's
-        name = f"{type(twin.optimizer).__name__}.step"
         origin = with_evidence(origin, Evidence(opaque="code"))
-        return replace(origin, op=name, tensor=bad[0].name, reproduced=True)
+        name = f"{type(twin).__name__}.step"
+        return replace(origin, op=name, tensor=bad[0][0], reproduced=True)
     if not found:
         return replace(origin, reproduced=False)
-    call, updated = min(found, key=lambda pair: pair[0].index)
+    call, name, parameter = min(found, key=lambda one: one[0].index)
     if call.stage == "stored":
         return replace(origin, phase="state", tensor=call.op, reproduced=True)
-    return replace(
-        with_source(origin, line_of(call, tracer)),
-        op=call.op,
-        tensor=updated.name,
-        inputs=call.inputs,
-        output=call.output,
-        reproduced=True,
-        evidence=call.evidence | origin.evidence | _epsilon(twin.optimizer, updated.parameter),
-    )
-
-
-def _epsilon(optimizer: Optimizer, parameter: Tensor) -> Evidence:
-    """Say whether the group's epsilon is 0 in the parameter's dtype."""
-    for group in optimizer.param_groups:
+    # Is the group's epsilon 0 in the parameter's dtype?
+    epsilon = NO_EVIDENCE
+    for group in twin.param_groups:
         eps = group.get("eps")
         if isinstance(eps, float) and any(p is parameter for p in group["params"]):
             rounded = float(torch.tensor(eps, dtype=parameter.dtype))
-            return Evidence(eps=eps, eps_underflow=eps > 0 and rounded == 0.0)
-    return NO_EVIDENCE
+            epsilon = Evidence(eps=eps, eps_underflow=eps > 0 and rounded == 0.0)
+    return replace(
+        with_source(origin, line_of(call, tracer)),
+        op=call.op,
+        tensor=name,
+        inputs=call.inputs,
+        output=call.output,
+        reproduced=True,
+        evidence=call.evidence | origin.evidence | epsilon,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Updated:
-    """A parameter of the copied optimizer, or a slot of its state."""
-
-    name: str
-    tensor: Tensor
-    parameter: Tensor
-
-
-class _Twin:
-    """An independent optimizer on copied parameters, gradients and state, without any hooks."""
-
-    def __init__(self, step: Step, gradients: Gradients) -> None:
-        # What a deep copy finds here it takes for the copy: for sharded tensors a copy of what this
-        # rank holds of them, since no other rank joins what this one computes.
-        memo: dict[int, Any] = {}
-        originals = optimizer_parameters(step.optimizer)
-        for parameter in originals:
-            if is_distributed(parameter):
-                memo[id(parameter)] = nn.Parameter(local_part(parameter.detach()).clone())
-            for value in step.optimizer.state.get(parameter, {}).values():
-                if isinstance(value, Tensor) and is_distributed(value):
-                    memo[id(value)] = local_part(value.detach()).clone()
-        self.optimizer = copy.deepcopy(step.optimizer, memo)
-        # A deep copy of a torch optimizer carries groups, state and defaults only, not what its
-        # author put on `self`.
-        for name, value in vars(step.optimizer).items():
-            if name in vars(self.optimizer) or callable(value):
-                continue
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """An independent optimizer on copied parameters and state, without any hooks."""
+    # What a deep copy finds here it takes for the copy: for sharded tensors a copy of what this
+    # rank holds of them, since no other rank joins what this one computes.
+    memo: dict[int, Any] = {}
+    for parameter in optimizer_parameters(optimizer):
+        if is_distributed(parameter):
+            memo[id(parameter)] = nn.Parameter(local_part(parameter.detach()).clone())
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and is_distributed(value):
+                memo[id(value)] = local_part(value.detach()).clone()
+    twin = copy.deepcopy(optimizer, memo)
+    # A deep copy of a torch optimizer carries groups, state and defaults only, not what its author
+    # put on `self`.
+    for name, value in vars(optimizer).items():
+        if name not in vars(twin) and not callable(value):
             # What cannot be copied is missed only if the update needs it: the replay says so then.
             with suppress(TypeError, RuntimeError):
-                setattr(self.optimizer, name, copy.deepcopy(value, memo))
-        self._parameters = optimizer_parameters(self.optimizer)
-        self._names: list[str] = []
-        names = names_by_id(named_parameters(step.named_roots()))
-        for parameter, original in zip(self._parameters, originals, strict=True):
-            gradient = gradients.get(id(original))
-            parameter.grad = None if gradient is None else gradient.detach().clone()
-            self._names.append(names.get(id(original), ""))
+                setattr(twin, name, copy.deepcopy(value, memo))
+    return twin
 
-    def clip(self, limit: float | None, factor: float | None = None) -> None:
-        """Clip the gradients as the step did. `factor`: what sharded ones were multiplied by."""
-        if factor is not None:
-            scale_gradients(self._parameters, factor)
-        elif limit is not None and any(p.grad is not None for p in self._parameters):
-            clip_grad_norm_(self._parameters, limit)
 
-    def tensors(self) -> Iterator[_Updated]:
-        """Yield every parameter, then every slot of the optimizer's state."""
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            yield _Updated(f"param:{name}", parameter, parameter)
-        for parameter in self._parameters:
-            for slot, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    yield _Updated(f"opt:{slot}", value, parameter)
+def _updated(optimizer: Optimizer, names: Sequence[str]) -> Iterator[Updated]:
+    parameters = optimizer_parameters(optimizer)
+    for name, parameter in zip(names, parameters, strict=True):
+        yield f"param:{name}", parameter, parameter
+    for parameter in parameters:
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield f"opt:{slot}", value, parameter
 
 
 def norm_origin(step: Step, reading: Reading) -> Origin:
     """Name the operation that overflows in the norm of finite gradients."""
-    origin = Origin(
-        step=reading.step,
-        phase="optimizer",
-        op="aten._foreach_norm",
-        method="evidence",
-        evidence=_learning_rate(reading),
-    )
+    origin = replace(_of_update(reading), op="aten._foreach_norm")
     gradients = [gradient for gradient in _gradients(step).values() if gradient.numel()]
     if not gradients:
         return origin
@@ -216,14 +333,14 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
     return replace(origin, inputs=(shown,), method="replay", reproduced=reproduced)
 
 
-def divergence_origin(step: Step, reading: Reading) -> Origin:
+def divergence_origin(reading: Reading) -> Origin:
     """Blame the update as a whole: everything is finite, and yet the run is being lost."""
-    evidence = _learning_rate(reading) | Evidence(repeat_loss=reading.repeat_loss)
-    return Origin(step=reading.step, phase="optimizer", method="evidence", evidence=evidence)
+    return with_evidence(_of_update(reading), Evidence(repeat_loss=reading.repeat_loss))
 
 
-def _learning_rate(reading: Reading) -> Evidence:
-    return Evidence(lr=max(reading.lr, default=None))
+def _of_update(reading: Reading) -> Origin:
+    lr = Evidence(lr=max(reading.lr, default=None))
+    return Origin(step=reading.step, phase="optimizer", method="evidence", evidence=lr)
 
 
 def _gradients(step: Step) -> Gradients:
@@ -231,8 +348,7 @@ def _gradients(step: Step) -> Gradients:
     present = _present_gradients(step)
     if present or not step.replayable or not step.rng:
         return present
-    with untouched(step) as keeper:
-        replayer = Replayer(step, keeper)
+    with replaying(step) as replayer:
         try:
             for micro in range(len(step.micro_batches)):
                 replayer.run(micro)
@@ -254,12 +370,6 @@ def _present_gradients(step: Step) -> Gradients:
 # --- Locate an exception of the user's code: read its traceback, then replay to find the samples.
 
 
-Attempt = Callable[[Any], object]
-"""Runs one micro-batch as far as the step came, and raises what the user's code raises."""
-GRACE = 0.3
-"""Seconds that locating may take however short the step is."""
-CHECKS = ("aten._linalg_check_errors", "aten._assert_async")
-"""Operations that only test the result of the operation before them."""
 _AUTOGRAD = str(Path(torch.__file__).parent / "autograd")
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim")
 
@@ -296,103 +406,53 @@ def traceback_origin(error: BaseException, index: int, roots: dict[str, nn.Modul
 
 
 def place_exception(
-    origin: Origin, error: Exception, step: Step, micro: int, attempt: Attempt, budget: float
+    origin: Origin, error: BaseException, step: Step, micro: int, budget: LocateBudget
 ) -> Origin:
-    """Run the micro-batch again; name the operation that raises and the samples that make it.
-
-    `budget`: how long that may take, in runs of this micro-batch.
-    """
+    """Run the micro-batch again; name the operation that raises and the samples that make it."""
     origin = replace(origin, method="replay", micro_batch=micro)
-    batch = step.micro_batches[micro]
-    parameters = optimizer_parameters(step.optimizer)
-    clock = clock_for(on_host=all(p.device.type == "cpu" for p in parameters))
-    count = batches.sample_count(batch)
+    backward = origin.phase == "backward"
+    budget.begin(step)
+    with replaying(step, budget) as replayer:
+        replayer.keeper = step.buffers
+        replayer.any_gradient = True
 
-    def raises(part: Any) -> bool | None:
-        """True if it raises the same type; None if another, so that nothing can be said."""
-        keeper.restore()
-        step.buffers.restore()
-        restore_rng(step.rng[micro])
+        def same(failure: ReplayError) -> bool | None:
+            """True if it raises the same type; None if another, so that nothing can be said."""
+            return True if type(failure.__cause__) is type(error) else None
+
+        def raises(keep: Sequence[int]) -> bool | None:
+            try:
+                samples.run_samples(replayer, micro, keep, backward=backward)
+            except ReplayError as again:
+                return same(again)
+            return False
+
         try:
-            with torch.compiler.set_stance("force_eager"):
-                attempt(batches.duplicate(part))
-        except Exception as again:
-            if type(again) is type(error):
-                return True
-            return None
-        finally:
-            for parameter in parameters:
-                parameter.grad = None
-        return False
-
-    def bad_with(keep: Sequence[int]) -> bool | None:
-        if not keep or clock() > deadline:
-            return None
-        return raises(batches.subset(batch, list(keep), count))
-
-    with untouched(step) as keeper:
-        began = clock()
-        operations = _FailedOperation()
-        with operations:
-            again = raises(batch)
-        if again is not True:
-            return replace(origin, reproduced=False)
-        deadline = clock() + (budget - 1.0) * (clock() - began) + GRACE
-        guilty = samples.guilty_samples(count, bad_with) or ()
-    return replace(origin, reproduced=True, op=operations.failed, samples=guilty)
+            replayer.trace(micro, backward=backward)
+        except ReplayError as again:
+            if same(again):
+                guilty: tuple[int, ...] | None = ()
+                with suppress(OutOfTimeError):
+                    count = sample_count(step.micro_batches[micro])
+                    guilty = samples.guilty_samples(count, raises)
+                return replace(origin, reproduced=True, op=again.op, samples=guilty or ())
+    return replace(origin, reproduced=False)
 
 
 def place_replayed_exception(step: Step) -> Origin:
     """Run a step from a capsule that raised when it was recorded; locate what it raises now."""
     for micro in range(len(step.micro_batches)):
-        attempt = whole_attempt(step, Origin(step=step.index, phase="backward"))
         try:
-            with untouched(step):
-                step.buffers.restore()
-                restore_rng(step.rng[micro])
-                attempt(batches.duplicate(step.micro_batches[micro]))
-        except Exception as error:
+            with replaying(step) as replayer:
+                replayer.keeper = step.buffers
+                replayer.any_gradient = True
+                replayer.run(micro)
+        except ReplayError as failure:
+            error = failure.__cause__
+            assert error is not None
             origin = traceback_origin(error, step.index, step.named_roots())
-            return place_exception(
-                origin, error, step, micro, whole_attempt(step, origin), math.inf
-            )
+            return place_exception(origin, error, step, micro, LocateBudget(math.inf))
     return Origin(step=step.index, phase="loss", method="replay", reproduced=False)
-
-
-def whole_attempt(step: Step, origin: Origin) -> Attempt:
-    """Run the user's loss function, and its backward where that is what raised."""
-
-    def attempt(batch: Any) -> None:
-        assert step.loss_fn is not None
-        loss = total_loss(step.loss_fn(batch))
-        if origin.phase == "backward":
-            if step.scale != 1.0:
-                loss = loss * step.scale
-            torch.autograd.backward(loss)
-
-    return attempt
-
-
-class _FailedOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers the operation that raised."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.failed: str | None = None
-        self._before: str | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func.overloadpacket)
-        try:
-            out = func(*args, **(kwargs or {}))
-        except Exception:
-            if self.failed is None:
-                self.failed = self._before if name in CHECKS else name
-            raise
-        # Autograd detaches what it saves: that is not what a test is about.
-        if name not in COPIES:
-            self._before = name
-        return out
 
 
 # --- Locate the operation of the forward that made a buffer non-finite, under a finite loss.
@@ -404,7 +464,7 @@ def buffer_origin(step: Step, reading: Reading, no_replay: str | None = None) ->
     `no_replay`: why the step cannot be run again; then the buffer's name is all that is known.
     """
     name = reading.bad_state[0]
-    unlocated = Origin(
+    origin = Origin(
         step=reading.step,
         phase="forward",
         module=evidence.owner_of(name),
@@ -412,41 +472,36 @@ def buffer_origin(step: Step, reading: Reading, no_replay: str | None = None) ->
         method="scan",
     )
     if no_replay is not None:
-        remark = f"the step could not be run again: {no_replay}"
-        return replace(unlocated, evidence=Evidence(no_replay=no_replay), remarks=(remark,))
-    with untouched(step) as keeper:
-        # under `watch` only the calls of the model can be run again
-        replayer = ModelReplayer(step, keeper) if step.model_only else Replayer(step, keeper)
+        remark = f"the step could not be replayed: {no_replay}"
+        return replace(origin, evidence=Evidence(no_replay=no_replay), remarks=(remark,))
+    with replaying(step) as replayer:
         for micro in range(len(step.micro_batches)):
             try:
                 traced = replayer.trace(micro, backward=False)
             except ReplayError:
-                return unlocated
+                return origin
             buffer = evidence.stored_tensor(step, name)
-            if buffer is not None and not is_finite(buffer):
-                maker = traced.tracer.maker_of(buffer)
-                found = None
-                if maker is not None and maker.out and maker.stage != "stored":
-                    found = blame_loss(traced.tracer, [maker])
-                else:
-                    # Norm layers update their statistics inside the kernel: no operation of the
-                    # trace writes the buffer, but the layer's operation is handed it.
-                    for call in traced.tracer.calls:
-                        if any(p.stage == "stored" and p.op == name for p in call.parents):
-                            found = FirstBad(call)
-                origin = unlocated
-                if found is not None:
-                    origin = origin_of(found, traced, replayer)
-                return replace(origin, tensor=name, output=summarise(name, buffer))
-    return replace(unlocated, reproduced=False)
+            if buffer is None or is_finite(buffer):
+                continue
+            maker = traced.maker_of(buffer)
+            found = None
+            if maker is not None and maker.out and maker.stage != "stored":
+                found = blame_loss(traced, [maker])
+            else:
+                # Norm layers update their statistics inside the kernel: no operation of the trace
+                # writes the buffer, but the layer's operation is handed it.
+                for call in traced.calls:
+                    if any(p.stage == "stored" and p.op == name for p in call.parents):
+                        found = FirstBad(call)
+            if found is not None:
+                origin = origin_of(found, traced, step)
+            return replace(origin, tensor=name, output=summarise(name, buffer))
+    return replace(origin, reproduced=False)
 
 
 # --- Is a loss infinite only because finite values were too many or too large to be added up?
 
 
-SUMS = frozenset({"sum", "mean", "dot", "nansum", "linalg_vector_norm", "norm"})
-LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
-"""Losses that make one value of each element before they add: `reduction` is an argument."""
 SUM_NODES = frozenset(
     {"SumBackward", "MeanBackward", "DotBackward", "MseLossBackward", "L1LossBackward"}
     | {"SmoothL1LossBackward", "HuberLossBackward", "LinalgVectorNormBackward", "NormBackward"}
@@ -456,60 +511,19 @@ PASSED = frozenset({"Mul", "Div", "Add", "Sub", "Neg", "ToCopy", "View", "Squeez
 MOST_NODES = 16
 
 
-class _Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows infinities that sums of finite values have made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made: list[Tensor] = []
-
-    def made(self, tensor: Tensor) -> bool:
-        return any(tensor is one for one in self._made)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        given = list(_floats((args, kwargs)))
-        rest = [tensor for tensor in given if not self.made(tensor)]
-        adds = name in SUMS or name in LOSSES
-        if name in ("add", "add_") and len(given) > 1:
-            # terms of a loss are scalars; `+=` writes into its first operand, so it is read before
-            adds = max(t.numel() for t in given) == 1
-        follows = (adds or len(rest) < len(given)) and all(map(is_finite, rest))
-        out = func(*args, **kwargs)
-        for tensor in _floats(out) if follows else ():
-            infinite = not is_finite(tensor) and not bool(tensor.isnan().any())
-            if infinite and _elements_finite(func, args, kwargs):
-                self._made.append(tensor)
-        return out
-
-
-def _elements_finite(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Of a loss that makes elements by itself: are they finite before they are added?"""
-    if func.overloadpacket.__name__ not in LOSSES:
-        return True
-    unreduced = {key: value for key, value in kwargs.items() if key != "reduction"}
-    return is_finite(func(*args[:2], 0, *args[3:], **unreduced))
-
-
-def _floats(tree: Any) -> Iterator[Tensor]:
-    for leaf in tree_flatten(tree)[0]:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            yield leaf
-
-
 def overflowed_in_replay(step: Step, micro: Sequence[int]) -> bool:
     """Run the forward of these micro-batches again: is each loss infinite by a sum alone?"""
-    assert step.loss_fn is not None
-    with untouched(step), kept_loss_function_state(step):
-        step.buffers.restore()
-        for index in range(max(micro) + 1):
-            restore_rng(step.rng[index])
-            with _Sums() as sums:
-                loss = total_loss(step.loss_fn(step.micro_batches[index]))
-            if index in micro and not sums.made(loss):
+    with replaying(step) as replayer:
+        replayer.keeper = step.buffers
+        for index in micro:
+            traced = replayer.trace(index, backward=False)
+            assert traced.ran.loss is not None
+            maker = traced.maker_of(traced.ran.loss)
+            behind = [] if maker is None else list(ancestors(maker))
+            first = [call for call in behind if call.first_bad]
+            if not first or any(call.out.nan for call in behind):
+                return False
+            if not all(call.adds_up for call in first):
                 return False
     return True
 

@@ -6,33 +6,274 @@ The user's loss function is called from this file: its frames mark where the use
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from statistics import median
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepguard.locate import evidence
-from stepguard.locate import replay_state as batches
-from stepguard.locate.evidence import AutocastObserver
-from stepguard.locate.operands import Stage, numeric
-from stepguard.locate.replay_state import (
-    LocateBudget,
-    LossFunctionState,
-    kept_tensors,
-    named_tensors,
-)
-from stepguard.locate.source import Line, ModuleSpans, with_source
-from stepguard.locate.tracer import Tracer
+from stepguard.locate.evidence import kept_tensors
+from stepguard.locate.operands import Stage, batch_tensors, numeric
+from stepguard.locate.source import Line, ModuleSpans, is_users, with_source
+from stepguard.locate.tracer import Ran, Tracer
 from stepguard.records.incident import Origin, Reading
-from stepguard.state.batch import OUTPUT_GRADIENT, Step, total_loss
+from stepguard.state.batch import OUTPUT_GRADIENT, Step, rebuild, total_loss
 from stepguard.state.buffers import BufferKeeper
+from stepguard.state.isolation import untouched
+from stepguard.state.python_state import KeptLeaf, KeptTensor, keep_generator
 from stepguard.state.rng import restore_rng
 from stepguard.tensors.names import named_buffers, named_parameters
 from stepguard.tensors.values import is_finite
+
+# --- Limit the time that locating an incident may take, in steps of the unguarded run.
+
+
+FLOOR = 0.3
+"""Seconds that are always allowed: where steps are short, six of them are next to nothing."""
+RECENT = 16
+"""Steps whose times stand for an unguarded step."""
+
+
+class OutOfTimeError(Exception):
+    """The next replay does not fit into the budget."""
+
+
+class LocateBudget:
+    """The budget of one guard's incidents, and which searches were in vain in earlier ones."""
+
+    def __init__(self, steps: float = 6.0, clock: Callable[[], float] | None = None) -> None:
+        self.steps = steps
+        self.tracing = False
+        """The loop runs under the tracer, so its steps take longer than usual."""
+        self.added_by_tracing = 0.0
+        self.cut: list[str] = []
+        """What was left out of the present incident, in sentences."""
+        self.whole_only: set[Hashable] = set()
+        """Kinds of batches that the user's code takes whole or not at all."""
+        self.fruitless: Counter[Hashable] = Counter()
+        """Searches in a row, by place, that ended without a sample."""
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._clock = clock or time.perf_counter
+        self._began = 0.0
+        self._traced: float | None = None
+
+    def took(self, seconds: float) -> None:
+        """Note how long a step of the loop took."""
+        if self.tracing:
+            self.added_by_tracing += max(seconds - self.bare_seconds, 0.0)
+        else:
+            self._recent.append(seconds)
+
+    @property
+    def bare_seconds(self) -> float:
+        """Seconds of an unguarded step; 0 if unknown."""
+        known = [median(self._recent)] if self._recent else []
+        # The traced step does the same and more, so it is an upper bound.
+        if self._traced is not None:
+            known.append(self._traced)
+        return min(known, default=0.0)
+
+    def begin(self, step: Step) -> None:
+        """Start a new incident."""
+        on_host = all(p.device.type == "cpu" for p in step.model.parameters())
+        if on_host and self._clock is time.perf_counter:
+            # The time of this thread counts, so that a busy machine changes no answer. Where a
+            # device computes, the thread only waits.
+            self._clock = time.thread_time
+        self._began = self._clock()
+        self._traced = None
+        self.cut = []
+
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Leave the first run out of the budget: without it nothing is known at all."""
+        began = self._clock()
+        yield
+        took = self._clock() - began
+        if self._traced is None:
+            self._traced = took
+            self._began += took
+
+    def affords(self, steps: float) -> bool:
+        """True if there is time for this many more runs of the step."""
+        limit = max(FLOOR, self.steps * self.bare_seconds)
+        return self._clock() - self._began + steps * self.bare_seconds <= limit
+
+    def leave_out(self, what: str) -> None:
+        """Say what the budget did not allow."""
+        self.cut.append(
+            f"cut short: {what} would take more than {self.steps:g} unguarded steps (locate_budget)"
+        )
+
+
+# --- State of a loss function's own: generators, counters, lists, tensors outside batch and
+# modules. A replay cannot put back what was never remembered, so a loss function with such state
+# may give another answer the second time. It is collected only once a step is bad. State of modules
+# is remembered before the step.
+
+
+MOST_VALUES = 2000
+"""Values that are collected; a data set in a closure must not take minutes."""
+DEEPEST = 4
+SMALL = 1_000_000
+"""Elements of a tensor up to which it is copied."""
+LONG = 100_000
+"""Entries of a list above which only their number is compared."""
+HARMLESS_THREADS = ("stepguard", "TMonitor", "tqdm")
+"""Threads that change no state of the user's: stepguard's own and a progress bar's clock."""
+
+
+class LossFunctionState:
+    """Everything a function reaches by its closure, defaults, bound object and named globals."""
+
+    def __init__(self, function: Any) -> None:
+        self._seen: set[int] = set()
+        self._kept: list[tuple[str, KeptLeaf | KeptTensor]] = []
+        self._collect(type(function).__name__, function, -1)
+
+    def changed(self) -> tuple[str, ...]:
+        """Name what is no longer as it was found, in words."""
+        return tuple(dict.fromkeys(words for words, kept in self._kept if kept.moved(set())))
+
+    def restore(self) -> None:
+        """Put everything back as it was found, unless other threads may have changed it."""
+        for thread in threading.enumerate():
+            kind = type(thread).__name__
+            harmless = thread.name.startswith(HARMLESS_THREADS) or kind in HARMLESS_THREADS
+            if thread is not threading.current_thread() and not harmless:
+                # What changed may be its: a prefetched batch for instance.
+                return
+        for _, kept in self._kept:
+            kept.restore(set())
+
+    def _collect(self, name: str, value: Any, depth: int, owner: Any = None, key: Any = 0) -> None:
+        """`owner`: what holds the value under `key`; None where it cannot be replaced."""
+        if depth > DEEPEST or len(self._kept) >= MOST_VALUES:
+            return
+        if type(value) in (int, float):
+            if owner is not None:
+                self._kept.append((f"the number `{name}`", _keep_place(owner, key, value)))
+            return
+        if id(value) in self._seen or isinstance(value, nn.Module | nn.Parameter | type):
+            return
+        self._seen.add(id(value))
+        generator = keep_generator(value)
+        if isinstance(value, Tensor):
+            # An inference tensor has no version counter.
+            if owner is not None and value.numel() <= SMALL and not value.is_inference():
+                words = f"the tensor `{name}`"
+                self._kept.append((words, KeptTensor(value)))
+                self._kept.append((words, _keep_place(owner, key, value)))
+        elif generator is not None:
+            kind = "counter" if isinstance(value, itertools.count) else "generator"
+            self._kept.append((f"the {kind} `{name}`", generator))
+        else:
+            self._collect_inside(name, value, depth)
+
+    def _collect_inside(self, name: str, value: Any, depth: int) -> None:
+        if isinstance(value, dict):
+            for inner, item in list(value.items()):
+                self._collect(f"{name}[{inner!r}]", item, depth + 1, value, inner)
+        elif isinstance(value, list | deque):
+            self._kept.append((f"the list `{name}`", _keep_list(value)))
+            for position, item in enumerate(itertools.islice(value, MOST_VALUES)):
+                self._collect(f"{name}[{position}]", item, depth + 1, value, position)
+        elif isinstance(value, functools.partial):
+            self._collect(name, value.func, depth)
+            for inner, item in (*enumerate(value.args), *value.keywords.items()):
+                self._collect(f"argument {inner}", item, depth)
+        elif isinstance(value, MethodType):
+            self._collect("self", value.__self__, depth)
+            self._collect(name, value.__func__, depth)
+        elif isinstance(value, FunctionType):
+            self._collect_reached(value, depth)
+        elif _is_users_object(value):
+            for inner, item in list(vars(value).items()):
+                self._collect(f"{name}.{inner}", item, depth + 1, vars(value), inner)
+
+    def _collect_reached(self, function: FunctionType, depth: int) -> None:
+        """What the code of the function can name without importing or being handed it."""
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            # The variable of the enclosing function may not be assigned yet.
+            with suppress(ValueError):
+                self._collect(name, cell.cell_contents, depth + 1, cell)
+        for position, value in enumerate(function.__defaults__ or ()):
+            self._collect(f"default {position}", value, depth + 1)
+        if is_users(code.co_filename):
+            space = function.__globals__
+            for name in code.co_names:
+                if name in space:
+                    self._collect(name, space[name], depth + 1, space, name)
+
+
+def _is_users_object(value: Any) -> bool:
+    """True for an instance of a class of the user's own program, not of a library."""
+    if not hasattr(value, "__dict__") or isinstance(value, ModuleType):
+        return False
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    return file is not None and is_users(file) and "site-packages" not in file
+
+
+def _keep_place(owner: Any, key: Any, value: Any) -> KeptLeaf:
+    """Remember the number or the very tensor in a variable, an attribute or an item of `owner`."""
+
+    def present(owner: Any) -> str | int:
+        if isinstance(owner, CellType):
+            now = owner.cell_contents
+        elif isinstance(owner, dict):
+            now = owner.get(key)
+        else:
+            now = owner[key] if key < len(owner) else None
+        # As text: a NaN differs from itself, but NaN before and after is not a change.
+        return id(now) if isinstance(now, Tensor) else repr(now)
+
+    def put_back(owner: Any, saved: str | int) -> None:
+        if isinstance(owner, CellType):
+            owner.cell_contents = value
+        elif isinstance(owner, dict) or key < len(owner):
+            owner[key] = value
+
+    return KeptLeaf(owner, present, put_back)
+
+
+def _keep_list(value: list[Any] | deque[Any]) -> KeptLeaf:
+    items = list(value)
+
+    def drop_appended(live: Any, saved: object) -> None:
+        # Only what was appended is taken away: a list that changed in another way may be shared.
+        unchanged_start = all(one is other for one, other in zip(live, items, strict=False))
+        if isinstance(live, list) and len(live) > len(items) and unchanged_start:
+            del live[len(items) :]
+
+    return KeptLeaf(
+        value,
+        lambda live: len(live) if len(live) > LONG else [id(item) for item in live],
+        drop_appended,
+    )
+
+
+@contextmanager
+def kept_loss_function_state(step: Step) -> Iterator[LossFunctionState]:
+    """Remember the loss function's own state and put it back: replays must not use it up."""
+    own = LossFunctionState(step.loss_fn)
+    try:
+        yield own
+    finally:
+        own.restore()
+
 
 # --- Run one micro-batch of the bad step again: same RNG, buffers, batch and loss scale.
 
@@ -40,45 +281,38 @@ from stepguard.tensors.values import is_finite
 class ReplayError(Exception):
     """The user's code raised an exception in a replay; the cause is chained."""
 
-
-@dataclass(slots=True)
-class Ran:
-    """Result of a replayed micro-batch."""
-
-    loss_finite: bool
-    grads_finite: bool = True
-    loss: Tensor | None = None
-    parts: dict[str, float] = field(default_factory=dict)
-    """Named parts of the loss."""
-    bad_gradients: tuple[str, ...] = ()
-
-    @property
-    def clean(self) -> bool:
-        return self.loss_finite and self.grads_finite
+    op: str | None = None
+    """The operation that raised, where it was traced."""
 
 
-@dataclass(slots=True)
-class Traced:
-    """A replayed micro-batch with its trace."""
-
-    ran: Ran
-    tracer: Tracer
-    micro_batch: int
+@contextmanager
+def replaying(step: Step, budget: LocateBudget | None = None) -> Iterator[Replayer]:
+    """Run the step again as often as needed inside; everything ends as it began."""
+    kind = ModelReplayer if step.model_only else Replayer
+    with untouched(step) as keeper, kept_loss_function_state(step) as own:
+        yield kind(step, keeper, own, budget)
 
 
 class Replayer:
-    """Runs micro-batches of one step, inside `untouched`."""
+    """Runs micro-batches of one step, see `replaying`."""
 
     def __init__(
-        self, step: Step, keeper: BufferKeeper, budget: LocateBudget | None = None
+        self,
+        step: Step,
+        keeper: BufferKeeper,
+        loss_fn_state: LossFunctionState | None = None,
+        budget: LocateBudget | None = None,
     ) -> None:
         self.step = step
-        self.loss_fn_state: LossFunctionState | None = None
+        self.loss_fn_state = loss_fn_state
         """State of the loss function's own: put back before every run, so that all are alike."""
         self.first_traced: Ran | None = None
         """Result of the first trace, before anything in the batch was repaired."""
         self.budget = budget if budget is not None else LocateBudget()
-        self._keeper = keeper
+        self.keeper = keeper
+        """Buffers to put back before every run."""
+        self.any_gradient = False
+        """Run the backward also where the loss, or what came back to the model, is bad."""
         roots = step.named_roots()
         self.parameters = dict(named_parameters(roots))
         self.buffers = dict(named_buffers(roots))
@@ -87,29 +321,33 @@ class Replayer:
         self, micro: int, batch: Any = None, *, backward: bool = True, eager: bool = True
     ) -> Ran:
         """Run without a trace. `batch` replaces the recorded one. Gradients are accumulated."""
-        if batch is None:
-            batch = self.step.micro_batches[micro]
-        with _eagerly() if eager else nullcontext():
-            return self._run(micro, batches.duplicate(batch), backward, None)
+        # Compiled code runs as written: a trace needs every operation.
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+            return self._run(micro, self._copied(micro, batch), backward, None)
 
     def trace(
-        self, micro: int, batch: Any = None, *, backward: bool = True, reach: bool = False
-    ) -> Traced:
+        self,
+        micro: int,
+        batch: Any = None,
+        *,
+        backward: bool = True,
+        reach: bool = False,
+        last: int | None = None,
+    ) -> Tracer:
         """Run with a trace of every operation. The backward of a bad loss is left out.
 
-        `reach`: measure magnitudes too.
+        `reach`: measure magnitudes too. `last`: number of the operation to stop after.
         """
-        spans = ModuleSpans(self.step.named_roots())
-        tracer = self.new_tracer(spans)
+        roots = self.step.named_roots()
+        spans = ModuleSpans(roots)
+        tracer = Tracer(spans)
+        tracer.micro_batch = micro
         tracer.measures_reach = reach
-        if batch is None:
-            batch = self.step.micro_batches[micro]
-        copied = batches.duplicate(batch)
+        tracer.last = last
+        copied = self._copied(micro, batch)
         # A tensor can be reached by several names. The last one counts: a parameter that a module
         # keeps in a list as well is that parameter.
-        for name, tensor in kept_tensors(self.step.named_roots()):
-            tracer.store(name, tensor)
-        for name, tensor in batches.named_tensors(copied):
+        for name, tensor in (*kept_tensors(roots), *batch_tensors(copied)):
             tracer.store(name, tensor)
         for name, parameter in self.parameters.items():
             tracer.store(f"param:{name}", parameter)
@@ -117,16 +355,11 @@ class Replayer:
                 tracer.store(f"grad:{name}", parameter.grad)
         for name, buffer in self.buffers.items():
             tracer.store(f"buffer:{name}", buffer)
-        observer = AutocastObserver(p.device.type for p in self.parameters.values())
-        with self.budget.first_trace(), _eagerly(), spans, observer:
-            ran = self._run(micro, copied, backward, tracer)
-        tracer.autocast = observer.dtype
-        self.first_traced = self.first_traced or ran
-        return Traced(ran, tracer, micro)
-
-    def new_tracer(self, spans: ModuleSpans) -> Tracer:
-        """Make the tracer; a subclass may use another one."""
-        return Tracer(spans)
+        eager = torch.compiler.set_stance("force_eager")
+        with self.budget.first_run(), eager, spans:
+            tracer.ran = self._run(micro, copied, backward, tracer)
+        self.first_traced = self.first_traced or tracer.ran
+        return tracer
 
     def clear_gradients(self) -> None:
         """Drop the gradients of all parameters."""
@@ -150,9 +383,15 @@ class Replayer:
                 bad.append(name)
         return bad
 
+    def _copied(self, micro: int, batch: Any) -> Any:
+        """Copy every tensor: a loss function may change its batch or collect gradients in it."""
+        if batch is None:
+            batch = self.step.micro_batches[micro]
+        return rebuild(batch, lambda _, t: t.detach().clone().requires_grad_(t.requires_grad))
+
     def _run(self, micro: int, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
         # Put back what a run may have changed, except for gradients.
-        self._keeper.restore()
+        self.keeper.restore()
         if self.loss_fn_state is not None:
             self.loss_fn_state.restore()
         restore_rng(self.step.rng[min(micro, len(self.step.rng) - 1)])
@@ -160,10 +399,11 @@ class Replayer:
         try:
             ran = self._passes(batch, backward, tracer)
         except Exception as error:
-            raise ReplayError(f"{type(error).__name__}: {error}") from error
+            failure = ReplayError(f"{type(error).__name__}: {error}")
+            failure.op = None if tracer is None else tracer.raised_in
+            raise failure from error
         if backward and ran.loss_finite:
             ran.bad_gradients = tuple(self.bad_gradients())
-            ran.grads_finite = not ran.bad_gradients
         return ran
 
     def _goes_back(self, micro: int) -> bool:
@@ -179,7 +419,7 @@ class Replayer:
         if isinstance(given, Mapping):
             parts = {str(name): float(part.detach()) for name, part in given.items()}
         ran = Ran(loss_finite=is_finite(loss), loss=loss.detach(), parts=parts)
-        if backward and ran.loss_finite and loss.requires_grad:
+        if backward and (self.any_gradient or (ran.loss_finite and loss.requires_grad)):
             with tracing(tracer, "backward"):
                 if self.step.scale != 1.0:
                     loss = loss * self.step.scale
@@ -199,99 +439,47 @@ def tracing(tracer: Tracer | None, stage: Stage) -> Any:
     return tracer
 
 
-def _eagerly() -> Any:
-    """Return a context in which compiled code runs as written: a trace needs every operation."""
-    return torch.compiler.set_stance("force_eager")
-
-
-# --- Loss functions that depend on more than their batch: on state of their own, or on chance.
-
-
-ROUNDING = 1e-3
-"""Relative difference of two losses that an unordered sum may explain."""
-MOST_NAMED = 3
-
-
-@contextmanager
-def kept_loss_function_state(step: Step) -> Iterator[LossFunctionState]:
-    """Remember the loss function's own state and put it back: replays must not use it up."""
-    own = LossFunctionState(step.loss_fn)
-    try:
-        yield own
-    finally:
-        own.restore()
-
-
-def different_losses(replayer: Replayer) -> tuple[float, float] | None:
-    """Run two more forward passes: finite losses that are far apart show an impure function."""
-    if replayer.step.model_only or not replayer.budget.affords(1.0):
-        return None
-    # Let the state move on as it does in the loop.
-    own = replayer.loss_fn_state
-    replayer.loss_fn_state = None
-    runs: list[list[float]] = [[], []]
-    try:
-        for losses in runs:
-            for micro in range(len(replayer.step.micro_batches)):
-                loss = replayer.run(micro, backward=False).loss
-                assert loss is not None
-                losses.append(float(loss))
-    finally:
-        replayer.loss_fn_state = own
-    for one, other in zip(*runs, strict=True):
-        both_finite = math.isfinite(one) and math.isfinite(other)
-        if both_finite and not math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-9):
-            return one, other
-    return None
-
-
 # --- Replay a watched step, of which only the model's part can be run again.
 
 
 METHOD = "output-gradient"
 OUTSIDE_FORWARD = (
-    "born outside the model: run again, its outputs are finite; the loss expression was not seen"
+    "originated outside the model: replayed, its outputs are finite; the loss expression was "
+    "not observed"
 )
 OUTSIDE_BACKWARD = (
-    "born outside the model: the gradient that came back to its outputs is bad already; "
-    "the loss expression was not seen"
+    "originated outside the model: the gradient that came back to its outputs is bad already; "
+    "the loss expression was not observed"
 )
 OUTSIDE_BOTH = (
-    "the model run again gives finite gradients, so the bad one came another way: a parameter used "
+    "the replayed model gives finite gradients, so the bad one came another way: a parameter used "
     "outside the model's forward, a hook, or something transient"
 )
 CAME_IN = (
     "the bad value came into the model through an argument that was computed before; that "
-    "part was not seen"
+    "part was not observed"
 )
 
 
 class ModelReplayer(Replayer):
     """Runs the recorded calls of the model; `Ran.loss` is the first bad output, or the first."""
 
-    any_gradient = False
-    """Run the backward also where what came back is bad, with ones for it."""
-
     def bad_call(self) -> int | None:
         """Return the first call whose outputs, or else whose gradients, are bad when run again."""
         for backward in (False, True):
             for call in range(len(self.step.micro_batches)):
                 self.clear_gradients()
-                if not self.run(call, backward=backward).clean:
-                    self.clear_gradients()
+                clean = self.run(call, backward=backward).clean
+                self.clear_gradients()
+                if not clean:
                     return call
         return None
-
-    def came_back_finite(self, call: int) -> bool:
-        """True if what the loss sent back to the outputs of this call is finite."""
-        return all(map(is_finite, self.step.micro_batches[call][OUTPUT_GRADIENT].values()))
 
     def with_caller(self, origin: Origin, call: int | None) -> Origin:
         """Add what a full replay knows from the user's frames: the line that called the model."""
         if call is None or origin.phase not in ("input", "forward", "backward"):
             return origin
-        arguments = dict(named_tensors(self.step.micro_batches[call]))
-        argument = arguments.get(origin.tensor or "")
+        argument = dict(batch_tensors(self.step.micro_batches[call])).get(origin.tensor or "")
         if origin.phase == "input" and argument is not None and argument.grad_fn is not None:
             # Not data, but the result of operations.
             return replace(
@@ -303,15 +491,32 @@ class ModelReplayer(Replayer):
                 reproduced=None,
                 remarks=(*origin.remarks, CAME_IN),
             )
-        if origin.source is not None or call >= len(self.step.lines):
-            return origin
-        recorded = self.step.lines[call]
-        if recorded is None:
+        recorded = self.step.lines[call] if call < len(self.step.lines) else None
+        if origin.source is not None or recorded is None:
             return origin
         return with_source(origin, Line(*recorded))
 
+    def outside_model(self, reading: Reading) -> Origin:
+        """Say where the bad value was not made, when the model's part is clean."""
+        if reading.bad_state and not reading.state_born:
+            return evidence.state_origin(self.step, reading)
+        origin = Origin(
+            step=reading.step,
+            phase="backward",
+            micro_batch=evidence.first_bad_micro_batch(reading),
+            method=METHOD,
+        )
+        if evidence.loss_is_bad(reading):
+            return replace(origin, phase="loss", remarks=(OUTSIDE_FORWARD,))
+        finite = all(map(self._came_back_finite, range(len(self.step.micro_batches))))
+        return replace(origin, remarks=(OUTSIDE_BOTH if finite else OUTSIDE_BACKWARD,))
+
+    def _came_back_finite(self, call: int) -> bool:
+        """True if what the loss sent back to the outputs of this call is finite."""
+        return all(map(is_finite, self.step.micro_batches[call][OUTPUT_GRADIENT].values()))
+
     def _goes_back(self, micro: int) -> bool:
-        return self.any_gradient or self.came_back_finite(micro)
+        return self.any_gradient or self._came_back_finite(micro)
 
     def _passes(self, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
         assert self.step.model_fn is not None
@@ -324,6 +529,7 @@ class ModelReplayer(Replayer):
         for output, gradient in zip(outputs, gradients, strict=True):
             if gradient is not None and backward and not bad:
                 reached.append(output)
+                # Ones where what came back is bad and the backward is asked for all the same.
                 received.append(gradient if is_finite(gradient) else torch.ones_like(gradient))
         if reached:
             with tracing(tracer, "backward"):
@@ -332,35 +538,13 @@ class ModelReplayer(Replayer):
         return Ran(loss_finite=not bad, loss=None if first is None else first.detach())
 
 
-def outside_model(replayer: ModelReplayer, reading: Reading) -> Origin:
-    """Say where the bad value was not made, when the model's part is clean."""
-    if reading.bad_state and not reading.state_born:
-        return evidence.state_origin(replayer.step, reading)
-    origin = Origin(
-        step=reading.step,
-        phase="backward",
-        micro_batch=evidence.first_bad_micro_batch(reading),
-        method=METHOD,
-    )
-    if evidence.loss_is_bad(reading):
-        return replace(origin, phase="loss", remarks=(OUTSIDE_FORWARD,))
-    calls = range(len(replayer.step.micro_batches))
-    if all(map(replayer.came_back_finite, calls)):
-        return replace(origin, remarks=(OUTSIDE_BOTH,))
-    return replace(origin, remarks=(OUTSIDE_BACKWARD,))
-
-
 # --- Compare the fault of a replay with the fault that was seen: NaN, +inf and -inf are
 # different.
 
 
 def kind(value: float) -> str:
     """`nan`, `+inf`, `-inf` or `finite`."""
-    if math.isnan(value):
-        return "nan"
-    if math.isinf(value):
-        return "+inf" if value > 0 else "-inf"
-    return "finite"
+    return "finite" if math.isfinite(value) else f"{value:+}".replace("+nan", "nan")
 
 
 def difference(reading: Reading, micro: int, replayer: Replayer) -> str | None:
@@ -368,16 +552,15 @@ def difference(reading: Reading, micro: int, replayer: Replayer) -> str | None:
     ran = replayer.first_traced
     if ran is None or replayer.step.model_only:
         return None
+    pairs: list[tuple[str, float, float]] = []
     if micro < len(reading.micro_losses) and ran.loss is not None:
-        seen = kind(reading.micro_losses[micro])
-        given = kind(float(ran.loss))
-        if seen != given:
-            return f"the loss was {seen} and the replay gives {given}"
+        pairs.append(("the loss", reading.micro_losses[micro], float(ran.loss)))
     # The parts in a reading are sums over the micro-batches.
     for name, value in reading.components.items() if len(reading.micro_losses) == 1 else ():
-        given = kind(ran.parts.get(name, value))
-        if given != kind(value):
-            return f"the loss part {name!r} was {kind(value)} and the replay gives {given}"
+        pairs.append((f"the loss part {name!r}", value, ran.parts.get(name, value)))
+    for what, seen, given in pairs:
+        if kind(seen) != kind(given):
+            return f"{what} was {kind(seen)} and the replay gives {kind(given)}"
     # A replay leaves out the backward of a bad loss, so it may name no gradient at all.
     was = reading.bad_grads
     now = ran.bad_gradients

@@ -13,27 +13,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stepguard.locate import replay_state as batches
 from stepguard.locate.blame import FirstBad
-from stepguard.locate.operands import numeric, plain
-from stepguard.locate.replay import Ran, Replayer, ReplayError, Traced
-from stepguard.locate.replay_state import MOST_FRUITLESS, LocateBudget, OutOfTimeError
-from stepguard.locate.tracer import bad_rows
+from stepguard.locate.operands import Call, batch_tensors, numeric, plain
+from stepguard.locate.replay import OutOfTimeError, Replayer, ReplayError
+from stepguard.locate.tracer import Ran, Tracer, bad_rows
 from stepguard.records.incident import Evidence, Origin, Reading, with_evidence
-from stepguard.state.batch import Step, samples_in
+from stepguard.state.batch import Step, sample_count, samples_in, subset
 from stepguard.tensors.torch_private import compiled_call
 
 # --- Find the bad micro-batch; say whether only compiled code is bad and whether a step repeats.
 
 
 REPETITIONS = 3
+ROUNDING = 1e-3
+"""Relative difference of two losses that an unordered sum may explain."""
 
 
 def bad_micro_batch(replayer: Replayer, reading: Reading) -> int | None:
@@ -68,28 +67,45 @@ def compiled_only(replayer: Replayer) -> bool:
     return False
 
 
-def repeats(replayer: Replayer) -> bool:
-    """Run the step a few times more: True if it gives the same bits each time.
+def steadiness(replayer: Replayer) -> Evidence:
+    """Run a clean step a few times more, its loss function's state moving on as in the loop.
 
     A clean step that repeats exactly was hit by something from outside. One that does not is itself
-    unsteady: a race, an unordered reduction, random numbers that are not restored.
+    unsteady: a race, an unordered reduction, random numbers that are not restored. Finite losses
+    that are far apart show a loss function that depends on more than its batch.
     """
+    own = replayer.loss_fn_state
+    replayer.loss_fn_state = None
+    losses: list[list[float]] = []
     runs: list[list[Tensor]] = []
-    while len(runs) < 2 or (len(runs) < REPETITIONS and replayer.budget.affords(1.0)):
-        replayer.clear_gradients()
-        results: list[Tensor | None] = []
-        for micro in range(len(replayer.step.micro_batches)):
-            results.append(replayer.run(micro).loss)
-        for parameter in replayer.parameters.values():
-            results.append(parameter.grad)
-        runs.append([tensor.detach().clone() for tensor in results if tensor is not None])
+    try:
+        while len(runs) < 2 or (len(runs) < REPETITIONS and replayer.budget.affords(1.0)):
+            results = _run_whole(replayer)
+            count = len(replayer.step.micro_batches)
+            losses.append([float(loss) for loss in results[:count] if not loss.dim()])
+            runs.append(results)
+    finally:
+        replayer.loss_fn_state = own
+    for one, other in zip(*losses[:2], strict=False):
+        both_finite = math.isfinite(one) and math.isfinite(other)
+        if both_finite and not math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-9):
+            return Evidence(same_bits=False, different_losses=(one, other))
     for run in runs[1:]:
         # NaN differs from itself: a repetition that turns bad is not the same either.
-        pairs = zip(run, runs[0], strict=False)
-        same = all(torch.equal(plain(one), plain(other)) for one, other in pairs)
-        if len(run) != len(runs[0]) or not same:
-            return False
-    return True
+        if len(run) != len(runs[0]) or not all(map(torch.equal, run, runs[0])):
+            return Evidence(same_bits=False)
+    return Evidence(same_bits=True)
+
+
+def _run_whole(replayer: Replayer) -> list[Tensor]:
+    """The losses of the step, run once more, and its gradients."""
+    replayer.clear_gradients()
+    results: list[Tensor | None] = []
+    for micro in range(len(replayer.step.micro_batches)):
+        results.append(replayer.run(micro).loss)
+    for parameter in replayer.parameters.values():
+        results.append(parameter.grad)
+    return [plain(tensor).clone() for tensor in results if tensor is not None]
 
 
 def _compiled(step: Step) -> bool:
@@ -126,93 +142,82 @@ longer rows nothing is said then: it may be the additive mask of the only row wi
 """
 FEW = 0.05
 """Share of the rows that can be outliers; a single one always can."""
-COSTLY = 0.1
-"""Of a loss: what must not be left of it without the guilty samples, and is with them."""
 FEWEST_ROWS = 3
 FEWEST_FOR_COLUMNS = 8
 """Rows from which on single columns of a table are compared as well."""
 MOST_COLUMNS = 256
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-"""The autograd node that adds a gradient to `.grad`: what overflows there is a sum of batches."""
-UNCUT = "no sample can be told: your code takes this batch whole or not at all"
+"""The autograd node that adds a gradient to `.grad`: what overflows there is a sum of """
+MOST_FRUITLESS = 3
+"""Searches that may end without a sample before one place is no longer searched for samples."""
+UNCUT = "no sample can be singled out: your code accepts this batch only as a whole"
 FRUITLESS = (
-    f"no sample was searched for: none could be told at this place {MOST_FRUITLESS} times before"
+    f"no sample was searched for: {MOST_FRUITLESS} earlier searches at this place found none"
 )
 
 
-def with_samples(origin: Origin, found: FirstBad, traced: Traced, replayer: Replayer) -> Origin:
-    """Name the samples that made the bad value, where samples can be guilty at all."""
+def with_samples(origin: Origin, found: FirstBad, traced: Tracer, replayer: Replayer) -> Origin:
+    """Name the samples that made the bad value, where samples can be guilty at all.
+
+    Not searched where earlier incidents have shown that none can be told.
+    """
     if origin.phase not in ("input", "forward", "loss", "backward"):
         return origin
     if origin.node == ACCUMULATE or origin.evidence.scale_overflow:
         return origin
+    budget = replayer.budget
     batch = replayer.step.micro_batches[traced.micro_batch]
-    count = batches.sample_count(batch)
+    tensors = dict(batch_tensors(batch))
+    count = sample_count(batch)
+    kind = tuple((name, tensor.dim(), tensor.dtype) for name, tensor in tensors.items())
+    place = (origin.phase, origin.op, origin.node, origin.source, origin.tensor)
+    guilty: tuple[int, ...] | None = ()
 
     def bad_with(keep: Sequence[int]) -> bool | None:
-        ran = run_samples(replayer, traced.micro_batch, keep, backward=traced.ran.loss_finite)
-        return None if ran is None else not ran.clean
+        try:
+            backward = traced.ran.loss_finite
+            return not run_samples(replayer, traced.micro_batch, keep, backward=backward).clean
+        except ReplayError:
+            return None
 
-    # The positions of the bad elements point to samples.
-    suspects: list[int] = []
-    call = found.call
-    if origin.phase == "input" and origin.tensor is not None:
-        bad = ~plain(dict(batches.named_tensors(batch))[origin.tensor]).isfinite()
-        if bad.dim() and bad.shape[0] == count:
-            suspects = bad_rows(bad)
-    elif call.shape:
-        suspects = suspects_from_rows(call.rows, call.shape[0], count)
-    search = partial(guilty_samples, count, bad_with, suspects)
-    guilty = _within_budget(search, origin, batch, replayer.budget)
+    if kind in budget.whole_only:
+        budget.cut.append(UNCUT)
+    elif budget.fruitless[place] >= MOST_FRUITLESS:
+        budget.cut.append(FRUITLESS)
+    else:
+        try:
+            suspects = _suspects(origin, found.call, tensors, count)
+            guilty = guilty_samples(count, bad_with, suspects)
+        except OutOfTimeError:
+            budget.leave_out("the search for the guilty samples")
+        if guilty is None:
+            budget.whole_only.add(kind)
+            budget.cut.append(UNCUT)
+        budget.fruitless[place] = 0 if guilty else budget.fruitless[place] + 1
     if guilty:
-        origin = with_evidence(origin, _contrast(batch, guilty, count))
-        return replace(origin, samples=guilty)
-    if count < 2 or replayer.budget.cut:
+        return replace(with_evidence(origin, _contrast(batch, guilty, count)), samples=guilty)
+    if count < 2 or budget.cut:
         return origin
     return with_evidence(origin, Evidence(confounded_samples=True))
 
 
-def _within_budget(
-    search: Callable[[], tuple[int, ...] | None], origin: Origin, batch: Any, budget: LocateBudget
-) -> tuple[int, ...]:
-    """Search the guilty samples, unless earlier incidents have shown that none can be told."""
-    kind = tuple(
-        (name, tensor.dim(), tensor.dtype) for name, tensor in batches.named_tensors(batch)
-    )
-    place = (origin.phase, origin.op, origin.node, origin.source, origin.tensor)
-    if kind in budget.whole_only:
-        budget.cut.append(UNCUT)
-        return ()
-    if budget.in_vain(place):
-        budget.cut.append(FRUITLESS)
-        return ()
-    guilty: tuple[int, ...] | None = ()
-    try:
-        guilty = search()
-    except OutOfTimeError:
-        budget.leave_out("the search for the guilty samples")
-    if guilty is None:
-        budget.whole_only.add(kind)
-        budget.cut.append(UNCUT)
-    budget.searched(place, found=bool(guilty))
-    return guilty or ()
+def _suspects(origin: Origin, call: Call, tensors: dict[str, Tensor], count: int) -> Sequence[int]:
+    """The positions of the bad elements point to samples."""
+    if origin.phase == "input" and origin.tensor is not None:
+        bad = ~plain(tensors[origin.tensor]).isfinite()
+        return bad_rows(bad) if bad.dim() and bad.shape[0] == count else ()
+    return suspects_from_rows(call.rows, call.shape[0], count) if call.shape else ()
 
 
 def _contrast(batch: Any, guilty: tuple[int, ...], count: int) -> Evidence:
     """Compare the largest magnitude in the guilty samples with that in all others."""
     inside = [0.0]
     outside = [0.0]
-    for _, tensor in batches.named_tensors(batch):
-        if not numeric(tensor) or not tensor.dim() or tensor.shape[0] != count:
-            continue
-        values = plain(tensor).nan_to_num(0.0, 0.0, 0.0).abs().reshape(count, -1)
-        if not values.numel():
-            continue
-        for sample, largest in enumerate(values.amax(1).tolist()):
-            if sample in guilty:
-                inside.append(largest)
-            else:
-                outside.append(largest)
+    for _, tensor in batch_tensors(batch):
+        if numeric(tensor) and _comparable(tensor) and tensor.shape[0] == count:
+            for sample, largest in enumerate(_magnitudes(tensor)[:, 0].tolist()):
+                side = inside if sample in guilty else outside
+                side.append(largest)
     return Evidence(sample_max=max(inside), others_max=max(outside))
 
 
@@ -225,7 +230,7 @@ def outlying_rows(step: int, micro_batches: Sequence[Any]) -> Origin | None:
     rows: dict[tuple[str, bool, bool], list[tuple[int, Tensor]]] = {}
     for micro, batch in enumerate(micro_batches):
         count = samples_in(batch)
-        for name, tensor in batches.named_tensors(batch):
+        for name, tensor in batch_tensors(batch):
             if _comparable(tensor) and count in (None, tensor.shape[0]):
                 kind = (name, not numeric(tensor), tensor.numel() == tensor.shape[0])
                 rows.setdefault(kind, []).append((micro, _magnitudes(tensor)))
@@ -297,73 +302,22 @@ def _standing_out(
     return None
 
 
-def run_samples(
-    replayer: Replayer, micro: int, keep: Sequence[int], *, backward: bool
-) -> Ran | None:
-    """Run a micro-batch with these samples only; None if the user's code cannot.
+def run_samples(replayer: Replayer, micro: int, keep: Sequence[int], *, backward: bool) -> Ran:
+    """Run a micro-batch with these samples only.
 
-    Raises OutOfTimeError.
+    Raises ReplayError if the user's code cannot take them, and OutOfTimeError.
     """
     if not keep:
-        return None
+        raise ReplayError("no samples")
     batch = replayer.step.micro_batches[micro]
-    count = batches.sample_count(batch)
-    replayer.budget.require(len(keep) / count / len(replayer.step.micro_batches))
+    count = sample_count(batch)
+    if not replayer.budget.affords(len(keep) / count / len(replayer.step.micro_batches)):
+        raise OutOfTimeError
     replayer.clear_gradients()
-    chosen = batches.subset(batch, list(keep), count)
     try:
-        return replayer.run(micro, chosen, backward=backward)
-    except ReplayError:
-        return None
+        return replayer.run(micro, subset(batch, list(keep), count), backward=backward)
     finally:
         replayer.clear_gradients()
-
-
-def costly_samples(replayer: Replayer, reading: Reading) -> Origin | None:
-    """Find the samples without which a finite loss would be a small part of what it is.
-
-    Runs parts of the batch of the micro-batch with the highest loss, without a backward pass.
-    """
-    step = replayer.step
-    losses = reading.micro_losses
-    micro = losses.index(max(losses)) if len(losses) == len(step.micro_batches) else 0
-    count = batches.sample_count(step.micro_batches[micro])
-
-    def loss_of(keep: Sequence[int]) -> float | None:
-        ran = run_samples(replayer, micro, keep, backward=False)
-        if ran is None or ran.loss is None or not ran.loss_finite:
-            return None
-        return abs(float(ran.loss))
-
-    def bad_with(keep: Sequence[int]) -> bool | None:
-        loss = loss_of(keep)
-        if loss is None:
-            return None
-        return loss >= COSTLY * whole
-
-    guilty: tuple[int, ...] = ()
-    without = None
-    try:
-        whole = loss_of(range(count)) or 0.0
-        # a replay that does not show the loss again says nothing of its samples
-        if whole >= COSTLY * abs(reading.loss or 0.0) > 0:
-            guilty = guilty_samples(count, bad_with) or ()
-        if guilty:
-            without = loss_of(_without(count, guilty))
-    except OutOfTimeError:
-        replayer.budget.leave_out("the search for the samples that made the loss")
-        return None
-    if without is None:
-        return None
-    return Origin(
-        step=reading.step,
-        phase="input",
-        samples=guilty,
-        micro_batch=micro if len(step.micro_batches) > 1 else None,
-        method="replay",
-        reproduced=True,
-        evidence=Evidence(loss_with=whole, loss_without=without),
-    )
 
 
 BadWith = Callable[[Sequence[int]], bool | None]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -83,10 +84,6 @@ class ModuleSpans:
             return None
         return found[2]
 
-    def forget_before(self, sequence: int) -> None:
-        """Drop the spans that end before the autograd node of this number."""
-        self._spans = [span for span in self._spans if span[1] > sequence]
-
     def belongs_to_model(self, name: str | None) -> bool:
         """False outside every module and in an extra module such as a criterion."""
         return name is not None and name.partition(".")[0] not in self.extra
@@ -124,58 +121,12 @@ class ModuleSpans:
 # --- Run the user's program with other lines in one of its files; nothing on disk changes.
 
 
-SEEN = "_stepguard_seen"
-"""Name under which a trial looks at the value of an expression."""
-
-
 class PatchError(Exception):
     """The lines cannot be changed in the running program."""
 
 
-@contextmanager
-def patched(file: str, lines: Sequence[str], names: Mapping[str, Any]) -> Iterator[None]:
-    """Run with these lines as the source of `file`. `names`: globals that they need.
-
-    Raises PatchError before anything is changed.
-    """
-    swaps = _swapped_codes(file, linecache.getlines(file), lines)
-    functions = [one for one in gc.get_objects() if type(one) is FunctionType]
-    functions = [one for one in functions if one.__code__.co_filename == file]
-    originals = [(one, one.__code__) for one in functions if one.__code__ in swaps]
-    if not originals:
-        raise PatchError("its source has changed since it was loaded")
-    added = _missing_names([one.__globals__ for one, _ in originals], names)
-    entry = linecache.cache.get(file)
-    try:
-        for space, name in added:
-            space[name] = names[name]
-        for one, code in originals:
-            one.__code__ = swaps[code]
-        # what is located in the changed program is quoted from the changed source
-        linecache.cache[file] = (sum(map(len, lines)), None, list(lines), file)
-        yield
-    finally:
-        for one, code in originals:
-            one.__code__ = code
-        for space, name in added:
-            space.pop(name, None)
-        linecache.cache.pop(file, None)
-        if entry is not None:
-            linecache.cache[file] = entry
-
-
-def _missing_names(
-    spaces: Iterable[dict[str, Any]], names: Mapping[str, Any]
-) -> list[tuple[dict[str, Any], str]]:
-    """What has to be added to which globals; PatchError where a name means something else there."""
-    missing = []
-    for space in {id(one): one for one in spaces}.values():
-        for name, value in names.items():
-            if name not in space:
-                missing.append((space, name))
-            elif space[name] is not value:
-                raise PatchError(f"{name} is a name of the program already")
-    return missing
+SEEN = "_stepguard_seen"
+"""Name under which a trial looks at the value of an expression."""
 
 
 @contextmanager
@@ -194,12 +145,40 @@ def with_edits(edits: Sequence[Edit], needs: Sequence[str]) -> Iterator[None]:
 def with_files(
     files: Mapping[str, Sequence[str]], needs: Iterable[str], **names: Any
 ) -> Iterator[None]:
-    """Run with these lines as the source of these files."""
+    """Run with these lines as the source of these files. `needs`, `names`: globals of theirs.
+
+    Raises PatchError where that is not possible.
+    """
     names.update({name: getattr(numerics, name) for name in needs})
-    with ExitStack() as stack:
+    with ExitStack() as undo:
         for file, lines in files.items():
-            stack.enter_context(patched(file, lines, names))
+            _patch(file, lines, names, undo)
         yield
+
+
+def _patch(file: str, lines: Sequence[str], names: Mapping[str, Any], undo: ExitStack) -> None:
+    swaps = _swapped_codes(file, linecache.getlines(file), lines)
+    functions = [one for one in gc.get_objects() if type(one) is FunctionType]
+    functions = [one for one in functions if one.__code__.co_filename == file]
+    functions = [one for one in functions if one.__code__ in swaps]
+    if not functions:
+        raise PatchError("its source has changed since it was loaded")
+    for one in functions:
+        space = one.__globals__
+        for name, value in names.items():
+            if name not in space:
+                space[name] = value
+                undo.callback(space.pop, name, None)
+            elif space[name] is not value:
+                raise PatchError(f"{name} is a name of the program already")
+        undo.callback(setattr, one, "__code__", one.__code__)
+        one.__code__ = swaps[one.__code__]
+    # what is located in the changed program is quoted from the changed source
+    entry = linecache.cache.get(file)
+    if entry is not None:
+        undo.callback(linecache.cache.__setitem__, file, entry)
+    undo.callback(linecache.cache.pop, file, None)
+    linecache.cache[file] = (sum(map(len, lines)), None, list(lines), file)
 
 
 def edited(lines: Sequence[str], edits: Sequence[Edit]) -> list[str]:
@@ -221,18 +200,13 @@ def edited(lines: Sequence[str], edits: Sequence[Edit]) -> list[str]:
 def difference(file: str, old: Sequence[str], new: Sequence[str]) -> tuple[Edit, ...]:
     """What turns the one into the other; both have the same number of lines."""
     edits: list[Edit] = []
-    number = 0
-    while number < len(old):
-        if old[number] == new[number]:
-            number += 1
-            continue
-        first = number
-        while number < len(old) and old[number] != new[number]:
-            number += 1
-        before = tuple(line.rstrip("\n") for line in old[first:number])
-        # empty lines fill up what was several lines and is one
-        after = tuple(line.rstrip("\n") for line in new[first:number] if line.strip())
-        edits.append(Edit(file=file, line=first + 1, old=before, new=after))
+    for changed, lines in groupby(range(len(old)), key=lambda number: old[number] != new[number]):
+        if changed:
+            numbers = list(lines)
+            before = tuple(old[number].rstrip("\n") for number in numbers)
+            # empty lines fill up what was several lines and is one
+            after = tuple(new[number].rstrip("\n") for number in numbers if new[number].strip())
+            edits.append(Edit(file=file, line=numbers[0] + 1, old=before, new=after))
     return tuple(edits)
 
 

@@ -16,6 +16,7 @@ import gc
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import CellType
 from typing import Any, Literal
 
@@ -25,13 +26,13 @@ from torch import Tensor, nn
 from stepguard.locate.evidence import MOST_OPERANDS, Invocation, measure
 from stepguard.locate.operands import (
     CLEAN,
+    COPIES,
     MOVES,
     TESTS,
     UNINITIALISED,
     Call,
     Flaws,
     Operator,
-    OperatorEntry,
     Read,
     Stage,
     attribute,
@@ -56,6 +57,7 @@ from stepguard.tensors.torch_private import (
     observe_functions,
     tree_map,
 )
+from stepguard.tensors.values import dtype_name
 
 MOST_MEASURED = 32
 """First bad values whose operands are measured; a torrent of them tells nothing more."""
@@ -65,6 +67,8 @@ MOST_POSITIONS = 16
 READS_A_NUMBER = "aten._local_scalar_dense"
 LEAST_HALF = 2.0**-25
 """Numbers up to this round to 0 in float16."""
+CHECKS = ("aten._linalg_check_errors", "aten._assert_async")
+"""Operations that only test the result of the operation before them."""
 STATISTICS = ("running_mean", "running_var")
 """Arguments that batch norm writes without its schema saying so."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -83,16 +87,43 @@ class CustomFunction:
     """What it was given; once its forward is over, what is bad of that and of what it returned."""
 
 
+@dataclass(slots=True)
+class Ran:
+    """Result of a replayed micro-batch."""
+
+    loss_finite: bool
+    loss: Tensor | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named parts of the loss."""
+    bad_gradients: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        return self.loss_finite and not self.bad_gradients
+
+
+class ReachedError(BaseException):
+    """Raised in the operation to stop at. A BaseException: the user's handlers do not catch it."""
+
+
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Use as a context around the replayed forward, backward or update; then ask `maker_of`."""
+
+    faults: tuple[type[Exception], ...] = (RuntimeError, NotImplementedError, TypeError)
+    """What tests of ours may raise on exotic tensors."""
 
     def __init__(self, modules: ModuleSpans, stage: Stage = "forward") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules = modules
         self.stage: Stage = stage
+        self.ran = Ran(loss_finite=True)
+        """What came of the traced run."""
+        self.micro_batch = 0
         self.calls: list[Call] = []
-        self.forgotten = 0
-        """Calls before the first of `calls` that were dropped."""
+        self.raised_in: str | None = None
+        """The operation that raised an exception."""
+        self.last: int | None = None
+        """Number of the call after which ReachedError is raised."""
         self.lines: dict[int, Line] = {}
         """The user's line that created the autograd node of this number."""
         self.owners: dict[int, Call] = {}
@@ -102,7 +133,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unseen: set[str] = set()
         """Operators whose results could not be tested."""
         self.autocast: str | None = None
-        """The dtype that autocast computed in; set by whoever ran the traced step."""
+        """The first dtype that autocast computed in, as it was when a module was called."""
         self.local_collectives = False
         """A collective was answered with this rank's own values."""
         self._makers: dict[int, Call] = {}
@@ -155,33 +186,38 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # (finite tests, copies) are not traced.
         kwargs = kwargs or {}
         if func.namespace in sharded.NAMESPACES:
-            # The other ranks do not replay: a real collective would wait for them for ever.
-            self.local_collectives = True
-            result = sharded.alone(func, args, kwargs)
-            self._exchange(func, args, result)
+            result = self._run_collective(func, args, kwargs)
+            self._carefully(func.namespace, self._exchange, func, args, result)
             return result
-        # Exotic tensors must not stop the user's code: an operator whose tensors cannot be tested
-        # is named and passed through.
-        exotic = (RuntimeError, NotImplementedError, TypeError)
-        return self._run_recorded(func, args, kwargs, exotic)
-
-    def _run_recorded(
-        self, func: Any, args: Any, kwargs: dict[str, Any], faults: tuple[type[Exception], ...]
-    ) -> Any:
         invocation = None
         try:
             invocation = self._inspect(func, args, kwargs)
-        except faults as fault:
+        except self.faults as fault:
             self._failed(func, fault)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self.raised_in = str(func._overloadpacket)
+            if self.raised_in in CHECKS:
+                behind = [call.op for call in self.calls if call.op not in COPIES]
+                self.raised_in = behind[-1] if behind else None
+            raise
         try:
             if invocation is not None:
                 self._record(invocation, result)
-        except faults as fault:
+        except self.faults as fault:
             self._failed(func, fault)
         return result
 
+    def _run_collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        # The other ranks do not replay: a real collective would wait for them for ever.
+        self.local_collectives = True
+        return sharded.alone(func, args, kwargs)
+
     def _failed(self, func: Any, fault: Exception) -> None:
+        """Exotic tensors must not stop the user's code: an operator whose tensors cannot be tested
+        is named and passed through.
+        """
         self.unseen.add(str(func._overloadpacket))
 
     def _inspect(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Invocation | None:
@@ -197,23 +233,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         entries = operator.entries(args, kwargs)
         reads = []
         numbers = []
-        for entry in entries:
-            if isinstance(entry.value, Tensor):
-                reads.append(self._read(entry, operator))
+        for name, value in entries:
+            if isinstance(value, Tensor):
+                reads.append(self._read(name, value, operator))
             else:
-                numbers.append((entry.name, float(entry.value)))
+                numbers.append((name, float(value)))
         kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
         selects = operator.selects(entries)
         return Invocation(operator, func, kept_args, kept_kwargs, reads, numbers, selects)
 
-    def _read(self, entry: OperatorEntry, operator: Operator) -> Read:
-        tensor = entry.value
-        maker = self.maker_of(tensor)
-        if maker is None:
-            maker = self._unknown(tensor)
-        read = Read(entry.name, tensor, maker)
+    def _read(self, name: str, tensor: Tensor, operator: Operator) -> Read:
+        maker = self.maker_of(tensor) or self._unknown(tensor)
+        read = Read(name, tensor, maker)
         suspect = maker.out or maker.uninitialised
-        if suspect and numeric(tensor) and operator.reads(entry.name):
+        if suspect and numeric(tensor) and operator.reads(name):
             # Some of the maker's memory is bad; the part that is read here may not be.
             read.flaws = flaws(tensor)
             if read.flaws and maker.uninitialised:
@@ -222,19 +255,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _unknown(self, tensor: Tensor) -> Call:
         """Make a tensor known that no operation made."""
-        function = self._innermost_function()
-        if function is not None and numeric(tensor):
+        if self._innermost_function() is not None and numeric(tensor):
             # What it was given is known, so this was made inside, from NumPy for instance.
             found = flaws(tensor)
             if found:
-                return self._opaque(tensor, found, "function", function.name, function.reads)
+                return self._blame_running(tensor, found, "")
         call = self.store("constant", tensor)
         # What the user's loop makes, outside every module, is its data.
         inside = self.modules.current is not None or current_autograd_node() is not None
-        fresh = call.first_bad and inside and tensor.dim() > 0
-        if fresh and _made_just_now(tensor):
-            name = user_function() or "a hook"
-            return self._opaque(tensor, call.out, "code", name, [])
+        if call.first_bad and inside and tensor.dim() > 0 and _made_just_now(tensor):
+            return self._blame_running(tensor, call.out, "a hook")
         return call
 
     def _never_written(self, tensor: Tensor, found: Flaws, maker: Call) -> Call:
@@ -274,13 +304,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = _results(invocation, result)
         if call.uninitialised and results:
             call.fresh = _checksum(results[0])
-            call.function = self._allocating_function(call)
+            function = self._innermost_function() or self._nodes.get(call.sequence)
+            name = function.name if function is not None else _cpp_function(call.node)
+            call.function = name or user_function()
         if operator.custom:
             call.evidence |= Evidence(opaque="operator")
             if self._functions:
                 # The function that torch made for the backward of an operator.
                 self._functions[-1].name = operator.name
         call.numeric = any(map(numeric, results))
+        self._record_results(call, invocation, results)
+        if self.last is not None and call.index >= self.last:
+            raise ReachedError
+
+    def _record_results(self, call: Call, invocation: Invocation, results: list[Tensor]) -> None:
         if results and results[0].dtype is torch.float16:
             for _, number in invocation.numbers:
                 # A constant that is 0 in the results' dtype, as 1e-8 is.
@@ -288,26 +325,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     call.rounded_to_zero = number
                     break
         for position, tensor in enumerate(results):
-            self._record_result(call, invocation, tensor, position)
-
-    def _allocating_function(self, call: Call) -> str | None:
-        function = self._innermost_function() or self._nodes.get(call.sequence)
-        name = function.name if function is not None else _cpp_function(call.node)
-        return name or user_function()
-
-    def _record_result(
-        self, call: Call, invocation: Invocation, tensor: Tensor, position: int
-    ) -> None:
-        found = CLEAN
-        # Uninitialised memory holds whatever was there: only reading it can be a mistake.
-        if numeric(tensor) and not call.uninitialised:
-            found = flaws(tensor)
-            self._note_reach(call, tensor)
-        if found and invocation.operator.foreach and not call.first_bad:
-            self._attribute(call, invocation.only(position), tensor, found)
-        elif found and not call.out:
-            self._attribute(call, invocation, tensor, found)
-        self._remember_maker(tensor, call, found)
+            found = CLEAN
+            # Uninitialised memory holds whatever was there: only reading it can be a mistake.
+            if numeric(tensor) and not call.uninitialised:
+                found = flaws(tensor)
+                self._note_reach(call, tensor)
+            if found and invocation.operator.foreach and not call.first_bad:
+                self._attribute(call, invocation.only(position), tensor, found)
+            elif found and not call.out:
+                self._attribute(call, invocation, tensor, found)
+            self._remember_maker(tensor, call, found)
 
     def _note_reach(self, call: Call, tensor: Tensor) -> None:
         if self.measures_reach:
@@ -315,7 +342,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _new_call(self, name: str) -> Call:
         """Add a call with its stage, module, autograd node and line."""
-        call = Call(index=self.forgotten + len(self.calls), op=name, stage=self.stage)
+        call = Call(index=len(self.calls), op=name, stage=self.stage)
         self.calls.append(call)
         call.module = self.modules.current
         node: Any = current_autograd_node()
@@ -383,6 +410,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.intended_inf = False
             call.first_bad = False
 
+    def _is_telling(self, call: Call) -> bool:
+        """True if the operands of this call may be part of the explanation."""
+        # One autograd node runs several operations; any of them may show why it went bad.
+        in_bad_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
+        on_purpose = call.intended_inf and (call.reduces or call.number is not None)
+        return call.first_bad or in_bad_node or on_purpose
+
     def _note_poisoned_node(self, call: Call) -> None:
         if call.stage != "backward":
             return
@@ -390,13 +424,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         enters_here = any(cause.stage != "backward" for cause in call.causes)
         if call.first_bad or enters_here:
             self._poisoned_nodes.add(call.sequence)
-
-    def _is_telling(self, call: Call) -> bool:
-        """True if the operands of this call may be part of the explanation."""
-        # One autograd node runs several operations; any of them may show why it went bad.
-        in_bad_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
-        on_purpose = call.intended_inf and (call.reduces or call.number is not None)
-        return call.first_bad or in_bad_node or on_purpose
 
     def _remember_maker(self, tensor: Tensor, call: Call, found: Flaws) -> None:
         key = storage_key(tensor)
@@ -464,21 +491,26 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if sequence not in self._nodes:
                 self._nodes[sequence] = function
 
-                def leave_node(grad_inputs: Any, grad_outputs: Any) -> None:
-                    """Test what the backward of the function returned."""
-                    reads = [*self._read_all(grad_outputs), *function.reads]
-                    for tensor in _tensors(grad_inputs):
-                        self._test(tensor, "function", function.name, reads)
-
-                def left(grad_inputs: Any, grad_outputs: Any) -> None:
-                    if self._active:
-                        self._carefully(function.name, leave_node, grad_inputs, grad_outputs)
-
-                node.register_hook(left)
+                node.register_hook(partial(self._leave_node, function))
         self._last_sequence = next_sequence_number()
+
+    def _leave_node(self, function: CustomFunction, grad_inputs: Any, grad_outputs: Any) -> None:
+        """Test what the backward of the function returned."""
+
+        def test() -> None:
+            reads = [*self._read_all(grad_outputs), *function.reads]
+            for tensor in _tensors(grad_inputs):
+                self._test(tensor, "function", function.name, reads)
+
+        if self._active:
+            self._carefully(function.name, test)
 
     def enter_module(self, args: Any) -> None:
         if self._active:
+            for tensor in _tensors(args):
+                device = tensor.device.type
+                if self.autocast is None and torch.is_autocast_enabled(device):
+                    self.autocast = dtype_name(torch.get_autocast_dtype(device))
             self._carefully("forward", self._settle, args)
 
     def leave_module(self, module: Any, args: Any, output: Any) -> None:
@@ -515,18 +547,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _retest(self, read: Read) -> None:
         """Find out whether a tensor that was good when it was made was bad when it was read."""
-        if not numeric(read.tensor) or storage_key(read.tensor) in self._exchanged:
-            return
-        found = flaws(read.tensor)
-        if not found:
-            return
-        read.flaws = found
+        if numeric(read.tensor) and storage_key(read.tensor) not in self._exchanged:
+            read.flaws = flaws(read.tensor)
+            if read.flaws:
+                read.maker = self._blame_running(read.tensor, read.flaws, read.maker.op)
+
+    def _blame_running(self, tensor: Tensor, found: Flaws, otherwise: str) -> Call:
+        """Blame the code that runs now: a custom function, else the user's."""
         function = self._innermost_function()
         if function is not None:
-            read.maker = self._opaque(read.tensor, found, "function", function.name, function.reads)
-        else:
-            name = user_function() or read.maker.op
-            read.maker = self._opaque(read.tensor, found, "code", name, [])
+            return self._opaque(tensor, found, "function", function.name, function.reads)
+        return self._opaque(tensor, found, "code", user_function() or otherwise, [])
 
     def _test(self, tensor: Tensor, kind: Boundary, name: str, reads: list[Read]) -> None:
         """Record a call for bad values of this tensor that no operation is known to have made."""

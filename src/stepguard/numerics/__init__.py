@@ -4,32 +4,25 @@ None of them hides an error: a value outside a function's domain is still NaN, s
 name it.
 """
 
-from stepguard.numerics.diffusion import (
-    ddm_weights,
-    masking_schedule,
-    min_snr_weight,
-    sample_times,
-    time_features,
-)
-from stepguard.numerics.layers import (
-    RMSNorm,
-    Sinkhorn,
-    mix_streams,
-    read_out,
-    rms_norm,
-    sinkhorn,
-    write_in,
-)
 from stepguard.numerics.losses import (
     Events,
+    RMSNorm,
+    Sinkhorn,
     count_labels,
-    ctc_loss,
+    ddm_weights,
     events,
     latent_mse,
     masked_cross_entropy,
     masked_mean,
+    min_snr_weight,
+    mix_streams,
+    read_out,
+    rms_norm,
+    sample_times,
+    sinkhorn,
     soft_limit,
     token_share,
+    write_in,
 )
 from stepguard.numerics.safe import (
     lasting_eps,
@@ -49,14 +42,12 @@ __all__ = [
     "RMSNorm",
     "Sinkhorn",
     "count_labels",
-    "ctc_loss",
     "ddm_weights",
     "events",
     "lasting_eps",
     "latent_mse",
     "masked_cross_entropy",
     "masked_mean",
-    "masking_schedule",
     "min_snr_weight",
     "mix_streams",
     "read_out",
@@ -73,7 +64,6 @@ __all__ = [
     "sample_times",
     "sinkhorn",
     "soft_limit",
-    "time_features",
     "token_share",
     "write_in",
 ]

@@ -7,6 +7,8 @@ domain the answer is NaN, as in torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -50,31 +52,30 @@ def safe_acos(x: Tensor, margin: float | None = None) -> Tensor:
     Rounding may carry a cosine past 1 by less than the margin; farther out the answer is NaN. The
     default margin of four rounding errors bounds the slope by about 1000 in float32.
     """
-    wide, inside, margin = _inside(x, margin, "safe_acos")
-    slope = torch.rsqrt(1.0 - inside.detach().square())
-    angle = torch.acos(inside) - (wide - inside) * slope
-    outside = torch.full_like(angle, torch.nan)
-    return torch.where(wide.abs() <= 1.0 + margin, angle, outside).to(x.dtype)
+    return _with_tangents(torch.acos, -1.0, x, margin)
 
 
 def safe_asin(x: Tensor, margin: float | None = None) -> Tensor:
     """Return asin(x) with a bounded slope near -1 and 1; see `safe_acos`."""
-    wide, inside, margin = _inside(x, margin, "safe_asin")
-    slope = torch.rsqrt(1.0 - inside.detach().square())
-    angle = torch.asin(inside) + (wide - inside) * slope
-    outside = torch.full_like(angle, torch.nan)
-    return torch.where(wide.abs() <= 1.0 + margin, angle, outside).to(x.dtype)
+    return _with_tangents(torch.asin, 1.0, x, margin)
 
 
-def _inside(x: Tensor, margin: float | None, name: str) -> tuple[Tensor, Tensor, float]:
-    """The argument in float32 at least, the same kept off -1 and 1, and the margin."""
+def _with_tangents(
+    function: Callable[[Tensor], Tensor], sign: float, x: Tensor, margin: float | None
+) -> Tensor:
+    """The function of x in float32 at least, within `margin` of -1 and 1 its tangent."""
     wide = at_least_float32(x)
     if margin is None:
         margin = 4.0 * torch.finfo(x.dtype).eps
     if not 0.0 < margin < 1.0:
+        name = f"safe_{function.__name__}"
         raise ConfigError(f"{name}: margin={margin!r} must lie between 0 and 1, for instance 1e-6.")
     edge = 1.0 - margin
-    return wide, wide.clamp(-edge, edge), margin
+    inside = wide.clamp(-edge, edge)
+    slope = sign * torch.rsqrt(1.0 - inside.detach().square())
+    angle = function(inside) + (wide - inside) * slope
+    outside = torch.full_like(angle, torch.nan)
+    return torch.where(wide.abs() <= 1.0 + margin, angle, outside).to(x.dtype)
 
 
 def safe_log(x: Tensor, floor: float | None = None) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import lt
 from typing import Any
 
 import torch
@@ -27,16 +28,17 @@ from stepguard.locate.operands import (
 )
 from stepguard.locate.source import ModuleSpans
 from stepguard.probes.statistics import (
-    FIELDS,
+    SAMPLE,
     Numbers,
+    Rows,
     SeenBatch,
     Updates,
-    bits_above_floor,
-    bits_of_headroom,
+    bits_between,
     root_mean_square,
     rounded_to_zero,
     sampled,
-    vector_of,
+    share_of,
+    statistics_of,
 )
 from stepguard.records.probes import (
     AttentionLook,
@@ -63,8 +65,8 @@ from stepguard.tensors.torch_private import (
 )
 from stepguard.tensors.values import is_lazy
 
-# --- What the look notes of loss functions: are they given what they take, and does all of it
-# count?
+# --- What the look notes of loss functions (are they given what they take, and does all of it
+# count?), and of attention, normalisation and activations.
 
 
 PROBABILITIES = ("SoftmaxBackward0", "SigmoidBackward0", "HardsigmoidBackward0")
@@ -73,7 +75,7 @@ RANGES = {
     "HardsigmoidBackward0": ("hardsigmoid", 0.0, 1.0),
     "SoftmaxBackward0": ("softmax", 0.0, 1.0),
     "TanhBackward0": ("tanh", -1.0, 1.0),
-    "ReluBackward0": ("relu", 0.0, float("inf")),
+    "ReluBackward0": ("relu", 0.0, math.inf),
 }
 """Activations that bound the output of a model."""
 SHAPES_ONLY = aten(
@@ -88,285 +90,6 @@ REGRESSION = aten("mse_loss smooth_l1_loss huber_loss")
 COMBINES = aten("sub mul add")
 SUMS = ("AddBackward0", "SubBackward0")
 PASSES = ("NegBackward0", "ToCopyBackward0", "MulBackward0", "DivBackward0", "SumBackward0")
-MARGIN = 0.05
-"""How far beyond the range of an activation a target must be, beside the spread of all targets."""
-MOST_CLASSES = 1024
-SMALL = 16
-"""Elements of a tensor that a loss may learn beside a model: weights of tasks, a temperature."""
-LEAST_ROWS = 8
-OFF_BY = 0.1
-"""Logarithm of a sum of probabilities that is not 0 by rounding."""
-
-
-@dataclass(slots=True)
-class LossFacts:
-    """Numbers on the device, and what each stands for."""
-
-    numbers: Numbers
-    trained: set[int]
-    """Identities of the parameters that this guard's optimizer updates."""
-    known: set[int]
-    """Identities of all tensors that a model or an optimizer of the process has."""
-    mixed_up: dict[str, str] = field(default_factory=dict)
-    broadcast: tuple[str, ...] = ()
-    outsiders: list[Tensor] = field(default_factory=list)
-    """Each once, in the order of their use."""
-    single_class: bool = False
-    _bounds: list[tuple[str, int]] = field(default_factory=list)
-    _logs: list[tuple[str, int]] = field(default_factory=list)
-    _classes: list[int] = field(default_factory=list)
-    _entropies: list[int] = field(default_factory=list)
-    _spread: int | None = None
-    _cut: set[int] = field(default_factory=set)
-    """Memory of results that trained parameters have a part in."""
-    _constant_terms: set[int] = field(default_factory=set)
-    """Numbers of the autograd nodes that add such a result without a gradient."""
-    _parts: int = 0
-    _product: tuple[int, Tensor] | None = None
-    """Memory of the first factor of the last product, and its second factor: kl_div's target and
-    input."""
-
-    def before(self, operator: Operator, args: Any, kwargs: Any, module: str | None) -> None:
-        """Note what goes in."""
-        name = operator.name
-        given = [value for value in args if isinstance(value, Tensor)]
-        self._note_leaves(given, module)
-        if name in LOG_SOFTMAX:
-            self._note_logits("cross_entropy", args[0])
-            self.single_class |= not module and args[0].shape[args[1]] == 1
-            self._note_spread(args[0])
-        elif name in NLL:
-            self._note_logs(args)
-        elif name == LOGITS:
-            self._note_logits("binary_cross_entropy_with_logits", args[0])
-            self._note_reach(args[0], args[1], logits=True)
-            self._note_spread(args[0])
-        elif name in REGRESSION:
-            self._note_shapes(name, args[0], args[1])
-            self._note_reach(args[0], args[1])
-            self._note_spread(args[0])
-        elif name in COMBINES and not module and len(given) > 1:
-            self._note_combined(name, given[0], given[1])
-        elif name in ("aten.xlogy", "aten.exp") and self._product is not None and given:
-            if storage_key(given[0]) == self._product[0]:
-                self._note_divergence(self._product[1])
-            self._product = None
-
-    def after(
-        self, operator: Operator, args: Any, kwargs: Any, results: list[Tensor], module: str | None
-    ) -> None:
-        """Follow what trained parameters have a part in, and keep the loss of classes."""
-        own = any(
-            isinstance(value, Tensor)
-            and (
-                (value.requires_grad and (not value.is_leaf or id(value) in self.trained))
-                or storage_key(value) in self._cut
-            )
-            for value in args
-        )
-        for result in results:
-            if own:
-                self._cut.add(storage_key(result))
-            else:
-                self._cut.discard(storage_key(result))
-        if operator.name in NLL and self._classes and args[3] == 1:
-            self._entropies.append(self.numbers.add(results[0].detach()))
-
-    def backward_begins(self, root: Tensor) -> None:
-        """Count the terms of this loss that are constants to the backward pass."""
-        for node in _sum_of(root.grad_fn):
-            if node._sequence_nr() in self._constant_terms:
-                self._parts += 1
-
-    # --- one operation --------------------------------------------------------------------------
-
-    def _note_leaves(self, given: list[Tensor], module: str | None) -> None:
-        for one in given:
-            if not one.requires_grad or not one.is_leaf or id(one) in self.known:
-                continue
-            learns = isinstance(one, nn.Parameter) or (module is None and one.numel() <= SMALL)
-            if module is not None and not isinstance(one, nn.Parameter):
-                self.known.add(id(one))  # an input whose gradient is wanted
-            elif learns and not any(one is other for other in self.outsiders):
-                self.outsiders.append(one)
-
-    def _note_logits(self, loss: str, given: Tensor) -> None:
-        if _maker(given) in PROBABILITIES:
-            self.mixed_up[loss] = "probabilities"
-
-    def _note_logs(self, args: Any) -> None:
-        """Probabilities of one sample sum to 1, so their logarithms do not exceed 0."""
-        values, target = args[0].detach(), args[1]
-        if values.dim() < 2 or values.shape[1] < 2:
-            return
-        if _maker(args[0]) in PROBABILITIES:
-            self.mixed_up["nll_loss"] = "probabilities"
-        elif _axis_of_softmax(args[0]) not in (None, 1):
-            self.mixed_up["nll_loss"] = "a log_softmax over another axis"
-        else:
-            self._logs.append(("nll_loss", self.numbers.add(*_log_sums(values, 1))))
-        classes = values.shape[1]
-        if values.dim() == 2 and classes <= MOST_CLASSES and args[2] is None:
-            counted = torch.where(target == args[4], classes, target).reshape(-1)
-            counts = torch.bincount(counted, minlength=classes + 1)[:classes]
-            self._classes.append(self.numbers.add(counts))
-
-    def _note_divergence(self, given: Tensor) -> None:
-        maker = _maker(given)
-        if maker in PROBABILITIES:
-            self.mixed_up["kl_div"] = "probabilities"
-        elif maker != "LogSoftmaxBackward0" and given.dim() > 1 and given.shape[-1] > 1:
-            self._logs.append(("kl_div", self.numbers.add(*_log_sums(given.detach(), -1))))
-
-    def _note_shapes(self, name: str, output: Tensor, target: Tensor) -> None:
-        """Two shapes that were spread over each other: (n, 1) beside (n,) makes (n, n)."""
-        shapes = []
-        for one in (output, target):
-            sizes = zip(one.shape, one.stride(), strict=True)
-            shapes.append([1 if stride == 0 else size for size, stride in sizes])
-        spread = [
-            (mine < size, theirs < size)
-            for mine, theirs, size in zip(*shapes, output.shape, strict=True)
-        ]
-        crossed = any(mine for mine, _ in spread) and any(theirs for _, theirs in spread)
-        if crossed and output.requires_grad != target.requires_grad:
-            self.broadcast = (name.removeprefix("aten."), str(shapes[0]), str(shapes[1]))
-
-    def _note_combined(self, name: str, one: Tensor, other: Tensor) -> None:
-        learned, fixed = (one, other) if one.requires_grad else (other, one)
-        if not learned.requires_grad or learned.is_leaf or fixed.requires_grad:
-            return
-        if name != "aten.add" and fixed is one:
-            self._product = (storage_key(fixed), learned)
-        if one.numel() == 1 and other.numel() == 1:
-            if self._is_cut_off(fixed, learned):
-                # the node was made, and numbered, before its operation runs
-                self._constant_terms.add(next_sequence_number() - 1)
-        elif one.shape == other.shape:
-            if any(0 in tensor.stride() for tensor in (one, other)):
-                self._note_shapes(name, learned, fixed)
-        elif _spreads_by_chance(learned, fixed):
-            shapes = (str(list(learned.shape)), str(list(fixed.shape)))
-            self.broadcast = (name.removeprefix("aten."), *shapes)
-
-    def _is_cut_off(self, fixed: Tensor, learned: Tensor) -> bool:
-        """Computed from what is trained, and a constant to the backward pass."""
-        memory = storage_key(fixed)
-        return memory in self._cut and memory != storage_key(learned) and fixed.is_floating_point()
-
-    def _note_reach(self, output: Tensor, target: Tensor, *, logits: bool = False) -> None:
-        known = RANGES.get(_maker(output))
-        if known is None or output.shape != target.shape or target.requires_grad:
-            return
-        name, low, high = known
-        values = sampled(target.detach()).float()
-        if logits:
-            if name != "relu":
-                return
-            low = 0.5  # the sigmoid of 0
-        margin = MARGIN * values.std(correction=0)
-        beyond = (values < low - margin) | (values > high + margin)
-        self._bounds.append((name, self.numbers.add(beyond.double().mean())))
-
-    def _note_spread(self, output: Tensor) -> None:
-        values = output.detach()
-        if self._spread is not None or values.dim() < 2 or values.shape[0] < LEAST_ROWS:
-            return
-        some = values.float()
-        deviation = some.std(0, correction=0).square().mean().sqrt()
-        size = some.square().mean().sqrt().clamp_min(1e-30)
-        self._spread = self.numbers.add(deviation / size)
-
-    # --- on the host ----------------------------------------------------------------------------
-
-    def facts(self, facts: StepFacts, values: list[list[float]]) -> StepFacts:
-        """These facts, and what was noted of the loss."""
-        mixed = dict(self.mixed_up)
-        for loss, number in self._logs:
-            least, most, lowest, sums = values[number]
-            if lowest >= 0.0 and sums < OFF_BY:
-                mixed[loss] = "probabilities"
-            elif min(abs(least), abs(most)) > OFF_BY and most > OFF_BY:
-                mixed[loss] = "logits"
-        bound, beyond = "", 0.0
-        for name, number in self._bounds:
-            if values[number][0] > beyond:
-                bound, beyond = name, values[number][0]
-        classes: tuple[int, ...] = ()
-        if len(self._classes) == 1 and len(self._entropies) == 1:
-            classes = tuple(int(count) for count in values[self._classes[0]])
-        return replace(
-            facts,
-            mixed_up=mixed,
-            broadcast=self.broadcast,
-            bound=bound,
-            beyond=beyond,
-            parts_without_gradient=self._parts,
-            single_class=self.single_class,
-            classes=classes,
-            cross_entropy=values[self._entropies[0]][0] if classes else None,
-            spread=values[self._spread][0] if self._spread is not None else None,
-        )
-
-
-def _maker(tensor: Tensor) -> str:
-    """Name of the autograd node that computed these values, behind views and casts."""
-    node: Any = tensor.grad_fn
-    while node is not None:
-        name: str = node.name()
-        if f"aten.{name.partition('Backward')[0]}" not in SHAPES_ONLY:
-            return name
-        node = node.next_functions[0][0] if node.next_functions else None
-    return ""
-
-
-def _axis_of_softmax(tensor: Tensor) -> int | None:
-    """The axis that a log_softmax has just summed over; None where it is not known."""
-    node: Any = tensor.grad_fn
-    if node is None or node.name() != "LogSoftmaxBackward0":
-        return None
-    # autograd keeps it as an unsigned number
-    axis: int = node._saved_dim
-    return (axis - 2**64 if axis >= 2**63 else axis) % tensor.dim()
-
-
-def _sum_of(node: Any) -> Iterator[Any]:
-    """Nodes that add up the terms of a loss, from its root down."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        behind = [one for one, _ in node.next_functions if one is not None]
-        if node.name() in SUMS:
-            yield node
-            waiting += behind
-        elif node.name() in PASSES and len(behind) == 1:
-            waiting += behind
-
-
-def _spreads_by_chance(learned: Tensor, fixed: Tensor) -> bool:
-    """(n, 1) beside (n,): who wants all pairs writes the axis out."""
-    for column, row in ((learned, fixed), (fixed, learned)):
-        if column.dim() == 2 and row.dim() == 1 and column.shape[1] == 1 and len(row) > 1:
-            made = column.grad_fn.name() if column.grad_fn is not None else ""
-            return column.shape[0] == row.shape[0] and not made.startswith("Unsqueeze")
-    return False
-
-
-def _log_sums(values: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """Least and largest logarithm of a row's sum of exponentials; the smallest value; how far the
-    sum of a row is from 1 at most.
-    """
-    wide = values.float()
-    sums = torch.logsumexp(wide, dim)
-    off = (wide.sum(dim) - 1.0).abs().amax()
-    return sums.amin(), sums.amax(), wide.amin(), off
-
-
-# --- What the look notes of attention, normalisation, activations and classification losses.
-
-
 SOFTMAX = aten("_softmax _safe_softmax")
 FUSED_ATTENTION = aten(
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
@@ -379,83 +102,248 @@ NORMS = aten(
 )
 RECTIFIERS = aten("relu relu_ threshold clamp_min hardtanh hardtanh_")
 SATURATING = {"aten.sigmoid": (0.01, 0.99), "aten.tanh": (-0.99, 0.99)}
-TARGETS = aten("nll_loss_forward nll_loss2d_forward")
-MOST_ROWS = 2048
-"""Rows of an attention that are looked at."""
-MOST_QUERIES = 64
-MOST_KEYS = 4096
+MARGIN = 0.05
+"""How far beyond the range of an activation a target must be, beside the spread of all targets."""
+MOST_CLASSES = 1024
+SMALL = 16
+"""Elements of a tensor that a loss may learn beside a model: weights of tasks, a temperature."""
+LEAST_ROWS = 8
+OFF_BY = 0.1
+"""Logarithm of a sum of probabilities that is not 0 by rounding."""
+MOST_ROWS, MOST_QUERIES, MOST_KEYS = 2048, 64, 4096
+"""Of an attention that are looked at."""
 MASKED_BELOW = -1e4
 """Logits below are taken for masked positions."""
+SOFTMAX_TWICE = "softmax_twice"
 SURE_OF_A_SUM = 4e-3
 """Probabilities that were rounded to bfloat16 sum to 1 within half of this."""
 
 
-@dataclass(slots=True)
-class LayerFacts:
-    """Numbers on the device, and the row of the record that each becomes."""
+class StepNotes:
+    """Measurements of losses and layers, on the device, and what was seen without any number."""
 
-    numbers: Numbers
-    _rows: list[tuple[Any, dict[str, Any], tuple[str, ...], int]] = field(default_factory=list)
-    """Kind of row, what is known of it, the names of its numbers, and where these are."""
-    _targets: list[tuple[int, int]] = field(default_factory=list)
-    _probabilities: list[int] = field(default_factory=list)
+    def __init__(self, numbers: Numbers, trained: set[int], known: set[int]) -> None:
+        """`trained`: identities of the parameters that this guard's optimizer updates, `known`: of
+        all tensors that a model or an optimizer of the process has.
+        """
+        self._numbers = numbers
+        self._trained = trained
+        self._known = known
+        self.outsiders: list[Tensor] = []
+        """Tensors with a gradient that are not known, each once, in the order of their use."""
+        self._seen: dict[str, Any] = {"single_class": False, "parts_without_gradient": 0}
+        self._mixed_up: dict[str, str] = {}
+        self._cut: set[int] = set()
+        """Memory of results that trained parameters have a part in."""
+        self._constant_terms: set[int] = set()
+        """Numbers of the autograd nodes that add such a result without a gradient."""
+        self._product: tuple[int, Tensor] | None = None
+        """Memory of the first factor of the last product, and its second factor: kl_div's target
+        and input."""
+        self._classes = 0
+        self._spread = False
 
-    def before(self, operator: Operator, args: Any, kwargs: Any, module: str | None) -> None:
-        """Note what goes in, where the operation may overwrite it."""
-        if operator.name in LOG_SOFTMAX:
-            # rows that are between 0 and 1 and sum to 1 have been through a softmax
-            values, dim = args[0].detach(), args[1]
-            if values.dim() > 1 and values.shape[dim] > 1:
-                wide = values.float()
-                off = torch.maximum((wide.sum(dim) - 1.0).abs().amax(), (-wide).amax())
-                self._probabilities.append(self.numbers.add(off))
-        elif operator.name in TARGETS:
-            ignored = self.numbers.add((args[1] == args[4]).sum())
-            self._targets.append((ignored, args[1].numel()))
+    def before(self, operator: Operator, args: Any, module: str | None) -> None:
+        """Note what goes in, which the operation may overwrite."""
+        name = operator.name
+        given = [value for value in args if isinstance(value, Tensor)]
+        self._note_leaves(given, module)
+        if name in LOG_SOFTMAX:
+            self._note_log_softmax(args[0], args[1], module)
+        elif name in NLL:
+            self._note_logs(args)
+            self._numbers.add(
+                "targets", {"labels": args[1].numel()}, ignored=(args[1] == args[4]).sum()
+            )
+        elif name == LOGITS:
+            self._is_probability("binary_cross_entropy_with_logits", args[0])
+            self._note_reach(args[0], args[1], logits=True)
+            self._note_spread(args[0])
+        elif name in REGRESSION:
+            self._note_shapes(name, args[0], args[1])
+            self._note_reach(args[0], args[1])
+            self._note_spread(args[0])
+        elif name in COMBINES and not module and len(given) > 1:
+            self._note_combined(name, given[0], given[1])
+        elif name in ("aten.xlogy", "aten.exp") and self._product is not None and given:
+            self._note_divergence(given[0], *self._product)
+            self._product = None
+
+    def _note_leaves(self, given: list[Tensor], module: str | None) -> None:
+        for one in given:
+            if not one.requires_grad or not one.is_leaf or id(one) in self._known:
+                continue
+            learns = isinstance(one, nn.Parameter) or (module is None and one.numel() <= SMALL)
+            if module is not None and not isinstance(one, nn.Parameter):
+                self._known.add(id(one))  # an input whose gradient is wanted
+            elif learns and not any(one is other for other in self.outsiders):
+                self.outsiders.append(one)
+
+    def _note_log_softmax(self, logits: Tensor, dim: int, module: str | None) -> None:
+        self._is_probability("cross_entropy", logits)
+        self._seen["single_class"] |= not module and logits.shape[dim] == 1
+        self._note_spread(logits)
+        if logits.dim() > 1:
+            self._note_log_sums(SOFTMAX_TWICE, logits, dim)
+
+    def _note_divergence(self, given: Tensor, target: int, learned: Tensor) -> None:
+        if storage_key(given) == target and not self._is_probability("kl_div", learned):
+            logs = _maker(learned) == "LogSoftmaxBackward0"
+            if not logs and learned.dim() > 1:
+                self._note_log_sums("kl_div", learned, -1)
+
+    def _is_probability(self, loss: str, given: Tensor) -> bool:
+        """Probabilities are neither the logits nor the logarithms that a loss takes."""
+        found = _maker(given) in PROBABILITIES
+        if found:
+            self._mixed_up[loss] = "probabilities"
+        return found
+
+    def _note_logs(self, args: Any) -> None:
+        """Probabilities of one sample sum to 1, so their logarithms do not exceed 0."""
+        values, target = args[0], args[1]
+        if values.dim() < 2 or values.shape[1] < 2:
+            return
+        if not self._is_probability("nll_loss", values):
+            node = values.grad_fn
+            summed = None
+            if node is not None and node.name() == "LogSoftmaxBackward0":
+                # autograd keeps the axis as an unsigned number
+                axis = node._saved_dim
+                summed = (axis - 2**64 if axis >= 2**63 else axis) % values.dim()
+            if summed not in (None, 1):
+                self._mixed_up["nll_loss"] = "a log_softmax over another axis"
+            else:
+                self._note_log_sums("nll_loss", values, 1)
+        classes = values.shape[1]
+        if values.dim() == 2 and classes <= MOST_CLASSES and args[2] is None:
+            counted = torch.where(target == args[4], classes, target).reshape(-1)
+            counts = torch.bincount(counted, minlength=classes + 1)[:classes]
+            self._numbers.add("classes", {}, counts=counts)
+            self._classes += 1
+
+    def _note_log_sums(self, loss: str, given: Tensor, dim: int) -> None:
+        """Least and largest logarithm of a row's sum of exponentials; the smallest value; how far
+        the sum of a row is from 1 at most.
+        """
+        wide = given.detach().float()
+        if wide.shape[dim] > 1:
+            sums = torch.logsumexp(wide, dim)
+            off = (wide.sum(dim) - 1.0).abs().amax()
+            measured = {"least": sums.amin(), "most": sums.amax(), "lowest": wide.amin()}
+            self._numbers.add("logs", {"loss": loss}, **measured, off=off)
+
+    def _note_shapes(self, name: str, output: Tensor, target: Tensor) -> None:
+        """Two shapes that were spread over each other: (n, 1) beside (n,) makes (n, n)."""
+        shapes = []
+        for one in (output, target):
+            sizes = zip(one.shape, one.stride(), strict=True)
+            shapes.append([1 if stride == 0 else size for size, stride in sizes])
+        mine = any(map(lt, shapes[0], output.shape))
+        theirs = any(map(lt, shapes[1], output.shape))
+        if mine and theirs and output.requires_grad != target.requires_grad:
+            self._note_broadcast(name, *shapes)
+
+    def _note_broadcast(self, name: str, one: Sequence[int], other: Sequence[int]) -> None:
+        operation = name.removeprefix("aten.")
+        self._seen["broadcast"] = (operation, str(list(one)), str(list(other)))
+
+    def _note_combined(self, name: str, one: Tensor, other: Tensor) -> None:
+        learned, fixed = (one, other) if one.requires_grad else (other, one)
+        if not learned.requires_grad or learned.is_leaf or fixed.requires_grad:
+            return
+        memory = storage_key(fixed)
+        if name != "aten.add" and fixed is one:
+            self._product = (memory, learned)
+        if one.numel() == 1 and other.numel() == 1:
+            # computed from what is trained, and a constant to the backward pass
+            computed = memory in self._cut and memory != storage_key(learned)
+            if computed and fixed.is_floating_point():
+                # the node was made, and numbered, before its operation runs
+                self._constant_terms.add(next_sequence_number() - 1)
+        elif one.shape == other.shape:
+            if any(0 in tensor.stride() for tensor in (one, other)):
+                self._note_shapes(name, learned, fixed)
+        else:
+            self._note_pairs(name, learned, fixed)
+
+    def _note_pairs(self, name: str, learned: Tensor, fixed: Tensor) -> None:
+        """(n, 1) beside (n,): who wants all pairs writes the axis out."""
+        column, row = (learned, fixed) if learned.dim() == 2 else (fixed, learned)
+        if row.dim() == 1 and len(row) > 1 and column.shape == (len(row), 1):
+            node = column.grad_fn
+            if node is None or not node.name().startswith("Unsqueeze"):
+                self._note_broadcast(name, learned.shape, fixed.shape)
+
+    def _note_reach(self, output: Tensor, target: Tensor, *, logits: bool = False) -> None:
+        known = RANGES.get(_maker(output))
+        if known is None or output.shape != target.shape or target.requires_grad:
+            return
+        name, low, high = known
+        if logits:
+            if name != "relu":
+                return
+            low = 0.5  # the sigmoid of 0
+        values = sampled(target.detach()).float()
+        margin = MARGIN * values.std(correction=0)
+        beyond = (values < low - margin) | (values > high + margin)
+        self._numbers.add("reach", {"bound": name}, beyond=share_of(beyond))
+
+    def _note_spread(self, output: Tensor) -> None:
+        if not self._spread and output.dim() > 1 and output.shape[0] >= LEAST_ROWS:
+            self._spread = True
+            some = output.detach().float()
+            deviation = some.std(0, correction=0).square().mean().sqrt()
+            size = some.square().mean().sqrt().clamp_min(1e-30)
+            self._numbers.add("spread", {}, spread=deviation / size)
 
     def after(
         self, operator: Operator, args: Any, kwargs: Any, results: list[Tensor], module: str | None
     ) -> None:
-        """Note what came out of a forward operation."""
+        """Note what came out."""
         name = operator.name
         place = module or ""
-        if name in SOFTMAX and place:
+        self._follow(args, results)
+        if name in NLL and self._classes and args[3] == 1:
+            self._numbers.add("entropy", {}, mean=results[0].detach())
+        elif name in SOFTMAX and place:
             logits, dim = args[0].detach(), args[1]
             if logits.dim() > 2 and dim in (-1, logits.dim() - 1):
-                self._add_rows(place, logits.reshape(-1, logits.shape[-1]))
+                self._note_attention(place, logits)
         elif name in FUSED_ATTENTION:
             self._note_fused(place, args, kwargs)
         elif name in NORMS:
-            zeros = (sampled(results[0].detach()) == 0).double().mean()
-            dtype = str(args[0].dtype).removeprefix("torch.")
-            self._add(
-                NormLook,
-                {"scale": root_mean_square(args[0].detach()), "output_zeros": zeros},
-                module=place,
-                dtype=dtype,
-            )
-        elif name in RECTIFIERS or name in SATURATING:
-            values = results[0].detach()
-            if not (values.dim() < 2):
-                axis = 1 if values.dim() == 4 else values.dim() - 1
-                units = values.shape[axis]
-                if name in SATURATING:
-                    low, high = SATURATING[name]
-                    sample = sampled(values)
-                    measured = {"saturated": ((sample < low) | (sample > high)).double().mean()}
-                else:
-                    others = [dim for dim in range(values.dim()) if dim != axis]
-                    measured = {"dead": (values.amax(others) <= 0).double().mean()}
-                positions = values.numel() // max(units, 1)
-                self._add(
-                    UnitLook, measured, module=place, op=name, units=units, positions=positions
-                )
+            known = {"module": place, "dtype": str(args[0].dtype).removeprefix("torch.")}
+            zeros = share_of(sampled(results[0].detach()) == 0)
+            scale = root_mean_square(args[0].detach())
+            self._numbers.add(NormLook, known, scale=scale, output_zeros=zeros)
+        elif (name in RECTIFIERS or name in SATURATING) and results[0].dim() > 1:
+            self._note_units(name, place, results[0].detach())
 
-    def _add(self, kind: Any, measured: dict[str, Tensor], **known: Any) -> None:
-        number = self.numbers.add(*measured.values())
-        self._rows.append((kind, known, tuple(measured), number))
+    def _follow(self, args: Any, results: list[Tensor]) -> None:
+        """Remember what trained parameters have a part in."""
+        own = False
+        for value in args:
+            if isinstance(value, Tensor):
+                learned = not value.is_leaf or id(value) in self._trained
+                own |= (value.requires_grad and learned) or storage_key(value) in self._cut
+        follow = self._cut.add if own else self._cut.discard
+        for result in results:
+            follow(storage_key(result))
 
-    # --- attention ------------------------------------------------------------------------------
+    def _note_units(self, name: str, module: str, values: Tensor) -> None:
+        axis = 1 if values.dim() == 4 else values.dim() - 1
+        units = values.shape[axis]
+        positions = values.numel() // max(units, 1)
+        known = {"module": module, "op": name, "units": units, "positions": positions}
+        if name in SATURATING:
+            low, high = SATURATING[name]
+            sample = sampled(values)
+            saturated = share_of((sample < low) | (sample > high))
+            self._numbers.add(UnitLook, known, saturated=saturated)
+        else:
+            others = [dim for dim in range(values.dim()) if dim != axis]
+            self._numbers.add(UnitLook, known, dead=share_of(values.amax(others) <= 0))
 
     def _note_fused(self, module: str, args: Any, kwargs: Any) -> None:
         """A fused attention keeps its logits to itself: compute some of them again."""
@@ -475,11 +363,11 @@ class LayerFacts:
         if kwargs.get("is_causal", any(argument is True for argument in args[3:])):
             keys = torch.arange(key.shape[-2], device=query.device)
             rows = rows.masked_fill(keys[None, :] > positions[:, None], -torch.inf)
-        self._add_rows(module, rows.reshape(-1, rows.shape[-1]))
+        self._note_attention(module, rows)
 
-    def _add_rows(self, module: str, logits: Tensor) -> None:
-        stride = max(1, math.ceil(logits.shape[0] / MOST_ROWS))
-        wide = logits[::stride].float()
+    def _note_attention(self, module: str, logits: Tensor) -> None:
+        rows = logits.reshape(-1, logits.shape[-1])
+        wide = rows[:: max(1, math.ceil(len(rows) / MOST_ROWS))].float()
         seen = wide > MASKED_BELOW
         keys = seen.sum(-1)
         several = keys > 1
@@ -487,29 +375,63 @@ class LayerFacts:
         entropy = -(weights * torch.log(weights.clamp_min(1e-30))).sum(-1)
         relative = entropy / torch.log(keys.clamp_min(2).float())
         count = several.sum().clamp_min(1)
-        measured = {
-            "largest_logit": torch.where(seen, wide, -torch.inf).amax(),
-            "entropy": torch.where(several, relative, 0.0).sum() / count,
-            "collapsed": (several & (weights.amax(-1) > 0.99)).sum() / count,
-            "uniform": (several & (relative > 0.999)).sum() / count,
-        }
-        self._add(AttentionLook, measured, module=module, keys=logits.shape[-1])
+        self._numbers.add(
+            AttentionLook,
+            {"module": module, "keys": logits.shape[-1]},
+            largest_logit=torch.where(seen, wide, -torch.inf).amax(),
+            entropy=torch.where(several, relative, 0.0).sum() / count,
+            collapsed=(several & (weights.amax(-1) > 0.99)).sum() / count,
+            uniform=(several & (relative > 0.999)).sum() / count,
+        )
 
-    # --- on the host ----------------------------------------------------------------------------
+    def backward_begins(self, root: Tensor) -> None:
+        """Count the terms of this loss that are constants to the backward pass."""
+        waiting: list[Any] = [root.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None:
+                continue
+            behind = [one for one, _ in node.next_functions if one is not None]
+            if node.name() in SUMS:
+                self._seen["parts_without_gradient"] += node._sequence_nr() in self._constant_terms
+                waiting += behind
+            elif node.name() in PASSES and len(behind) == 1:
+                waiting += behind
 
-    def rows(self, kind: Any, values: list[list[float]]) -> tuple[Any, ...]:
-        """The rows of this kind, in the order of their operations."""
-        found: list[Any] = []
-        for one, known, names, number in self._rows:
-            if one is kind and len(found) < MOST_ROWS_KEPT:
-                found.append(kind(**known, **dict(zip(names, values[number], strict=True))))
-        return tuple(found)
+    def facts(self, values: Rows) -> dict[str, Any]:
+        """What was noted of the losses."""
+        mixed = dict(self._mixed_up)
+        found = {**self._seen, "mixed_up": mixed, "softmax_twice": False}
+        for row in values["logs"]:
+            if row["loss"] == SOFTMAX_TWICE:
+                # rows that are between 0 and 1 and sum to 1 have been through a softmax
+                found[SOFTMAX_TWICE] |= max(row["off"], -row["lowest"]) < SURE_OF_A_SUM
+            elif row["lowest"] >= 0.0 and row["off"] < OFF_BY:
+                mixed[row["loss"]] = "probabilities"
+            elif min(abs(row["least"]), abs(row["most"])) > OFF_BY and row["most"] > OFF_BY:
+                mixed[row["loss"]] = "logits"
+        found["labels"] = sum(row["labels"] for row in values["targets"])
+        found["ignored"] = int(sum(row["ignored"] for row in values["targets"]))
+        reach = [row for row in values["reach"] if row["beyond"] > 0.0]
+        if reach:
+            found |= max(reach, key=lambda row: row["beyond"])
+        if len(values["classes"]) == 1 and len(values["entropy"]) == 1:
+            found["classes"] = tuple(map(int, values["classes"][0]["counts"]))
+            found["cross_entropy"] = values["entropy"][0]["mean"]
+        for row in values["spread"]:
+            found |= row
+        return found
 
-    def facts(self, values: list[list[float]]) -> StepFacts:
-        ignored = sum(values[number][0] for number, _ in self._targets)
-        labels = sum(count for _, count in self._targets)
-        twice = any(values[number][0] < SURE_OF_A_SUM for number in self._probabilities)
-        return StepFacts(labels=labels, ignored=int(ignored), softmax_twice=twice)
+
+def _maker(tensor: Tensor) -> str:
+    """Name of the autograd node that computed these values, behind views and casts."""
+    node: Any = tensor.grad_fn
+    while node is not None:
+        name: str = node.name()
+        if f"aten.{name.partition('Backward')[0]}" not in SHAPES_ONLY:
+            return name
+        node = node.next_functions[0][0] if node.next_functions else None
+    return ""
 
 
 # --- A dispatch mode that watches a healthy step: every operation runs once, as it would have.
@@ -520,24 +442,6 @@ MOST_RESULTS = 20_000
 CONVERSIONS = aten("_to_copy copy_")
 DISPATCH_SECONDS = 5e-6
 """What passing one operation through a mode costs, besides the statistics: measured on a CPU."""
-
-
-@dataclass(slots=True)
-class ObservedResult:
-    """One result of one operation."""
-
-    op: str
-    module: str
-    stage: Stage
-    dtype: torch.dtype
-    vector: int
-    """Number of its statistics."""
-    parents: tuple[int, ...]
-    """Numbers of the results it was made of."""
-    may_hold_infinity: bool = False
-    """An infinity is an ordinary argument of this operation."""
-    conversion: int | None = None
-    """Number of the vector that counts what became 0 in a conversion."""
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -555,13 +459,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules = ModuleSpans(dict(roots))
         self.numbers = Numbers()
-        self.seen: list[ObservedResult] = []
-        self.layers = LayerFacts(self.numbers)
+        self.results = 0
+        """How many results were measured."""
         known = {id(one) for root in roots.values() for one in root.parameters()}
-        self.loss = LossFacts(self.numbers, set(trained), known | {*trained, *owned})
+        self.notes = StepNotes(self.numbers, set(trained), known | {*trained, *owned})
         self.fault: Exception | None = None
-        self.layer_fault: Exception | None = None
-        """Why nothing more is noted of layers; everything else is measured on."""
+        self.note_fault: Exception | None = None
+        """Why nothing more is noted of losses and layers; everything else is measured on."""
         self.paused = False
         """The guard does work of its own, which is not part of the step."""
         self.backward_begins: Callable[[], None] | None = None
@@ -569,19 +473,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seconds = 0.0
         self._in_backward = False
         self._last: dict[int, int] = {}
-        """Who wrote the memory at this address last."""
+        """Which result was written to the memory at this address last."""
         self._process = os.getpid()
-        self._running = False
-
-    @property
-    def on_the_stack(self) -> bool:
+        self.on_the_stack = False
         """True while torch hands it every operation."""
-        return self._running
 
     def start(self) -> None:
         """Begin to watch, or go on after `stop`."""
         self.paused = False
-        self._running = True
+        self.on_the_stack = True
         self.modules.__enter__()
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -589,20 +489,21 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Watch no more; what was seen stays. Call it again if it was called inside a backward."""
         self.paused = True
         # The engine puts the modes of its beginning back when a backward pass ends.
-        if self._running and current_autograd_node() is None:
-            self._running = False
+        if self.on_the_stack and current_autograd_node() is None:
+            self.on_the_stack = False
             leave(self)
             self.modules.__exit__()
 
     def store(self, name: str, tensor: Tensor) -> None:
         """Make a tensor known that no operation of the step made."""
-        self._add(name, "", "stored", tensor, (), may_hold_infinity=True)
+        known = {"op": name, "module": name, "stage": "stored", "absorbs": True, "parents": ()}
+        self._measure(tensor, known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # a worker process of a data loader inherits the mode
         elsewhere = os.getpid() != self._process or func.namespace in sharded.NAMESPACES
-        full = self.fault is not None or len(self.seen) >= MOST_RESULTS
+        full = self.fault is not None or self.results >= MOST_RESULTS
         if self.paused or full or elsewhere:
             return func(*args, **kwargs)
         operator = describe(func)
@@ -623,11 +524,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.backward_begins()
             self._in_backward = backward
             entries = operator.entries(args, kwargs)
-            tensors = [entry.value for entry in entries if isinstance(entry.value, Tensor)]
+            tensors = [value for _, value in entries if isinstance(value, Tensor)]
             # before it runs: an operation in place overwrites what it reads
-            self._note(self.layers.before, operator, args, kwargs)
-            if self._stage() == "forward":
-                self._note(self.loss.before, operator, args, kwargs)
+            if not backward:
+                self._note(self.notes.before, operator, args)
             return tensors
         except Exception as fault:
             self.fault = fault
@@ -640,89 +540,72 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         began = time.thread_time()
         try:
-            parents = self._parents(given)
-            module = self._module()
-            stage = self._stage()
-            results = [one for one in _as_list(result) if isinstance(one, Tensor)]
+            returned = result if isinstance(result, list | tuple) else [result]
+            results = [one for one in returned if isinstance(one, Tensor)]
             if not results and operator.written and args:
                 # an operation without a result writes its first argument
                 results = [one for one in given if one is args[0]]
+            stage = self._stage()
+            module = self.modules.current
+            if stage == "backward":
+                module = self.modules.created(current_autograd_node()._sequence_nr())
+            known = {
+                "op": operator.name,
+                "module": module or "",
+                "stage": stage,
+                "absorbs": operator.name in TAKES_INFINITY,
+                "parents": self._parents(given),
+            }
             for tensor in results:
-                known = operator.name in TAKES_INFINITY
-                self._add(operator.name, module, stage, tensor, parents, may_hold_infinity=known)
-            if operator.name in CONVERSIONS and results:
-                self._note_conversion(given[-1], results[0])
+                self._measure(tensor, known, given)
             if stage == "forward":
-                self._note(self.layers.after, operator, args, kwargs, results)
-                self._note(self.loss.after, operator, args, kwargs, results)
+                self._note(self.notes.after, operator, args, kwargs, results)
         except Exception as fault:
             self.fault = fault
         finally:
             self.seconds += time.thread_time() - began + DISPATCH_SECONDS
 
-    def _note(self, note: Callable[..., None], *given: Any) -> None:
-        if self.layer_fault is None:
-            try:
-                note(*given, self.modules.current)
-            except Exception as fault:
-                self.layer_fault = fault
-
-    def _parents(self, given: list[Tensor]) -> tuple[int, ...]:
+    def _parents(self, given: list[Tensor]) -> list[int]:
+        """The results that an operation was given."""
         parents = []
-        for tensor in given:
-            if not numeric(tensor):
-                continue
+        for tensor in filter(numeric, given):
             key = storage_key(tensor)
             if key not in self._last:
                 self.store("constant", tensor)
             if key in self._last:
                 parents.append(self._last[key])
-        return tuple(parents)
+        return parents
 
-    def _add(
-        self,
-        op: str,
-        module: str,
-        stage: Stage,
-        tensor: Tensor,
-        parents: tuple[int, ...],
-        *,
-        may_hold_infinity: bool,
-    ) -> None:
-        if not numeric(tensor):
+    def _note(self, note: Callable[..., None], *given: Any) -> None:
+        if self.note_fault is None:
+            try:
+                note(*given, self.modules.current)
+            except Exception as fault:
+                self.note_fault = fault
+
+    def _measure(self, tensor: Tensor, known: dict[str, Any], given: Sequence[Tensor] = ()) -> None:
+        """Keep the statistics of a result; of a conversion, how much of it is rounded to 0."""
+        measured = statistics_of(tensor) if numeric(tensor) else {}
+        if not measured:
             return
-        vector = vector_of(tensor)
-        if vector is None:
-            return
-        number = self.numbers.add(vector)
         dtype = plain(tensor).dtype
-        self._last[storage_key(tensor)] = len(self.seen)
-        self.seen.append(
-            ObservedResult(op, module, stage, dtype, number, parents, may_hold_infinity)
-        )
-
-    def _note_conversion(self, before: Tensor, after: Tensor) -> None:
-        """Count what a narrower dtype rounds to 0."""
-        if not self.seen or not numeric(before) or not numeric(after):
-            return
-        narrower = torch.finfo(after.dtype).tiny > torch.finfo(before.dtype).tiny
-        if narrower and before.shape == after.shape:
-            self.seen[-1].conversion = self.numbers.add(rounded_to_zero(before, after))
-
-    def _module(self) -> str:
-        node = current_autograd_node()
-        if node is None or self.modules.current is not None:
-            return self.modules.current or ""
-        return self.modules.created(node._sequence_nr()) or ""
+        count = plain(tensor).numel()
+        elements = math.ceil(count / math.ceil(count / SAMPLE))
+        known = {**known, "dtype": dtype, "elements": elements}
+        for source in given[-1:] if known["op"] in CONVERSIONS else ():
+            if numeric(source) and source.shape == tensor.shape:
+                narrower = torch.finfo(dtype).tiny > torch.finfo(source.dtype).tiny
+                if narrower:
+                    measured["rounded"] = rounded_to_zero(source, tensor)
+                    known["converted"] = elements
+        self.numbers.add("result", known, **measured)
+        self._last[storage_key(tensor)] = self.results
+        self.results += 1
 
     def _stage(self) -> Stage:
         if current_autograd_node() is None or self.modules.current is not None:
             return "forward"
         return "backward"
-
-
-def _as_list(result: Any) -> list[Any]:
-    return list(result) if isinstance(result, list | tuple) else [result]
 
 
 # --- One deep look: begin before the forward pass, end after the update, and get a record.
@@ -751,25 +634,21 @@ class DeepLook:
         self.observer.backward_begins = self._backward_begins
         self._updates: Updates | None = None
         self._seconds = 0.0
-        self._kept_gradients: list[int | None] = []
-        """For each backward pass: number of gradients found there that are not 0; None: none."""
 
     def begin(self) -> None:
         """The step begins."""
         began = time.thread_time()
-        # Inside a transform of functorch the modules hold wrappers, whose memory cannot be told.
+        # Inside a transform of functorch the modules hold wrappers, whose memory is not known.
         if not transforming():
-            for name, parameter in named_parameters(self._roots):
-                if not is_lazy(parameter):
-                    self.observer.store(f"param:{name}", parameter)
-            for name, buffer in named_buffers(self._roots):
-                if not is_lazy(buffer):
-                    self.observer.store(f"buffer:{name}", buffer)
+            for kind, named in (("param", named_parameters), ("buffer", named_buffers)):
+                for name, tensor in named(self._roots):
+                    if not is_lazy(tensor):
+                        self.observer.store(f"{kind}:{name}", tensor)
         self._seconds += time.thread_time() - began
         self.observer.start()
 
     def _backward_begins(self) -> None:
-        """Note which gradients are there already."""
+        """Note how many gradients are there already that are not 0."""
         parts = []
         updated = optimizer_parameter_ids(self._optimizer)
         for _, parameter in named_parameters(self._roots):
@@ -779,85 +658,86 @@ class DeepLook:
             if gradient is not None and gradient.layout is torch.strided and gradient.numel():
                 part = sampled(plain(gradient), GRADIENT_SAMPLE)
                 parts.append((part != 0).any())
-        number = None
-        if parts:
-            number = self.observer.numbers.add(torch.stack(parts).sum())
-        self._kept_gradients.append(number)
+        count = torch.stack(parts).sum() if parts else torch.zeros(())
+        self.observer.numbers.add("kept gradients", {}, count=count)
 
     def loss_seen(self, root: Tensor) -> None:
         """A backward pass begins at this loss. One that does not call the model before it goes
         unobserved, and counts.
         """
         self._backward_begins()
-        self.observer.loss.backward_begins(root)
+        self.observer.notes.backward_begins(root)
 
     @property
     def outsiders(self) -> list[Tensor]:
         """Tensors that got a gradient and belong to no model and no optimizer."""
-        return [one for one in self.observer.loss.outsiders if one.grad is not None]
+        return [one for one in self.observer.notes.outsiders if one.grad is not None]
 
     def before_update(self) -> None:
         """The optimizer is about to step."""
         began = time.thread_time()
-        self._updates = Updates(self._roots, self._optimizer, self._owned)
+        numbers = self.observer.numbers
+        self._updates = Updates(numbers, self._roots, self._optimizer, self._owned)
         self._seconds += time.thread_time() - began
 
     def finish(self, *, committed: bool) -> Look:
         """The update is over."""
         began = time.thread_time()
         self.observer.stop()
-        parameters: tuple[ParameterLook, ...] = ()
-        if self._updates is not None:
-            parameters = self._updates.finish(committed=committed)
+        if self._updates is not None and committed:
+            self._updates.committed()
         values = self.observer.numbers.read()
-        layers = self.observer.layers
-        tensors = tensor_rows(self.observer.seen, values)
+        parameters: list[ParameterLook] = []
+        without: Sequence[str] = ()
+        if self._updates is not None:
+            parameters, without = self._updates.rows(values)
+        tensors = tensor_rows(values["result"])
+        counted = (len(tensors), len(parameters))
+        if len(parameters) > MOST_ROWS_KEPT:
+            # keep the order of the model; drop what moves as it should
+            order = sorted(parameters, key=_suspicion, reverse=True)
+            kept = {one.name for one in order[:MOST_ROWS_KEPT]}
+            parameters = [one for one in parameters if one.name in kept]
+        layers: dict[Any, tuple[Any, ...]] = {}
+        for kind in (AttentionLook, NormLook, UnitLook):
+            layers[kind] = tuple(kind(**row) for row in values[kind][:MOST_ROWS_KEPT])
+        # Every backward pass of the step found gradients. The first of an accumulated step finds
+        # none; nor does the last one where `zero_grad` stands between a gradient inside the loss
+        # and its backward pass.
+        kept_gradients = [row["count"] for row in values["kept gradients"]]
+        facts = StepFacts(
+            batch=self.batch.digest,
+            samples=self.batch.samples,
+            training=next(iter(self._roots.values())).training,
+            dropout=self._evaluating(nn.modules.dropout._DropoutNd),
+            norms_in_eval=self._evaluating(nn.modules.batchnorm._NormBase),
+            kept_gradients=min(kept_gradients, default=0.0) > 0.0,
+            without_gradient=without_unused_parts(self._roots, without),
+            **self.observer.notes.facts(values),
+        )
         look = Look(
             step=self.step,
             tensors=tuple(tensors[:MOST_ROWS_KEPT]),
-            parameters=_worst_parameters(parameters),
-            attention=layers.rows(AttentionLook, values),
-            norms=layers.rows(NormLook, values),
-            units=layers.rows(UnitLook, values),
-            facts=self._facts(self.observer.loss.facts(layers.facts(values), values), values),
-            left_out=max(0, len(tensors) - MOST_ROWS_KEPT)
-            + max(0, len(parameters) - MOST_ROWS_KEPT),
+            parameters=tuple(parameters),
+            attention=layers[AttentionLook],
+            norms=layers[NormLook],
+            units=layers[UnitLook],
+            facts=facts,
+            left_out=sum(max(0, count - MOST_ROWS_KEPT) for count in counted),
         )
         self._seconds += time.thread_time() - began
         return replace(look, seconds=self._seconds + self.observer.seconds)
 
-    def _facts(self, facts: StepFacts, values: list[list[float]]) -> StepFacts:
-        dropout = []
-        norms = []
+    def _evaluating(self, kind: type[nn.Module]) -> tuple[str, ...]:
+        """Modules of a kind that are in evaluation mode; not a dropout that never drops."""
+        found = []
         for name, module in named_modules(self._roots):
-            if module.training:
-                continue
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-                dropout.append(name)
-            if isinstance(module, nn.modules.batchnorm._NormBase):
-                norms.append(name)
-        # Every backward pass of the step found gradients. The first of an accumulated step finds
-        # none; nor does the last one where `zero_grad` stands between a gradient inside the loss
-        # and its backward pass.
-        counts = []
-        for number in self._kept_gradients:
-            counts.append(0.0 if number is None else values[number][0])
-        without: tuple[str, ...] = ()
-        if self._updates is not None:
-            without = without_unused_parts(self._roots, self._updates.without_gradient)
-        return replace(
-            facts,
-            batch=self.batch.digest,
-            samples=self.batch.samples,
-            training=next(iter(self._roots.values())).training,
-            dropout=tuple(dropout),
-            norms_in_eval=tuple(norms),
-            kept_gradients=bool(counts) and min(counts) > 0.0,
-            without_gradient=without,
-        )
+            if isinstance(module, kind) and not module.training and getattr(module, "p", 1.0) > 0:
+                found.append(name)
+        return tuple(found)
 
 
-def without_unused_parts(roots: Mapping[str, nn.Module], names: tuple[str, ...]) -> tuple[str, ...]:
+def without_unused_parts(roots: Mapping[str, nn.Module], names: Sequence[str]) -> tuple[str, ...]:
     """These parameters, less those of a container of which others have a gradient.
 
     An expert or the head of a task is used when its turn comes.
@@ -867,77 +747,47 @@ def without_unused_parts(roots: Mapping[str, nn.Module], names: tuple[str, ...])
         if isinstance(module, CONTAINERS):
             inside = {name for name in owned if name.startswith(f"{prefix}.")}
             if not inside <= set(names):
-                names = tuple(name for name in names if name not in inside)
-    return names
+                names = [name for name in names if name not in inside]
+    return tuple(names)
 
 
-def tensor_rows(seen: Sequence[ObservedResult], values: list[list[float]]) -> list[TensorLook]:
+def tensor_rows(results: Sequence[dict[str, Any]]) -> list[TensorLook]:
     """One row for each module, direction and dtype, those with the least headroom first."""
-    groups: dict[tuple[str, str, torch.dtype], list[int]] = {}
-    for index, one in enumerate(seen):
-        name = one.op if one.stage == "stored" else one.module
-        groups.setdefault((name, one.stage, one.dtype), []).append(index)
-    rows = []
-    for (name, _, dtype), indices in groups.items():
-        rows.append(_row(name, dtype, indices, seen, values))
+    groups: dict[tuple[str, Stage, torch.dtype], list[dict[str, Any]]] = {}
+    for one in results:
+        # infinities that come from finite operands
+        inherited = any(results[parent]["infinities"] for parent in one["parents"])
+        one["new_infinities"] = 0 if one["absorbs"] or inherited else int(one["infinities"])
+        groups.setdefault((one["module"], one["stage"], one["dtype"]), []).append(one)
+    rows = [_tensor_row(*group, members) for group, members in groups.items()]
     return sorted(rows, key=lambda row: math.inf if row.headroom is None else row.headroom)
 
 
-def _row(
-    name: str,
-    dtype: torch.dtype,
-    indices: list[int],
-    seen: Sequence[ObservedResult],
-    values: list[list[float]],
+def _tensor_row(
+    name: str, stage: Stage, dtype: torch.dtype, members: list[dict[str, Any]]
 ) -> TensorLook:
-    stats = []
-    rounded = 0.0
-    converted = 0.0
-    for index in indices:
-        stats.append(dict(zip(FIELDS, values[seen[index].vector], strict=True)))
-        number = seen[index].conversion
-        if number is not None:
-            rounded += values[number][0]
-            converted += values[number][1]
-    largest = max(range(len(stats)), key=lambda at: stats[at]["largest"])
-    smallest = min(one["smallest"] for one in stats)
-    elements = max(sum(one["elements"] for one in stats), 1.0)
+    def total(field: str) -> float:
+        return math.fsum(one.get(field, 0.0) for one in members)
+
+    largest = max(members, key=lambda one: one["largest"])
+    smallest = min(one["smallest"] for one in members)
+    elements = total("elements")
+    limits = torch.finfo(dtype)
     return TensorLook(
         module=name,
-        stage=seen[indices[0]].stage,
+        stage=stage,
         dtype=str(dtype).removeprefix("torch."),
-        op=seen[indices[largest]].op,
-        largest=stats[largest]["largest"],
+        op=largest["op"],
+        largest=largest["largest"],
         smallest=smallest if math.isfinite(smallest) else None,
-        headroom=bits_of_headroom(stats[largest]["largest"], dtype),
-        floor=bits_above_floor(smallest, dtype),
-        zeros=sum(one["zeros"] for one in stats) / elements,
-        subnormal=sum(one["subnormal"] for one in stats) / elements,
-        rounded_away=rounded / converted if converted else 0.0,
-        infinities=sum(_born_infinite(index, seen, values) for index in indices),
+        headroom=bits_between(limits.max, largest["largest"]),
+        floor=bits_between(smallest, limits.tiny),
+        zeros=total("zeros") / elements,
+        subnormal=total("subnormal") / elements,
+        rounded_away=total("rounded") / max(total("converted"), 1),
+        infinities=int(total("new_infinities")),
         elements=int(elements),
     )
-
-
-def _born_infinite(index: int, seen: Sequence[ObservedResult], values: list[list[float]]) -> int:
-    """Infinities of this result that come from finite operands."""
-    one = seen[index]
-    infinities = FIELDS.index("infinities")
-    count = values[one.vector][infinities]
-    if not count or one.may_hold_infinity:
-        return 0
-    if any(values[seen[parent].vector][infinities] for parent in one.parents):
-        return 0
-    return int(count)
-
-
-def _worst_parameters(parameters: tuple[ParameterLook, ...]) -> tuple[ParameterLook, ...]:
-    """Keep the order of the model; drop what moves as it should where there are too many."""
-    if len(parameters) <= MOST_ROWS_KEPT:
-        return parameters
-    ranked = sorted(parameters, key=_suspicion, reverse=True)[:MOST_ROWS_KEPT]
-    kept = {one.name for one in ranked}
-    return tuple(one for one in parameters if one.name in kept)
 
 
 def _suspicion(one: ParameterLook) -> float:

@@ -9,9 +9,9 @@ import hashlib
 import math
 import operator
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -34,35 +34,37 @@ from stepguard.tensors.values import is_lazy
 
 SAMPLE = 65_536
 """Elements of a tensor that shares are counted on; the extremes are taken over all of it."""
-FIELDS = ("largest", "smallest", "zeros", "subnormal", "infinities", "lowest", "elements")
-"""What the numbers of one vector are."""
+
+Rows = defaultdict[Any, list[dict[str, Any]]]
+"""Measurements by their kind, in the order in which they were made: each by name."""
 
 
-@dataclass(slots=True)
 class Numbers:
-    """Vectors on their devices, and what each becomes on the host."""
+    """Measurements on their devices, each of a kind, with what is known of it on the host."""
 
-    _vectors: list[Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._rows: list[tuple[Any, dict[str, Any], list[tuple[str, int]], Tensor]] = []
 
-    def add(self, *parts: Tensor) -> int:
-        """Keep these numbers as one vector; returns its number for `read`."""
-        wide = [part.to(torch.float64).reshape(-1) for part in parts]
-        self._vectors.append(torch.cat(wide) if len(wide) > 1 else wide[0])
-        return len(self._vectors) - 1
+    def add(self, kind: Any, known: dict[str, Any], **measured: Tensor) -> None:
+        """Keep these numbers as one vector."""
+        parts = [part.to(torch.float64).reshape(-1) for part in measured.values()]
+        sizes = list(zip(measured, map(len, parts), strict=True))
+        self._rows.append((kind, known, sizes, torch.cat(parts)))
 
-    def read(self) -> list[list[float]]:
-        """All vectors as numbers, with one copy from each device."""
-        values: list[list[float]] = [[] for _ in self._vectors]
-        by_device: dict[torch.device, list[int]] = {}
-        for index, vector in enumerate(self._vectors):
-            by_device.setdefault(vector.device, []).append(index)
-        for indices in by_device.values():
-            flat = torch.cat([self._vectors[index] for index in indices]).tolist()
-            for index in indices:
-                length = self._vectors[index].numel()
-                values[index] = flat[:length]
-                flat = flat[length:]
-        return values
+    def read(self) -> Rows:
+        """All measurements with their numbers, by one copy from each device."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for *_, vector in self._rows:
+            by_device.setdefault(vector.device, []).append(vector)
+        values = {device: iter(torch.cat(some).tolist()) for device, some in by_device.items()}
+        rows: Rows = defaultdict(list)
+        for kind, known, sizes, vector in self._rows:
+            row = dict(known)
+            for name, size in sizes:
+                numbers = list(islice(values[vector.device], size))
+                row[name] = numbers[0] if size == 1 else numbers
+            rows[kind].append(row)
+        return rows
 
 
 def sampled(values: Tensor, most: int = SAMPLE) -> Tensor:
@@ -72,64 +74,53 @@ def sampled(values: Tensor, most: int = SAMPLE) -> Tensor:
     return flat[::stride]
 
 
-def vector_of(tensor: Tensor) -> Tensor | None:
-    """The statistics of one tensor, in the order of FIELDS; None where it holds no numbers."""
+def statistics_of(tensor: Tensor) -> dict[str, Tensor]:
+    """The statistics of one tensor, on its device; empty where it holds no numbers."""
     values = plain(tensor)
     if not values.is_floating_point() or values.numel() == 0:
-        return None
+        return {}
     limits = torch.finfo(values.dtype)
     if values.element_size() == 1:
         # torch has no reductions of 8-bit floats
         values = values.float()
     low, high = torch.aminmax(values)
-    sample = sampled(values)
-    sizes = sample.abs()
+    sizes = sampled(values).abs()
     if sizes.dtype is not torch.float64:
         sizes = sizes.float()
     present = sizes > 0
     finite = torch.isfinite(sizes)
-    smallest = torch.where(present, sizes, torch.inf).amin()
-    largest = torch.where(finite, sizes, 0.0).amax()
     # finite extremes of the whole tensor count; an infinite one leaves the sample's largest
     whole = torch.maximum(low.abs(), high.abs()).to(sizes.dtype)
-    largest = torch.where(torch.isfinite(whole), whole, largest)
-    parts = (
-        largest,
-        smallest,
-        (~present).sum(),
-        (present & (sizes < limits.tiny)).sum(),
-        torch.maximum((~finite).sum(), (~torch.isfinite(whole)).sum()),
-        low,
-    )
-    numbers = [part.to(torch.float64) for part in parts]
-    return torch.stack([*numbers, numbers[0].new_tensor(float(sample.numel()))])
+    largest = torch.where(finite, sizes, 0.0).amax()
+    return {
+        "largest": torch.where(torch.isfinite(whole), whole, largest),
+        "smallest": torch.where(present, sizes, torch.inf).amin(),
+        "zeros": (~present).sum(),
+        "subnormal": (present & (sizes < limits.tiny)).sum(),
+        "infinities": torch.maximum((~finite).sum(), (~torch.isfinite(whole)).sum()),
+    }
 
 
 def rounded_to_zero(before: Tensor, after: Tensor) -> Tensor:
-    """How many elements a conversion turned into 0, and of how many, on a sample."""
-    given = sampled(plain(before))
-    got = sampled(plain(after))
-    lost = ((given != 0) & (got == 0)).sum().to(torch.float64)
-    return torch.stack([lost, lost.new_tensor(float(given.numel()))])
+    """How many elements a conversion turned into 0, on a sample."""
+    given, got = sampled(plain(before)), sampled(plain(after))
+    return ((given != 0) & (got == 0)).sum()
 
 
-def bits_of_headroom(largest: float, dtype: torch.dtype) -> float | None:
-    """Bits up to the largest number of the dtype."""
-    if largest <= 0.0 or not math.isfinite(largest):
+def bits_between(above: float, below: float) -> float | None:
+    """How many times the lower number can be doubled."""
+    if min(above, below) <= 0.0 or math.isinf(above):
         return None
-    return math.log2(torch.finfo(dtype).max) - math.log2(largest)
+    return math.log2(above) - math.log2(below)
 
 
-def bits_above_floor(smallest: float, dtype: torch.dtype) -> float | None:
-    """Bits down to the smallest normal number of the dtype."""
-    if smallest <= 0.0 or not math.isfinite(smallest):
-        return None
-    return math.log2(smallest) - math.log2(torch.finfo(dtype).tiny)
+def share_of(chosen: Tensor) -> Tensor:
+    return chosen.double().mean()
 
 
 def root_mean_square(values: Tensor) -> Tensor:
     """As one number in float64, on a sample."""
-    return sampled(values).to(torch.float64).square().mean().sqrt()
+    return sampled(values).double().square().mean().sqrt()
 
 
 # --- Is this the batch of that step? By a digest of its numbers, and by the tensors themselves.
@@ -181,17 +172,20 @@ class SeenBatch:
 
 
 def digest_of(batch: Any, before: str = "") -> str:
-    """A short digest of a sample of every tensor in the batch; a constant one tells nothing."""
+    """A short digest of a sample of every tensor in the batch; a constant one shows nothing."""
     digest = hashlib.blake2b(before.encode(), digest_size=8)
     found = bool(before)
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
             part = sampled(plain(leaf), DIGEST_SAMPLE).cpu().contiguous()
-            if bool((part == part[0]).all()):
+            values = part.view(torch.uint8).numpy().tobytes()
+            if values == values[: part.element_size()] * part.numel():
                 continue
             found = True
-            digest.update(part.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest() if found else ""
+            digest.update(values)
+    if found:
+        return digest.hexdigest()
+    return ""
 
 
 # --- What an update does to each parameter, on a sample of its elements.
@@ -203,98 +197,100 @@ MOMENTS = ("exp_avg_sq", "square_avg", "sum", "v")
 """Names that optimizers give to their second moments."""
 
 
-@dataclass(slots=True)
-class Sampled:
-    """One parameter before its update."""
-
-    name: str
-    parameter: Tensor
-    owned: bool
-    before: Tensor
-    gradient: Tensor | None
-    numbers: int
-    """Size of the weight; of the gradient: size, share of zeros, whether its rows are equal."""
-    epsilon: float | None
-
-
 class Updates:
     """Sample all parameters before an update, and see what became of them."""
 
     def __init__(
         self,
+        numbers: Numbers,
         roots: Mapping[str, nn.Module],
         optimizer: Optimizer,
         owned: set[int],
     ) -> None:
         """`owned`: identities of the parameters that any optimizer of the process updates."""
-        self._numbers = Numbers()
+        self._numbers = numbers
         self._optimizer = optimizer
-        self._epsilons = epsilons(optimizer)
-        self._updated = optimizer_parameter_ids(optimizer)
-        self._sampled = []
-        self.without_gradient: tuple[str, ...] = ()
-        """Trainable parameters of this optimizer that have none, known once the update is over."""
-        copies = _shapes_outside(roots, optimizer)
+        self._sampled: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        """Parameter, and samples of its values and of its gradient before the update."""
+        self._without: set[str] = set()
+        epsilons = _epsilons(optimizer)
+        # Parameters with a gradient that only the optimizer knows are copies in float32 that the
+        # weights are written back from.
+        inside = {id(parameter) for _, parameter in named_parameters(roots)}
+        copies = set()
+        for parameter in optimizer_parameters(optimizer):
+            if id(parameter) not in inside and parameter.grad is not None:
+                copies.add(parameter.shape)
         for parameter, name in parameter_names(roots, optimizer):
-            if not is_lazy(parameter) and parameter.is_floating_point() and parameter.numel():
-                updated = id(parameter) in owned or parameter.shape in copies
-                before = sampled(plain(parameter)).clone()
-                numbers = [root_mean_square(before)]
-                gradient: Tensor | None = None
-                if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                    gradient = sampled(plain(parameter.grad)).clone()
-                    scale = getattr(self._optimizer, "grad_scale", None)
-                    if scale is not None:
-                        # a scaler leaves it to the fused kernel to divide by its factor
-                        gradient = gradient.float() / scale
-                    zeros = (gradient == 0).to(torch.float64).mean()
-                    numbers += [root_mean_square(gradient), zeros, _rows_are_copies(parameter)]
-                number = self._numbers.add(*numbers)
-                epsilon = self._epsilons.get(id(parameter))
-                sample = Sampled(name, parameter, updated, before, gradient, number, epsilon)
-                self._sampled.append(sample)
+            if is_lazy(parameter) or not parameter.is_floating_point() or not parameter.numel():
+                continue
+            before = sampled(plain(parameter)).clone()
+            measured = {"weight": root_mean_square(before)}
+            gradient: Tensor | None = None
+            if parameter.grad is None:
+                self._without.add(name)
+            elif parameter.grad.layout is torch.strided:
+                gradient = sampled(plain(parameter.grad)).clone()
+                scale = getattr(optimizer, "grad_scale", None)
+                if scale is not None:
+                    # a scaler leaves it to the fused kernel to divide by its factor
+                    gradient = gradient.float() / scale
+                measured["gradient"] = root_mean_square(gradient)
+                measured["gradient_zeros"] = share_of(gradient == 0)
+                measured["copies"] = _rows_are_copies(parameter)
+            known = {
+                "name": name,
+                "dtype": str(parameter.dtype).removeprefix("torch."),
+                "elements": parameter.numel(),
+                "trainable": parameter.requires_grad,
+                "owned": id(parameter) in owned or parameter.shape in copies,
+                "epsilon": epsilons.get(id(parameter)),
+            }
+            numbers.add("before", known, **measured)
+            self._sampled.append((parameter, before, gradient))
 
-    def finish(self, *, committed: bool) -> tuple[ParameterLook, ...]:
-        """The update is over, or did not happen."""
-        after = []
-        for one in self._sampled:
-            after.append(self._after(one) if committed else None)
-        values = self._numbers.read()
+    def committed(self) -> None:
+        """The update is over."""
+        updated = optimizer_parameter_ids(self._optimizer)
+        for index, (parameter, before, gradient) in enumerate(self._sampled):
+            now = sampled(plain(parameter))
+            # else its own optimizer has not stepped yet, or it was replaced
+            if id(parameter) in updated and gradient is not None and now.shape == before.shape:
+                asked = gradient != 0
+                count = asked.sum().clamp_min(1).double()
+                measured = {
+                    "update": root_mean_square(now.double() - before.double()),
+                    "lost": (asked & (now == before)).sum() / count,
+                }
+                state = self._optimizer.state.get(parameter, {})
+                for value in map(state.get, MOMENTS):
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        moment = sampled(plain(value))
+                        measured["variance_zeros"] = (asked & (moment == 0)).sum() / count
+                        measured["variance"] = torch.where(moment > 0, moment, torch.inf).amin()
+                        break
+                self._numbers.add("after", {"index": index}, **measured)
+
+    def rows(self, values: Rows) -> tuple[list[ParameterLook], list[str]]:
+        """What was measured; and the trainable parameters of the optimizer without a gradient."""
+        updated = optimizer_parameter_ids(self._optimizer)
+        rows = values["before"]
+        for after in values["after"]:
+            rows[after.pop("index")] |= after
         found = []
         without = []
-        for one, number in zip(self._sampled, after, strict=True):
-            record = _record(one, values[one.numbers], values[number] if number else [])
-            found.append(record)
-            missing = one.parameter.grad is None
-            if one.gradient is not None:
+        for row, (parameter, _, gradient) in zip(rows, self._sampled, strict=True):
+            row["copies"] = row.get("copies", 0.0) > 0.0
+            one = ParameterLook(**row)
+            found.append(one)
+            missing = one.name in self._without
+            if gradient is not None:
                 # nothing but zeros in one that was seen whole; those of a bias may cancel out
-                whole = one.parameter.dim() > 1 and len(one.gradient) == one.parameter.numel()
-                missing = whole and record.gradient_zeros >= 1.0
-            if missing and record.trainable and id(one.parameter) in self._updated:
+                whole = parameter.dim() > 1 and len(gradient) == parameter.numel()
+                missing = whole and one.gradient_zeros >= 1.0
+            if missing and one.trainable and id(parameter) in updated:
                 without.append(one.name)
-        self.without_gradient = tuple(without)
-        return tuple(found)
-
-    def _after(self, one: Sampled) -> int | None:
-        """Numbers of the update; None where the parameter has no gradient or was replaced."""
-        if id(one.parameter) not in self._updated:
-            return None  # its own optimizer has not stepped yet, or has before
-        now = sampled(plain(one.parameter))
-        if one.gradient is None or now.shape != one.before.shape:
-            return None
-        change = now.to(torch.float64) - one.before.to(torch.float64)
-        asked = one.gradient != 0
-        count = asked.sum().clamp_min(1).to(torch.float64)
-        parts = [root_mean_square(change), (asked & (now == one.before)).sum() / count]
-        state = self._optimizer.state.get(one.parameter, {})
-        for name in MOMENTS:
-            value = state.get(name)
-            if isinstance(value, Tensor) and value.shape == one.parameter.shape:
-                moment = sampled(plain(value))
-                smallest = torch.where(moment > 0, moment, torch.inf).amin()
-                parts += [(asked & (moment == 0)).sum() / count, smallest]
-                break
-        return self._numbers.add(*parts)
+        return found, without
 
 
 def _rows_are_copies(parameter: Tensor) -> Tensor:
@@ -309,7 +305,7 @@ def _rows_are_copies(parameter: Tensor) -> Tensor:
     return torch.stack(equal).all()
 
 
-def epsilons(optimizer: Optimizer) -> dict[int, float]:
+def _epsilons(optimizer: Optimizer) -> dict[int, float]:
     """By identity of a parameter: the group's epsilon, 0 where it is nothing in its dtype."""
     found = {}
     for group in optimizer.param_groups:
@@ -317,41 +313,10 @@ def epsilons(optimizer: Optimizer) -> dict[int, float]:
         if not isinstance(epsilon, float | int):
             continue
         for parameter in group["params"]:
-            value = float(epsilon)
+            found[id(parameter)] = float(epsilon)
             if parameter.is_floating_point():
                 limits = torch.finfo(parameter.dtype)
                 # below half of the smallest number above 0 it rounds to 0
-                if value < limits.smallest_normal * limits.eps / 2.0:
-                    value = 0.0
-            found[id(parameter)] = value
+                if epsilon < limits.smallest_normal * limits.eps / 2.0:
+                    found[id(parameter)] = 0.0
     return found
-
-
-def _shapes_outside(roots: Mapping[str, nn.Module], optimizer: Optimizer) -> set[torch.Size]:
-    """Shapes of parameters with a gradient that only the optimizer knows.
-
-    They are copies in float32 that the weights are written back from.
-    """
-    inside = {id(parameter) for _, parameter in named_parameters(roots)}
-    shapes = set()
-    for parameter in optimizer_parameters(optimizer):
-        if id(parameter) not in inside and parameter.grad is not None:
-            shapes.add(parameter.shape)
-    return shapes
-
-
-def _record(one: Sampled, before: list[float], after: list[float]) -> ParameterLook:
-    known = dict(zip(("weight", "gradient", "gradient_zeros"), before, strict=False))
-    copies = len(before) > 3 and before[3] > 0.0
-    moved = dict(zip(("update", "lost", "variance_zeros", "variance"), after, strict=False))
-    return ParameterLook(
-        name=one.name,
-        dtype=str(one.parameter.dtype).removeprefix("torch."),
-        elements=one.parameter.numel(),
-        trainable=one.parameter.requires_grad,
-        owned=one.owned,
-        epsilon=one.epsilon,
-        copies=copies,
-        **known,
-        **moved,
-    )

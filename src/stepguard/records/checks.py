@@ -16,7 +16,6 @@ ProblemKind = Literal[
     "nan",
     "inf",
     "magnitude",
-    "outlier",
     "negative",
     "zero",
     "constant",
@@ -153,7 +152,7 @@ class Verification:
 
     @property
     def corrupt(self) -> bool:
-        """Is it damaged? Another learning rate is no damage, nor that its run had diverged."""
+        """Is it damaged? Another learning rate or a diverged run does not count as damage."""
         return any(problem.kind not in NOT_DAMAGE for problem in self.errors)
 
     @property
@@ -221,7 +220,7 @@ class Preflight:
         raise KeyError(identity)
 
 
-# --- One line of the ledger: samples that a step went on without, and why.
+# --- One line of the ledger: samples that a step continued without, and why.
 
 
 Identity = int | str
@@ -229,7 +228,7 @@ Identity = int | str
 Extent = Literal["sample", "micro_batch", "step"]
 
 DATA_CAUSES = ("SG1", "SG2", "SG4")
-"""Codes of what is born in data, forward or loss expression: the same samples fail again."""
+"""Codes of what originates in data, forward or loss expression: the same samples fail again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

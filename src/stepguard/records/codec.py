@@ -19,8 +19,7 @@ import re
 import textwrap
 import threading
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,6 +104,7 @@ IN_PLACE = "~float"
 KINDS = ("nan", "inf", "-inf")
 # Building one takes a millisecond, so each record type keeps its own.
 _adapter: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode
 PRIVATE: dict[str, Any] = {"Incident": {"origin": {"excerpt"}}, "Origin": {"excerpt"}}
 """What never leaves the process."""
 
@@ -133,8 +133,10 @@ def from_jsonable(cls: type[Record], value: dict[str, Any]) -> Record:
 
 def dumps(value: dict[str, Any]) -> str:
     """One line of strict JSON; what ends lines elsewhere or controls a terminal is escaped."""
-    strict = strict_json(value)
-    text = json.dumps(strict, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    try:
+        text = _encode(value)
+    except (TypeError, ValueError):  # a number that is not finite, or a key that is no text
+        text = _encode(strict_json(value))
     # Some readers also break lines at U+2028; lone surrogates come from file names that are not
     # UTF-8; a journal may be printed with `cat`.
     return UNPRINTABLE.sub(_escaped, text)
@@ -293,57 +295,10 @@ class LineFile:
 
 LARGEST = 1 << 20
 """Bytes; a configuration is smaller."""
-FOLDERS = ("run_dir", "human_log")
-NOT_IN_A_FILE = frozenset({"sinks"})
-"""Fields that are objects of Python."""
 
 
-def read_tables(
-    path: Path, settings: Sequence[str], groups: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
-    """The fields for GuardConfig, of the names given; `groups` are tables with names of theirs."""
-    table = _table(path)
-    for name in NOT_IN_A_FILE & table.keys():
-        raise ConfigError(
-            f"{path}: {name} is an object of Python and cannot stand in a file; give it in code."
-        )
-    homes = dict.fromkeys(settings, "outside of every table")
-    for group, names in groups.items():
-        below = table.get(group, {})
-        if not isinstance(below, dict):
-            raise ConfigError(
-                f"{path}: {group}={below!r} must be a table; in TOML write [{group}] and its "
-                "fields below it."
-            )
-        homes |= dict.fromkeys(names, f"below [{group}]")
-    for inside, names in {"": settings, **groups}.items():
-        fields = table.get(inside, {}) if inside else table
-        for name in fields:
-            if name not in names:
-                prefix = f"{inside}." if inside else ""
-                hint = f"It belongs {homes[name]}." if name in homes else ""
-                hint = hint or _nearest(str(name), names, homes, prefix)
-                raise ConfigError(f"{path}: {prefix}{name} is not known. {hint}")
-    for name in FOLDERS:
-        if isinstance(table.get(name), str) and table[name].strip():
-            # Absolute paths: the program may change the current directory.
-            table[name] = str(Path(table[name]).resolve())
-    return table
-
-
-def number_as_text(path: Path, table: Mapping[str, Any]) -> str:
-    """A sentence where YAML has read a number such as 1e-4 as text; else empty."""
-    if READERS.get(path.suffix.lower()) is not _yaml:
-        return ""
-    for name, value in table.items():
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                float(value)
-                return f" YAML reads {name}: {value} as text; write it with a point, as in 1.0e-4."
-    return ""
-
-
-def _table(path: Path) -> dict[str, Any]:
+def read_table(path: Path) -> dict[str, Any]:
+    """The names and values of a configuration; ConfigError says what is wrong with the file."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(
@@ -356,8 +311,7 @@ def _table(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > LARGEST:
             raise ConfigError(f"{path} has {size:,} bytes; a configuration is smaller.")
-        text = path.read_text(encoding="utf-8")
-        found = reader(text)
+        found = reader(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
@@ -371,6 +325,18 @@ def _table(path: Path) -> dict[str, Any]:
             "anomalies and terminal."
         )
     return found
+
+
+def number_as_text(path: Path, table: Mapping[str, Any]) -> str:
+    """A sentence where YAML has read a number such as 1e-4 as text; else empty."""
+    if READERS.get(path.suffix.lower()) is not _yaml:
+        return ""
+    for name, value in table.items():
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                float(value)
+                return f" YAML reads {name}: {value} as text; write it with a point, as in 1.0e-4."
+    return ""
 
 
 def _yaml(text: str) -> Any:
@@ -390,16 +356,6 @@ READERS: dict[str, Callable[[str], Any]] = {
     ".yml": _yaml,
     ".json": json.loads,
 }
-
-
-def _nearest(name: str, known: Sequence[str], homes: Mapping[str, str], prefix: str) -> str:
-    near = get_close_matches(name, known, n=1)
-    if near:
-        return f"Did you mean {prefix}{near[0]}?"
-    near = get_close_matches(name, homes, n=1)
-    if near:
-        return f"Did you mean {near[0]}, {homes[near[0]]}?"
-    return f"Known are {', '.join(known)}."
 
 
 # --- Show the text under each field of a dataclass in `help()`, where Python itself drops it.

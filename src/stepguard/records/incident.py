@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from html import escape
@@ -16,7 +17,7 @@ from stepguard.records.probes import Look
 Action = Literal["leave_out", "skip", "retry", "undo", "heal", "rewind", "stop", "note"]
 """`leave_out`: the update was made without what was proven guilty. `undo`: the optimizer made the
 bad value, its update was taken back. `heal`: a damaged rank was given the state of a healthy one.
-`note`: told, nothing done.
+`note`: reported, nothing done.
 """
 
 
@@ -43,7 +44,7 @@ class Decision:
     left_out: str = ""
     """What the update was made without, in words: `sample 5`, `micro-batch 2 of 4`."""
     dropped_micro_batches: tuple[int, ...] = ()
-    """With `leave_out`: the micro-batches that were left out whole, counted from 0."""
+    """With `leave_out`: the micro-batches that were dropped whole, counted from 0."""
     data: str | None = None
     """With `rewind`: `repeat` or `skip` the steps since."""
     not_restored: str = ""
@@ -86,7 +87,7 @@ class Remedy:
     safety: Safety = "safe"
     """What it does to healthy steps: nothing, other values, or another training."""
     edits: tuple[Edit, ...] = ()
-    """The same as changes of the program; empty where the remedy is no change of its lines."""
+    """The remedy as edits of the program's lines; empty where it is not such an edit."""
     needs: tuple[str, ...] = ()
     """Functions of `stepguard.numerics` that the edits call."""
     tried: str = ""
@@ -146,7 +147,7 @@ VerdictKind = Literal[
 ]
 
 FINITE_KINDS: tuple[VerdictKind, ...] = ("spike", "drift")
-"""Anomalies of finite numbers: told, and by default not acted upon."""
+"""Anomalies of finite numbers: reported, and by default not acted upon."""
 
 Severity = Literal["ok", "note", "suspicion", "incident"]
 """`note` is a journal line; `suspicion` asks for evidence; `incident` is acted upon."""
@@ -277,7 +278,7 @@ class Evidence:
     # --- where the value went
 
     unselected: bool = False
-    """The bad value sits in a branch that `where`, `masked_fill` or a boolean index left out."""
+    """The bad value sits in a branch that `where`, `masked_fill` or a boolean index dropped."""
     selected_against: str | None = None
     """The forward operation of that branch, where its value itself was bad."""
     absorbed: bool = False
@@ -287,7 +288,7 @@ class Evidence:
     discarded_by: str | None = None
     """The selection that left a NaN of the forward out of the loss, but not out of the gradient."""
     turned_nan_by: str | None = None
-    """The operation that first turned a born infinity into NaN."""
+    """The operation that first turned an infinity into NaN."""
     chosen_by: str | None = None
     """What the condition of a `where` looked at, where that `where` chose a NaN constant."""
     recomputed: bool = False
@@ -411,7 +412,7 @@ class Evidence:
     weights_ruined: bool = False
     """That loss shows that the weights are lost, so the update is to blame."""
     surfaced_at: str | None = None
-    """The operation in which ruined weights first showed."""
+    """The operation in which diverged weights first showed."""
 
     # --- replay
 
@@ -434,7 +435,7 @@ class Evidence:
     unseen: tuple[str, ...] = ()
     """Operators whose results could not be read."""
     loss_unseen: bool = False
-    """A watched loop computed it outside the model, where nothing could be run again: `guard.loss`
+    """A watched loop computed it outside the model, where nothing could be replayed: `guard.loss`
     would have made that possible."""
     local_collectives: bool = False
     """Collectives of the loss function were answered with this rank's own values."""
@@ -472,62 +473,46 @@ NO_EVIDENCE = Evidence()
 
 
 Row: TypeAlias = tuple[str, str]
-"""A label, and what it says: text, or HTML made by one of the functions below."""
+"""A label, and the lines of text beside it."""
 BOX = "border-left:4px solid {color};padding:2px 0 2px 12px;margin:4px 0;line-height:1.4"
 LABEL = "text-align:left;vertical-align:top;padding:0 12px 2px 0;opacity:.65;font-weight:600"
-VALUE = "text-align:left;vertical-align:top;padding:0 0 2px 0"
-CODE = "margin:0;background:none;padding:0;font-family:monospace"
+VALUE = "text-align:left;vertical-align:top;padding:0 0 2px 0;white-space:pre-wrap"
+CODE = f"{VALUE};font-family:monospace"
+CODE_ROWS = ("source", "code")
 BAD = "#c2410c"
 GOOD = "#15803d"
 
 
-class Html(str):
-    """Text that is HTML already."""
-
-
 def box(title: str, rows: Iterable[Row], *, bad: bool) -> str:
-    """A title and a table of labels and values; rows that say nothing are left out."""
-    lines = []
+    """A title and a table of labels and values; rows that say nothing are dropped."""
+    table = ""
     for label, said in rows:
-        if said:
-            lines.append(
-                f'<tr><th scope="row" style="{LABEL}">{escape(label)}</th>'
-                f'<td style="{VALUE}">{as_html(said)}</td></tr>'
-            )
+        lines = []
+        for line in said.splitlines():
+            text = escape(line)
+            # the line of the source that is meant: `> 5 | ...`
+            lines.append(f"<b>{text}</b>" if line.startswith(">") else text)
+        if lines:
+            style = CODE if label in CODE_ROWS else VALUE
+            shown = "\n".join(lines)
+            table += f'<tr><th scope="row" style="{LABEL}">{escape(label)}</th>'
+            table += f'<td style="{style}">{shown}</td></tr>'
+    if table:
+        table = f'<table style="border:0">{table}</table>'
     style = BOX.format(color=BAD if bad else GOOD)
-    table = f'<table style="border:0">{"".join(lines)}</table>' if lines else ""
     return f'<div style="{style}"><strong>{escape(title)}</strong>{table}</div>'
 
 
-def as_html(said: str) -> str:
-    """Escaped, unless it is HTML made here."""
-    return said if isinstance(said, Html) else escape(said)
-
-
-def code(lines: Iterable[str]) -> Html:
-    """Source lines; the marked one (`> 5 | ...`) in bold."""
-    shown = []
-    for line in lines:
-        text = escape(line)
-        shown.append(f"<b>{text}</b>" if line.startswith(">") else text)
-    if not shown:
-        return Html("")
-    inner = "\n".join(shown)
-    return Html(f'<pre style="{CODE}">{inner}</pre>')
-
-
-def stacked(parts: Iterable[str]) -> Html:
-    """Several texts below each other."""
-    said = [as_html(part) for part in parts if part]
-    return Html("<br>".join(said))
-
-
 def number(value: float | None) -> str:
-    """Six digits are enough to read."""
-    return "not read" if value is None else f"{value:.6g}"
+    """Four significant digits, whole numbers in full, or nan, inf, -inf."""
+    if value is None:
+        return "not read"
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e9:
+        return str(int(value))
+    return f"{value:.4g}"
 
 
-# --- Where the first harmful value was born.
+# --- Where the first harmful value originated.
 
 
 Phase = Literal["input", "forward", "loss", "backward", "optimizer", "state", "checkpoint"]
@@ -663,7 +648,7 @@ class Origin:
     evidence: Evidence = NO_EVIDENCE
     """What was measured around the bad value; the rules that name a cause read it."""
     remarks: tuple[str, ...] = ()
-    """Sentences for people: what was not seen, and what was left out for lack of time."""
+    """Sentences for people: what was not observed, and what was cut short for lack of time."""
 
     @property
     def place(self) -> str:
@@ -694,9 +679,9 @@ class Origin:
         return [
             ("where", f"{self.phase}: {self.place}" if self.place else self.phase),
             ("sample", self.culprits.removeprefix("sample ")),
-            ("source", code(self.context)),
-            ("values", stacked(_in_words(operand) for operand in self.inputs)),
-            ("note", stacked(self.remarks)),
+            ("source", "\n".join(self.context)),
+            ("values", "\n".join(map(_in_words, self.inputs))),
+            ("note", "\n".join(self.remarks)),
         ]
 
     def _repr_html_(self) -> str:
@@ -711,7 +696,7 @@ def _in_words(operand: Operand) -> str:
     shape = "x".join(map(str, operand.shape)) or "number"
     said = f"{operand.called or 'input'}: {operand.dtype} {shape}"
     if operand.min is not None and operand.max is not None:
-        said += f", {operand.min:.6g} to {operand.max:.6g}"
+        said += f", {number(operand.min)} to {number(operand.max)}"
     counts = (
         ("NaN", operand.nan),
         ("Inf", operand.posinf + operand.neginf),
@@ -728,7 +713,7 @@ def with_evidence(origin: Origin, more: Evidence) -> Origin:
     return replace(origin, evidence=origin.evidence | more)
 
 
-# --- The place where a bad value was born, in words: the same words in every output.
+# --- The place where a bad value originated, in words: the same words in every output.
 
 
 def place(origin: Origin, what: str = "") -> str:
@@ -774,7 +759,7 @@ class Incident:
     reading: Reading
     """What was measured of the step: loss, gradient norm, learning rate, bad tensors."""
     origin: Origin | None = None
-    """Where the first harmful value was born; None where it was not looked for."""
+    """Where the first harmful value originated; None where it was not searched for."""
     findings: tuple[Finding, ...] = ()
     """Causes with evidence, the most certain first."""
     decision: Decision | None = None
@@ -803,13 +788,13 @@ class Incident:
             rows += self.origin.html_rows()
         for finding in self.findings[:1]:
             cause = f"{finding.code} {finding.title} ({finding.certainty})"
-            rows.append(("why", stacked((cause, *finding.evidence))))
+            rows.append(("why", "\n".join((cause, *finding.evidence))))
         if self.decision is not None:
             rows.append(("done", f"{self.decision.action}: {self.decision.reason}".rstrip(": ")))
         for finding in self.findings[:1]:
             for remedy in finding.remedies[:MOST_REMEDIES]:
-                snippet = code(remedy.snippet.splitlines())
-                rows.append(("to do", stacked((remedy.title, snippet, remedy.tried))))
+                rows.append(("to do", f"{remedy.title}\n{remedy.tried}".strip()))
+                rows.append(("code", remedy.snippet))
         return rows
 
     def _repr_html_(self) -> str:
@@ -902,7 +887,7 @@ class Sink:
         """Any other line of the journal: a note, a fault of the guard's own, the end of the run."""
 
     def look(self, look: Look) -> None:
-        """A deep look was taken at a healthy step."""
+        """A health probe was taken at a healthy step."""
 
     def halted(self, incident: Incident, exit_line: str) -> None:
         """The policy stops the run for this incident; `exit_line` says so to launch scripts."""

@@ -41,7 +41,7 @@ class TensorLook:
     rounded_away: float = 0.0
     """Share of elements of conversions to this dtype that were not 0 and became 0."""
     infinities: int = 0
-    """Infinite values born here of finite ones; the step was finite all the same."""
+    """Infinite values that this operation made of finite ones; the step was finite all the same."""
     elements: int = 0
 
 
@@ -181,7 +181,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """Everything one deep look has measured."""
+    """Everything one health probe has measured."""
 
     step: int
     seconds: float = 0.0

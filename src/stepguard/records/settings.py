@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stepguard._errors import ConfigError
-from stepguard.records.codec import documented, number_as_text, read_tables
+from stepguard.records.codec import documented, number_as_text, read_table
 from stepguard.records.incident import Action, Sink
 
 ACTIONS: tuple[str, ...] = get_args(Action)
@@ -29,8 +29,8 @@ class Policy:
     """
 
     actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "heal", "rewind", "stop")
-    """What is allowed. A bad step on good weights is run again if it failed by chance, else what is
-    proven guilty is left out, else the step is skipped, in the order given here. Damaged state is
+    """What is allowed. A bad step on good weights is retried if it failed by chance, else what is
+    proven guilty is dropped, else the step is skipped, in the order given here. Damaged state is
     healed from a rank that holds a copy of it, else rewound. `stop` is always allowed. With `note`,
     a state that is non-finite before the first step is reported and trained on; else the run stops.
     """
@@ -43,7 +43,7 @@ class Policy:
     max_rewinds: int = 3
     """Rewinds in the whole run."""
     max_lost_share: float = 0.5
-    """Share of the samples of the last 200 steps that may be left out because data, forward or loss
+    """Share of the samples of the last 200 steps that may be dropped because data, forward or loss
     were bad. Beyond it the run stops with the weights it has. It counts once 32 steps were lost.
     """
     on_incident: Literal["decide", "whatif"] = "decide"
@@ -53,10 +53,17 @@ class Policy:
     """
     exceptions: Literal["raise", "skip"] = "raise"
     """An exception in the step, under `guard.step`: recorded and raised again, or recorded and the
-    step left out, within the budgets above. Ctrl+C, exits and exhausted memory are always raised.
+    step dropped, within the budgets above. Ctrl+C, exits and exhausted memory are always raised.
     """
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "actions", tuple(self.actions))
+        known = ", ".join(map(repr, ACTIONS))
+        for action in self.actions:
+            if action not in ACTIONS:
+                raise ConfigError(f"Policy.actions: {action!r} is not known; use one of {known}.")
+        if not self.actions:
+            raise ConfigError(f"Policy.actions is empty; give at least one of {known}.")
         _check(self)
 
 
@@ -88,8 +95,8 @@ class Probes:
     """What is measured of healthy and suspicious steps, and how much finding a cause may cost."""
 
     look_every: int | Literal["auto"] | None = "auto"
-    """Steps between deep looks: statistics of a healthy step, taken while it runs. `auto` takes the
-    third step, then ever fewer, with at most 0.1 % of the time of training; None takes none.
+    """Steps between health probes: statistics of a healthy step, taken while it runs. `auto` probes
+    the third step, then ever fewer, with at most 0.1 % of the time of training; None takes none.
     """
     locate_budget: float = 6.0
     """How long locating one incident may take, in steps of the unguarded run; then what is known by
@@ -183,7 +190,11 @@ class GuardConfig:
     id_key: str | None = None
     """Key of the batch that holds one id per sample, so that a bad sample is named by it."""
     capsule: Literal["full", "no-data", "off"] = "full"
-    """What of a bad step is kept on disk, up to 1 GiB; `no-data` leaves the batch out."""
+    """What of a bad step is kept on disk; `no-data` leaves the batch out."""
+    capsule_limit: int = 2**30
+    """Bytes of one capsule. A larger step is kept without parameters, buffers and optimizer state,
+    which a replay takes from a sealed checkpoint of the run.
+    """
     build: str | None = None
     """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be run
     again elsewhere.
@@ -203,13 +214,26 @@ class GuardConfig:
         Each group is a table of its own: `[policy]`, `[snapshots]`, `[probes]`, `[ranks]`. Folders
         are meant from the current directory.
         """
-        names = {group: [one.name for one in fields(kind)] for group, kind in GROUPS.items()}
-        table = read_tables(Path(path), [one.name for one in fields(cls)], names)
+        table = read_table(Path(path))
         written = dict(table)
         try:
+            if "sinks" in table:
+                raise ConfigError(
+                    "sinks is an object of Python and cannot stand in a file; give it in code."
+                )
+            for name in ("run_dir", "human_log"):
+                if isinstance(table.get(name), str) and table[name].strip():
+                    # Absolute paths: the program may change the current directory.
+                    table[name] = str(Path(table[name]).resolve())
             for group, kind in GROUPS.items():
-                written |= table.get(group, {})
-                table[group] = kind(**table.get(group, {}))
+                below = table.get(group, {})
+                if not isinstance(below, dict):
+                    raise ConfigError(
+                        f"{group}={below!r} must be a table; in TOML write [{group}] and its "
+                        "fields below it."
+                    )
+                written |= below
+                table[group] = kind(**below)
             return cls(**{**table, **given})
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}{number_as_text(Path(path), written)}") from None
@@ -230,17 +254,11 @@ GROUPS: dict[str, type[Any]] = {
     "ranks": Ranks,
 }
 
-# --- What each setting may be: a test, and what a message says that the value must be.
+# --- What each setting may be: its annotation, and a rule for what that cannot say, which is a test
+# and what a message says that the value must be.
 
 
 Rule = tuple[Callable[[Any], bool], str]
-
-
-def _one_of(*allowed: str) -> Rule:
-    known = ", ".join(map(repr, allowed))
-    return lambda value: isinstance(value, str) and value in allowed, (
-        f"is not known; use one of {known}"
-    )
 
 
 def _count(least: int) -> Rule:
@@ -250,18 +268,8 @@ def _count(least: int) -> Rule:
     )
 
 
-def _or(literal: str | None, rule: Rule) -> Rule:
-    """The rule, or this value."""
-    return lambda value: value == literal or rule[0](value), f"{rule[1]}, or {literal!r}"
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _group(kind: type[Any]) -> Rule:
-    name = kind.__name__
-    return lambda value: isinstance(value, kind), f"is not a stepguard.{name}; give {name}(...)"
 
 
 _POSITIVE: Rule = (
@@ -274,60 +282,56 @@ _FOLDER: Rule = (
 )
 _NAME: Rule = (lambda value: isinstance(value, str) and bool(value), "must be a name")
 
+
+def _group(kind: type[Any]) -> Rule:
+    name = kind.__name__
+    return lambda value: isinstance(value, kind), f"is not a stepguard.{name}; give {name}(...)"
+
+
 RULES: dict[type[Any], Mapping[str, Rule]] = {
     Policy: {
-        "max_consecutive": _or(None, _count(0)),
-        "max_total": _or(None, _count(0)),
+        "max_consecutive": _count(0),
+        "max_total": _count(0),
         "max_rewinds": _count(0),
         "max_lost_share": (
             lambda value: _is_number(value) and 0 < value <= 1,
             "must be a number above 0 and up to 1",
         ),
-        "on_incident": _one_of("decide", "whatif"),
-        "exceptions": _one_of("raise", "skip"),
     },
     Snapshots: {
-        "every": _or("auto", _count(1)),
+        "every": _count(1),
         # a single one could not be on probation beside one that is good
         "count": (
             lambda value: type(value) is int and (value == 0 or value >= 2),
             "must be 0 or a whole number of at least 2",
         ),
-        "memory": _or(None, _count(0)),
+        "memory": _count(0),
         "probation": _count(1),
     },
     Probes: {
-        "look_every": _or(None, _or("auto", _count(1))),
+        "look_every": _count(1),
         "locate_budget": (
             lambda value: _is_number(value) and 0 <= value < math.inf,
             "must be a finite number of at least 0",
         ),
-        "spike_sigmas": _or(None, _POSITIVE),
-        "anomalies": _one_of("note", "act", "off"),
-        "outliers": _or(None, _one_of("note")),
+        "spike_sigmas": _POSITIVE,
     },
-    Ranks: {"timeout": _POSITIVE, "compare_every": _or(None, _count(1))},
+    Ranks: {"timeout": _POSITIVE, "compare_every": _count(1)},
     GuardConfig: {
-        "clip_norm": _or(None, _POSITIVE),
-        "run_dir": _or(None, _FOLDER),
-        "human_log": _or(None, _FOLDER),
+        "clip_norm": _POSITIVE,
+        "run_dir": _FOLDER,
+        "human_log": _FOLDER,
         **{name: _group(kind) for name, kind in GROUPS.items()},
-        "checkpoint_every": _or(None, _count(1)),
+        "checkpoint_every": _count(1),
         "keep": _count(1),
-        "resume_lr": _one_of("checkpoint", "config"),
-        "on_signal": _one_of("save", "off"),
-        "loss_scale": _or(None, _POSITIVE),
-        "labels_key": _or(None, _NAME),
-        "id_key": _or(None, _NAME),
-        "capsule": _one_of("full", "no-data", "off"),
-        "build": _or(
-            None,
-            (
-                lambda value: isinstance(value, str) and value.count(":") == 1,
-                "must look like 'package.module:function'",
-            ),
+        "loss_scale": _POSITIVE,
+        "labels_key": _NAME,
+        "id_key": _NAME,
+        "capsule_limit": _count(1),
+        "build": (
+            lambda value: isinstance(value, str) and value.count(":") == 1,
+            "must look like 'package.module:function'",
         ),
-        "terminal": _one_of("auto", "quiet", "logging"),
         "sinks": (
             lambda value: isinstance(value, tuple) and all(isinstance(v, Sink) for v in value),
             "must be a tuple of stepguard.integrations.sinks.Sink, for instance "
@@ -335,23 +339,27 @@ RULES: dict[type[Any], Mapping[str, Rule]] = {
         ),
     },
 }
+_hints: Callable[[type], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def _check(settings: Any) -> None:
     kind = type(settings)
-    for name, (allows, needed) in RULES[kind].items():
+    for name, hint in _hints(kind).items():
         value = getattr(settings, name)
-        if not allows(value):
-            raise ConfigError(f"{kind.__name__}.{name}={value!r} {needed}.")
-    if kind is Policy:
-        object.__setattr__(settings, "actions", tuple(settings.actions))
-        if not settings.actions:
-            known = ", ".join(map(repr, ACTIONS))
-            raise ConfigError(f"Policy.actions is empty; give at least one of {known}.")
-        allows, needed = _one_of(*ACTIONS)
-        for action in settings.actions:
-            if not allows(action):
-                raise ConfigError(f"Policy.actions: {action!r} {needed}.")
+        # of `tuple[Action, ...]` the items are checked where it is built
+        members = () if get_origin(hint) is tuple else (hint, *get_args(hint))
+        words = [word for one in members if get_origin(one) is Literal for word in get_args(one)]
+        allows, needed = RULES[kind].get(name, (None, ""))
+        more = words
+        if allows is None and words:
+            needed = f"is not known; use one of {', '.join(map(repr, words))}"
+            more = []
+        if type(None) in members:
+            more = [*more, None]
+        if not needed or value in (*words, *more) or (allows is not None and allows(value)):
+            continue
+        either = "".join(f", or {other!r}" for other in more)
+        raise ConfigError(f"{kind.__name__}.{name}={value!r} {needed}{either}.")
 
 
 def _refuse_unknown(kind: type[Any]) -> None:
@@ -361,19 +369,32 @@ def _refuse_unknown(kind: type[Any]) -> None:
     @functools.wraps(make)
     def init(self: Any, **given: Any) -> None:
         known = [one.name for one in fields(kind)]
-        for name in given:
-            if name in known:
-                continue
-            hint = "; ".join(f"did you mean {near}?" for near in get_close_matches(name, known, 1))
-            for group, home in GROUPS.items():
-                if name in (one.name for one in fields(home)):
-                    hint = f"it belongs to GuardConfig({group}={home.__name__}({name}=...))"
-            raise ConfigError(
-                f"{kind.__name__} has no setting {name!r}; {hint or 'see its fields'}."
-            )
+        for name in given.keys() - known:
+            raise ConfigError(_unknown(kind, name, known))
         make(self, **given)
 
     kind.__init__ = init
+
+
+def _unknown(kind: type[Any], name: str, known: list[str]) -> str:
+    homes = {
+        one.name: "in GuardConfig itself, in a file outside of every table"
+        for one in fields(GuardConfig)
+    }
+    prefix = ""
+    for group, home in GROUPS.items():
+        where = f"in GuardConfig({group}={home.__name__}(...)), in a file below [{group}]"
+        homes.update({one.name: where for one in fields(home)})
+        if home is kind:
+            prefix = f"{group}."
+    said = f"{prefix}{name} is not known."
+    if name in homes:
+        return f"{said} It belongs {homes[name]}."
+    for near in get_close_matches(name, known, n=1):
+        return f"{said} Did you mean {prefix}{near}?"
+    for near in get_close_matches(name, homes, n=1):
+        return f"{said} Did you mean {near}, {homes[near]}?"
+    return f"{said} Known are {', '.join(known)}."
 
 
 for _kind in RULES:

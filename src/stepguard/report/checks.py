@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,7 @@ from stepguard.records.checks import (
 from stepguard.records.codec import printable, to_jsonable
 from stepguard.records.incident import Examination, Section
 from stepguard.report import screen
-from stepguard.report.health import concerns
-from stepguard.report.live import judge_run
+from stepguard.report.health import concerns, judge_run
 from stepguard.report.phrases import count, first_few, size
 from stepguard.report.screen import Name, Unbroken, middle, titled
 from stepguard.report.story import Run, read_story
@@ -93,8 +93,7 @@ def _kind_of_incident(group: IncidentGroup) -> str:
     if group.count > 1:
         steps = f"{group.count} times, steps {group.first_step:,} to {group.last_step:,}"
     cause = f" ({group.code} {group.title})" if group.code else ""
-    where = f", {group.where}" if group.where else ""
-    return f"{steps}: {group.summary}{cause}{where}"
+    return f"{steps}: {group.summary}{cause}, {group.where}".removesuffix(", ")
 
 
 def render_examination(
@@ -137,21 +136,19 @@ STATUS_STYLES: dict[Status, tuple[str, str]] = {
     "not_applicable": ("n/a", "dim"),
     "not_checked": ("-", "dim"),
 }
+COUNTED: dict[Status, str] = {
+    "fail": "failed",
+    "warn": "warned",
+    "pass": "passed",
+    "not_applicable": "not applicable",
+    "not_checked": "not checked",
+}
 ALIGNED = {
     "aligned": ("configuration is aligned", "green"),
     "contradicted": ("configuration is NOT aligned", "bold red"),
     "unproven": ("alignment is not proven", "yellow"),
 }
 ID_WIDTH = 23
-
-
-def render_preflight(
-    result: Preflight, *, width: int = 100, colour: bool = False, unicode: bool = True
-) -> str:
-    """The whole screen as text."""
-    console = screen.paper(width=width, colour=colour)
-    paint_preflight(console, result, unicode=unicode)
-    return screen.text_on(console)
 
 
 def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True) -> None:
@@ -162,13 +159,13 @@ def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True
 
     title(f"stepguard check: {result.target}".removesuffix(": "))
     if result.facts:
-        console.print(_state(result))
-    checked = result.of("pass", "warn", "fail", "not_applicable")
+        console.print(_grid(*_state_rows(result)))
     for heading, parts in SECTIONS.items():
-        inside = [outcome for outcome in checked if outcome.section in parts]
-        if inside:
+        checked = result.of("pass", "warn", "fail", "not_applicable")
+        rows = [_outcome_row(outcome) for outcome in checked if outcome.section in parts]
+        if rows:
             title(heading)
-            console.print(_outcomes(inside))
+            console.print(_grid(*rows, widths=(5, ID_WIDTH)))
     # Grouped by what to give, so that ten items that wait for one thing are one line.
     waiting: dict[str, list[str]] = {}
     for outcome in result.of("not_checked"):
@@ -179,62 +176,55 @@ def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True
         console.print(Unbroken(f" {give}"))
         console.print(Padding(Unbroken(", ".join(ids), "dim"), (0, 0, 0, 4)))
     console.print(Rule(characters="─" if unicode else "-", style="dim"))
-    verdict, style, names = "ready", "green", ""
-    failed, warned = result.of("fail"), result.of("warn")
-    if failed:
+    counts = [f"{len(result.of(status))} {words}" for status, words in COUNTED.items()]
+    verdict, style = "ready", "green"
+    if not result.ok:
         verdict, style = "not ready", "bold red"
-        names = f" ({', '.join(outcome.id for outcome in failed)})"
-    elif warned:
+        counts[0] += f" ({', '.join(outcome.id for outcome in result.of('fail'))})"
+    elif result.of("warn"):
         verdict, style = "ready, with warnings", "bold yellow"
-    counts = (
-        f": {len(failed)} failed{names}, {len(warned)} warned, {len(result.of('pass'))} passed, "
-        f"{len(result.of('not_applicable'))} not applicable, "
-        f"{len(result.of('not_checked'))} not checked"
-    )
-    console.print(Text.assemble((f" {verdict}", style), counts))
+    console.print(Text.assemble((f" {verdict}", style), f": {', '.join(counts)}"))
 
 
-def _state(result: Preflight) -> RenderableType:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="cyan")
-    grid.add_column()
-    before = ""
-    for name, value in result.facts:
-        # Several values of one name: the name stands at the first.
-        grid.add_row("" if name == before else f" {name}", Unbroken(value))
-        before = name
-    lines = [Unbroken(*ALIGNED[result.alignment])]
-    lines += [Unbroken(why, "dim") for why in result.alignment_why]
-    grid.add_row(" status", Group(*lines))
-    return grid
+def _state_rows(result: Preflight) -> list[tuple[RenderableType, ...]]:
+    rows: list[tuple[RenderableType, ...]] = []
+    for name in dict.fromkeys(name for name, _ in result.facts):
+        values = [Unbroken(value) for other, value in result.facts if other == name]
+        rows.append((Text(f" {name}", "cyan"), Group(*values)))
+    status = [Unbroken(*ALIGNED[result.alignment])]
+    status += [Unbroken(why, "dim") for why in result.alignment_why]
+    return [*rows, (Text(" status", "cyan"), Group(*status))]
 
 
-def _outcomes(outcomes: Iterable[Outcome]) -> RenderableType:
+def _outcome_row(outcome: Outcome) -> tuple[RenderableType, ...]:
     """What was found; for a warning or failure also what is expected and how to fix it."""
-    table = Table.grid(padding=(0, 1, 0, 0), expand=True)
-    table.add_column(width=5, no_wrap=True)
-    table.add_column(width=ID_WIDTH)
-    table.add_column(ratio=1)
-    for outcome in outcomes:
-        word, style = STATUS_STYLES[outcome.status]
-        wrong = outcome.status in ("warn", "fail")
-        lines = [Unbroken(sentence, "" if wrong else "dim") for sentence in outcome.evidence]
-        if wrong:
-            lines.insert(0, Unbroken(f"expected: {outcome.title}", style))
-        if outcome.fix:
-            lines.append(Unbroken(Text.assemble(("fix: ", "bold cyan"), outcome.fix)))
-        table.add_row(Text(f" {word}", style=style), Name(outcome.id), Group(*lines))
-    return table
+    word, style = STATUS_STYLES[outcome.status]
+    wrong = outcome.status in ("warn", "fail")
+    lines = [Unbroken(sentence, "" if wrong else "dim") for sentence in outcome.evidence]
+    if wrong:
+        lines.insert(0, Unbroken(f"expected: {outcome.title}", style))
+    if outcome.fix:
+        lines.append(Unbroken(Text.assemble(("fix: ", "bold cyan"), outcome.fix)))
+    return Text(f" {word}", style=style), Name(outcome.id), Group(*lines)
+
+
+def _grid(*rows: tuple[RenderableType, ...], widths: tuple[int, ...] = ()) -> Table:
+    """Columns of these widths, else as wide as needed; the last takes what is left."""
+    grid = Table.grid(padding=(0, 1 if widths else 2, 0, 0), expand=bool(widths))
+    for number in range(len(rows[0]) - 1):
+        grid.add_column(width=dict(enumerate(widths)).get(number), no_wrap=number != 1)
+    grid.add_column(ratio=1 if widths else None)
+    for row in rows:
+        grid.add_row(*row)
+    return grid
 
 
 # --- Verified checkpoints: one line each, then what is wrong with them.
 
 MOST_LISTED = 12
 """Problems shown for one checkpoint; `--json` has all."""
-NAME_WIDTH = 24
-"""Columns that a name gets at least."""
-GAP = 2
-"""Blanks between two columns."""
+WIDE = 80
+"""Columns of a window that has room for all of the table."""
 UNSAFE = frozenset({"hostile", "global"})
 """Kinds of a file that may be complete and finite, but could run code when it is loaded."""
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow"}
@@ -260,52 +250,44 @@ def render_results(results: Sequence[Verification], *, width: int, colour: bool)
 
 def _verification_table(leaves: Sequence[tuple[Verification, Verification]], width: int) -> Table:
     """Draw one line a checkpoint; in a narrow window with fewer columns, `--json` has them all."""
-    verdicts = [_verdict(leaf) for leaf, _ in leaves]
-    room = width - NAME_WIDTH - GAP - max(map(len, verdicts))
-    # The most important first: what does not fit any more is dropped.
-    columns = {
-        "format": [leaf.format for leaf, _ in leaves],
-        "size": [size(leaf.bytes) for leaf, _ in leaves],
-        "step": ["" if leaf.step is None else f"{leaf.step:,}" for leaf, _ in leaves],
-        "tensors": [f"{leaf.tensors:,}" for leaf, _ in leaves],
-    }
-    for title, cells in list(columns.items()):
-        room -= GAP + max(len(title), *map(len, cells))
-        if room < 0:
-            del columns[title]
-    table = Table(box=None, header_style="dim", padding=(0, GAP, 0, 0), pad_edge=False)
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(" checkpoint", ratio=1)
-    shown = [title for title in ("format", "step", "tensors", "size") if title in columns]
-    for title in shown:
-        table.add_column(title, justify="left" if title == "format" else "right", no_wrap=True)
+    table.add_column("format", no_wrap=True)
+    for title in ("step", "tensors", "size") if width >= WIDE else ():
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("result", no_wrap=True)
-    for row, (leaf, result) in enumerate(leaves):
-        name = _short_name(leaf, result)
-        cells = [columns[title][row] for title in shown]
-        table.add_row(Name(f" {name}"), *cells, verdicts[row])
+    for leaf, result in leaves:
+        # The folder that was asked for and the way down from it: `run/step-3`.
+        above = result.path.rstrip("/").rpartition("/")[0]
+        name = leaf.path if leaf is result else leaf.path.removeprefix(f"{above}/")
+        if leaf.pointer:
+            name = f"{leaf.pointer} -> {leaf.path.rpartition('/')[2]}"
+        cells = [leaf.format]
+        if width >= WIDE:
+            step = "" if leaf.step is None else f"{leaf.step:,}"
+            cells += [step, f"{leaf.tensors:,}", size(leaf.bytes)]
+        table.add_row(Name(f" {name}"), *cells, _verdict(leaf))
     return table
 
 
-def _short_name(leaf: Verification, result: Verification) -> str:
-    """The folder that was asked for and the way down from it: `run/step-3`."""
-    above = result.path.rstrip("/").rpartition("/")[0]
-    if leaf.pointer:
-        return f"{leaf.pointer} -> {leaf.path.rpartition('/')[2]}"
-    return leaf.path if leaf is result else leaf.path.removeprefix(f"{above}/")
+def _kind(leaf: Verification) -> str:
+    if leaf.ok:
+        return "good"
+    if leaf.corrupt:
+        return "corrupt"
+    return "diverged" if leaf.diverged else "with another learning rate"
 
 
 def _verdict(leaf: Verification) -> Text:
     """Return `good`, or how many errors and warnings there are."""
-    if not leaf.problems:
-        return Text("good", style="green")
+    kind = _kind(leaf)
     if leaf.ok:
-        return Text(f"good, {count(len(leaf.warnings), 'warning')}", style="yellow")
-    if leaf.diverged and not leaf.corrupt:
-        return Text("diverged", style="bold red")
-    word = "corrupt" if leaf.corrupt else "other lr"
-    if all(problem.kind in UNSAFE for problem in leaf.errors):
-        word = "unsafe"
-    return Text(f"{word}, {count(len(leaf.errors), 'error')}", style="bold red")
+        warnings = f", {count(len(leaf.warnings), 'warning')}" if leaf.warnings else ""
+        return Text(f"good{warnings}", style="yellow" if warnings else "green")
+    if leaf.corrupt and all(problem.kind in UNSAFE for problem in leaf.errors):
+        kind = "unsafe"
+    errors = "" if kind == "diverged" else f", {count(len(leaf.errors), 'error')}"
+    return Text(f"{kind.replace('with another learning rate', 'other lr')}{errors}", "bold red")
 
 
 def _print_problems(console: Console, path: str, problems: Sequence[Problem]) -> None:
@@ -314,22 +296,21 @@ def _print_problems(console: Console, path: str, problems: Sequence[Problem]) ->
     console.print()
     # outside the table and never wrapped, so that it can be copied
     console.print(Text(f" {path}", style="bold"), soft_wrap=True)
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column()
+    rows = []
     for problem in sorted(problems, key=lambda problem: problem.severity)[:MOST_LISTED]:
         inner = problem.file.removeprefix(path).lstrip("/")
         place = (f"{inner}: ", "dim") if inner and problem.file != path else ""
-        role = f" ({problem.role})" if problem.role else ""
-        tensor = (problem.tensor, "bold") if problem.tensor else ""
+        tensor = (problem.tensor or "", "bold")
+        role = f" ({problem.role})" if problem.tensor and problem.role else ""
         between = f"{role}: " if problem.tensor else ""
-        grid.add_row(
-            Text(problem.severity, style=SEVERITY_STYLES[problem.severity]),
-            Text(problem.kind, style="cyan"),
-            Unbroken(Text.assemble(place, tensor, between, problem.detail)),
+        rows.append(
+            (
+                Text(problem.severity, style=SEVERITY_STYLES[problem.severity]),
+                Text(problem.kind, style="cyan", no_wrap=True),
+                Unbroken(Text.assemble(place, tensor, between, problem.detail)),
+            )
         )
-    console.print(Padding(grid, (0, 0, 0, 3)))
+    console.print(Padding(_grid(*rows), (0, 0, 0, 3)))
     if len(problems) > MOST_LISTED:
         more = len(problems) - MOST_LISTED
         console.print(Text(f"   and {more} more; --json lists all", style="dim"))
@@ -339,16 +320,10 @@ def _conclusion(leaves: Sequence[Verification], seconds: float) -> Text:
     """Sum up: `3 checkpoints, 2 good, 1 corrupt; 1,204 tensors, 2.1 GB in 1.4 s (1.5 GB/s)`."""
     if not leaves:
         return Text(" no checkpoint found", style="yellow")
-    good = sum(leaf.ok for leaf in leaves)
-    corrupt = sum(leaf.corrupt for leaf in leaves)
-    diverged = sum(leaf.diverged and not leaf.corrupt for leaf in leaves)
-    kinds = {
-        "corrupt": corrupt,
-        "diverged": diverged,
-        "with another learning rate": len(leaves) - good - corrupt - diverged,
-    }
+    kinds = Counter(map(_kind, leaves))
+    good = kinds.pop("good", 0)
     line = f" {count(len(leaves), 'checkpoint')}, {good} good"
-    line += "".join(f", {number} {kind}" for kind, number in kinds.items() if number)
+    line += "".join(f", {number} {kind}" for kind, number in sorted(kinds.items()))
     total = sum(leaf.bytes for leaf in leaves)
     tensors = count(sum(leaf.tensors for leaf in leaves), "tensor")
     line += f"; {tensors}, {size(total)} in {seconds:.1f} s"
@@ -365,7 +340,7 @@ MOST_SAMPLES = 40
 MOST_ROWS = 3
 LONGEST_NAME = 32
 SHORTEST_PLACE = 16
-HEADINGS = ("step", "attempt", "batch", "rows", "data set", "cause", "left out", "place")
+HEADINGS = ("step", "attempt", "batch", "rows", "data set", "cause", "dropped", "place")
 LEFT_OUT = {"sample": "the rows", "micro_batch": "the micro-batch", "step": "the step"}
 
 
@@ -452,7 +427,7 @@ def render_ledger(
             lines.append(" " + "  ".join(cells))
     if len(entries) > MOST_SAMPLES:
         lines.append(f"and {len(entries) - MOST_SAMPLES} more; --json lists all")
-    lines += ["", _sums(totals(entries), seen_steps)]
+    lines += ["", _lost(totals(entries), seen_steps)]
     again = [suspect for suspect in suspects(entries) if suspect.times > 1]
     if again:
         listed = (f"{middle(s.name, LONGEST_NAME)} {s.times} times" for s in again)
@@ -464,7 +439,7 @@ def render_ledger(
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def _sums(sums: dict[str, int], seen_steps: int) -> str:
+def _lost(sums: dict[str, int], seen_steps: int) -> str:
     steps = count(sums["steps"], "step")
     if not sums["of"]:
         return f"{steps} lost samples; how many is not known"

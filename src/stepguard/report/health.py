@@ -1,17 +1,21 @@
-"""Find what in a journal speaks against a run.
+"""Judge a run by its journal: what speaks against it, and the stages it has passed.
 
-Losses are judged against the run's own noise: they may be negative, huge or swing.
+Losses are judged against the run's own noise: they may be negative, huge or swing. A stage such as
+`0-500: loss<5, incidents=0` is judged once step 500 has come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from stepguard._errors import ConfigError
 from stepguard.judge.history import RUN_AWAY, USUAL, Progress
 from stepguard.report.phrases import number
 from stepguard.report.story import Note, Run
@@ -191,14 +195,8 @@ def _disarmed(run: Run) -> Iterator[str]:
 def _stands_still(run: Run) -> Iterator[str]:
     """The learning rate or the gradient is 0, or the loss is always the same."""
     table = run.steps
-    largest: dict[int, float] = {}
-    for name, series in table.series.items():
-        if name == "lr" or name.startswith("lr/"):
-            recent = zip(series.rows[-SEVERAL:].tolist(), series.values[-SEVERAL:], strict=True)
-            for row, rate in recent:
-                largest[row] = max(largest.get(row, 0.0), abs(float(rate)))
-    rates = [largest[row] for row in sorted(largest)][-SEVERAL:]
-    if len(rates) >= SEVERAL // 2 and not any(rates):
+    rates = table.highest_rate.values[-SEVERAL:]
+    if len(rates) >= SEVERAL // 2 and not rates.any():
         yield (
             f"the learning rate is 0 in every group, in the last {len(rates)} steps: nothing is "
             f"learned"
@@ -282,3 +280,173 @@ CHECKS: dict[Weight, tuple[Callable[[Run], Iterator[str]], ...]] = {
         _exploded,
     ),
 }
+
+
+# --- Acceptance of a run by stages.
+
+
+State = Literal["waiting", "passed", "failed"]
+COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+    "=": operator.eq,
+}
+COUNTS = ("incidents", "skipped")
+LEVELS = ("loss", "grad_norm", "clip_factor", "scale", "lr", "seconds")
+"""Numbers that a step's line may have, whatever the user names or follows."""
+
+
+class Stage(NamedTuple):
+    """Steps `first` to `last`, and what must hold of them: name, comparison and limit."""
+
+    first: int
+    last: int
+    conditions: list[tuple[str, str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutcome:
+    """One condition of one stage, with the number that decided it."""
+
+    stage: str
+    condition: str
+    state: State
+    value: float | None = None
+    note: str = ""
+    """Why there is no number, where steps have come and none of them has it."""
+
+
+def parse_stage(text: str) -> Stage:
+    """`0-500: loss<5, incidents=0`; raises ConfigError with what is wrong."""
+    steps, _, conditions = text.partition(":")
+    try:
+        first, last = map(int, steps.split("-"))
+        found = []
+        for condition in conditions.split(","):
+            name, sign, limit = re.split(r"(<=|>=|<|>|=)", condition)
+            found.append((name.strip(), sign, float(limit)))
+    except ValueError:
+        raise ConfigError(
+            f"--stage {text!r} must look like '0-500: loss<5, incidents=0'."
+        ) from None
+    if last < first:
+        raise ConfigError(f"--stage {text!r} ends before it begins; write {last}-{first}.")
+    return Stage(first, last, found)
+
+
+def judge_stages(run: Run, stages: Sequence[Stage]) -> tuple[StageOutcome, ...]:
+    """Judge every condition of every stage.
+
+    Counts fail as soon as they are over their limit; levels are read when the stage is over. In a
+    run with several optimizers each has to pass.
+    """
+    outcomes = []
+    for lane in run.lanes:
+        last = int(lane.steps.step.max()) if len(lane.steps) else -1
+        for stage in stages:
+            for name, sign, limit in stage.conditions:
+                value = _value(lane, stage, name)
+                over = last >= stage.last
+                state: State = "waiting"
+                if over:
+                    state = "passed"
+                # Counts only grow: one that is above its upper limit stays there.
+                lost = name in COUNTS and ">" not in sign and value is not None and value > limit
+                if lost or (over and (value is None or not COMPARE[sign](value, limit))):
+                    state = "failed"
+                steps = f"{stage.first}-{stage.last}"
+                if run.further:
+                    steps = f"{lane.name} {steps}"
+                outcome = StageOutcome(
+                    stage=steps,
+                    condition=f"{name}{sign}{number(limit)}",
+                    state=state,
+                    value=value,
+                    note=_no_such_value(lane, name, value),
+                )
+                outcomes.append(outcome)
+    return tuple(outcomes)
+
+
+def _value(run: Run, stage: Stage, name: str) -> float | None:
+    """A number of the stage; levels are those of the steps that count."""
+    table = run.steps
+    inside = (table.step >= stage.first) & (table.step <= stage.last)
+    if name == "incidents":
+        return float(sum(stage.first <= one.incident.step <= stage.last for one in run.incidents))
+    if name == "skipped":
+        return float((inside & ~table.committed).sum())
+    names = (name, f"loss/{name}", f"followed/{name}")
+    series_named = next((series for series in names if series in table.series), "")
+    series = table.column(series_named)
+    if name == "fall":
+        series = table.column("loss")
+    elif name == "lr":
+        series = table.highest_rate
+    series = series.where(inside & table.counts)
+    numbers = series.values[series.finite]
+    if not len(numbers):
+        return None
+    # The median of a tenth, which single spikes do not move.
+    tenth = max(1, len(numbers) // 10)
+    ended = float(np.median(numbers[-tenth:]))
+    if name == "fall":
+        return float(np.median(numbers[:tenth])) - ended
+    return ended
+
+
+def _no_such_value(run: Run, name: str, value: float | None) -> str:
+    """Say that no step has a value of this name; nothing before the first step."""
+    known = []
+    for series in run.steps.series:
+        kind, _, label = series.partition("/")
+        if series in LEVELS or (label and kind in ("loss", "followed")):
+            known.append(label or series)
+    if value is not None or not known or name in known:
+        return ""
+    names = ", ".join([*known, *COUNTS, "fall"])
+    return f"no step of this run has a value named {name!r}; it has {names}"
+
+
+# --- The verdict.
+
+
+Verdict = Literal["waiting", "healthy", "attention", "unhealthy", "stopped"]
+
+
+def _has_steps(run: Run, wanted: int | None) -> bool:
+    """Has every optimizer made the wanted steps? No, where nobody said how many."""
+    return wanted is not None and all(len(lane.steps) >= wanted for lane in run.lanes)
+
+
+def judge_run(
+    run: Run,
+    outcomes: Sequence[StageOutcome],
+    wanted: int | None,
+    found: Sequence[Concern] | None = None,
+    *,
+    now: bool = False,
+) -> Verdict:
+    """Judge a run after `wanted` steps, at its end, or as soon as a stage has failed.
+
+    `found` is what speaks against the run, worst first. With `now` an unfinished run is judged as
+    well, if only to its disadvantage: whether it is healthy is not known before its end.
+    """
+    if is_stopped(run):
+        return "stopped"
+    states = {outcome.state for outcome in outcomes}
+    if "failed" in states:
+        return "unhealthy"
+    if found is None:
+        found = concerns(run)
+    worst: Verdict = "healthy"
+    for concern in found[:1]:
+        worst = concern.weight
+    if not run.ended and ("waiting" in states or not _has_steps(run, wanted)):
+        return worst if now and worst != "healthy" else "waiting"
+    if "waiting" in states:
+        return "unhealthy"
+    # Where what the user asked for holds, only what is plainly broken counts beside it.
+    return "healthy" if outcomes and worst == "attention" else worst

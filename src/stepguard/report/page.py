@@ -7,37 +7,29 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from textwrap import dedent
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepguard._errors import JournalError
 from stepguard.diagnose import engine
-from stepguard.records import Incident, Operand, Reading
+from stepguard.records import Incident, Operand, Reading, Remedy
 from stepguard.records.codec import KINDS, to_plain
 from stepguard.records.incident import place_and_phase
 from stepguard.report import phrases
 from stepguard.report.health import concerns
-from stepguard.report.panel import SAFETY_NOTES, next_commands
 from stepguard.report.probes import headline, look_tables, remarks
 from stepguard.report.run_report import STATES
 from stepguard.report.sinks import named_numbers
-from stepguard.report.story import (
-    Left,
-    Run,
-    Series,
-    StepTable,
-    Story,
-    StoryIncident,
-    read_story,
-)
-from stepguard.report.summary import timeline, worst_ending
+from stepguard.report.story import Left, Run, Story, StoryIncident, read_story
+from stepguard.report.summary import RunSummary, flat, summarize, timeline, worst_ending
 
 LONGEST_TEXT = 4000
 """Characters of one text of a journal that the page shows; the rest is counted."""
@@ -59,37 +51,43 @@ def clipped(value: Any) -> Any:
 
 FINITE, NAN, PLUS_INF, MINUS_INF, MISSING = range(5)
 """Kinds of a value, as the page's `data.js` knows them."""
-ROUNDED = ("seconds", "grad_norm_clipped")
-"""Series that are kept in single precision: a clock's noise, and a product."""
 DROPPED, CALIBRATION, PARTIAL = range(1, 4)
 """Kinds of an update that was not an ordinary one."""
+NOT_DRAWN = ("clip_factor",)
+
+Column = tuple[NDArray[Any], NDArray[np.uint8]]
+"""Values with 0 for what is not finite, and their kinds."""
 
 
-def packed(values: NDArray[Any], kinds: NDArray[np.uint8] | None = None) -> dict[str, Any]:
-    """A column as the page reads it: bytes of equal significance side by side, compressed."""
-    width = values.dtype.itemsize
-    little = np.ascontiguousarray(values.astype(values.dtype.newbyteorder("<")))
-    by_significance = little.view(np.uint8).reshape(-1, width).T.tobytes()
-    column = {"type": f"{values.dtype.kind}{width}", "data": _deflated(by_significance)}
-    if kinds is not None and kinds.any():
-        column["kinds"] = _deflated(kinds.tobytes())
-    return column
+def columns(run: Run, first: int = 0) -> dict[str, Column]:
+    """Everything that is drawn of the rows from `first` on, without series that none of them has.
 
-
-def _deflated(data: bytes) -> str:
-    return base64.b64encode(zlib.compress(data, 6)).decode("ascii")
-
-
-def dense(series: Series, first: int, end: int) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
-    """The values of rows `first` to `end`, and their kinds; what is not finite is 0 there."""
-    values = np.zeros(end - first)
-    kinds = np.full(end - first, MISSING, np.uint8)
-    low, high = np.searchsorted(series.rows, [first, end])
-    rows = series.rows[low:high] - first
-    found = series.values[low:high]
-    kinds[rows] = kinds_of(found)
-    values[rows] = np.where(np.isfinite(found), found, 0.0)
-    return values, kinds
+    `state` is what became of the update; 0 is an ordinary one.
+    """
+    table = run.steps
+    count = len(table) - first
+    states = np.zeros(len(table), np.uint8)
+    states[table.dropped] = DROPPED
+    states[table.calibration] = CALIBRATION
+    for one in run.incidents:
+        if one.done == "partial" and one.row is not None and table.committed[one.row]:
+            states[one.row] = PARTIAL
+    plain = np.zeros(count, np.uint8)
+    found: dict[str, Column] = {
+        "step": (table.step[first:].astype(np.float64), plain),
+        "state": (states[first:], plain),
+    }
+    for name, series in table.series.items():
+        recent = slice(int(np.searchsorted(series.rows, first)), None)
+        rows = series.rows[recent] - first
+        if not len(rows) or name in NOT_DRAWN:
+            continue
+        values = np.zeros(count)
+        kinds = np.full(count, MISSING, np.uint8)
+        kinds[rows] = kinds_of(series.values[recent])
+        values[rows] = np.where(np.isfinite(series.values[recent]), series.values[recent], 0.0)
+        found[name] = (values, kinds)
+    return found
 
 
 def kinds_of(values: NDArray[np.float64]) -> NDArray[np.uint8]:
@@ -101,52 +99,19 @@ def kinds_of(values: NDArray[np.float64]) -> NDArray[np.uint8]:
     return kinds
 
 
-def narrowed(values: NDArray[np.float64], name: str) -> NDArray[Any]:
-    """In single precision where that loses nothing that was measured."""
-    with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32)
-    exact = np.array_equal(narrow.astype(np.float64), values)
-    if exact or (name in ROUNDED and np.isfinite(narrow).all()):
-        return narrow
-    return values
+def packed(values: NDArray[Any], kinds: NDArray[np.uint8]) -> dict[str, Any]:
+    """A column as the page reads it: bytes of equal significance side by side, compressed."""
+    width = values.dtype.itemsize
+    little = np.ascontiguousarray(values.astype(values.dtype.newbyteorder("<")))
+    by_significance = little.view(np.uint8).reshape(-1, width).T.tobytes()
+    column = {"type": f"{values.dtype.kind}{width}", "data": _deflated(by_significance)}
+    if kinds.any():
+        column["kinds"] = _deflated(kinds.tobytes())
+    return column
 
 
-def packed_columns(table: StepTable, names: list[str], states: NDArray[np.uint8]) -> dict[str, Any]:
-    """All columns of a run, by name."""
-    columns = {"step": packed(table.step.astype(np.float64)), "state": packed(states)}
-    for name in names:
-        values, kinds = dense(table.column(name), 0, len(table))
-        columns[name] = packed(narrowed(values, name), kinds)
-    return columns
-
-
-def plain_columns(
-    table: StepTable, names: list[str], states: NDArray[np.uint8], first: int
-) -> dict[str, Any]:
-    """The rows from `first` on as plain lists, for the few that come at a time."""
-    columns: dict[str, Any] = {
-        "step": {"values": table.step[first:].tolist()},
-        "state": {"values": states[first:].tolist()},
-    }
-    for name in names:
-        values, kinds = dense(table.column(name), first, len(table))
-        if (kinds == MISSING).all():
-            continue
-        columns[name] = {"values": values.tolist()}
-        if kinds.any():
-            columns[name]["kinds"] = kinds.tolist()
-    return columns
-
-
-def update_states(run: Run) -> NDArray[np.uint8]:
-    """What became of the update of each row; 0 is an ordinary one."""
-    states = np.zeros(len(run.steps), np.uint8)
-    states[run.steps.dropped] = DROPPED
-    states[run.steps.calibration] = CALIBRATION
-    for one in run.incidents:
-        if one.done == "partial" and one.row is not None and run.steps.committed[one.row]:
-            states[one.row] = PARTIAL
-    return states
+def _deflated(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 6)).decode("ascii")
 
 
 # --- The card of one incident, as plain text and numbers.
@@ -182,35 +147,47 @@ def incident_card(told: StoryIncident) -> dict[str, Any]:
         "summary": incident.verdict.summary or incident.verdict.kind,
         **_what_was_done(incident),
         "where": None,
-        "unplaced": "not located: the step could not be run again, or locating is off",
+        "unplaced": "not located: the step could not be replayed, or locating is off",
         "operands": [],
         "cause": "",
         "culprits": "",
         "findings": [],
+        "fixes": [],
         "facts": _facts(incident.reading, told.ranks),
         "samples": [],
         "heat": None,
-        "commands": next_commands(incident),
+        "commands": phrases.next_commands(incident),
     }
     if origin is not None:
         seen = [*REPLAYED[origin.reproduced], *origin.remarks]
-        where = {"text": place_and_phase(origin), "context": list(origin.context), "remarks": seen}
-        card["where"] = where
+        lines = _dedented(origin.context)
+        card["where"] = {"text": place_and_phase(origin), "context": lines, "remarks": seen}
         card["operands"] = [_operand(operand, operand.called) for operand in origin.inputs]
         if origin.output is not None:
             card["operands"].append(_operand(origin.output, "output"))
         card["culprits"] = phrases.culprits(origin)
     for finding in incident.findings:
-        card["findings"].append(to_plain(finding))
-    for finding in card["findings"]:
-        card["cause"] = card["cause"] or f"{finding['code']} {finding['title']}"
-        for remedy in finding["remedies"]:
-            note = SAFETY_NOTES.get(remedy["safety"], "")
-            if note:
-                remedy["title"] += f" ({note})"
-            if remedy["tried"]:
-                remedy["title"] += f"; {remedy['tried']}"
+        card["cause"] = card["cause"] or f"{finding.code} {finding.title}"
+        remedies = [_remedy(remedy) for remedy in finding.remedies]
+        card["findings"].append({**to_plain(finding), "remedies": remedies})
+    if not incident.findings:
+        card["fixes"] = [_remedy(remedy) for remedy in phrases.first_remedies(incident)]
     return dict(clipped(card))
+
+
+def _remedy(remedy: Remedy) -> dict[str, str]:
+    title = remedy.title + phrases.SAFETY_NOTES.get(remedy.safety, "")
+    if remedy.tried:
+        title += f"; {remedy.tried}"
+    return {"title": title, "snippet": dedent(remedy.snippet).strip("\n")}
+
+
+def _dedented(numbered: Sequence[str]) -> list[str]:
+    """Source lines behind their numbers, without the indentation that all of them have."""
+    parted = [line.partition(" | ") for line in numbered]
+    indents = [len(code) - len(code.lstrip()) for _, _, code in parted if code.strip()]
+    shared = min(indents, default=0)
+    return [f"{number}{bar}{code[shared:]}" for number, bar, code in parted]
 
 
 def _what_was_done(incident: Incident) -> dict[str, Any]:
@@ -218,18 +195,9 @@ def _what_was_done(incident: Incident) -> dict[str, Any]:
     if decision is None:
         words = "recorded; what was done is not known"
         return {"action": "", "weight": "bad", "done": words, "done_more": []}
-    words = phrases.done(decision)
-    if decision.action == "rewind" and decision.rewound_to is not None:
-        words = f"rewound to step {decision.rewound_to}"
-    more = [phrases.effect(incident), decision.reason]
-    if decision.lr_factor is not None:
-        more.append(f"every learning rate times {decision.lr_factor:g}")
-    if decision.new_scale is not None:
-        more.append(f"loss scale is now {decision.new_scale:g}")
-    more.append(f"{decision.consecutive} in a row, {decision.total} in this run")
-    weights = {"note": "note"}
-    weight = weights.get(decision.action, "bad")
-    shown = {"action": decision.action, "weight": weight, "done": words}
+    more = [phrases.effect(incident), *phrases.changes(decision), phrases.budget(decision)]
+    weight = "note" if decision.action == "note" else "bad"
+    shown = {"action": decision.action, "weight": weight, "done": phrases.done(decision)}
     return {**shown, "done_more": list(filter(None, more))}
 
 
@@ -242,24 +210,16 @@ def bad_values(reading: Reading) -> dict[str, int]:
 
 def _operand(operand: Operand, name: str) -> dict[str, Any]:
     limits = DTYPE_EXPONENTS.get(operand.dtype)
-    span = at = ""
-    if operand.min is not None and operand.max is not None:
-        span = f"{phrases.number(operand.min)} to {phrases.number(operand.max)}"
-        if operand.zeros:
-            span += f", {phrases.count(operand.zeros, 'zero')}"
-    if operand.value is not None:
-        at = phrases.number(operand.value)
-        if operand.index is not None:
-            at += f" at [{', '.join(map(str, operand.index))}]"
-    counted = {"NaN": operand.nan, "+Inf": operand.posinf, "-Inf": operand.neginf}
-    bad = ", ".join(f"{amount:,} {kind}" for kind, amount in counted.items() if amount)
+    shown = phrases.span(operand)
+    if shown and operand.zeros:
+        shown += f", {phrases.count(operand.zeros, 'zero')}"
     return {
         "name": name,
         "dtype": operand.dtype,
         "type": f"{operand.dtype} {_shape(operand.shape)}".strip(),
-        "span": span,
-        "bad": f"{bad} of {math.prod(operand.shape):,}" if bad else "none",
-        "at": at,
+        "span": shown,
+        "bad": phrases.bad_values(operand) or "none",
+        "at": phrases.value_at(operand),
         "zeros": operand.zeros,
         "nan": operand.nan,
         "posinf": operand.posinf,
@@ -492,71 +452,62 @@ def last_good(run: Run, others: Iterable[Run]) -> Run | None:
 
 def differences(good: Run, run: Run) -> list[list[str]]:
     """Name, value in the good run, value now; only what differs. The first row names the runs."""
-    before = dict(_flat(good.header))
-    now = dict(_flat(run.header))
+    before, now = dict(_words(good.header)), dict(_words(run.header))
     rows = [["", f"{good.path.parent.name} (run {good.number})", "this run"]]
     for name in {**before, **now}:
         pair = [before.get(name, "-"), now.get(name, "-")]
         if name not in ALWAYS_DIFFERENT and pair[0] != pair[1]:
             rows.append([name, *pair])
-    if len(rows) == 1:
-        return []
+    return rows if len(rows) > 1 else []
+
+
+def _words(values: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, value in flat(values):
+        rows.append([name, phrases.moment(value) if name == "time" else str(value)])
     return rows
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values in words; a setting inside a setting has a dotted name."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", phrases.moment(value) if key == "time" else str(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
+class Extras(NamedTuple):
     """What the document of a run takes from files beside its journal."""
 
-    enrich: Callable[[Incident, Path], dict[str, Any]] | None = None
-    """What the incident's folder has for its card: samples, gradients by module."""
+    found: dict[Any, Any] | None = None
+    """What the folders of incidents hold, as far as they were read; None: they are not read."""
     difference: list[list[str]] | None = None
 
+    def of(self, incident: Incident, run_folder: Path) -> dict[str, Any]:
+        """What the incident's folder has for its card: samples, gradients by module."""
+        if self.found is None:
+            return {}
+        key = (run_folder, incident.rank, incident.id)
+        if key not in self.found:
+            heat = gradient_heat(incident, run_folder)
+            self.found[key] = {"samples": samples_of(incident, run_folder), "heat": heat}
+        return dict(self.found[key])
 
-def page_extras(story: Story, folder: Path, known: dict[Any, Any] | None = None) -> Extras:
+
+def page_extras(story: Story, folder: Path, found: dict[Any, Any] | None = None) -> Extras:
     """Samples and gradients of the incidents, and the difference to the last good run.
 
-    `known` keeps what was found in the folders of incidents, for a page that is made repeatedly.
+    `found` is kept by who makes a page repeatedly.
     """
-    found: dict[Any, Any] = {}
-    if known is not None:
-        found = known
-
-    def enrich(incident: Incident, run_folder: Path) -> dict[str, Any]:
-        key = (run_folder, incident.rank, incident.id)
-        if key not in found:
-            samples = samples_of(incident, run_folder)
-            found[key] = {"samples": samples, "heat": gradient_heat(incident, run_folder)}
-        return dict(found[key])
-
     folder = folder.resolve()
     dated = []
     for path in folder.parent.glob("*/journal.jsonl"):
-        try:
+        with suppress(OSError):
             facts = path.stat()
-        except OSError:
-            continue
-        if path.parent != folder and facts.st_size <= LARGEST_NEIGHBOUR:
-            dated.append((facts.st_mtime, path))
+            if path.parent != folder and facts.st_size <= LARGEST_NEIGHBOUR:
+                dated.append((facts.st_mtime, path))
     runs = list(story.runs)
     for _, path in sorted(dated, reverse=True)[:MOST_NEIGHBOURS]:
-        try:
+        with suppress(JournalError, OSError, ValueError):
             runs += read_story(path.parent).runs
-        except (JournalError, OSError, ValueError):
-            continue
     good = last_good(story.latest, runs)
+    if found is None:
+        found = {}
     if good is None:
-        return Extras(enrich)
-    return Extras(enrich, differences(good, story.latest))
+        return Extras(found)
+    return Extras(found, differences(good, story.latest))
 
 
 # --- The words around the curves of a run's page: its state in a few numbers, ranks, settings.
@@ -569,7 +520,7 @@ MOST_LINKS = 1000
 MOST_LISTED = 15
 """Rows of each table of a look, the worst ones."""
 MOST_POINTS = 60
-"""Looks that the history of a row draws, the newest."""
+"""Points of a small curve: of a table of looks the newest, of a loss spread over the run."""
 
 
 def verdict(run: Run) -> dict[str, str]:
@@ -580,50 +531,45 @@ def verdict(run: Run) -> dict[str, str]:
     if ending == "signal":
         text = f"ended by {next(filter(None, (one.attempts[-1].signal for one in run.lanes)))}"
     acted = sum(one.done != "told" for lane in run.lanes for one in lane.incidents)
+    if acted and weight != "bad":
+        weight = "note"
+    elif weight == "plain":
+        weight = "good"
+    words = "no incident"
     if acted:
-        weights = {"good": "note", "plain": "note"}
         words = phrases.count(acted, "incident")
-    else:
-        weights = {"plain": "good"}
-        words = "no incident"
-    return {"text": f"{text}, {words}", "weight": weights.get(weight, weight)}
+    return {"text": f"{text}, {words}", "weight": weight}
 
 
-def tiles(run: Run) -> list[list[str]]:
+def tiles(summary: RunSummary) -> list[list[str]]:
     """The run in a few numbers; of several optimizers, one tile each."""
     rows = []
-    for lane in run.lanes:
-        table = lane.steps
-        losses = table.values("loss", table.counts)
-        made = f"{int(table.counts.sum()):,}"
-        if run.further:
-            words = [f"{made} of {len(table):,} steps"]
-            if len(losses):
-                words.append(f"loss {phrases.number(float(losses[-1]))}")
-            words.append(STATES[worst_ending(lane)])
-            rows.append(
-                [lane.name, phrases.count(len(lane.incidents), "incident"), ", ".join(words)]
-            )
-            continue
-        left = int((table.committed & ~table.kept).sum())
-        calibrations = int(table.calibration.sum())
-        seen = f"of {len(table):,} seen"
-        note = ""
-        if left:
-            seen += f", {left:,} left behind"
-        if calibrations:
-            note = f"and {phrases.count(calibrations, 'calibration')}"
-        rows.append(["steps committed", made, seen])
-        rows.append(["updates dropped", f"{int(table.dropped.sum()):,}", note])
-        rows.append(["incidents", f"{len(run.incidents):,}", ""])
-        if len(losses):
-            best = phrases.number(float(losses.min()))
-            rows.append(["loss", phrases.number(float(losses[-1])), f"best {best}"])
-        seconds = table.values("seconds")
-        if len(seconds):
-            rows.append(["time a step", f"{phrases.number(float(np.median(seconds)))} s", "median"])
-        if run.goings_back:
-            rows.append(["went back", f"{len(run.goings_back):,}", "rewinds and restarts"])
+    for lane in summary.optimizers:
+        words = [f"{lane.committed - lane.left:,} of {lane.steps:,} steps"]
+        if lane.last_loss is not None:
+            words.append(f"loss {phrases.number(lane.last_loss)}")
+        words.append(STATES[lane.state])
+        rows.append([lane.name, phrases.count(lane.incidents, "incident"), ", ".join(words)])
+    if rows:
+        return rows
+    seen = f"of {summary.steps:,} seen"
+    note = ""
+    if summary.left:
+        seen += f", {summary.left:,} left behind"
+    if summary.calibrations:
+        note = f"and {phrases.count(summary.calibrations, 'calibration')}"
+    rows = [
+        ["steps committed", f"{summary.committed - summary.left:,}", seen],
+        ["updates dropped", f"{summary.skipped:,}", note],
+        ["incidents", f"{summary.incidents:,}", ""],
+    ]
+    if summary.last_loss is not None:
+        best = f"best {phrases.number(summary.best_loss)}"
+        rows.append(["loss", phrases.number(summary.last_loss), best])
+    if summary.seconds_per_step is not None:
+        rows.append(["time a step", f"{phrases.number(summary.seconds_per_step)} s", "median"])
+    if summary.went_back:
+        rows.append(["went back", f"{summary.went_back:,}", "rewinds and restarts"])
     return rows
 
 
@@ -685,11 +631,7 @@ def _looks(run: Run) -> dict[str, Any] | None:
     section: dict[str, Any] = {"line": "", "findings": findings, "tables": [], "remarks": []}
     if not run.looks:
         return section if findings else None
-    for table in look_tables(run.looks, MOST_LISTED):
-        rows = []
-        for row in table.rows:
-            rows.append(row._replace(history=row.history[-MOST_POINTS:])._asdict())
-        section["tables"].append({**table._asdict(), "rows": rows})
+    section["tables"] = look_tables(run.looks[-MOST_POINTS:], MOST_LISTED)
     return {**section, "line": headline(run.looks), "remarks": remarks(run.looks[-1])}
 
 
@@ -701,7 +643,7 @@ def _fact_groups(run: Run, difference: list[list[str]] | None) -> list[dict[str,
             title = "No difference to the last good run"
         groups.append({"title": title, "rows": difference, "open": True})
     header = {key: value for key, value in run.header.items() if key != "config"}
-    groups.append({"title": "Run facts", "rows": list(map(list, _flat(header))), "open": True})
+    groups.append({"title": "Run facts", "rows": _words(header), "open": True})
     if len(run.attempts) > 1:
         rows = []
         for place, attempt in enumerate(run.attempts, start=1):
@@ -718,24 +660,35 @@ def _fact_groups(run: Run, difference: list[list[str]] | None) -> list[dict[str,
         groups.append({"title": "Attempts", "rows": rows, "open": False})
     config = run.header.get("config") or run.header.get("settings")
     if config:
-        rows = list(map(list, _flat(config)))
-        groups.append({"title": "Configuration", "rows": rows, "open": False})
+        groups.append({"title": "Configuration", "rows": _words(config), "open": False})
     return groups
 
 
-def overview(story: Story) -> dict[str, str]:
+def overview(story: Story) -> dict[str, Any]:
     """One line of the list of runs."""
     run = story.latest
+    summary = summarize(run)
     state = verdict(run)
-    losses = run.steps.values("loss", run.steps.counts)
     return {
         "state": state["text"],
         "weight": state["weight"],
-        "steps": f"{int(run.steps.counts.sum()):,}",
-        "loss": phrases.number(float(losses[-1])) if len(losses) else "-",
-        "incidents": f"{sum(len(lane.incidents) for lane in run.lanes):,}",
+        "steps": f"{summary.lanes[0].committed - summary.lanes[0].left:,}",
+        "loss": phrases.number(summary.last_loss),
+        "incidents": f"{summary.incidents:,}",
         "last": "-" if run.last_step is None else f"{run.last_step:,}",
+        "began": run.began,
+        "curve": _loss_curve(run),
     }
+
+
+def _loss_curve(run: Run) -> list[list[float]]:
+    """Step and loss of a few steps of the line that was kept, for a small curve."""
+    series = run.steps.column("loss").where(run.steps.counts)
+    rows = series.rows[series.finite]
+    chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_POINTS)).astype(int))
+    steps = run.steps.step[rows[chosen]]
+    losses = series.values[series.finite][chosen]
+    return [[float(step), float(loss)] for step, loss in zip(steps, losses, strict=True)]
 
 
 # --- The document.
@@ -774,17 +727,19 @@ def comparison_document(
 
 def run_document(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]:
     """One run, which may be one optimizer's lane of `whole`: facts that change rarely, and rows."""
-    columns = packed_columns(run.steps, drawn_columns(run.steps), update_states(run))
-    return {**run_facts(run, name, extras, whole), "columns": columns, "parts": parts(run)}
+    drawn = {column: packed(*values) for column, values in columns(run).items()}
+    return {**run_facts(run, name, extras, whole), "columns": drawn, "parts": parts(run)}
 
 
 def quick_facts(run: Run, whole: Run) -> dict[str, Any]:
     """What changes with every row, of one optimizer and of the whole run it is part of."""
+    table = run.steps
     words = (
-        f"{int(run.steps.committed.sum()):,} made, {int(run.steps.dropped.sum()):,} dropped, "
-        f"{phrases.count(int(run.steps.calibration.sum()), 'loss-scale calibration')}"
+        f"{int(table.committed.sum()):,} made, {int(table.dropped.sum()):,} dropped, "
+        f"{phrases.count(int(table.calibration.sum()), 'loss-scale calibration')}"
     )
-    return {"tiles": clipped(tiles(whole)), "verdict": verdict(whole), "updateWords": words}
+    shown = clipped(tiles(summarize(whole)))
+    return {"tiles": shown, "verdict": verdict(whole), "updateWords": words}
 
 
 def run_facts(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]:
@@ -792,23 +747,30 @@ def run_facts(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]
     cards = []
     for place, told in enumerate(run.incidents):
         card = incident_card(told)
-        if place < MOST_CARDS and extras.enrich is not None:
-            card |= extras.enrich(told.incident, run.path.parent)
+        if place < MOST_CARDS:
+            card |= extras.of(told.incident, run.path.parent)
         cards.append(card)
     weights = {"unhealthy": "bad", "attention": "note"}
     unread = ""
     if run.torn:
         lines = phrases.count(run.torn, "line")
         unread = f"not shown, because they cannot be read: {lines} of the journal"
+    chain = []
+    for event in timeline(run)[:MOST_LINKS]:
+        # After a rewind the last step may be the lower one.
+        first, last = sorted(
+            (event.step, event.step if event.last_step is None else event.last_step)
+        )
+        link = {"steps": event.steps, "first": first, "last": last}
+        chain.append({**link, "text": event.text, "weight": event.weight})
     facts = {
         "name": run.name if whole.further else name,
         "title": name,
         "number": run.number,
         "line": _line(run),
-        "panels": panels(run.steps),
         "checkpoints": _checkpoints(run),
         "ranks": _rank_lanes(run),
-        "chain": _chain(run),
+        "chain": chain,
         "concerns": [[weights[one.weight], one.text] for one in concerns(run)],
         "looks": _looks(run),
         "groups": _fact_groups(run, extras.difference),
@@ -830,16 +792,6 @@ def _line(run: Run) -> str:
     if run.world > 1:
         parts.append(f"{run.world} ranks")
     return ", ".join([*parts, str(run.path)])
-
-
-def _chain(run: Run) -> list[dict[str, Any]]:
-    """What led to what, each link with the steps it lasted."""
-    links = []
-    for event in timeline(run)[:MOST_LINKS]:
-        last = event.step if event.last_step is None else event.last_step
-        link = {"steps": event.steps, "first": min(event.step, last), "last": max(event.step, last)}
-        links.append({**link, "text": event.text, "weight": event.weight})
-    return links
 
 
 def version(run: Run, lanes: int = 1) -> str:
@@ -879,50 +831,6 @@ def _why_left(run: Run, row: int) -> Left:
         if branch.left is not None and branch.left.to <= step:
             return branch.left
     raise AssertionError(f"row {row} was left, and no branch says why")
-
-
-def panels(table: StepTable) -> list[dict[str, Any]]:
-    """What is drawn over the steps, from the most telling down."""
-    losses = {"loss": "loss"}
-    rates = {"lr": "learning rate"}
-    followed = {}
-    for name in sorted(table.series):
-        kind, _, label = name.partition("/")
-        if label and kind == "loss":
-            losses[name] = label
-        elif label and kind == "lr":
-            rates |= {"lr": "group 0", name: f"group {label}"}
-        elif label:
-            followed[name] = label
-    norms = {"grad_norm": "before clipping", "grad_norm_clipped": "after clipping"}
-    drawn: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
-        ("loss", "loss", losses, {"height": 230, "smooth": True}),
-        ("grad-norm", "gradient norm", norms, {"height": 160, "smooth": True, "colour": 2}),
-        ("lr", "learning rate", rates, {"height": 120, "colour": 4, "linear": True}),
-        ("scale", "loss scale", {"scale": "loss scale"}, {"height": 110, "colour": 3}),
-    ]
-    for place, (name, label) in enumerate(followed.items()):
-        look = {"height": 120, "smooth": True, "colour": place}
-        drawn.append((f"followed-{place}", label, {name: label}, look))
-    drawn.append(("labels", "targets in the step", {"labels": "targets"}, {"height": 90}))
-    seconds = {"height": 110, "smooth": True, "colour": 5}
-    drawn.append(("seconds", "step time", {"seconds": "seconds"}, seconds))
-    found = []
-    for name, title, columns, look in drawn:
-        series = []
-        for place, (column, label) in enumerate(columns.items()):
-            # Components and further groups are drawn without a median.
-            if column in table.series:
-                series.append({"label": label, "column": column, "minor": place > 0})
-        plain = {"smooth": False, "linear": False, "colour": 0}
-        if series:
-            found.append({"id": name, "title": title, "series": series, **plain, **look})
-    return found
-
-
-def drawn_columns(table: StepTable) -> list[str]:
-    """Names of the series that some panel draws."""
-    return [series["column"] for panel in panels(table) for series in panel["series"]]
 
 
 def run_name(path: Path) -> str:

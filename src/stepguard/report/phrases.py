@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from stepguard.records import Decision, Incident, Operand, Origin, Policy
+from stepguard.records import Decision, Incident, Operand, Origin, Policy, Remedy
+from stepguard.records import incident as records
 from stepguard.records.incident import Action, place
 from stepguard.report.screen import middle
 
@@ -38,6 +40,21 @@ VERDICT_TITLES = {
 
 """A test holds this table against the kinds there are."""
 
+MOST_REMEDIES = 2
+SAFETY_NOTES = {
+    "safe": "",
+    "changes-numbers": " (changes values)",
+    "changes-training": " (changes what is learned)",
+}
+HAND_OVER = Remedy(
+    title="Hand the loss to the guard: a bad step can then be replayed, and is located at once",
+    snippet="""
+guard = stepguard.watch(model, optimizer)
+loss = guard.loss(loss_fn, batch)  # in place of loss = loss_fn(batch)
+""",
+)
+"""Where a watched loop computed the bad value outside the model."""
+
 SPARKS = "▁▂▃▄▅▆▇█"
 ASCII_SPARKS = "_.-=+*#@"
 
@@ -49,11 +66,7 @@ def verdict_title(kind: str) -> str:
 
 def number(value: float | None) -> str:
     """Four significant digits, whole numbers in full, or nan, inf, -inf; `-` for None."""
-    if value is None:
-        return "-"
-    if math.isfinite(value) and value == int(value) and abs(value) < 1e9:
-        return str(int(value))
-    return f"{value:.4g}"
+    return "-" if value is None else records.number(value)
 
 
 def rates(lr: Sequence[float], schedule: str = "") -> str:
@@ -91,11 +104,6 @@ def ordinal(n: int) -> str:
     return f"{n}{ending}"
 
 
-def finite(value: object) -> bool:
-    """True for a finite number; False for NaN, Inf and everything that is not a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def moment(value: object) -> str:
     """Seconds since 1970 as local time with its zone; anything else as it is."""
     if isinstance(value, int | float):
@@ -106,23 +114,40 @@ def moment(value: object) -> str:
 def operand(value: Operand) -> str:
     """dtype, shape, what is wrong in it, and the range of what is not."""
     shape = f" [{','.join(map(str, value.shape))}]" if value.shape else ""
-    parts = [f"{value.dtype}{shape}".strip()]
-    if value.value is not None:
-        at = f" at [{','.join(map(str, value.index))}]" if value.index else ""
-        parts.append(number(value.value) + at)
+    finite = ""
+    if value.shape or value.value is None:
+        finite = span(value) and f"finite {span(value)}"
+    zeros = ""
+    if value.zeros:
+        zeros = count(value.zeros, "zero")
+    parts = [f"{value.dtype}{shape}".strip(), value_at(value), bad_values(value), zeros, finite]
+    return joined(parts, "; ")
+
+
+def value_at(value: Operand) -> str:
+    """The value that was picked out, and its place."""
+    if value.value is None:
+        return ""
+    at = f" at [{','.join(map(str, value.index))}]" if value.index else ""
+    return number(value.value) + at
+
+
+def bad_values(value: Operand) -> str:
+    """`3 NaN, 1 +Inf of 8`; empty where all are finite."""
     counted = {"NaN": value.nan, "+Inf": value.posinf, "-Inf": value.neginf}
     bad = ", ".join(f"{n:,} {kind}" for kind, n in counted.items() if n)
     # Of a single number "1 NaN of 1" says nothing more.
     total = math.prod(value.shape)
     if bad and value.shape and total:
         bad += f" of {total:,}"
-    parts.append(bad)
-    if value.zeros:
-        parts.append(count(value.zeros, "zero"))
-    known = value.min is not None and value.max is not None
-    if known and (value.shape or value.value is None):
-        parts.append(f"finite {number(value.min)} to {number(value.max)}")
-    return joined(parts, "; ")
+    return bad
+
+
+def span(value: Operand) -> str:
+    """From the least to the largest finite value; empty where that is not known."""
+    if value.min is None or value.max is None:
+        return ""
+    return f"{number(value.min)} to {number(value.max)}"
 
 
 def culprits_of(incident: Incident) -> str:
@@ -195,8 +220,7 @@ def sparkline(values: Sequence[float], *, plain: bool = False) -> str:
 # --- What was done about an incident, in words: one table for every output.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActionWords:
+class ActionWords(NamedTuple):
     """One action in the words of each output."""
 
     done: str
@@ -209,9 +233,9 @@ class ActionWords:
 
 ACTION_WORDS: dict[Action, ActionWords] = {
     "leave_out": ActionWords(
-        done="went on without what was bad",
+        done="continued without the bad part",
         effect="the update was made from the rest of the step",
-        log="Going on without what was bad",
+        log="Continuing without the bad part",
     ),
     "retry": ActionWords(
         done="run again",
@@ -246,23 +270,25 @@ ACTION_WORDS: dict[Action, ActionWords] = {
         log="Stopping training to prevent corruption...",
     ),
     "note": ActionWords(
-        done="told, nothing done",
+        done="reported, nothing done",
         effect="the update was made",
-        log="Going on",
+        log="Continuing",
     ),
 }
 """A test holds this table against the actions there are."""
 
 REWIND_DATA = {
-    "repeat": "; the steps since run again as they were",
+    "repeat": "; the steps since are replayed unchanged",
     "skip": "; training goes on with the next batch",
 }
 
 
 def done(decision: Decision) -> str:
-    """What was done, and for a part that was left out, which."""
+    """What was done: which part was left out, where a rewind went."""
     if decision.action == "leave_out" and decision.left_out:
-        return f"went on without {decision.left_out}"
+        return f"continued without {decision.left_out}"
+    if decision.action == "rewind" and decision.rewound_to is not None:
+        return f"rewound to step {decision.rewound_to}"
     return ACTION_WORDS[decision.action].done
 
 
@@ -290,6 +316,16 @@ def effect(incident: Incident) -> str:
     return ACTION_WORDS[decision.action].effect
 
 
+def changes(decision: Decision) -> list[str]:
+    """Why it was decided, and what was changed with it."""
+    words = [decision.reason]
+    if decision.lr_factor is not None:
+        words.append(f"every learning rate times {decision.lr_factor:g}")
+    if decision.new_scale is not None:
+        words.append(f"loss scale is now {decision.new_scale:g}")
+    return list(filter(None, words))
+
+
 def budget(decision: Decision, policy: Policy | None = None) -> str:
     """How many incidents so far; of how many, where the policy is known."""
     row = str(decision.consecutive)
@@ -299,6 +335,35 @@ def budget(decision: Decision, policy: Policy | None = None) -> str:
     if policy is not None and policy.max_total is not None:
         total += f" of {policy.max_total}"
     return f"{row} in a row, {total} in this run"
+
+
+def next_commands(incident: Incident) -> list[str]:
+    """What to type next, most telling first; only what this incident has files for."""
+    commands = []
+    if incident.run and incident.capsule and incident.replayable:
+        path = incident.capsule
+        origin = incident.origin
+        if origin is not None and origin.rank not in (None, incident.rank):
+            # The capsule of this rank holds a step that was healthy here.
+            suffix = f"-rank{origin.rank}" if origin.rank else ""
+            path = f"incidents/{incident.id}{suffix}/capsule"
+        capsule = shlex.quote(f"{incident.run}/{path}")
+        if any(remedy.proven for remedy in first_remedies(incident)):
+            commands.append(f"stepguard fix {capsule}")
+        commands.append(f"stepguard replay {capsule}")
+    if incident.findings:
+        commands.append(f"stepguard explain {incident.findings[0].code}")
+    if incident.run:
+        commands.append(f"stepguard report {shlex.quote(incident.run)}")
+    return commands
+
+
+def first_remedies(incident: Incident) -> tuple[Remedy, ...]:
+    """What is worth trying first."""
+    if incident.findings:
+        return incident.findings[0].remedies[:MOST_REMEDIES]
+    origin = incident.origin
+    return (HAND_OVER,) if origin is not None and origin.evidence.loss_unseen else ()
 
 
 # --- One-line messages to people about incidents, notes, stops and faults of the guard's own.
@@ -333,17 +398,14 @@ def incident_line(incident: Incident, counted: str = "", *, again: bool = False)
     return f"{line}: {joined(parts, '; ')}"
 
 
-def note_line(fields: Mapping[str, Any]) -> str:
-    """One line about a note of the journal."""
+def message(kind: str, fields: Mapping[str, Any]) -> str:
+    """One line about a note, or about a `fault`: the guard itself failed. Others have none."""
+    if kind == "fault":
+        return (
+            "ERROR: the guard failed and is disarmed; training goes on unguarded: "
+            f"{fields.get('error')}"
+        )
     return f"step {fields.get('step')}: {fields.get('summary')}"
-
-
-def disarmed(fields: Mapping[str, Any]) -> str:
-    """One line about a `fault` line of the journal: the guard itself failed."""
-    return (
-        "ERROR: the guard failed and is disarmed; training goes on unguarded: "
-        f"{fields.get('error')}"
-    )
 
 
 def stopping(incident: Incident) -> str:

@@ -8,15 +8,21 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from stepguard.records.probes import Look, ParameterLook, TensorLook, WhatIf
-from stepguard.report import phrases
-from stepguard.report._random import same_random_numbers
-from stepguard.report.screen import CleanConsole, draw, is_tty, middle, put, takes_unicode
+from stepguard.report import phrases, screen
+from stepguard.report.screen import (
+    CleanConsole,
+    draw,
+    is_tty,
+    middle,
+    put,
+    same_random_numbers,
+    takes_unicode,
+)
 from stepguard.report.story import Run
 
 # --- Show what would have helped: a table of the candidates, the best first, and what to change.
@@ -43,12 +49,7 @@ def paint_trials(found: WhatIf, console: Console, *, plain: bool = False) -> Non
         Text(f"what if, before {found.incident}: {window}, once for each ({found.steps} steps)")
     )
     console.print()
-    table = Table(box=None, padding=(0, 1), header_style="bold")
-    table.add_column("what if", overflow="fold")
-    table.add_column("bad value", overflow="fold")
-    for heading in ("loss", "held out", "weights moved"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("losses", no_wrap=True)
+    rows = []
     for outcome in found.outcomes:
         label = Text(outcome.label, style="bold" if outcome.works else "")
         if outcome.answers:
@@ -58,14 +59,12 @@ def paint_trials(found: WhatIf, console: Console, *, plain: bool = False) -> Non
             fate = Text("does not come back", style="green")
         elif outcome.why_not:
             fate = Text(f"not tried: {outcome.why_not}", style="dim")
-        table.add_row(
-            label,
-            fate,
-            phrases.number(outcome.loss),
-            phrases.number(outcome.held_out),
-            _moved(outcome.distance),
-            phrases.sparkline(outcome.losses[-MOST_DRAWN:], plain=plain),
-        )
+        numbers = (phrases.number(outcome.loss), phrases.number(outcome.held_out))
+        drawn = phrases.sparkline(outcome.losses[-MOST_DRAWN:], plain=plain)
+        rows.append((label, fate, *numbers, _moved(outcome.distance), drawn))
+    headings = ("what if", "bad value", "loss", "held out", "weights moved", "losses")
+    table = screen.table(rows, headings, first="", numbers_from=2)
+    table.columns[0].no_wrap = False
     console.print(table)
     console.print()
     for sentence in sentences(found):
@@ -118,29 +117,6 @@ FEW_BITS = 3.0
 """A largest value this many bits below the limit is worth a colour: it may double three times."""
 STABLE_RATIO = 0.1
 """Updates above this share of the weight are larger than stable training makes."""
-
-History = tuple[tuple[int, float], ...]
-"""Step of a look and what it measured there."""
-
-
-class LookRow(NamedTuple):
-    """One thing that was looked at."""
-
-    cells: tuple[str, ...]
-    """In the order of the headings, its name first."""
-    warns: tuple[int, ...] = ()
-    """Numbers of the cells that are worth a colour."""
-    history: History = ()
-
-
-class LookTable(NamedTuple):
-    """One kind of thing, worst first."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[LookRow, ...]
-    history: str = ""
-    """Heading of the history; empty where there is none."""
 
 
 class Kind(NamedTuple):
@@ -262,8 +238,12 @@ KINDS = (
 )
 
 
-def look_tables(looks: Sequence[Look], most: int | None) -> list[LookTable]:
-    """Every table that has a row, of the newest look."""
+def look_tables(looks: Sequence[Look], most: int | None) -> list[dict[str, Any]]:
+    """Every table of the newest look that has a row: title, headings, rows, name of the history.
+
+    A row has its cells in the order of the headings, the numbers of those that are worth a colour,
+    and its history. The heading of the history is empty where there is none.
+    """
     tables = []
     for kind in KINDS:
         histories: dict[tuple[str, ...], list[tuple[int, float]]] = {}
@@ -278,11 +258,12 @@ def look_tables(looks: Sequence[Look], most: int | None) -> list[LookTable]:
         for row in present[:most]:
             cells = tuple(cell(row) for cell in kind.cells.values())
             warns = (kind.alarm,) if kind.alarming(row) else ()
+            # Step of a look and what it measured there.
             history = tuple(histories.get(_identity(row), ()))
-            rows.append(LookRow(cells, warns, history))
+            rows.append({"cells": cells, "warns": warns, "history": history})
         if rows:
-            headings = tuple(kind.cells)
-            tables.append(LookTable(kind.title, headings, tuple(rows), kind.history))
+            table = {"title": kind.title, "headings": tuple(kind.cells), "history": kind.history}
+            tables.append({**table, "rows": rows})
     return tables
 
 
@@ -304,21 +285,18 @@ def paint_looks(looks: Sequence[Look], console: Console, *, most: int | None = M
     """Print the newest look, and the history of what it shows."""
     console.print(Text(headline(looks)))
     for table in look_tables(looks, most):
-        drawn = Table(
-            title=table.title, title_justify="left", box=None, padding=(0, 1), title_style="bold"
-        )
-        # names are cut in the middle already; numbers line up on the right
-        drawn.add_column(table.headings[0], no_wrap=True)
-        for heading in (*table.headings[1:], table.history):
-            drawn.add_column(heading, justify="right", no_wrap=True)
-        for row in table.rows:
-            cells = [Text(middle(row.cells[0], LONGEST_NAME))]
-            for number, words in enumerate(row.cells[1:], start=1):
-                cells.append(Text(words, style="bold red" if number in row.warns else ""))
-            values = [value for _, value in row.history[-MOST_DRAWN:]]
-            drawn.add_row(*cells, phrases.sparkline(values) if len(values) > 1 else "")
+        rows: list[tuple[RenderableType, ...]] = []
+        for row in table["rows"]:
+            # names are cut in the middle already; numbers line up on the right
+            cells = [Text(middle(row["cells"][0], LONGEST_NAME))]
+            for number, words in enumerate(row["cells"][1:], start=1):
+                cells.append(Text(words, style="bold red" if number in row["warns"] else ""))
+            values = [value for _, value in row["history"][-MOST_DRAWN:]]
+            rows.append((*cells, phrases.sparkline(values) if len(values) > 1 else ""))
         console.print()
-        console.print(drawn)
+        console.print(Text(f" {table['title']}", style="bold"))
+        headings = (*table["headings"], table["history"])
+        console.print(screen.table(rows, headings, first="", numbers_from=1))
     for sentence in remarks(looks[-1]):
         console.print(Text(f"- {sentence}"))
 
@@ -333,7 +311,9 @@ def why_none(run: Run) -> str:
         if note.type == "no_look" or note.kind == "look":
             return f"{note.fields.get('reason')} (step {note.step})"
     if len(run.steps) < 3:
-        return f"it has {phrases.count(len(run.steps), 'step')}, and the first look is at the third"
+        return (
+            f"it has {phrases.count(len(run.steps), 'step')}, and the first probe is at the third"
+        )
     return "none of the steps at which one was due was committed"
 
 
@@ -341,7 +321,7 @@ def headline(looks: Sequence[Look]) -> str:
     """How often was the run looked at?"""
     times = "once" if len(looks) == 1 else f"{len(looks)} times"
     steps = phrases.first_few([look.step for look in looks], 12)
-    return f"looked {times}, at step {steps}; the newest took {looks[-1].seconds:.2f} s"
+    return f"probed {times}, at step {steps}; the newest took {looks[-1].seconds:.2f} s"
 
 
 def remarks(look: Look) -> list[str]:
@@ -361,10 +341,10 @@ def remarks(look: Look) -> list[str]:
     if facts.kept_gradients:
         said.append("the step began with the gradients of the one before")
     if facts.repeats:
-        said.append(f"the batch is the same as in {phrases.count(facts.repeats, 'earlier look')}")
+        said.append(f"the batch is the same as in {phrases.count(facts.repeats, 'earlier probe')}")
     missing = [one.name for one in look.parameters if one.trainable and not one.owned]
     if missing:
         said.append(f"no optimizer updates {phrases.first_few(missing, 4)}")
     if look.left_out:
-        said.append(f"{phrases.count(look.left_out, 'row')} left out of the record")
+        said.append(f"{phrases.count(look.left_out, 'row')} dropped from the record")
     return said

@@ -1,19 +1,22 @@
-"""A run's summary for the terminal and as Markdown, with the same rows and words in both."""
+"""A run for the terminal and as Markdown, two runs side by side, and one that is unfinished."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from stepguard.records.codec import as_markdown, one_line
 from stepguard.report import phrases, screen
-from stepguard.report.screen import Unbroken, titled
-from stepguard.report.summary import Event, IncidentGroup, RunSummary
+from stepguard.report.health import Concern, StageOutcome, Verdict
+from stepguard.report.screen import Name, Unbroken, table, titled
+from stepguard.report.story import Run
+from stepguard.report.summary import Event, IncidentGroup, RunComparison, RunSummary
 
 # --- The rows of a run's summary in words.
 
@@ -135,7 +138,7 @@ def lead_up(summary: RunSummary, *, plain: bool = False) -> list[Row]:
     rows = []
     for lane in summary.optimizers:
         rows += [(f"{lane.name} {name}", drawn) for name, drawn in lead_up(lane, plain=plain)]
-    if rows:
+    if summary.optimizers:
         return rows
     series = {"grad norm": summary.norms_before, "loss": summary.losses_before}
     for name, values in {**series, **summary.followed_before}.items():
@@ -148,11 +151,10 @@ def lead_up(summary: RunSummary, *, plain: bool = False) -> list[Row]:
 
 def chains(summary: RunSummary) -> list[tuple[str, list[Event], int]]:
     """What led to what, for each optimizer: heading, first and last events, number between."""
-    lanes = summary.optimizers or (summary,)
     found = []
-    for lane in lanes:
+    for lane in summary.lanes:
         title = "what led to what"
-        if len(lanes) > 1:
+        if summary.optimizers:
             title += f": {lane.name}"
         events = list(lane.timeline)
         between = max(len(events) - MOST_EVENTS, 0)
@@ -163,24 +165,52 @@ def chains(summary: RunSummary) -> list[tuple[str, list[Event], int]]:
     return found
 
 
-def kind_title(group: IncidentGroup) -> str:
-    """What is wrong, and with which of several optimizers."""
-    title = phrases.verdict_title(group.verdict)
-    return f"{group.optimizer}: {title}" if group.optimizer else title
+KINDS = ("#", "kind", "first", "last", "count", "in a row")
+"""Columns of the table of incidents."""
 
 
-def details(group: IncidentGroup) -> tuple[str, str, str, list[str]]:
-    """Of a kind of incident: what is wrong, its place and samples, its cause, what to type next."""
+def kinds(summary: RunSummary) -> list[tuple[str, ...]]:
+    """The table of incidents: number, what is wrong and with which optimizer, when, how often."""
+    rows = []
+    for position, group in enumerate(summary.groups, start=1):
+        title = phrases.verdict_title(group.verdict)
+        if group.optimizer:
+            title = f"{group.optimizer}: {title}"
+        numbers = (group.first_step, group.last_step, group.count, group.consecutive)
+        rows.append((str(position), title, *map(str, numbers)))
+    return rows
+
+
+def details(group: IncidentGroup) -> tuple[str, list[Row], list[str]]:
+    """Of a kind of incident: what is wrong; place, cause and answer; what to type next."""
+    cause = f"{group.code} {group.title}".strip()
+    if group.code and group.certainty:
+        cause += f" ({group.certainty})"
+    rows = [("where", phrases.joined([group.where, group.culprits])), ("cause", cause)]
+    rows += [("", f"- {sentence}") for sentence in group.evidence]
+    rows += [("done", group.done), ("lr", phrases.rates(group.lr, group.schedule))]
     commands = [name for name in group.commands if not name.startswith("stepguard report ")]
-    where = phrases.joined([group.where, group.culprits])
     summary = group.summary or phrases.verdict_title(group.verdict)
-    return summary, where, f"{group.code} {group.title}".strip(), commands
+    return summary, [row for row in rows if row[1]], commands
 
 
 # --- For a terminal.
 
 
-STYLES = {"info": "", "note": "yellow", "incident": "bold red", "good": "green"}
+STYLES = {
+    "info": "",
+    "note": "yellow",
+    "incident": "bold red",
+    "good": "green",
+    "waiting": "dim",
+    "passed": "green",
+    "failed": "bold red",
+    "healthy": "bold green",
+    "attention": "bold yellow",
+    "unhealthy": "bold red",
+    "stopped": "bold red",
+}
+"""Of events, of stages and of verdicts."""
 
 
 def render_terminal(
@@ -206,72 +236,45 @@ def paint_summary(console: Console, summary: RunSummary, *, unicode: bool = True
         console.print(Text(torn, style="bold yellow"))
     if summary.groups:
         title("incidents by kind")
-        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
-        table.add_column(" #", justify="right")
-        table.add_column("kind")
-        for name in ("first", "last", "count", "in a row"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for position, group in enumerate(summary.groups, start=1):
-            kind = Text(kind_title(group), style="bold red")
-            numbers = (group.first_step, group.last_step, group.count, group.consecutive)
-            table.add_row(f" {position}", kind, *map(str, numbers))
-        console.print(table)
-        for position, group in enumerate(summary.groups, start=1):
-            _paint_details(console, position, group)
+        rows: list[tuple[RenderableType, ...]] = []
+        for place, kind, *numbers in kinds(summary):
+            rows.append((f" {place}", Text(kind, style="bold red"), *numbers))
+        headings = (f" {KINDS[0]}", *KINDS[1:])
+        console.print(table(rows, headings, first="", numbers_from=2))
+    for position, group in enumerate(summary.groups, start=1):
+        text, facts, commands = details(group)
+        console.print()
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_row(Text(f" {position}.", style="dim"), Unbroken(text))
+        console.print(line)
+        console.print(Padding(_pairs(facts), (0, 0, 0, 3)))
+        for command in commands:
+            # Not in the table: a long path must stay on one line to be copied.
+            console.print(Text.assemble(("    next   ", "cyan"), (command, "bold")), soft_wrap=True)
     led = lead_up(summary, plain=not unicode)
     if led:
         title("before the first incident")
         console.print(_pairs(led))
+    first, then = ("•", "↓") if unicode else ("*", "v")
     for name, events, between in chains(summary):
         title(name)
-        first, then = ("•", "↓") if unicode else ("*", "v")
-        chain = Table.grid(padding=(0, 2, 0, 0))
-        chain.add_column(no_wrap=True, style="dim")
-        chain.add_column(no_wrap=True, style="dim")
-        chain.add_column()
+        links: list[tuple[RenderableType, ...]] = []
         for position, event in enumerate(events):
             if between and position == len(events) // 2:
-                missing = f"{phrases.count(between, 'event')} left out"
-                chain.add_row("", then, Text(missing, style="dim"))
-            mark = then if position else first
-            chain.add_row(f" {event.steps}", mark, Unbroken(event.text, STYLES[event.weight]))
-        console.print(chain)
+                missing = Unbroken(f"{phrases.count(between, 'event')} omitted", "dim")
+                links.append(("", Text(then, "dim"), missing))
+            mark = Text(then if position else first, style="dim")
+            links.append((f" {event.steps}", mark, Unbroken(event.text, STYLES[event.weight])))
+        console.print(table(links, first="dim"))
 
 
-def _pairs(rows: Sequence[Row]) -> RenderableType:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="cyan", min_width=6)
-    grid.add_column()
-    for name, value in rows:
-        grid.add_row(f" {name}", Unbroken(value))
-    return grid
-
-
-def _paint_details(console: Console, position: int, group: IncidentGroup) -> None:
-    summary, where, cause, commands = details(group)
-    console.print()
-    line = Table.grid(padding=(0, 1, 0, 0))
-    line.add_row(Text(f" {position}.", style="dim"), Unbroken(summary))
-    console.print(line)
-    if group.code and group.certainty:
-        cause += f" ({group.certainty})"
-    rows = [("where", where), ("cause", cause)]
-    for sentence in group.evidence:
-        rows.append(("", f"- {sentence}"))
-    rows += [("done", group.done), ("lr", phrases.rates(group.lr, group.schedule))]
-    console.print(Padding(_pairs([row for row in rows if row[1]]), (0, 0, 0, 3)))
-    for command in commands:
-        # Not in the table: a long path must stay on one line to be copied.
-        console.print(Text.assemble(("    next   ", "cyan"), (command, "bold")), soft_wrap=True)
+def _pairs(rows: Sequence[Row]) -> Table:
+    drawn = table([(f" {name}", Unbroken(value)) for name, value in rows])
+    drawn.columns[0].min_width = 6
+    return drawn
 
 
 # --- As Markdown, to paste into an issue or a lab book.
-
-
-_COLUMNS = (
-    *("#", "kind", "first step", "last step", "count", "in a row"),
-    *("where", "cause", "done", "lr"),
-)
 
 
 def render_markdown(summary: RunSummary) -> str:
@@ -285,21 +288,15 @@ def _lines(summary: RunSummary) -> Iterator[str]:
     if summary.torn:
         yield ""
         yield f"> Warning: {phrases.count(summary.torn, 'line')} of the journal could not be read."
-    groups = list(enumerate(summary.groups, start=1))
-    if groups:
+    if summary.groups:
         yield from ("", "## Incidents by kind", "")
-        rows = []
-        for position, group in groups:
-            _, where, cause, _ = details(group)
-            numbers = (group.first_step, group.last_step, group.count, group.consecutive)
-            rates = phrases.rates(group.lr, group.schedule)
-            rows.append((position, kind_title(group), *numbers, where, cause, group.done, rates))
-        yield from _markdown_table(_COLUMNS, rows)
-    for position, group in groups:
-        text, _, _, commands = details(group)
+        yield from _markdown_table(KINDS, kinds(summary))
+    for position, group in enumerate(summary.groups, start=1):
+        text, facts, commands = details(group)
         yield from ("", f"{position}. {as_markdown(text)}")
-        for sentence in group.evidence:
-            yield f"   - {as_markdown(sentence)}"
+        for name, fact in facts:
+            words = f"{name}: {fact}".removeprefix(": - ")
+            yield f"   - {as_markdown(words)}"
         for command in commands:
             yield f"   - {_code(command)}"
     led = lead_up(summary)
@@ -312,17 +309,124 @@ def _lines(summary: RunSummary) -> Iterator[str]:
         yield from ("", f"## {title[:1].upper()}{title[1:]}", "")
         for position, event in enumerate(events, start=1):
             if between and position == len(events) // 2 + 1:
-                yield f"   ({phrases.count(between, 'event')} left out)"
+                yield f"   ({phrases.count(between, 'event')} omitted)"
             yield f"{position}. **{as_markdown(event.steps)}**: {as_markdown(event.text)}"
 
 
-def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(columns)} |"
     yield f"|{'---|' * len(columns)}"
     for row in rows:
-        yield f"| {' | '.join(as_markdown(str(value)) for value in row)} |"
+        yield f"| {' | '.join(map(as_markdown, row))} |"
 
 
 def _code(text: object) -> str:
     inside = one_line(str(text)).replace("`", "'")
     return f"`{inside}`"
+
+
+# --- The runs of a folder.
+
+
+def render_list(
+    rows: Sequence[Mapping[str, str]], *, width: int = 100, colour: bool = False
+) -> str:
+    """One line for each run."""
+    console = screen.paper(width=width, colour=colour)
+    cells: list[list[RenderableType]] = []
+    for row in rows:
+        name, *facts = row.values()
+        cells.append([Name(name), *facts])
+    console.print(table(cells, list(rows[0])))
+    return screen.text_on(console)
+
+
+# --- Two runs side by side.
+
+
+def render_comparison(comparison: RunComparison, *, width: int = 100, colour: bool = False) -> str:
+    """The table as text; what is better off is green."""
+    console = screen.paper(width=width, colour=colour)
+    # The folders of the runs; with what is above them where they have the same name.
+    folders = []
+    for journal in (comparison.first, comparison.second):
+        path = journal.replace("\\", "/")
+        folders.append(path.rpartition("/journal")[0] or path)
+    short = [folder.rpartition("/")[2] for folder in folders]
+    if short[0] != short[1]:
+        folders = short
+    drawn = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("", *folders):
+        drawn.add_column(Name(heading))
+    better = [row.better for row in comparison.rows]
+    better += ["same"] * len(comparison.settings)
+    for (aspect, first, second), best in zip(comparison.cells, better, strict=True):
+        styles = {"first": "", "second": "", best: "green"}
+        ours, theirs = Unbroken(first, styles["first"]), Unbroken(second, styles["second"])
+        drawn.add_row(Unbroken(aspect, "cyan"), ours, theirs)
+    console.print(drawn)
+    return screen.text_on(console)
+
+
+# --- One screen of an unfinished run: where it is, how it does, which stages it has passed.
+
+
+SHOWN = 48
+"""Steps drawn as bars."""
+LAST_INCIDENTS = 3
+CONCERN_STYLES = {"attention": "yellow", "unhealthy": "bold red"}
+
+
+def _numbers(run: Run, summary: RunSummary) -> list[Row]:
+    steps = run.steps
+    seen = f"{summary.steps:,} seen, {summary.committed:,} committed, {summary.skipped:,} skipped"
+    if summary.left:
+        seen += f", {summary.left:,} left behind"
+    rows = [("step", f"-  ({seen})")]
+    if run.last_step is not None:
+        rows = [("step", f"{run.last_step}  ({seen})")]
+    for name in ("loss", "grad_norm"):
+        series = steps.column(name)
+        recent = series.values[series.rows >= len(steps) - SHOWN].tolist()
+        if any(map(math.isfinite, recent)):
+            bars = phrases.sparkline(recent)
+            rows.append((name, f"{phrases.number(steps.last(name))}  {bars}"))
+    if steps.last_rates:
+        rows.append(("lr", phrases.rates(steps.last_rates)))
+    if summary.seconds_per_step is not None:
+        rows.append(("speed", f"{phrases.number(summary.seconds_per_step)} s a step"))
+    return [*rows, ("incidents", str(summary.incidents))]
+
+
+def screenful(
+    run: Run,
+    summary: RunSummary,
+    outcomes: Sequence[StageOutcome],
+    verdict: Verdict,
+    found: Sequence[Concern] = (),
+) -> RenderableType:
+    """Everything, for a `rich.live.Live` or a plain print."""
+    parts: list[RenderableType] = []
+    for lane, of_lane in zip(run.lanes, summary.lanes, strict=True):
+        if run.further:
+            parts.append(Text(f" {lane.name}", style="bold"))
+        parts.append(_pairs(_numbers(lane, of_lane)))
+    cells = []
+    for outcome in outcomes:
+        state = Text(outcome.state, style=STYLES[outcome.state])
+        value = phrases.number(outcome.value)
+        cells.append((f" {outcome.stage}", outcome.condition, value, state))
+    if cells:
+        parts.append(table(cells, (" stage", "condition", "now", ""), first=""))
+    parts += [Unbroken(f" {outcome.note}", "yellow") for outcome in outcomes if outcome.note]
+    for lane in run.lanes:
+        whose = f"{lane.name}, " if run.further else ""
+        for one in lane.incidents[-LAST_INCIDENTS:]:
+            incident = one.incident
+            text = f" {whose}step {incident.step}: {incident.verdict.summary}"
+            if incident.decision is not None:
+                text += f", {phrases.done(incident.decision)}"
+            parts.append(Unbroken(text, "red"))
+    parts += [Unbroken(f" {concern.text}", CONCERN_STYLES[concern.weight]) for concern in found]
+    parts.append(Text(f" {verdict}", style=STYLES[verdict]))
+    return Group(*parts)

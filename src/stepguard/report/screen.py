@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import StringIO
 from typing import Any, Literal, TextIO
 
@@ -14,10 +15,21 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.rule import Rule
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from stepguard.records.codec import UNPRINTABLE, printable
-from stepguard.report._random import same_random_numbers
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Whatever rich draws inside, the program's next random number is what it would have been."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
 
 Paint = Callable[[Console], None]
 WIDEST = 110
@@ -204,6 +216,44 @@ def fitted(text: Text, width: int) -> Text:
         result.append(CUT)
         end = found.end() - len(tail)
     return result.append_text(text[end:])
+
+
+def table(
+    rows: Iterable[Sequence[RenderableType]],
+    headings: Sequence[str] = (),
+    *,
+    first: str = "cyan",
+    numbers_from: int | None = None,
+) -> Table:
+    """Rows without lines between them; texts in it are `Unbroken`.
+
+    The first column is in the style `first` and is never wrapped; under headings, columns from
+    `numbers_from` on hold numbers, which stand on the right.
+    """
+    drawn = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        header_style="dim",
+        show_header=bool(headings),
+    )
+    drawn.add_column(*headings[:1], no_wrap=True, style=first)
+    for place, heading in enumerate(headings[1:], start=1):
+        number = numbers_from is not None and place >= numbers_from
+        drawn.add_column(heading, justify="right" if number else "left", no_wrap=number)
+    for row in rows:
+        cells = [Unbroken(cell) if isinstance(cell, str) else cell for cell in row[1:]]
+        drawn.add_row(row[0], *cells)
+    return drawn
+
+
+def labelled(label: str, content: RenderableType, width: int) -> Table:
+    """Content to the right of a label, which is the same width in every row."""
+    body = Table.grid(expand=True)
+    body.add_column(width=width, no_wrap=True)
+    body.add_column(ratio=1)
+    body.add_row(Text(label, style="bold cyan"), content)
+    return body
 
 
 def titled(title: str, *, width: int, unicode: bool) -> Rule:

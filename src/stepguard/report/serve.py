@@ -35,86 +35,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stepguard._errors import ConfigError, JournalError
-from stepguard.journal import belongs_to_run_above, is_journal
+from stepguard.journal import is_run, runs_below
 from stepguard.report.page import (
     Extras,
     asset,
-    drawn_columns,
+    columns,
     embedded,
     overview,
     page_extras,
     parts,
-    plain_columns,
     policy,
     quick_facts,
     render_page,
     run_facts,
     story_document,
-    update_states,
     version,
 )
 from stepguard.report.story import Run, Story, StoryReader
-
-# --- The runs below a folder, by name. A name that is not among them opens nothing.
-
-
-DEEPEST = 5
-"""Folders below the given one in which runs are searched."""
-MOST_RUNS = 2000
-SKIPPED = frozenset({"incidents", "checkpoints", "capsule", "__pycache__", "node_modules"})
-
-
-class RunFolders:
-    """Finds run folders below `root`, which may be a run itself."""
-
-    def __init__(self, root: Path) -> None:
-        if not root.is_dir():
-            raise JournalError(
-                f"{root} is not a folder; give a run directory, or a folder with run directories."
-            )
-        self.root = root.resolve()
-
-    @property
-    def single(self) -> bool:
-        """Is the folder itself a run?"""
-        return _is_run(self.root)
-
-    def names(self) -> list[str]:
-        """Names of the runs, as paths below the root; the root itself is its own folder name."""
-        if self.single:
-            return [self.root.name]
-        found: list[str] = []
-        for folder, below, _ in os.walk(self.root):
-            here = Path(folder)
-            depth = len(here.relative_to(self.root).parts)
-            if depth and _is_run(here) and not belongs_to_run_above(here):
-                found.append(here.relative_to(self.root).as_posix())
-            below[:] = [name for name in below if name not in SKIPPED and not name.startswith(".")]
-            if depth >= DEEPEST or len(found) >= MOST_RUNS:
-                below.clear()
-        return sorted(found)
-
-    def path(self, name: str) -> Path | None:
-        """The folder of a run; None for anything that is not one of `names`."""
-        if self.single:
-            return self.root if name == self.root.name else None
-        # Built from the name's parts only: no part can lead up or out.
-        for part in name.split("/"):
-            if not part or part in SKIPPED or part.startswith(".") or "\\" in part:
-                return None
-        try:
-            path = (self.root / name).resolve()
-        except (OSError, ValueError):
-            return None
-        return path if path.is_relative_to(self.root) and _is_run(path) else None
-
-
-def _is_run(folder: Path) -> bool:
-    try:
-        return any(is_journal(path) for path in folder.glob("journal*.jsonl"))
-    except OSError:
-        return False
-
 
 # --- Follows one run for all pages that show it, and sends each what came since it last asked.
 
@@ -149,7 +86,7 @@ class RunFollower:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
-        self._reader = StoryReader(folder, steps_of="all")
+        self._reader = StoryReader(folder)
         self._extras = Extras()
         self._known: dict[Any, Any] = {}
         """What was found in the folders of incidents."""
@@ -203,11 +140,13 @@ class RunFollower:
     def _message(
         self, whole: Run, run: Run, place: PageProgress, now: PageProgress
     ) -> dict[str, Any]:
-        names = drawn_columns(run.steps)
+        fresh = {}
+        for name, (values, kinds) in columns(run, place.rows).items():
+            fresh[name] = {"values": values.tolist(), "kinds": kinds.tolist()}
         message: dict[str, Any] = {
             "from": place.rows,
             "count": now.rows - place.rows,
-            "columns": plain_columns(run.steps, names, update_states(run), place.rows),
+            "columns": fresh,
             "always": quick_facts(run, whole),
         }
         if now.version != place.version or not place.rows:
@@ -219,10 +158,24 @@ class RunFollower:
 # --- The web application.
 
 
-COLUMNS = ("run", "state", "steps", "loss", "incidents", "last step")
+COLUMNS = {
+    "name": "run",
+    "state": "state",
+    "curve": "loss curve",
+    "loss": "loss",
+    "steps": "steps",
+    "incidents": "incidents",
+    "last": "last step",
+    "started": "started",
+    "age": "age",
+}
+"""Columns of the list of runs as `list.js` knows them, and their headings."""
+RETRY = 3
+"""Seconds until the page of a run that has not begun asks again."""
 KEEP_ALIVE = 15.0
 """Seconds without a row after which a line says that the stream is alive."""
 COOKIE = "stepguard-token"
+LIST_SCRIPTS = ("drawing.js", "list.js")
 LANES = frozenset(map(str, range(100)))
 """Numbers by which a page asks for an optimizer of the run."""
 LOOPBACK = re.compile(rb"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
@@ -242,34 +195,45 @@ LIST = """<!doctype html><html lang="en"><head><meta charset="utf-8">\
 <tbody id="runs"></tbody></table><p id="none" hidden>No run here yet.</p></section></main>\
 <script type="application/json" id="stepguard-runs">{data}</script>\
 <script>{script}</script></body></html>"""
+NOT_BEGUN = """<!doctype html><html lang="en"><head><meta charset="utf-8">\
+<meta name="viewport" content="width=device-width, initial-scale=1">\
+<meta http-equiv="refresh" content="{retry}">\
+<title>{name} · stepguard</title><style>{style}</style></head><body>\
+<header class="top"><div class="brand">stepguard</div><h1>{name}</h1>\
+<span class="chip note">not begun</span></header><main class="rest"><section class="sheet">\
+<p>There is no run of this name yet. It is shown here as soon as it has begun: this page asks \
+again every {retry} seconds.</p><p><a href="/">all runs</a></p></section></main></body></html>"""
 
 
 class LiveRuns:
     """A list of runs, a page for each that somebody watches, and a stream of what comes."""
 
-    def __init__(self, folders: RunFolders, ending: Callable[[], bool]) -> None:
-        self.folders = folders
+    def __init__(self, root: Path, ending: Callable[[], bool]) -> None:
+        self.root = root.resolve()
+        self.single = is_run(root)
         self._ending = ending
         self._followers: dict[str, RunFollower] = {}
 
-    def follower(self, name: str) -> RunFollower:
+    def follower(self, name: str, path: Path | None) -> RunFollower:
         """The follower of this run; 404 for a name that is not a run below the folder."""
-        path = self.folders.path(name)
         if path is None:
             raise HTTPException(404, "there is no run of this name")
-        if name not in self._followers:
-            self._followers[name] = RunFollower(path, name)
-        return self._followers[name]
+        return self._followers.setdefault(name, RunFollower(path, name))
+
+    def asked(self, request: Request) -> RunFollower:
+        """The follower of the run that the address names."""
+        name = request.path_params["name"]
+        return self.follower(name, runs_below(self.root).get(name))
 
     async def home(self, request: Request) -> Response:
-        if self.folders.single:
-            return RedirectResponse(_address("runs", self.folders.root.name))
-        script = asset("list.js")
+        if self.single:
+            return RedirectResponse(_address("runs", self.root.name))
+        script = "\n".join(["(() => {", "'use strict';", *map(asset, LIST_SCRIPTS), "})();"])
         style = asset("page.css")
         page = LIST.format(
             style=style,
-            root=escape(str(self.folders.root)),
-            heads="".join(f'<th scope="col">{escape(name)}</th>' for name in COLUMNS),
+            root=escape(str(self.root)),
+            heads="".join(map(_heading, COLUMNS)),
             data=embedded({"runs": await self._rows()}),
             script=script,
         )
@@ -279,21 +243,24 @@ class LiveRuns:
     async def listing(self, request: Request) -> Response:
         return JSONResponse({"runs": await self._rows()})
 
-    async def _rows(self) -> list[dict[str, str]]:
+    async def _rows(self) -> list[dict[str, Any]]:
         rows = []
-        for name in await asyncio.to_thread(self.folders.names):
-            story = await self.follower(name).story()
+        for name, path in (await asyncio.to_thread(runs_below, self.root)).items():
+            story = await self.follower(name, path).story()
             rows.append({"name": name, "address": _address("runs", name), **overview(story)})
         return rows
 
     async def page(self, request: Request) -> Response:
         name = request.path_params["name"]
-        document = await self.follower(name).document(_address("events", name))
-        home = "" if self.folders.single else "/"
+        if name not in await asyncio.to_thread(runs_below, self.root):
+            return _not_begun(name)
+        follower = self.asked(request)
+        document = await follower.document(_address("events", follower.name))
+        home = "" if self.single else "/"
         return HTMLResponse(await asyncio.to_thread(render_page, document, home=home))
 
     async def events(self, request: Request) -> Response:
-        follower = self.follower(request.path_params["name"])
+        follower = self.asked(request)
         asked = request.query_params
         # As the page says, or after a broken connection as the browser says.
         said = ":".join(asked.get(name, "") for name in ("number", "from", "version"))
@@ -326,6 +293,20 @@ class LiveRuns:
             yield f"id: {place}\nevent: {kind}\ndata: {data}\n\n"
             if not message:
                 return  # the page loads itself again
+
+
+def _heading(column: str) -> str:
+    title = COLUMNS[column]
+    if column != "curve":
+        title = f'<button class="sort" type="button">{title}</button>'
+    return f'<th scope="col" id="by-{column}">{title}</th>'
+
+
+def _not_begun(name: str) -> Response:
+    style = asset("page.css")
+    page = NOT_BEGUN.format(style=style, name=escape(name), retry=RETRY)
+    allowed = {"Content-Security-Policy": policy("", style)}
+    return HTMLResponse(page, status_code=404, headers=allowed)
 
 
 def _address(kind: str, name: str) -> str:
@@ -385,7 +366,11 @@ def build_app(
             "the token is empty (an unset variable?); give --token TEXT, or leave the option out "
             "and one is made where it is needed."
         )
-    runs = LiveRuns(RunFolders(root), ending)
+    if not root.is_dir():
+        raise JournalError(
+            f"{root} is not a folder; give a run directory, or a folder with run directories."
+        )
+    runs = LiveRuns(root, ending)
     routes = [
         Route("/", runs.home),
         Route("/runs.json", runs.listing),

@@ -95,7 +95,7 @@ class HumanLog(Sink):
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Write one line; other lines of the journal than notes and faults are for programs."""
         if kind == "fault":
-            self.line(phrases.disarmed(fields))
+            self.line(phrases.message(kind, fields))
         elif kind == "note":
             title = phrases.verdict_title(str(fields.get("kind")))
             self.line(f"note at step {fields.get('step')}: {title}: {fields.get('summary')}")
@@ -228,13 +228,12 @@ class LoggingSink(Sink):
         self._log(logging.WARNING, text, step=incident.step, kind=incident.verdict.kind)
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
-        step = fields.get("step")
-        if kind == "fault":
-            self._log(logging.ERROR, phrases.disarmed(fields), step=step, kind="fault")
-        elif kind == "note":
+        level, topic = logging.ERROR, "fault"
+        if kind == "note":
             topic = str(fields.get("kind"))
             level = logging.INFO if topic in INFORMATION else logging.WARNING
-            self._log(level, phrases.note_line(fields), step=step, kind=topic)
+        if kind in ("note", "fault"):
+            self._log(level, phrases.message(kind, fields), step=fields.get("step"), kind=topic)
 
     def halted(self, incident: Incident, exit_line: str) -> None:
         for text in (phrases.stopping(incident), exit_line):
@@ -321,7 +320,7 @@ class WebhookSink(Sink):
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         if kind == "fault":
-            self._post(phrases.disarmed(fields))
+            self._post(phrases.message(kind, fields))
 
     def close(self) -> None:
         """Let the thread send what waits, for at most the time-out."""
@@ -359,7 +358,7 @@ class WebhookSink(Sink):
     def _send_all(self) -> None:
         while (text := self._waiting.get()) is not None:
             if self._left_out:
-                text += f"\n({self._left_out} messages before this one were left out)"
+                text += f"\n({self._left_out} messages before this one were dropped)"
                 self._left_out = 0
             try:
                 body = json.dumps(payload(f"{self._name}: {text}")).encode()

@@ -15,12 +15,10 @@ row. A step number may occur many times. A `Branch` is a stretch of rows without
 it ended by going back, `Branch.left` says why and to which step; rows of that step and above are
 not `kept`. The kept rows, in order, are the line that led to the present weights.
 
-Non-finite values stay in their series; a step that has no value has no row in it. Lines that
-cannot be read are counted in `torn`.
+Non-finite values stay in their series; a step that has no value has no row in it.
 
 `run.steps` is of one rank (the lowest, or the one asked for); `run.by_rank` has the step numbers of
-all ranks that were read. An incident that several ranks recorded is one `StoryIncident` with all of
-their `ranks`.
+all ranks. An incident that several ranks recorded is one `StoryIncident` with all their `ranks`.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +51,6 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-StepsOf = Literal["one", "all"]
 Done = Literal[
     "partial", "dropped", "retried", "undone", "rewound", "stopped", "let_through", "raised", "told"
 ]
@@ -106,7 +103,6 @@ class StepTable:
     `scale`, `lr`, `lr/1`, ..., `labels`, `seconds`, `followed/NAME`; only those that were seen.
     """
 
-    rank: int = 0
     step: Ints
     """Number of the optimizer step; the same one may come again."""
     committed: Bools
@@ -153,6 +149,16 @@ class StepTable:
         if not len(series) or series.rows[-1] != len(self) - 1:
             return None
         return float(series.values[-1])
+
+    @property
+    def highest_rate(self) -> Series:
+        """The highest learning rate of the parameter groups."""
+        rates = np.full(len(self), -np.inf)
+        for series in self.series.values():
+            if series.name.partition("/")[0] == "lr":
+                np.maximum.at(rates, series.rows, series.values)
+        rows = np.flatnonzero(np.isfinite(rates))
+        return Series("lr", rows, rates[rows])
 
     @property
     def last_rates(self) -> list[float]:
@@ -209,6 +215,11 @@ class StoryIncident:
     ranks: tuple[int, ...] = ()
     """Ranks that recorded it."""
 
+    @property
+    def rows_before(self) -> int:
+        """Rows before its step."""
+        return self.at if self.row is None else self.row
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
@@ -223,7 +234,6 @@ class Note:
     """Rows written before it."""
     order: int
     fields: Mapping[str, Any]
-    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,14 +369,14 @@ HEADER: dict[str, type | tuple[type, ...]] = {
 """Kinds of the header's fields; one of another kind was not written by us, and is dropped."""
 CARRIED = ("v", "type", "branch")
 """Fields of every line, which are no facts of the run."""
-BEGUN_BY = {"step": "repeat", "note": "restore"}
-"""What a branch was begun by, where that is not a rewind."""
+TEXTS = ("summary", "error", "message", "reason", "detail", "status", "path")
+"""Fields of a line that are for people, the first that is there."""
 
 
 class _Start:
     """What one process wrote into one journal, with rows counted from its first step line."""
 
-    def __init__(self, header: dict[str, Any], rank: int) -> None:
+    def __init__(self, header: dict[str, Any], rank: int, place: int) -> None:
         self.header: dict[str, Any] = {
             name: value
             for name, value in header.items()
@@ -378,9 +388,10 @@ class _Start:
         if not all(isinstance(rate, int | float) for rate in self.header.get("lr", ())):
             del self.header["lr"]
         self.rank = rank
+        self.time: float = self.header.get("time", place)
         self.run: str = self.header.get("run", "")
-        self.restored: Mapping[str, Any] = {}
-        """The note of a checkpoint that was loaded before the first step."""
+        self.restored: int | None = None
+        """Steps of a checkpoint that was loaded before the first step."""
         self.step = array("q")
         self.committed = array("b")
         self.series: dict[str, tuple[array[int], array[float]]] = {}
@@ -389,68 +400,62 @@ class _Start:
         """Rows before it, order in the journal and fields of every other line."""
         self.rows: dict[str, int] = {}
         """The row of each incident, by the incident's id."""
-        self.branches: list[dict[str, Any]] = []
-        """Rows before each branch, its first step, and what began it."""
+        self.branches: list[tuple[int, dict[str, Any]]] = []
+        """Rows before each branch, and the fields of its first line."""
+        self.rewound: dict[int, str] = {}
+        """Branch -> id of the incident that asked for it."""
+        self.end: dict[str, Any] | None = None
+        self.stopped_at: int | None = None
+        """Rows before the last incident, if that stopped the run."""
         self.attempt = 0
         """Which attempt of its run it is."""
         self.first = 0
         """Rows of the run before it."""
-        self._unlinked = False
-        """Is the last row without an incident?"""
 
     def take(self, fields: dict[str, Any], order: int) -> bool:
         """Take in one line of this process; False for a step line without a step."""
         kind = fields["type"]
-        step: Any = fields.get("step")
-        if kind == "step" and not (isinstance(step, int) and abs(step) <= LARGEST_STEP):
+        rows = len(self.step)
+        if kind == "step" and not _is_step(fields.get("step")):
             return False
-        to = fields.get("from_step")
-        if isinstance(to, int) and abs(to) <= LARGEST_STEP:
-            self._take_branch(fields, to)
+        if _is_step(fields.get("from_step")):
+            if not rows:
+                self.branches = []
+            # Not where a journal was opened again without a `run` line.
+            if not rows or kind != "step" or fields["from_step"] <= self.step[-1]:
+                self.branches.append((rows, fields))
         if kind == "step":
-            self._take_step(fields)
+            self._take_step(fields, rows)
             return True
         if kind == "look":
             self.looks.append(fields["look"])
             return True
-        self.lines.append((len(self.step), order, fields))
+        self.lines.append((rows, order, fields))
         if kind == "incident":
-            self._take_incident(fields["incident"])
-        elif fields.get("kind") == "restored" and not self.step:
-            self.restored = fields
+            self._take_incident(fields["incident"], bool(fields.get("of_last_step")))
+        elif kind == "end":
+            self.end = fields
+        elif fields.get("kind") == "restored" and not rows:
+            self.restored = _int(fields.get("step"))
             self.run = str(fields.get("run") or self.run)
         return True
 
-    def _take_branch(self, fields: Mapping[str, Any], to: int) -> None:
-        by = BEGUN_BY.get(fields["type"], "rewind")
-        if not self.step:
-            self.branches = []
-            by = "restart"
-        elif by == "repeat" and to > self.step[-1]:
-            return  # the journal was opened again without a `run` line
-        branch = {"at": len(self.step), "to": to, "by": by, "text": _text(fields)}
-        self.branches.append({**branch, "incident": None})
+    def _take_incident(self, incident: Incident, of_last_step: bool) -> None:
+        rows = len(self.step)
+        if of_last_step and rows:
+            self.rows[incident.id] = rows - 1
+        back = incident.decision and incident.decision.rewound_to
+        if self.branches and self.branches[-1][1]["from_step"] == back:
+            self.rewound[len(self.branches) - 1] = incident.id
+        self.stopped_at = None
+        if incident.stopped:
+            self.stopped_at = rows
 
-    def _take_incident(self, incident: Incident) -> None:
-        row = len(self.step) - 1
-        raised = incident.verdict.kind == "exception"
-        fits = self._unlinked and self.step[row] == incident.step
-        if fits and not (raised and self.committed[row]):
-            self.rows[incident.id] = row
-            self._unlinked = False
-        if incident.decision is not None and self.branches:
-            last = self.branches[-1]
-            if (last["at"], last["to"]) == (row + 1, incident.decision.rewound_to):
-                last["incident"] = incident.id
-
-    def _take_step(self, fields: dict[str, Any]) -> None:
-        row = len(self.step)
+    def _take_step(self, fields: dict[str, Any], row: int) -> None:
         self.step.append(fields["step"])
         self.committed.append(bool(fields.get("committed", True)))
-        named = fields.get("incident")
-        self._unlinked = not isinstance(named, str)
-        if isinstance(named, str):
-            self.rows[named] = row
+        if isinstance(fields.get("incident"), str):
+            self.rows[fields["incident"]] = row
         values = {name: fields.get(name) for name in PLAIN}
         rates = fields.get("lr")
         for group, rate in enumerate(rates if isinstance(rates, list) else [rates]):
@@ -469,11 +474,41 @@ class _Start:
                 except OverflowError:
                     column.append(float("inf"))
 
+    def ended(self, *, last: bool, alive: bool | None) -> Attempt:
+        """Say how it ended; `alive`: does the process that started last still exist?"""
+        end = self.end or {}
+        if not last:
+            alive = None
+        # One that catches TrainingHalted and continues has rows after it.
+        stopped = self.stopped_at is not None and self.stopped_at >= len(self.step) - 1
+        ways: dict[Ending, object] = {
+            "stopped": stopped,
+            "error": end.get("error"),
+            "signal": end.get("signal"),
+            "closed": self.end is not None,
+            "killed": not last or alive is False,
+            "running": True,
+        }
+        return Attempt(
+            header=self.header,
+            ending=next(ending for ending, holds in ways.items() if holds),
+            restored=self.restored,
+            error=str(end.get("error") or ""),
+            signal=str(end.get("signal") or ""),
+            alive=alive,
+        )
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and abs(value) <= LARGEST_STEP
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
 
 def _text(fields: Mapping[str, Any]) -> str:
-    """The text of a line for people."""
-    named = ("summary", "error", "message", "reason", "detail", "status", "path")
-    return next((str(fields[name]) for name in named if fields.get(name)), "")
+    return next((str(fields[name]) for name in TEXTS if fields.get(name)), "")
 
 
 CHUNK = 1 << 22
@@ -501,28 +536,34 @@ class JournalFile:
         self._head = b""
         self._in_long_line = False
 
-    def take(self, line: bytes, *, with_steps: bool = True) -> None:
-        """Take in one line; one that cannot be read is counted."""
+    def take(self, line: bytes, *, numbers_only: bool = False) -> None:
+        """Take in one line; one that cannot be read is counted.
+
+        `numbers_only`: of a step nothing but its number is kept.
+        """
         self._lines += 1
-        if not line.strip() or (not with_steps and b'"type":"step"' in line):
+        if numbers_only and self.starts and (found := _STEP.match(line)):
+            self.starts[-1].step.append(int(found[1]))
+            return
+        if not line.strip():
             return
         fields = parse_line(line, self.path, self._lines)
         if fields is None:
             self.torn += 1
             return
-        if fields["type"] == "run":
-            start = _Start(fields, self.rank)
+        if fields["type"] == "run" or not self.starts:
+            # A journal that no guard of ours has begun has lines before the first `run`.
+            header = fields if fields["type"] == "run" else {}
+            start = _Start(header, self.rank, len(self.starts))
             self.starts.append(start)
             self._by_attempt[start.header.get("attempt", len(self.starts))] = start
+        if fields["type"] == "run":
             return
-        if not self.starts:
-            # A journal that no guard of ours has begun.
-            self.starts.append(_Start({}, self.rank))
         start = self._by_attempt.get(_int(fields.get("attempt")), self.starts[-1])
         if not start.take(fields, self._lines):
             self.torn += 1
 
-    def read(self, *, with_steps: bool, torn_end: bool) -> bool:
+    def read(self, *, numbers_only: bool, torn_end: bool) -> bool:
         """Take in what was written since; `torn_end`: half a line at the end counts as torn."""
         if not self.path.is_file():
             return False
@@ -544,13 +585,13 @@ class JournalFile:
                     self._in_long_line = not ended
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
-                    self.take(line, with_steps=with_steps)
+                    self.take(line, numbers_only=numbers_only)
                 if len(rest) > LONGEST_LINE:
                     self.torn += 1
                     self._in_long_line = True
                     rest = b""
         if rest and torn_end:
-            self.take(rest, with_steps=with_steps)
+            self.take(rest, numbers_only=numbers_only)
         elif rest:
             self._offset -= len(rest)
         return self._offset > before or torn_end
@@ -561,16 +602,17 @@ class JournalFile:
 
 MOST_OPTIMIZERS = 16
 """Further optimizers of a run that are read."""
+_STEP = re.compile(rb'\{"v":\d+,"type":"step",[^{]*?"step":(\d{1,18}),')
 _RANK = re.compile(r"journal(?:\.rank([0-9]{1,9}))?\.jsonl")
 
 
-def read_story(run: Path, rank: int | None = None, *, steps_of: StepsOf = "one") -> Story:
+def read_story(run: Path, rank: int | None = None) -> Story:
     """Read a run folder, or one journal file.
 
-    `rank` is whose steps `Run.steps` holds: by default the lowest there is. `steps_of="all"` reads
-    the steps of every rank. Raises JournalError where there is no journal, or a newer one.
+    `rank` is whose steps `Run.steps` holds: by default the lowest there is. Raises JournalError
+    where there is no journal, or a newer one.
     """
-    reader = StoryReader(run, rank, steps_of=steps_of)
+    reader = StoryReader(run, rank)
     if not reader.exists():
         missing = reader.main_path if run.exists() else run
         raise JournalError(
@@ -581,26 +623,18 @@ def read_story(run: Path, rank: int | None = None, *, steps_of: StepsOf = "one")
     return reader.story()
 
 
-def story_of(lines: Iterable[bytes], path: Path = Path("journal.jsonl")) -> Story:
-    """The story of the lines of one journal, as if they had been read from `path`."""
-    journal = JournalFile(path, 0)
-    for line in lines:
-        journal.take(line)
-    return _build(path, {0: journal}, 0)
-
-
 class StoryReader:
     """Reads the journals of a run that may still be written to."""
 
-    def __init__(self, run: Path, rank: int | None = None, *, steps_of: StepsOf = "one") -> None:
+    def __init__(self, run: Path, rank: int | None = None, *, alone: bool = False) -> None:
+        """`alone`: folders of further optimizers are not read."""
         self.run = run
         self._asked = rank
-        self._steps_of = steps_of
+        self._alone = alone
         self._files: dict[int, JournalFile] = {}
         self._story: Story | None = None
         self._further: dict[Path, StoryReader] = {}
         """Readers of the folders of further optimizers of the same run."""
-        self._has_further = self.is_folder
         self._alive: bool | None = None
         """Does the process that started last still exist?"""
 
@@ -632,9 +666,9 @@ class StoryReader:
         `torn_end`: nothing more will come, so half a line at the end counts as torn.
         """
         fresh = self._read_files(torn_end)
-        file = self._files.get(self._main)
-        process = file.starts[-1].header.get("process") if file and file.starts else None
-        alive = is_running(process)
+        alive = None
+        if self._main in self._files and self._files[self._main].starts:
+            alive = is_running(self._files[self._main].starts[-1].header.get("process"))
         if alive is False:
             # it may have written its end just before it was found gone
             fresh |= self._read_files(torn_end)
@@ -648,14 +682,13 @@ class StoryReader:
         fresh = False
         for rank, path in self._journals().items():
             file = self._files.setdefault(rank, JournalFile(path, rank))
-            with_steps = self._steps_of == "all" or rank == self._main or not self.is_folder
-            fresh |= file.read(with_steps=with_steps, torn_end=torn_end)
-        for folder in self.run.glob("optimizer*") if self._has_further else ():
+            other = self.is_folder and rank != self._main
+            fresh |= file.read(numbers_only=other, torn_end=torn_end)
+        for folder in () if self._alone else self.run.glob("optimizer*"):
             known = folder in self._further or len(self._further) >= MOST_OPTIMIZERS
             if not known and belongs_to_run_above(folder):
-                further = StoryReader(folder, self._asked, steps_of=self._steps_of)
-                further._has_further = False
-                self._further[folder] = further
+                reader = StoryReader(folder, self._asked, alone=True)
+                self._further[folder] = reader
         for reader in self._further.values():
             fresh |= reader.read(torn_end=torn_end)
         return fresh
@@ -665,20 +698,18 @@ class StoryReader:
         if self._story is None:
             found = {path.parent for path in self.run.glob("*/journal.jsonl")}
             elsewhere = tuple(sorted(found - self._further.keys()))
-            files = self._files
-            if self._main not in files:
-                files = {**files, self._main: JournalFile(self.main_path, self._main)}
-            story = _build(self.run, files, self._main, self._alive)
-            runs = tuple(self._with_further(run) for run in story.runs)
-            self._story = replace(story, runs=runs, elsewhere=elsewhere)
+            files = {self._main: JournalFile(self.main_path, self._main), **self._files}
+            story = build_story(self.run, files, self._main, self._alive)
+            lanes: list[Run] = []
+            for _, reader in sorted(self._further.items()):
+                lanes += reader.story().runs
+            runs = []
+            for run in story.runs:
+                # Guards of one process share an id.
+                further = tuple(lane for lane in lanes if _ids(lane) & _ids(run))
+                runs.append(replace(run, further=further))
+            self._story = replace(story, runs=tuple(runs), elsewhere=elsewhere)
         return self._story
-
-    def _with_further(self, run: Run) -> Run:
-        """The run with what its further optimizers recorded: guards of one process share an id."""
-        further = []
-        for _, reader in sorted(self._further.items()):
-            further += [other for other in reader.story().runs if _ids(other) & _ids(run)]
-        return replace(run, further=tuple(further))
 
     def _journals(self) -> dict[int, Path]:
         """The journals there are, by rank."""
@@ -714,40 +745,42 @@ DONE: dict[str, Done] = {
 """What each action of a decision did, where that is not to drop the step."""
 
 
-def _build(
+def build_story(
     path: Path, files: Mapping[int, JournalFile], main: int, alive: bool | None = None
 ) -> Story:
     """The story of one folder. `alive`: does the process that started last still exist?"""
     starts = files[main].starts
-    others: dict[int, list[_Start]] = {}
-    for rank in sorted(files.keys() - {main}):
-        for start, place in _matched(files[rank].starts, starts, rank):
-            others.setdefault(place, []).append(start)
     torn = sum(file.torn for file in files.values())
+    # The processes of one attempt start at about the same time.
+    times = sorted((start.time, place) for place, start in enumerate(starts))
+    siblings: dict[int, list[_Start]] = {}
+    for rank in sorted(files.keys() - {main}):
+        for start in files[rank].starts if starts else ():
+            siblings.setdefault(id(starts[_matched(start, times)]), []).append(start)
     runs = []
-    for number, (name, members) in enumerate(_grouped(starts) or [("", [])], start=1):
-        theirs: list[_Start] = []
-        attempts = []
-        by_rank: dict[int, list[array[int]]] = {rank: [] for rank in files}
+    for number, (name, own) in enumerate(_grouped(starts) or [("", [])], start=1):
+        attempts: list[Attempt] = []
         rows = 0
-        for attempt, place in enumerate(members):
-            last = place == len(starts) - 1
-            attempts.append(_attempt(starts[place], last=last, alive=alive))
-            starts[place].first = rows
-            rows += len(starts[place].step)
-            theirs += others.get(place, [])
-            for start in (starts[place], *others.get(place, ())):
-                start.attempt = attempt
-                by_rank[start.rank].append(start.step)
-        own = [starts[place] for place in members]
+        for start in own:
+            start.attempt, start.first = len(attempts), rows
+            rows += len(start.step)
+            attempts.append(start.ended(last=start is starts[-1], alive=alive))
+        others = []
+        for start in own:
+            for other in siblings.get(id(start), ()):
+                other.attempt = start.attempt
+                others.append(other)
+        by_rank = {}
+        for rank in files:
+            by_rank[rank] = _joined(one.step for one in (*own, *others) if one.rank == rank)
         run = Run(
             id=name,
             number=number,
             path=files[main].path,
             attempts=tuple(attempts),
-            by_rank={rank: _joined(columns) for rank, columns in by_rank.items()},
+            by_rank=by_rank,
             torn=torn,
-            **_run(own, theirs),
+            **_events(own, others),
         )
         runs.append(run)
     return Story(path=path, runs=tuple(runs), torn=torn)
@@ -757,32 +790,16 @@ def _joined(columns: Iterable[array[int]]) -> Ints:
     return np.concatenate([np.zeros(0, np.int64), *map(np.array, columns)])
 
 
-def _matched(
-    starts: Sequence[_Start], main: Sequence[_Start], rank: int
-) -> Iterator[tuple[_Start, int]]:
-    """The starts of another rank, and the position of the main rank's start nearest in time."""
-    times = []
-    for place, start in enumerate(main):
-        if rank < start.header.get("world", rank + 1):
-            times.append((start.header.get("time", place), place))
-    times.sort()
-    for place, start in enumerate(starts if times else ()):
-        time = start.header.get("time", place)
-        after = bisect_right(times, (time, len(main)))
-        near = times[max(after - 1, 0) : after + 1]
-        yield start, min((abs(known - time), nearest) for known, nearest in near)[1]
-
-
-def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[int]]]:
-    """Ids of the runs, and the positions of their starts; in the order of their last start."""
-    runs: dict[int, tuple[str, list[int]]] = {}
+def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[_Start]]]:
+    """Ids of the runs and their starts, in the order of their last start."""
+    runs: dict[int, tuple[str, list[_Start]]] = {}
     by_name: dict[str, int] = {}
     reached: dict[int, int] = {}
     latest = -1
     for place, start in enumerate(starts):
         key = by_name.get(start.run, -1)
-        first = start.step[0] if start.step and not start.restored else 0
-        if key < 0 and 0 < first <= reached.get(latest, 0):
+        goes_on = start.step and start.restored is None
+        if key < 0 and goes_on and 0 < start.step[0] <= reached.get(latest, 0):
             # A framework loaded its own checkpoint: steps begin where the run before had come to.
             key = latest
         if key < 0:
@@ -792,87 +809,96 @@ def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[int]]]:
                 by_name[start.run] = key
         # Last in the order of the dict: this run was started last.
         runs[key] = runs.pop(key)
-        runs[key][1].append(place)
+        runs[key][1].append(start)
         reached[key] = max(reached.get(key, 0), max(start.step, default=-1) + 1)
         latest = key
     return list(runs.values())
 
 
-def _attempt(start: _Start, *, last: bool, alive: bool | None) -> Attempt:
-    end: Mapping[str, Any] | None = None
-    stopped = False
-    for at, _, fields in start.lines:
-        if fields["type"] == "end":
-            end = fields
-        elif fields["type"] == "incident":
-            # One that catches TrainingHalted and continues has rows after it.
-            stopped = fields["incident"].stopped and at >= len(start.step) - 1
-    said = end or {}
-    ending: Ending = "running"
-    if not last:
-        alive = None
-    if stopped:
-        ending = "stopped"
-    elif said.get("error"):
-        ending = "error"
-    elif said.get("signal"):
-        ending = "signal"
-    elif end is not None:
-        ending = "closed"
-    elif not last or alive is False:
-        ending = "killed"
-    return Attempt(
-        header=start.header,
-        ending=ending,
-        restored=_int(start.restored.get("step")),
-        error=str(said.get("error") or ""),
-        signal=str(said.get("signal") or ""),
-        alive=alive,
-    )
+def _matched(start: _Start, times: Sequence[tuple[float, int]]) -> int:
+    """The position of the main rank's start that is nearest in time; -1 where there is none."""
+    after = bisect_right(times, (start.time, len(times)))
+    near = times[max(after - 1, 0) : after + 1]
+    return min(((abs(time - start.time), place) for time, place in near), default=(0.0, -1))[1]
 
 
-def _int(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+class _Back(NamedTuple):
+    """Where the run went back: rows before it, whose branch it ended, which incident asked."""
+
+    at: int
+    by: LeftBy
+    to: int
+    text: str
+    attempt: int
+    incident: str
 
 
-def _run(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
+def _goings_back(own: Sequence[_Start]) -> Iterator[_Back]:
+    for start in own:
+        for place, (at, fields) in enumerate(start.branches):
+            if not start.attempt and not at:
+                continue
+            by: Any = fields.get("by")
+            attempt = start.attempt
+            if not at:
+                # It ends the branch of the attempt before it.
+                by = "restart"
+                attempt -= 1
+            elif by not in get_args(LeftBy):
+                by = "repeat"
+            asked = start.rewound.get(place, "")
+            yield _Back(start.first + at, by, fields["from_step"], _text(fields), attempt, asked)
+
+
+def _events(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
     """Steps, branches, incidents and notes of a run; `others` are the starts of other ranks."""
     step = _joined(start.step for start in own)
-    backs = []
-    for start in own:
-        for branch in start.branches:
-            if start.attempt or branch["at"]:
-                # A restart ends the branch of the attempt before it.
-                ended = start.attempt - (branch["by"] == "restart")
-                backs.append((start.first + branch["at"], ended, branch))
+    backs = list(_goings_back(own))
     # A row counts unless the run later went back to its step or below.
     lowest = np.full(len(step) + 1, np.iinfo(np.int64).max, np.int64)
-    for at, _, branch in backs:
-        lowest[at] = min(lowest[at], branch["to"])
+    for back in backs:
+        lowest[back.at] = min(lowest[back.at], back.to)
     kept: Bools = step < np.minimum.accumulate(lowest[::-1])[::-1][1:]
-    incidents, notes = _events(own, others, step, kept)
-    looks = []
+    found: dict[tuple[int, str], StoryIncident] = {}
+    notes: list[Note] = []
     for start in own:
-        looks += start.looks
+        for before, order, fields in start.lines:
+            _add_line(found, notes, start, fields, start.first + before, order)
+        for name, row in start.rows.items():
+            told = found.get((start.attempt, name))
+            if told is not None:
+                done = _done(told.incident, start.committed[row])
+                at = start.first + row
+                found[start.attempt, name] = replace(told, done=done, row=at, kept=bool(kept[at]))
+    for start in others:
+        main = own[start.attempt]
+        for _, order, fields in start.lines:
+            # At its place among the rows of the main rank.
+            earlier = np.array(main.step) <= (_int(fields.get("step")) or 0)
+            at = main.first + int(np.flatnonzero(earlier).max(initial=-1)) + 1
+            if fields["type"] in ("incident", "fault"):
+                _add_line(found, notes, start, fields, at, order + FOREIGN)
+    notes.sort(key=lambda note: (note.at, note.order))
+    incidents = sorted(found.values(), key=lambda one: (one.at, one.order))
     places = {(one.attempt, one.incident.id): place for place, one in enumerate(incidents)}
     branches = []
     first = 0
-    for at, attempt, branch in backs:
+    for back in backs:
         left = Left(
-            by=branch["by"],
-            to=branch["to"],
-            came_from=int(step[first:at].max()) if at > first else branch["to"],
-            text=branch["text"],
-            incident=places.get((attempt, branch["incident"])),
+            by=back.by,
+            to=back.to,
+            came_from=int(step[first : back.at].max(initial=back.to)),
+            text=back.text,
+            incident=places.get((back.attempt, back.incident)),
         )
-        branches.append(Branch(attempt=attempt, first_row=first, end_row=at, left=left))
-        first = at
-    last = max(len(own) - 1, 0)
-    branches.append(Branch(attempt=last, first_row=first, end_row=len(step)))
-    ends = [at for at, _, _ in backs]
-    branch_of = np.searchsorted(ends, np.arange(len(step)), side="right").astype(np.int64)
+        branches.append(Branch(attempt=back.attempt, first_row=first, end_row=back.at, left=left))
+        first = back.at
+    branches.append(Branch(attempt=max(len(own) - 1, 0), first_row=first, end_row=len(step)))
+    looks = []
+    for start in own:
+        looks += start.looks
     return {
-        "steps": _table(own, step, kept, branch_of, places),
+        "steps": _table(own, step, kept, branches, places),
         "branches": tuple(branches),
         "incidents": tuple(incidents),
         "notes": tuple(notes),
@@ -880,17 +906,57 @@ def _run(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
     }
 
 
+def _add_line(
+    found: dict[tuple[int, str], StoryIncident],
+    notes: list[Note],
+    start: _Start,
+    fields: dict[str, Any],
+    at: int,
+    order: int,
+) -> None:
+    """Add an incident, once for all ranks, or a note."""
+    incident = fields.get("incident")
+    if isinstance(incident, Incident):
+        key = (start.attempt, incident.id)
+        told = StoryIncident(
+            incident=incident,
+            done=_done(incident, None),
+            attempt=start.attempt,
+            row=None,
+            at=at,
+            order=order,
+            kept=True,
+        )
+        told = found.get(key, told)
+        found[key] = replace(told, ranks=tuple(sorted({*told.ranks, start.rank})))
+        return
+    note = Note(
+        type=fields["type"],
+        kind=str(fields.get("kind", "")),
+        text=_text(fields),
+        step=_int(fields.get("step")),
+        attempt=start.attempt,
+        at=at,
+        order=order,
+        fields=fields,
+    )
+    notes.append(note)
+
+
 def _table(
     own: Sequence[_Start],
     step: Ints,
     kept: Bools,
-    branch: Ints,
+    branches: Sequence[Branch],
     places: Mapping[tuple[int, str], int],
 ) -> StepTable:
     committed = _joined(start.committed for start in own).astype(np.bool_)
     attempt = np.zeros(len(step), np.int64)
+    branch_of = np.zeros(len(step), np.int64)
     incident = np.full(len(step), -1, np.int64)
     parts: dict[str, list[tuple[Ints, Floats]]] = {}
+    for place, branch in enumerate(branches):
+        branch_of[branch.rows] = place
     for start in own:
         attempt[start.first :] = start.attempt
         for name, row in start.rows.items():
@@ -912,74 +978,14 @@ def _table(
     scaled = np.zeros(len(step), np.bool_)
     scaled[series.get("scale", NOTHING).rows] = True
     return StepTable(
-        rank=own[0].rank if own else 0,
         step=step,
         committed=committed,
         kept=kept,
         attempt=attempt,
-        branch=branch,
+        branch=branch_of,
         incident=incident,
         calibration=~committed & scaled & (incident < 0),
         series=series,
-    )
-
-
-def _events(
-    own: Sequence[_Start], others: Sequence[_Start], step: Ints, kept: Bools
-) -> tuple[list[StoryIncident], list[Note]]:
-    """Incidents and all other lines in the order of time; of other ranks, incidents and faults."""
-    found: dict[tuple[int, str], StoryIncident] = {}
-    notes = []
-    for start in (*own, *others):
-        main = own[start.attempt]
-        for before, order, fields in start.lines:
-            incident = fields.get("incident")
-            at = start.first + before
-            if start is not main:
-                # At its place among the rows of the main rank.
-                earlier = step[main.first :][: len(main.step)] <= (_int(fields.get("step")) or 0)
-                at = main.first + int(np.flatnonzero(earlier).max(initial=-1)) + 1
-                order += FOREIGN
-            if not isinstance(incident, Incident):
-                if start is main or fields["type"] == "fault":
-                    notes.append(_note(start, fields, at, order))
-                continue
-            key = (start.attempt, incident.id)
-            if key in found and start is not main:
-                ranks = tuple(sorted({*found[key].ranks, start.rank}))
-                found[key] = replace(found[key], ranks=ranks)
-                continue
-            told = StoryIncident(
-                incident=incident,
-                done=_done(incident, None),
-                attempt=start.attempt,
-                row=None,
-                at=at,
-                order=order,
-                kept=True,
-                ranks=(start.rank,),
-            )
-            if start is main and incident.id in start.rows:
-                own_row = start.rows[incident.id]
-                done = _done(incident, start.committed[own_row])
-                row = start.first + own_row
-                told = replace(told, done=done, row=row, kept=bool(kept[row]))
-            found[key] = told
-    notes.sort(key=lambda note: (note.at, note.order))
-    return sorted(found.values(), key=lambda one: (one.at, one.order)), notes
-
-
-def _note(start: _Start, fields: Mapping[str, Any], at: int, order: int) -> Note:
-    return Note(
-        type=fields["type"],
-        kind=str(fields.get("kind", "")),
-        text=_text(fields),
-        step=_int(fields.get("step")),
-        attempt=start.attempt,
-        at=at,
-        order=order,
-        fields=fields,
-        rank=start.rank,
     )
 
 

@@ -1,4 +1,4 @@
-"""Summarize a run in one plain record: counts, kinds of incidents, what led to them, events."""
+"""Summarize a run, or two side by side, as plain records that every output is made from."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from stepguard.records import GuardConfig
-from stepguard.records.codec import dumps, to_jsonable
 from stepguard.records.incident import Action, place, place_and_phase
 from stepguard.report import phrases
-from stepguard.report.panel import next_commands
-from stepguard.report.phrases import count, done, number
+from stepguard.report.phrases import count, done, next_commands, number
 from stepguard.report.story import Ending, Note, Run, Story, StoryIncident
 
 # --- The run as a chain of events: what led to what, from the first warning to how it ended.
@@ -51,43 +49,30 @@ class Event:
 
 def timeline(run: Run) -> tuple[Event, ...]:
     """Every event in the order of time."""
-    placed = [
-        *_beginning(run),
-        *_rising_norm(run),
-        *_incidents(run),
-        *_restarts(run),
-        *_notes(run),
-        *_ending(run),
-    ]
+    placed = [*_incidents(run), *_restarts(run), *_notes(run)]
+    if len(run.steps):
+        placed += [*_beginning(run), *_ending(run)]
     placed.sort(key=lambda event: event[:2])
     return tuple(event for _, _, event in placed)
 
 
 def _beginning(run: Run) -> Iterator[Placed]:
+    """The start, and the gradient norm leaving its usual level just before the first incident."""
     table = run.steps
-    if not len(table):
-        return
-    text = "the run began"
-    when = phrases.moment(run.began)
-    if when:
-        text += f" at {when}"
     loss = table.column("loss")
+    text = "the run began"
+    if run.began is not None:
+        text += f" at {phrases.moment(run.began)}"
     if len(loss) and loss.rows[0] == 0:
         text += f", loss {number(float(loss.values[0]))}"
     yield -1, 0, Event(step=int(table.step[0]), text=text)
-
-
-def _rising_norm(run: Run) -> Iterator[Placed]:
-    """The gradient norm leaving its usual level just before the first incident."""
-    if not run.incidents:
-        return
-    first = run.incidents[0]
-    end = first.at if first.row is None else first.row
-    window = np.zeros(len(run.steps), np.bool_)
+    end = 0
+    if run.incidents:
+        end = run.incidents[0].rows_before
+    window = np.zeros(len(table), np.bool_)
     window[max(end - LOOK_BACK, 0) : end] = True
-    series = run.steps.column("grad_norm").where(window)
-    rows = series.rows[series.finite]
-    norms = series.values[series.finite]
+    series = table.column("grad_norm").where(window)
+    rows, norms = series.rows[series.finite], series.values[series.finite]
     if len(norms) < 8:
         return
     # The first half of the window stands for the level before anything went wrong.
@@ -95,13 +80,11 @@ def _rising_norm(run: Run) -> Iterator[Placed]:
     onset = len(norms)
     while onset > 0 and norms[onset - 1] > RISE * usual > 0:
         onset -= 1
-    if onset == len(norms):
-        return
-    peak = number(float(norms[onset:].max()))
-    steps = run.steps.step[rows[onset:]]
-    text = f"the gradient norm rose from its usual {number(usual)} to {peak}"
-    event = Event(step=int(steps[0]), last_step=int(steps[-1]), text=text, weight="note")
-    yield int(rows[onset]), 0, event
+    if onset < len(norms):
+        peak = number(float(norms[onset:].max()))
+        first, last = map(int, table.step[rows[[onset, -1]]])
+        text = f"the gradient norm rose from its usual {number(usual)} to {peak}"
+        yield int(rows[onset]), 0, Event(step=first, last_step=last, text=text, weight="note")
 
 
 def _incidents(run: Run) -> Iterator[Placed]:
@@ -119,39 +102,32 @@ def _incidents(run: Run) -> Iterator[Placed]:
         kind = phrases.kind_of(first)
         if kind not in seen and first.origin is not None:
             where = phrases.joined([place(first.origin), phrases.culprits_of(first)])
-            parts.append(f"born in {first.origin.phase}: {where}".removesuffix(": "))
+            parts.append(f"originated in {first.origin.phase}: {where}".removesuffix(": "))
         if kind not in seen and first.findings:
             parts.append(f"{first.findings[0].code} {first.findings[0].title}")
         seen.add(kind)
-        answer = _answer(members[0])
-        if answer and len(members) > 1:
-            answer += f" {len(members)} times"
-        if last.decision is not None and last.decision.reason:
-            answer += f" ({last.decision.reason})"
+        answer = ""
+        if first.decision is not None and last.decision is not None:
+            answer = done(first.decision)
+            if len(members) > 1:
+                answer += f" {len(members)} times"
+            if last.decision.reason:
+                answer += f" ({last.decision.reason})"
         text = phrases.joined([*parts, answer], "; ")
         event = Event(step=first.step, last_step=last.step, text=text, weight="incident")
         yield members[0].at, members[0].order, event
 
 
 def _goes_on(before: StoryIncident, now: StoryIncident) -> bool:
-    if phrases.kind_of(before.incident) != phrases.kind_of(now.incident):
-        return False
+    adjacent = 0 <= now.incident.step - before.incident.step <= 1
     if before.row is not None and now.row is not None:
         adjacent = now.row - before.row == 1
-    else:
-        adjacent = 0 <= now.incident.step - before.incident.step <= 1
-    same = _answer(before) == _answer(now) and before.attempt == now.attempt
-    return adjacent and same and before.done != "rewound"
-
-
-def _answer(one: StoryIncident) -> str:
-    """What was done; a rewind says to where."""
-    decision = one.incident.decision
-    if decision is None:
-        return ""
-    if decision.action == "rewind" and decision.rewound_to is not None:
-        return f"rewound to step {decision.rewound_to}"
-    return done(decision)
+    answers = []
+    for one in (before, now):
+        decision = one.incident.decision
+        words = done(decision) if decision is not None else ""
+        answers.append((phrases.kind_of(one.incident), words, one.attempt))
+    return adjacent and answers[0] == answers[1] and before.done != "rewound"
 
 
 def _restarts(run: Run) -> Iterator[Placed]:
@@ -171,7 +147,7 @@ def _restarts(run: Run) -> Iterator[Placed]:
         lost = int((table.committed[branch.rows] & (table.step[branch.rows] >= left.to)).sum())
         if lost:
             text += f"; {count(lost, 'step')} of before no longer count"
-        order = LATEST if left.by == "restart" else LATEST - 1
+        order = LATEST - (left.by != "restart")
         yield branch.end_row, order, Event(step=left.to, text=text, weight="note")
 
 
@@ -224,35 +200,35 @@ def _worded(note: Note) -> tuple[str, Weight]:
 def _ending(run: Run) -> Iterator[Placed]:
     """What came after the last incident, or that nothing went wrong."""
     table = run.steps
-    last_attempt = run.attempts[-1] if run.attempts else None
-    if len(table) and run.incidents:
+    attempt = run.attempts[-1]
+    end = int(table.step[-1])
+    since = 0
+    if run.incidents:
         last = run.incidents[-1]
-        since = last.at if last.row is None else last.row + 1
-        after = np.flatnonzero(table.committed[since:]) + since
-        end = int(table.step[-1])
-        if len(after):
-            text = f"{count(len(after), 'step')} committed since the last incident"
-            loss = table.last("loss")
-            if loss is not None:
-                text += f", the last with loss {number(loss)}"
-            event = Event(step=int(table.step[after[0]]), last_step=end, text=text, weight="good")
-            yield int(after[0]), LATEST - 4, event
-        else:
-            text = "no step was committed after the last incident"
-            yield len(table), LATEST - 3, Event(step=end, text=text, weight="incident")
-    elif len(table):
-        text = f"{count(int(table.committed.sum()), 'step')} committed, "
-        event = Event(step=int(table.step[-1]), text=f"{text}no incident", weight="good")
-        if last_attempt is not None and last_attempt.error:
-            text += "then an exception outside of a step ended the run"
-            event = replace(event, text=text, weight="incident")
-        yield len(table), LATEST - 3, event
-    if last_attempt is not None and last_attempt.ending == "killed" and run.last_step is not None:
+        since = last.rows_before + (last.row is not None)
+    after = np.flatnonzero(table.committed[since:]) + since
+    made = f"{count(len(after), 'step')} committed"
+    if not run.incidents and attempt.error:
+        text = f"{made}, then an exception outside of a step ended the run"
+        yield len(table), LATEST - 3, Event(step=end, text=text, weight="incident")
+    elif not run.incidents:
+        yield len(table), LATEST - 3, Event(step=end, text=f"{made}, no incident", weight="good")
+    elif len(after):
+        text = f"{made} since the last incident"
+        loss = table.last("loss")
+        if loss is not None:
+            text += f", the last with loss {number(loss)}"
+        event = Event(step=int(table.step[after[0]]), last_step=end, text=text, weight="good")
+        yield int(after[0]), LATEST - 4, event
+    else:
+        text = "no step was committed after the last incident"
+        yield len(table), LATEST - 3, Event(step=end, text=text, weight="incident")
+    if attempt.ending == "killed":
         text = "the process is gone, and left no end record"
-        yield len(table), LATEST, Event(step=run.last_step, text=text, weight="incident")
+        yield len(table), LATEST, Event(step=end, text=text, weight="incident")
 
 
-# --- Summarize a run in one plain record: counts, kinds of incidents, what led to them, events.
+# --- One plain record of a run: counts, kinds of incidents, what led to them, events.
 
 
 GRAVITY: tuple[Ending, ...] = ("closed", "running", "signal", "killed", "error", "stopped")
@@ -326,6 +302,8 @@ class RunSummary:
     restarts: int
     """How often the run was started again."""
     rewinds: int
+    went_back: int
+    """Rewinds, restarts and repetitions."""
     left: int
     """Committed steps that no longer count: a rewind or a restart went back below them."""
     steps: int
@@ -350,6 +328,11 @@ class RunSummary:
     clip: ClipActivity | None
     timeline: tuple[Event, ...]
     torn: int
+
+    @property
+    def lanes(self) -> tuple[RunSummary, ...]:
+        """One for each optimizer."""
+        return self.optimizers or (self,)
 
 
 SUMMED = (
@@ -392,6 +375,13 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
     table = run.steps
     losses = table.values("loss", table.counts)
     seconds = table.values("seconds")
+    factors = table.values("clip_factor")
+    clip = None
+    if len(factors):
+        clipped = factors[factors < 1.0]
+        clip = ClipActivity(steps=len(factors), clipped=len(clipped))
+        if len(clipped):
+            clip = replace(clip, mean_factor=float(clipped.mean()))
     # First and last in the order of time.
     bad_rows = np.flatnonzero(table.dropped | (table.incident >= 0))
     without_row = [one.incident.step for one in run.incidents if one.row is None]
@@ -401,11 +391,9 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
     if len(bad_rows):
         before[np.flatnonzero(table.committed[: bad_rows[0]])[-LEAD_UP:]] = True
     led_up: dict[str, tuple[float, ...]] = {}
-    followed = {}
     for name, series in table.series.items():
-        led_up[name] = tuple(map(float, series.where(before).values))
-        if name.startswith("followed/") and led_up[name]:
-            followed[name.removeprefix("followed/")] = led_up[name]
+        led_up[name.removeprefix("followed/")] = tuple(series.where(before).values.tolist())
+    followed = [name.removeprefix("followed/") for name in table.series if "followed/" in name]
     runs = 1
     elsewhere: tuple[str, ...] = ()
     if story is not None:
@@ -415,13 +403,14 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
         name=run.name,
         state=worst_ending(run),
         incidents=len(run.incidents),
-        header={key: value for key, value in run.header.items() if key not in ("v", "type")},
+        header=dict(run.header),
         changed_settings=changed_settings(run.header),
         run=run.number,
         runs=runs,
         elsewhere=elsewhere,
         restarts=max(len(run.attempts) - 1, 0),
         rewinds=sum(left.by == "rewind" for left in run.goings_back),
+        went_back=len(run.goings_back),
         left=int((table.committed & ~table.kept).sum()),
         steps=len(table),
         committed=int(table.committed.sum()),
@@ -438,31 +427,15 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
         groups=group_incidents(run),
         norms_before=led_up.get("grad_norm", ()),
         losses_before=led_up.get("loss", ()),
-        followed_before=followed,
-        clip=_clip_activity(run),
+        followed_before={name: led_up[name] for name in followed if led_up[name]},
+        clip=clip,
         timeline=timeline(run),
         torn=run.torn,
     )
 
 
-def _clip_activity(run: Run) -> ClipActivity | None:
-    factors = run.steps.values("clip_factor")
-    if not len(factors):
-        return None
-    clipped = factors[factors < 1.0]
-    activity = ClipActivity(steps=len(factors), clipped=len(clipped))
-    if len(clipped):
-        activity = replace(activity, mean_factor=float(clipped.mean()))
-    return activity
-
-
 def _at(values: np.ndarray[Any, Any], place: int) -> float | None:
     return float(values[place]) if len(values) else None
-
-
-def render_json(summary: RunSummary) -> str:
-    """One line of strict JSON; non-finite numbers are null beside a `_kind`."""
-    return dumps(to_jsonable(summary))
 
 
 def stretches(steps: Sequence[int]) -> list[tuple[int, int]]:
@@ -489,11 +462,11 @@ def group_incidents(run: Run) -> tuple[IncidentGroup, ...]:
     return tuple(_group(members, str(run.path.parent)) for members in kinds.values())
 
 
-def _group(members: list[StoryIncident], folder: str) -> IncidentGroup:
+def _group(members: Sequence[StoryIncident], folder: str) -> IncidentGroup:
     first = members[0].incident
     decisions = [one.incident.decision for one in members if one.incident.decision]
     actions = Counter(decision.action for decision in decisions)
-    answers = Counter(map(done, decisions))
+    answers = Counter(done(decision) for decision in decisions)
     words = ", ".join(f"{answer} ({times})" for answer, times in answers.items())
     if len(answers) > MOST_ANSWERS:
         words = phrases.done_times(actions)
@@ -516,8 +489,7 @@ def _group(members: list[StoryIncident], folder: str) -> IncidentGroup:
     )
     if first.origin is not None:
         group = replace(group, where=place_and_phase(first.origin))
-    if first.findings:
-        cause = first.findings[0]
+    for cause in first.findings[:1]:
         group = replace(
             group,
             code=cause.code,
@@ -531,20 +503,124 @@ def _group(members: list[StoryIncident], folder: str) -> IncidentGroup:
 def changed_settings(header: Mapping[str, Any]) -> dict[str, Any]:
     """The guard's settings in the header that differ from the defaults, with dotted names."""
     settings = header.get("settings") or header.get("config") or {}
-    if not isinstance(settings, Mapping):
-        return {}
-    usual = dict(_flat(asdict(GuardConfig())))
+    usual = dict(flat(asdict(GuardConfig())))
     changed = {}
-    for name, value in _flat(settings):
+    for name, value in flat(settings):
         if name not in usual or usual[name] != value:
             changed[name] = value
     return changed
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values; a setting inside a setting has a dotted name."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             # JSON has no tuples: the defaults must compare equal to what was read back.
             yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
+
+
+# --- Two runs side by side: what each did about bad steps, with the numbers of their journals.
+
+
+Better = Literal["first", "second", "same", "unknown"]
+TAIL = 0.1
+"""Share of the committed steps whose loss stands for where a run ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One aspect of both runs in words, and which of them is better off where that can be said."""
+
+    aspect: str
+    first: str
+    second: str
+    better: Better = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunComparison:
+    """What `stepguard compare` shows."""
+
+    first: str
+    second: str
+    rows: tuple[Row, ...]
+    settings: dict[str, tuple[Any, Any]]
+    """Settings of the guard that differ: name -> value in the first run, value in the second."""
+
+    @property
+    def cells(self) -> list[tuple[str, str, str]]:
+        """Every row of the table: aspects, then settings."""
+        rows = [(row.aspect, row.first, row.second) for row in self.rows]
+        for name, pair in self.settings.items():
+            before, after = ("default" if value is None else str(value) for value in pair)
+            rows.append((name, before, after))
+        return rows
+
+
+def compare(first: Run, second: Run) -> RunComparison:
+    """Compare two runs. Pure: the same two stories give the same table."""
+    ours, theirs = summarize(first), summarize(second)
+    of_second = _aspects(second, theirs)
+    rows = []
+    for aspect, (words, level) in _aspects(first, ours).items():
+        other_words, other = of_second[aspect]
+        better: Better = "same" if words == other_words else "unknown"
+        if level is not None and other is not None and level != other:
+            better = "first" if level < other else "second"
+        rows.append(Row(aspect=aspect, first=words, second=other_words, better=better))
+    settings = {}
+    for name in {**ours.changed_settings, **theirs.changed_settings}:
+        pair = (ours.changed_settings.get(name), theirs.changed_settings.get(name))
+        if name != "run_dir" and pair[0] != pair[1]:
+            settings[name] = pair
+    return RunComparison(
+        first=ours.journal, second=theirs.journal, rows=tuple(rows), settings=settings
+    )
+
+
+def _aspects(run: Run, summary: RunSummary) -> dict[str, tuple[str, float | None]]:
+    """Each aspect of a run in words, and as a number where the smaller one is better."""
+    table = run.steps
+    not_finite = np.zeros(len(table), np.bool_)
+    for name in ("loss", "grad_norm"):
+        series = table.column(name)
+        not_finite[series.rows[~series.finite]] = True
+    harmful = not_finite & table.committed
+    bad = summary.bad_steps + int((harmful & (table.incident < 0)).sum())
+    steps = f"{summary.committed:,} of {summary.steps:,} committed"
+    if summary.left:
+        steps += f", {summary.left:,} of them left behind"
+    bad_words = f"{bad:,}"
+    if summary.first_bad is not None:
+        bad_words += f", first at step {summary.first_bad}"
+    # An unguarded loop says `guarded: false` in its journal.
+    judged = 0
+    if run.header.get("guarded", True):
+        judged = len(table.column("loss"))
+    counts: Counter[Action] = Counter()
+    for group in summary.groups:
+        counts.update(group.actions)
+    cause = clipping = "-"
+    for worst in summary.groups[:1]:
+        cause = phrases.joined([worst.where, f"{worst.code} {worst.title}".strip()])
+    if summary.clip is not None:
+        clipping = f"{summary.clip.clipped / summary.clip.steps:.0%} of the steps"
+    losses = table.values("loss", table.counts)
+    last = losses[-max(1, int(len(losses) * TAIL)) :]
+    ended_at = None
+    if len(last):
+        ended_at = float(last.mean())
+    return {
+        "steps": (steps, None),
+        "losses judged before the update": (f"{judged:,}", None),
+        "bad steps": (bad_words, bad),
+        "bad steps committed": (f"{int(harmful.sum()):,}", int(harmful.sum())),
+        "what was done": (phrases.done_times(counts) or "-", None),
+        "first origin and cause": (cause or "not located", None),
+        "clipping": (clipping, None),
+        "loss at the end": (number(ended_at), ended_at),
+        "best loss": (number(summary.best_loss), summary.best_loss),
+        "seconds a step": (number(summary.seconds_per_step), summary.seconds_per_step),
+    }

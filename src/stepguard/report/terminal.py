@@ -1,23 +1,222 @@
-"""Print incidents while training runs: the first of a kind as a panel, then ever fewer lines."""
+"""What people read while training runs: the panel of an incident, then ever fewer lines.
+
+A panel has no lines at the sides, so that snippets and commands can be copied.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from textwrap import dedent
 from typing import Any, TextIO
 
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.syntax import Syntax
 from rich.text import Text
 
-from stepguard.records import Incident, Policy, Sink
+from stepguard.records import Incident, Origin, Policy, Sink
+from stepguard.records.incident import Statement, place_and_phase
 from stepguard.report import phrases, screen
-from stepguard.report.panel import next_commands, paint_incident
-from stepguard.report.phrases import ACTION_WORDS, effect
+from stepguard.report.phrases import SAFETY_NOTES, effect, next_commands
+from stepguard.report.screen import Unbroken
+
+LABEL_WIDTH = 9
+MOST_EVIDENCE = 4
+MOST_OPERANDS = 4
+_NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
+
+
+def paint_incident(
+    console: Console,
+    incident: Incident,
+    *,
+    policy: Policy | None = None,
+    unicode: bool = True,
+    whose: str = "",
+) -> None:
+    """Print the panel without empty sections; `whose` names the guard if there are several."""
+    line = "━" if unicode else "-"
+    title = f"stepguard: step {incident.step}, {phrases.verdict_title(incident.verdict.kind)}"
+    if whose:
+        title += f" ({whose})"
+    console.print(Rule(Text(title, style="bold red"), characters=line, style="red", align="left"))
+    sections: dict[str, list[RenderableType]] = {
+        "WHAT": _what(incident),
+        "WHY": _why(incident),
+        "FIX": _fix(incident),
+        "WHERE": [],
+        "SAMPLE": [],
+        "DONE": _done(incident, policy),
+        "NEXT": [Text(command, style="bold") for command in next_commands(incident)],
+    }
+    origin = incident.origin
+    if origin is not None:
+        sections["WHERE"] = _where(origin, unicode)
+        facts = [phrases.culprits_of(incident)]
+        if facts[0] and origin.content:
+            facts.append(f"sample {origin.samples[0]}: {origin.content}")
+        if facts[0] and origin.excerpt:
+            facts.append(f'its text: "{origin.excerpt}"')
+        sections["SAMPLE"] = [Unbroken(fact) for fact in facts if fact]
+    for label, parts in sections.items():
+        name = f" {label}"
+        for part in parts:
+            if isinstance(part, Text):
+                # Commands and snippets stay on one line each, so that they can be copied.
+                whole = Text.assemble((f"{name:<{LABEL_WIDTH}}", "bold cyan"), part)
+                console.print(whole, soft_wrap=True, overflow="ignore", crop=False)
+            else:
+                console.print(screen.labelled(name, part, LABEL_WIDTH))
+            name = ""
+    console.print(Rule(characters=line, style="red"))
+
+
+def _what(incident: Incident) -> list[RenderableType]:
+    reading = incident.reading
+    named = {"loss": reading.loss, **reading.components}
+    named |= {"grad norm": reading.grad_norm, "scale": reading.scale}
+    shown = []
+    for name, value in named.items():
+        if value is not None:
+            shown.append(f"{name} {phrases.number(value)}")
+    if reading.lr:
+        shown.append(f"lr {phrases.rates(reading.lr, reading.schedule)}")
+    if reading.bad_ranks:
+        shown.append(f"bad on rank {phrases.first_few(reading.bad_ranks)}")
+    facts = [", ".join(shown)]
+    if len(reading.bad_grads) > 1:
+        facts.append(f"bad gradients: {phrases.first_few(reading.bad_grads, 4)}")
+    summary = incident.verdict.summary or phrases.verdict_title(incident.verdict.kind)
+    return [Unbroken(summary), *(Unbroken(fact, "dim") for fact in facts if fact)]
+
+
+def _why(incident: Incident) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for finding in incident.findings[:1]:
+        title = Text.assemble((f"{finding.code} ", "bold yellow"), f"{finding.title} ")
+        lines.append(Unbroken(title.append(f"({finding.certainty})", style="dim")))
+        lines += [Unbroken(f"- {sentence}") for sentence in finding.evidence[:MOST_EVIDENCE]]
+    others = "; ".join(f"{other.code} {other.title}" for other in incident.findings[1:3])
+    if others:
+        lines.append(Unbroken(f"less likely: {others}", "dim"))
+    return lines
+
+
+def _fix(incident: Incident) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for number, remedy in enumerate(phrases.first_remedies(incident), start=1):
+        note = (SAFETY_NOTES.get(remedy.safety, ""), "dim")
+        lines.append(Unbroken(Text.assemble(f"{number}. {remedy.title}", note)))
+        snippet = dedent(remedy.snippet).strip("\n")
+        for code in highlighted(snippet) if snippet else ():
+            lines.append(Text.assemble("    ", code))
+        if remedy.tried:
+            lines.append(Unbroken(remedy.tried, "green" if remedy.proven else "dim"))
+    return lines
+
+
+def _where(origin: Origin, unicode: bool) -> list[RenderableType]:
+    lines: list[RenderableType] = [Unbroken(place_and_phase(origin))]
+    lines += [Padding(line, (0, 0, 0, 2)) for line in _source(origin, unicode)]
+    rows = []
+    for position, value in enumerate(origin.inputs[:MOST_OPERANDS]):
+        rows.append((value.called or f"input {position}", value))
+    if origin.output is not None:
+        rows.append(("output", origin.output))
+    cells = []
+    for name, value in rows:
+        style = "yellow"
+        if value.finite:
+            style = ""
+        cells.append((name, Unbroken(phrases.operand(value), style)))
+    if cells:
+        lines.append(Padding(screen.table(cells, first="dim"), (0, 0, 0, 2)))
+    evidence = origin.evidence
+    replayed = ""
+    if origin.reproduced:
+        replayed = "the replay shows it again"
+    elif origin.reproduced is not None:
+        replayed = "the replay does not show it again"
+        if evidence.departs is not None:
+            replayed = "the replay is bad as well, but in another way"
+        elif not evidence.moves and evidence.different_losses is None:
+            replayed += ": transient"
+    remarks = (replayed, *origin.remarks)
+    return [*lines, *(Unbroken(sentence, "dim") for sentence in remarks if sentence)]
+
+
+def _source(origin: Origin, unicode: bool) -> Iterator[Text]:
+    """The source lines, highlighted, with a mark at the one that made the bad value."""
+    numbers = []
+    code = []
+    for source in origin.context:
+        match = _NUMBERED.match(source)
+        numbers.append(match[1] if match else "")
+        code.append(match[2] if match else source)
+    # `file.py:88`, or `cell [3], line 5` in a notebook
+    culprit = re.split(r"\D", origin.source or "")[-1]
+    digits = max(map(len, numbers), default=0)
+    bar = "│ " if unicode else "| "
+    plain = dedent("\n".join(code))
+    shift = len(max(code, default="", key=len)) - len(max(plain.split("\n"), key=len))
+    for number, text in zip(numbers, highlighted(plain), strict=False):
+        here = bool(number) and number == culprit
+        mark = (f"  {number:>{digits}} ", "dim")
+        if here:
+            mark = (f"> {number:>{digits}} ", "bold red")
+        line = Text.assemble(mark, (bar, "dim"), text, no_wrap=True)
+        # Where the encoding has no ellipsis character, a long line is cut off without one.
+        line.overflow = "ellipsis" if unicode else "crop"
+        if here:
+            line.stylize("bold")
+        yield line
+        if here and origin.statement is not None:
+            first, last = _columns(origin.statement, int(number))
+            margin = (" " * (digits + 3) + bar + " " * (first - shift), "dim")
+            yield Text.assemble(margin, ("^" * (last - first), "bold red"), no_wrap=True)
+
+
+def _columns(statement: Statement, number: int) -> tuple[int, int]:
+    """Where in this line the operation begins and ends; nowhere if it is in another line."""
+    before = statement.text.encode()[: statement.start].decode(errors="replace")
+    part = statement.text.encode()[statement.start : statement.end].decode(errors="replace")
+    first = len(before.rpartition("\n")[2])
+    if statement.line + before.count("\n") != number:
+        return first, first
+    return first, first + len(part.partition("\n")[0])
+
+
+def _done(incident: Incident, policy: Policy | None) -> list[RenderableType]:
+    decision = incident.decision
+    if decision is None:
+        return []
+    means = effect(incident)
+    lines = [Text.assemble((phrases.done(decision), "bold"), f": {means}" if means else "")]
+    lines += map(Text, phrases.changes(decision))
+    lines.append(Text(phrases.budget(decision, policy), style="dim"))
+    return [Unbroken(line) for line in lines]
+
+
+def highlighted(code: str) -> list[Text]:
+    """Python lines in the terminal's own colours."""
+    text = Syntax(code, "python", theme="ansi_dark").highlight(code)
+    # rich ends what it highlights with a newline of its own.
+    return list(text.split("\n", allow_blank=True))[: code.count("\n") + 1]
+
+
+# --- What is printed of a run: the first of a kind as a panel, then ever fewer lines.
+
 
 THINNED_OUT = frozenset(
     {*phrases.VERDICT_TITLES, "tracing", "outlier", "parameters", "filtered", "adopted"}
 )
 """Kinds of notes that may come with every step: the 1st, 2nd, 4th, 8th, ... are printed."""
+
 RECORD = 2.0
 """Times the largest spike before it that a spike must be to be worth another line."""
 
@@ -36,12 +235,10 @@ class Terminal(Sink):
         self._stream = stream
         self._whose = whose
         self._policy = policy
-        self._kinds: Counter[tuple[str, ...]] = Counter()
-        self._located: dict[str, tuple[str, ...]] = {}
-        """Kind of verdict -> the kind of its last incident whose place is known."""
         self._panels: set[tuple[str, ...]] = set()
-        self._answers: Counter[tuple[str, ...]] = Counter()
-        self._notes: Counter[str] = Counter()
+        """Kinds of incidents that had a panel, and kinds of verdicts."""
+        self._counted: Counter[tuple[str, ...]] = Counter()
+        """How often each kind of verdict came, each answer to it, and each kind of note."""
         self._shown: set[str] = set()
         self._rising = -2
         """The last step of a rising loss."""
@@ -53,30 +250,31 @@ class Terminal(Sink):
 
         What is done for the first time is printed, too: a rewind after many skips.
         """
-        kind = self._kind(incident)
         decision = incident.decision
-        answer = (*kind, decision.action if decision else "")
-        self._kinds[kind] += 1
-        self._answers[answer] += 1
+        action = decision.action if decision is not None else ""
+        verdict = (incident.verdict.kind,)
+        kind = phrases.kind_of(incident)
         self._shown.add(incident.id)
-        times = self._kinds[kind]
-        exact = phrases.kind_of(incident)
-        if times == 1 or (exact == kind and exact not in self._panels):
-            self._panels.add(exact)
-            self._paint(
-                lambda console: paint_incident(
-                    console,
-                    incident,
-                    policy=self._policy,
-                    whose=self._whose(),
-                    unicode=screen.takes_unicode(self._target),
-                )
+        self._counted[verdict] += 1
+        self._counted[*verdict, action] += 1
+        # In a watched loop only some of the bad steps are traced: one that could not be located is
+        # the same trouble again.
+        located = any(kind[1:-1])
+        if verdict not in self._panels or (located and kind not in self._panels):
+            self._panels |= {verdict, kind}
+            paint = partial(
+                paint_incident,
+                incident=incident,
+                policy=self._policy,
+                whose=self._whose(),
+                unicode=screen.takes_unicode(self._target),
             )
+            self._paint(paint)
             return
-        if decision is not None and decision.action == "stop":
-            return  # `halted` follows with the same reason
-        again = self._answers[answer] > 1
-        if again and not _power_of_two(times):
+        times = self._counted[verdict]
+        again = self._counted[*verdict, action] > 1
+        # Of a stop, `halted` follows with the same reason.
+        if action == "stop" or (again and not _power_of_two(times)):
             return
         counted = f"{phrases.ordinal(times)} of this kind"
         if decision is not None:
@@ -85,32 +283,16 @@ class Terminal(Sink):
             counted += f", next shown is the {phrases.ordinal(2 * times)}"
         self._line(phrases.incident_line(incident, counted, again=again), "bold red")
 
-    def _kind(self, incident: Incident) -> tuple[str, ...]:
-        """What it is counted as: one that could not be located is the last located one again.
-
-        In a watched loop only some of the bad steps are traced.
-        """
-        exact = phrases.kind_of(incident)
-        verdict, *place = exact[:-1]
-        if not any(place):
-            return self._located.get(verdict, exact)
-        if verdict not in self._located:
-            # those before it, which could not be located, were the same trouble
-            for earlier in [kind for kind in self._kinds if kind[0] == verdict]:
-                self._kinds[exact] += self._kinds.pop(earlier)
-        self._located[verdict] = exact
-        return exact
-
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Print one line; other lines of the journal than notes and faults are for programs."""
+        text = phrases.message(kind, fields)
         if kind == "fault":
-            self._line(phrases.disarmed(fields), "bold red")
+            self._line(text, "bold red")
         if kind != "note" or not self._is_news(fields):
             return
         what = str(fields.get("kind"))
-        text = phrases.note_line(fields)
-        self._notes[what] += 1
-        times = self._notes[what]
+        self._counted["note", what] += 1
+        times = self._counted["note", what]
         if what in THINNED_OUT and times > 1:
             if not _power_of_two(times):
                 return
@@ -123,10 +305,9 @@ class Terminal(Sink):
         the losses that is known by now, unless a row of the batch explains it.
         """
         if fields.get("kind") == "drift":
-            step = int(fields.get("step") or 0)
-            continues = step - self._rising == 1
-            self._rising = step
-            return not continues
+            before = self._rising
+            self._rising = int(fields.get("step") or 0)
+            return self._rising - before != 1
         evidence = fields.get("evidence") or {}
         size = evidence.get("deviations")
         if fields.get("kind") == "spike" and size is not None and "outlier" not in evidence:
@@ -139,10 +320,13 @@ class Terminal(Sink):
         """Say why the run stops and where the weights are; the exit line is printed anyway."""
         if incident.id not in self._shown:
             self.incident(incident)
-        said = [phrases.stopping(incident), effect(incident) or ACTION_WORDS["stop"].effect]
+        words = [
+            phrases.stopping(incident),
+            effect(incident) or phrases.ACTION_WORDS["stop"].effect,
+        ]
         report = [command for command in next_commands(incident) if " report " in command]
-        said += [f"next: {command}" for command in report[:1]]
-        self._line("; ".join(said), "bold red")
+        words += [f"next: {command}" for command in report[:1]]
+        self._line("; ".join(words), "bold red")
 
     @property
     def _target(self) -> TextIO:

@@ -9,10 +9,12 @@ import io
 import os
 import runpy
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -95,13 +97,8 @@ class LooseParameters(nn.Module):
         self.loose = nn.ParameterList([p for p in params if isinstance(p, nn.Parameter)])
 
 
-def parameters_of(optimizer: Optimizer) -> frozenset[int]:
-    """Identities of what the optimizer updates."""
-    return frozenset(optimizer_parameter_ids(optimizer))
-
-
-def share(module: nn.Module, parameters: frozenset[int]) -> int:
-    """How many of the parameters lie in the module."""
+def share(module: nn.Module, parameters: set[int]) -> int:
+    """How many of the parameters, by their identities, lie in the module."""
     try:
         return sum(id(p) in parameters for p in module.parameters())
     except AttributeError:
@@ -116,38 +113,29 @@ def trained_by(
 
     `called` is preferred to what contains it: a trainer, an average of weights.
     """
-    ours = parameters_of(optimizer)
+    ours = optimizer_parameter_ids(optimizer)
     found = _outermost(ours)
-    for position, module in enumerate(found):
-        contains = called is not None and any(part is called for part in module.modules())
-        if contains and called is not None and share(called, ours) == share(module, ours):
-            found[position] = called
-    if not found and called is not None and share(called, ours):
-        return called, {}
+    if called is not None:
+        for position, module in enumerate(found):
+            contains = any(part is called for part in module.modules())
+            if contains and share(called, ours) == share(module, ours):
+                found[position] = called
     if not found:
         return LooseParameters(optimizer), {}
     found.sort(key=lambda module: (share(module, ours), module is called), reverse=True)
     rest: dict[str, nn.Module] = {}
     for index, module in enumerate(found[1:], start=1):
         name = variable_name(module) or f"{type(module).__name__.lower()}{index}"
-        if name in rest:
-            name = f"{name}{index}"
-        rest[name] = module
+        rest[f"{name}{index}" if name in rest else name] = module
     return found[0], rest
 
 
-def _outermost(parameters: frozenset[int]) -> list[nn.Module]:
+def _outermost(parameters: set[int]) -> list[nn.Module]:
     held = [module for module in _living(nn.Module) if share(module, parameters)]
     held = [module for module in held if not isinstance(module, LooseParameters)]
     # Module.modules() begins with the module itself.
     inner = {id(part) for module in held for part in list(module.modules())[1:]}
     return [module for module in held if id(module) not in inner]
-
-
-def scaler_in_use() -> GradScaler | None:
-    """The one enabled GradScaler of the process, if there is exactly one."""
-    enabled = [s for s in _living(GradScaler) if s.is_enabled()]
-    return enabled[0] if len(enabled) == 1 else None
 
 
 def _living(kind: type[Any]) -> list[Any]:
@@ -247,11 +235,11 @@ class AutomaticGuards:
                 for optimizer in list(self._waiting):
                     if optimizer in guarded or self._calls > MOST_CALLS:
                         self._waiting.discard(optimizer)
-                    elif share(module, ours := parameters_of(optimizer)):
+                    elif share(module, ours := optimizer_parameter_ids(optimizer)):
                         self._waiting.discard(optimizer)
                         others = [other for other in self._known if other is not optimizer]
                         # of one optimizer inside another, the one that steps first is the user's
-                        if not any(ours & parameters_of(other) for other in others):
+                        if not any(ours & optimizer_parameter_ids(other) for other in others):
                             self._early.add(optimizer)
                             self._attach(optimizer, module)
                 if not self._waiting:
@@ -270,7 +258,11 @@ class AutomaticGuards:
         self._waiting.discard(optimizer)
         if optimizer in self._early:
             self._early.discard(optimizer)
-            self._look_again(optimizer)
+            # A model that was called before it was wrapped in DDP gets a new guard.
+            model = next((g.model for g in self.guards if g.optimizer is optimizer), None)
+            wrapped = not distributed() or isinstance(model, DistributedDataParallel | None)
+            if not wrapped and isinstance(trained_by(optimizer)[0], DistributedDataParallel):
+                automatic_guards.pop(optimizer)()
         if optimizer in guarded or inside_another:
             return
         # a new optimizer in the place of an earlier one keeps its guard
@@ -281,19 +273,13 @@ class AutomaticGuards:
         if id(optimizer) in self._stepping:
             del self._stepping[self._stepping.index(id(optimizer)) :]
 
-    def _look_again(self, optimizer: Optimizer) -> None:
-        """Replace the guard of a model that was called before it was wrapped in DDP."""
-        guard = next((g for g in self.guards if g.optimizer is optimizer), None)
-        if guard is None or not distributed() or isinstance(guard.model, DistributedDataParallel):
-            return
-        if isinstance(trained_by(optimizer)[0], DistributedDataParallel):
-            automatic_guards.pop(optimizer)()
-
     # --- the guards ---
 
     def _attach(self, optimizer: Optimizer, called: nn.Module | None) -> None:
         if optimizer in self._refused:
             return
+        # The one enabled GradScaler of the process, if there is exactly one.
+        scalers = [scaler for scaler in _living(GradScaler) if scaler.is_enabled()]
         try:
             model, modules = trained_by(optimizer, called)
             guard = watch(
@@ -301,7 +287,7 @@ class AutomaticGuards:
                 optimizer,
                 modules=modules,
                 scheduler=scheduler_of(optimizer),
-                scaler=scaler_in_use(),
+                scaler=scalers[0] if len(scalers) == 1 else None,
                 config=self._config,
             )
         except Exception as fault:
@@ -371,6 +357,26 @@ def start_from(which: str, config: GuardConfig) -> str | None:
     )
 
 
+def with_journal(config: GuardConfig, script: str) -> GuardConfig:
+    """Settings that keep a journal and incidents in `.stepguard/SCRIPT-TIME`, and no capsules.
+
+    Ranks of one launcher meet in one folder: its time is the start of their common parent. Where
+    that cannot be known, nothing is kept.
+    """
+    begun = time.time()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        try:
+            begun = Path("/proc", str(os.getppid())).stat().st_ctime
+        except OSError:
+            return config
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(begun))
+    home = Path.cwd() / ".stepguard"
+    if not os.access(home if home.exists() else home.parent, os.W_OK):
+        return config
+    folder = home / f"{Path(script).stem}-{stamp}"
+    return replace(config, run_dir=str(folder), capsule="off", on_signal="off")
+
+
 def run_script(
     script: str,
     arguments: list[str],
@@ -407,11 +413,23 @@ def run_script(
             f"{misplaced[0]} stands after the script and went to it; options of stepguard stand "
             f"before: stepguard run {misplaced[0]} ... {Path(script).name}"
         )
-    _tell_how_it_ended(automatic, code)
+    _tell_how_it_ended(automatic, code, config)
     return code
 
 
-def _tell_how_it_ended(automatic: AutomaticGuards, code: int) -> None:
+def _show_journal(automatic: AutomaticGuards, config: GuardConfig) -> None:
+    """Say where the journal is, once, and keep the default folder out of git."""
+    folder = Path(config.run_dir) if config.run_dir is not None else None
+    if folder is None or not folder.is_dir() or any(one.rank for one in automatic.guards):
+        return
+    if folder.parent.name == ".stepguard":
+        (folder.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+    if folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
+    tell(f"journal in {folder}; show it: stepguard report {folder}")
+
+
+def _tell_how_it_ended(automatic: AutomaticGuards, code: int, config: GuardConfig) -> None:
     guards = automatic.guards
     if not guards and code == 0 and automatic.refused:
         tell("the run was not guarded: no optimizer of the script could be, for the reason above.")
@@ -425,6 +443,7 @@ def _tell_how_it_ended(automatic: AutomaticGuards, code: int) -> None:
             whose = guard.name if len(guards) > 1 else ""
             incidents = count(len(guard.incidents), "incident")
             tell(f"{count(guard.steps, 'step')} guarded, {incidents}.", whose)
+    _show_journal(automatic, config)
 
 
 def _run(start: Callable[[], None], automatic: AutomaticGuards) -> int:

@@ -13,6 +13,7 @@ import ast
 import difflib
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stepguard._errors import CapsuleError, JournalError, StateError
+from stepguard._errors import CapsuleError, JournalError, StateError, StoreError
+from stepguard.checkpoints.store import Opened, open_last_good, open_one
 from stepguard.diagnose import RunFacts, diagnose
 from stepguard.diagnose.source_line import import_of
 from stepguard.engine.context import Context
@@ -32,9 +34,9 @@ from stepguard.engine.protect import StepTaken, taking
 from stepguard.journal import read_run
 from stepguard.locate import locate
 from stepguard.locate.origins import place_replayed_exception
-from stepguard.locate.replay_state import LocateBudget
-from stepguard.probes.whatif import Progress, TrialSubject, compare_candidates
-from stepguard.probes.whatif_candidates import OwnFix
+from stepguard.locate.replay import LocateBudget
+from stepguard.probes.whatif import OwnFix, Progress, TrialSubject, compare_candidates
+from stepguard.ranks.saving import state_of_rank
 from stepguard.records import Evidence, Incident, Origin, Remedy, Verdict
 from stepguard.records.incident import VerdictKind
 from stepguard.records.probes import WhatIf
@@ -95,6 +97,7 @@ def replay(
     """
     content = read_capsule(Path(capsule))
     again = CapsuleReplay(content, inspect)
+    again.take_weights(built=build is not None)
     if callable(build):
         return again.from_built(build())
     if build is not None:
@@ -135,6 +138,39 @@ class CapsuleReplay:
         self._seen: list[Context] = []
         """Of the script's guards."""
         self._why_not = ""
+        self._weights = ""
+        """Whose weights the step is run with, where they are not those it began from."""
+
+    def take_weights(self, *, built: bool) -> None:
+        """Read the weights of a capsule without any; `built`: what is built may have its own."""
+        capsule = self.capsule
+        missing = capsule.without_weights
+        if missing is None:
+            return
+        self._weights = "the weights are those of the build function"
+        named = missing.get("checkpoint")
+        if named is None and built:
+            return
+        folder = _run_of(capsule) / "checkpoints"
+        opened: Opened | None = None
+        try:
+            if named is not None:
+                with suppress(StoreError):  # it is gone, or damaged
+                    opened = open_one(folder / Path(str(named)).name)
+            opened = opened or open_last_good(folder)
+        except StoreError as fault:
+            if built:
+                return
+            raise CapsuleError(
+                f"{capsule.folder} holds no weights (the step takes {missing.get('bytes')} bytes, "
+                f"more than GuardConfig.capsule_limit), and no sealed checkpoint has them: {fault} "
+                "Pass --build (build=) with a function whose model has weights: those are used."
+            ) from None
+        capsule.weights = state_of_rank(opened.tensors, opened.facts, missing.get("rank", 0))
+        bad = self._decoded[0].step
+        self._weights = ""
+        if opened.step != bad:
+            self._weights = f"weights of step {opened.step}, the bad step was {bad}"
 
     def from_built(self, built: Any) -> Incident:
         """Replay with what a build function returned."""
@@ -250,14 +286,14 @@ class CapsuleReplay:
             # with it.
             losses = rerun(step).losses
             now = math.fsum(losses)
-            told = "the replay gives loss"
+            said = "the replay gives loss"
             same = reading.loss is not None and math.isclose(now, reading.loss, rel_tol=SAME_LOSS)
             if now == reading.loss:
-                remark = f"{told} {now:.9g}, the same to the last bit"
+                remark = f"{said} {now:.9g}, the same to the last bit"
             elif reading.loss is None:
-                remark = f"{told} {now:.9g}; that of the step was not seen"
+                remark = f"{said} {now:.9g}; the loss of the step was not observed"
             else:
-                remark = f"{told} {now:.9g}, in training it was {reading.loss:.9g}"
+                remark = f"{said} {now:.9g}, in training it was {reading.loss:.9g}"
             departs = None if same else remark
             origin = Origin(
                 step=step.index,
@@ -269,22 +305,35 @@ class CapsuleReplay:
             )
         else:
             origin = locate(step, reading)
+        if self._weights:
+            # None: a clean replay with other weights does not mean a transient fault
+            origin = replace(
+                origin,
+                reproduced=origin.reproduced or None,
+                remarks=(*origin.remarks, f"{self._weights}: the origin may differ"),
+            )
         incident = replace(incident, origin=origin, capsule=str(capsule.folder))
         incident = replace(incident, findings=diagnose(incident, RunFacts()))
         budget = LocateBudget(steps=MOST_RUNS)
-        budget.begin(on_host=True)
+        budget.begin(step)
         incident = try_remedies(incident, step, RunFacts(), budget)
         if self._inspect is not None:
             self._inspect(step, incident)
         return incident
 
 
+def _run_of(capsule: Capsule) -> Path:
+    """The run whose `incidents/<id>/capsule` it is; else its own folder."""
+    folder = capsule.folder.resolve()
+    if folder.parent.parent.name == "incidents":
+        return folder.parents[2]
+    return folder
+
+
 def _refuse_brought(capsule: Capsule, path: Path) -> None:
     """Raise for code that came with a capsule or a run, or that is installed."""
     resolved = path.resolve()
-    folder = capsule.folder.resolve()
-    # incidents/<id>/capsule of a run
-    run = folder.parents[2] if folder.parent.parent.name == "incidents" else folder
+    run = _run_of(capsule)
     here = Path.cwd()
     between = [here, *(up for up in resolved.parents if up.is_relative_to(here))]
     beside = any(any(up.glob(name)) for up in between for name in RECORDS)
@@ -313,6 +362,7 @@ def whatif(
     """
     folder, failed_next = capsule_of(Path(path))
     content = read_capsule(folder)
+    window = read_window(folder) or Window(start=content.saved_state(), steps=[])
     fix = own
     if isinstance(own, str):
         with importable():
@@ -327,7 +377,7 @@ def whatif(
         subject = TrialSubject(
             step=step,
             bad=window_step(step, incident.reading.loss, incident.reading.lr),
-            window=read_window(folder) or Window(start=content.saved_state(), steps=[]),
+            window=window,
             run_state=RunState(step.named_roots(), step.optimizer),
             incident=replace(incident, id=named.name),
             failed_next=failed_next,

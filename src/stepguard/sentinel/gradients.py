@@ -12,8 +12,10 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,16 +36,21 @@ from stepguard.tensors.names import (
     parts_of,
     wrapped_by_fsdp1,
 )
-from stepguard.tensors.torch_private import foreach_max, foreach_mul_, foreach_norm
+from stepguard.tensors.torch_private import (
+    foreach_max,
+    foreach_mul_,
+    foreach_norm,
+    grouped_tensors,
+)
 from stepguard.tensors.values import (
     HALVES,
+    ORDINARY,
     PLAIN,
     at_least_float32,
     dense_real,
     dense_values,
     elements,
     is_finite,
-    is_lazy,
     local_part,
 )
 
@@ -80,26 +87,38 @@ def gradient_norm(
     `each`: the smallest norm of one parameter as well, where all are of one kind. `wide`: in
     float64 where the device has it, for gradients that carry a loss scale.
     """
-    dense = [dense_values(g) for g in grads]
-    if not dense:
+    if not grads:
         return None
+    plain = set(map(type, grads)) == {Tensor}
+    if plain and _one_dtype(grads) not in (None, *HALVES):
+        with suppress(NotImplementedError):  # a sparse gradient
+            return _norm_of_one_kind(grads, each=each, wide=wide)
+    dense = [dense_values(g) for g in grads]
     if any(g.dtype in HALVES for g in dense):
         return _half_precision_norm(dense)
-    if _of_one_kind(dense, plain=not each):
-        # As get_total_norm does it, so the total is the same bit for bit.
-        dtype = torch.float64 if wide and dense[0].device.type != "mps" else None
-        every = torch.stack(list(foreach_norm(dense, 2, dtype=dtype)))
-        total = torch.linalg.vector_norm(every)
-        return GradientNorm(total, total, every.min() if each else None, single=every)
+    # torch measures subclasses one by one
+    if (each or set(map(type, dense)) == {Tensor}) and _one_dtype(dense) is not None:
+        return _norm_of_one_kind(dense, each=each, wide=wide)
     total = get_total_norm(dense)
     return GradientNorm(total, total)
 
 
-def _of_one_kind(dense: Sequence[Tensor], *, plain: bool) -> bool:
-    """One device, one dtype; with `plain` no subclass, which torch measures one by one."""
-    if len({(g.device, g.dtype) for g in dense}) > 1:
-        return False
-    return not plain or all(type(g) is Tensor for g in dense)
+def _one_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """The dtype of tensors that all have the same one, and one device; None where they do not."""
+    groups = grouped_tensors([list(tensors)], False)
+    if len(groups) > 1:
+        return None
+    ((_, dtype),) = groups
+    found: torch.dtype = dtype
+    return found
+
+
+def _norm_of_one_kind(dense: Sequence[Tensor], *, each: bool, wide: bool) -> GradientNorm:
+    """As get_total_norm does it, so that the total is the same bit for bit."""
+    dtype = torch.float64 if wide and dense[0].device.type != "mps" else None
+    every = torch.stack(list(foreach_norm(list(dense), 2, dtype=dtype)))
+    total = torch.linalg.vector_norm(every)
+    return GradientNorm(total, total, every.min() if each else None, single=every)
 
 
 def _half_precision_norm(dense: Sequence[Tensor]) -> GradientNorm:
@@ -126,7 +145,10 @@ def clip(
     params: Iterable[Tensor], max_norm: float, norm: GradientNorm, *, known: float | None = None
 ) -> None:
     """Clip as torch does. With the norm known on the host, a factor of 1 costs nothing."""
-    if norm.clipped or (known is not None and _clearly_below(known, max_norm)):
+    if norm.clipped:
+        return
+    # torch would multiply by exactly 1, even after half-precision rounding
+    if known is not None and max_norm / (known * (1 + 1e-2) + 1e-6) > 1.0:
         return
     if norm.clip is norm.total and not norm.shards:
         clip_grads_with_norm_(params, max_norm, norm.total)
@@ -154,11 +176,6 @@ def _local_gradients(params: Iterable[Tensor]) -> list[Tensor]:
         if parameter.grad is not None:
             found.append(local_part(parameter.grad))
     return found
-
-
-def _clearly_below(norm: float, max_norm: float) -> bool:
-    """True where torch would multiply by exactly 1, even after half-precision rounding."""
-    return math.isfinite(norm) and max_norm / (norm * (1 + 1e-2) + 1e-6) > 1.0
 
 
 def _factor(max_norm: float, norm: Tensor) -> Tensor:
@@ -210,10 +227,9 @@ class GradientNorms:
     def __init__(self) -> None:
         self._kept: deque[tuple[int, Tensor]] = deque(maxlen=STEPS)
 
-    def keep(self, step: int, norm: GradientNorm | None) -> None:
-        """Remember this step, where its norm was made of single ones. Waits for nothing."""
-        if norm is not None and norm.single is not None:
-            self._kept.append((step, norm.single))
+    def keep(self, step: int, norms: Tensor) -> None:
+        """Remember the norm of each gradient of this step. Waits for nothing."""
+        self._kept.append((step, norms))
 
     def table(self, names: Sequence[str]) -> dict[str, Any] | None:
         """Norms by module and step, oldest first; None where there are none for these parameters.
@@ -258,6 +274,10 @@ def _grouped(owners: Sequence[str], depth: int) -> dict[str, list[int]]:
 # --- Carry a few numbers from the device to the host: one transfer, awaited as late as possible.
 
 
+FLOAT = torch.float32
+KIND = attrgetter("dtype", "device")
+
+
 class Packet:
     """Scalars of one step. In a healthy step the host waits for the device in `fetch` only."""
 
@@ -266,10 +286,14 @@ class Packet:
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         device = values[0].device
-        # mps has no float64.
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        scalars = [v.detach().reshape(()) for v in values]
-        line = torch.stack([s.to(device=device, dtype=wide, non_blocking=True) for s in scalars])
+        if set(map(Tensor.dim, values)) == {0} and set(map(KIND, values)) == {(FLOAT, device)}:
+            line = torch.stack(list(values)).detach()
+        else:
+            # mps has no float64.
+            wide = torch.float32 if device.type == "mps" else torch.float64
+            line = torch.stack(
+                [v.detach().reshape(()).to(device, wide, non_blocking=True) for v in values]
+            )
         self.values = line
         self._event: torch.Event | None = None
         self._host = line
@@ -291,6 +315,7 @@ class Packet:
 # --- Tell whether an update could make NaN out of finite gradients; then it is checked at once.
 
 
+DTYPE = attrgetter("dtype")
 CHEAP_COPY = 2**16
 """Number of parameters up to which a copy in every step costs next to nothing."""
 
@@ -312,26 +337,21 @@ def risky_update(
         # Written with `not <=` so that a rate of NaN jumps, too.
         if rate is not None and not float(rate) <= LR_JUMP * max(ceiling, 1e-30):
             return True
-        eps = _epsilon(group)
-        dtypes = {parameter.dtype for parameter in group["params"]}
-        if any(_is_fragile(dtype, eps) for dtype in dtypes):
-            return True
+        eps = group.get("eps")
+        # Adafactor has two; None stands for the dtype's own.
+        if isinstance(eps, tuple | list):
+            eps = next((e for e in eps if isinstance(e, float)), None)
+        if not isinstance(eps, int | float):
+            eps = None
+        for dtype in set(map(DTYPE, group["params"])):
+            if _is_fragile(dtype, eps):
+                return True
     return False
 
 
 def _is_small(optimizer: Optimizer) -> bool:
     count: int = sum(map(elements, optimizer_parameters(optimizer)))
     return count <= CHEAP_COPY
-
-
-def _epsilon(group: dict[str, Any]) -> float | None:
-    eps = group.get("eps")
-    # Adafactor has two; None stands for the dtype's own.
-    if isinstance(eps, tuple | list):
-        eps = next((e for e in eps if isinstance(e, float)), None)
-    if not isinstance(eps, int | float):
-        return None
-    return float(eps)
 
 
 @cache
@@ -495,6 +515,8 @@ class Shares:
 
 SCANNED_EACH_STEP = 2**20
 """Elements that are tested after every update: about a quarter of a millisecond."""
+TENSORS_EACH_STEP = 128
+"""The same for tensors: each costs a microsecond, however small it is."""
 STEPS_A_ROUND = 32
 """Updates after which every parameter of a larger model was tested once."""
 
@@ -507,11 +529,14 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     or gradient it ruins one step later; half-precision groups, where updates overflow in earnest,
     get the exact test instead.
     """
-    plain = [t for t in map(dense_real, tensors) if t.numel() and t.is_floating_point()]
+    found = list(tensors)
+    plain_types = set(map(type, found)) <= set(PLAIN)
+    if found and plain_types and not found[0].is_meta and _one_dtype(found) in ORDINARY:
+        with suppress(RuntimeError):  # an empty or a sparse one
+            return torch.stack(list(foreach_max(found))).float().max()
+    plain = [t for t in map(dense_real, found) if t.numel() and t.is_floating_point()]
     if not plain:
         return None
-    if len({(t.device, t.dtype) for t in plain}) == 1:
-        return torch.stack(list(foreach_max(plain))).float().max()
     device = plain[0].device
     return torch.stack([t.max().to(device=device, dtype=torch.float32) for t in plain]).max()
 
@@ -547,7 +572,11 @@ class RotatingScan:
         if not self._shares:
             return []
         self._next = (self._next + 1) % len(self._shares)
-        return [part.now() for part in self._shares[self._next] if id(part.tensor) not in ignored]
+        found: list[Tensor] = []
+        for part in self._shares[self._next]:
+            if id(part.tensor) not in ignored:
+                found.append(part.tensor if part.whole else part.now())
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,13 +588,11 @@ class _Part:
     """Elements of the tensor when it was cut."""
     start: int
     end: int
+    whole: bool
 
     def now(self) -> Tensor:
-        if is_lazy(self.tensor):
-            return self.tensor
         live = self.tensor.detach()
-        is_whole = self.end - self.start == self.count
-        if is_whole or live.numel() != self.count or not live.is_contiguous():
+        if live.numel() != self.count or not live.is_contiguous():
             return live
         return live.view(-1)[self.start : self.end]
 
@@ -573,11 +600,12 @@ class _Part:
 def _shares(tensors: Sequence[Tensor]) -> list[list[_Part]]:
     count = sum(map(elements, tensors))
     most = max(SCANNED_EACH_STEP, math.ceil(count / STEPS_A_ROUND))
+    most_tensors = max(TENSORS_EACH_STEP, math.ceil(len(tensors) / STEPS_A_ROUND))
     shares: list[list[_Part]] = []
     filled = most
     for tensor in tensors:
         for part in _parts(tensor, most):
-            if filled >= most:
+            if filled >= most or len(shares[-1]) >= most_tensors:
                 shares.append([])
                 filled = 0
             shares[-1].append(part)
@@ -590,9 +618,11 @@ def _parts(tensor: Tensor, most: int) -> list[_Part]:
     count = elements(tensor)
     is_dense = type(tensor) in PLAIN and tensor.layout is torch.strided
     if count <= most or not is_dense or not tensor.is_contiguous():
-        return [_Part(tensor, count, 0, count)]
+        return [_Part(tensor, count, 0, count, whole=True)]
     starts = range(0, count, most)
-    return [_Part(tensor, count, start, min(start + most, count)) for start in starts]
+    ends = [min(start + most, count) for start in starts]
+    pairs = zip(starts, ends, strict=True)
+    return [_Part(tensor, count, start, end, whole=False) for start, end in pairs]
 
 
 def bad_parameters(roots: Roots, optimizer: Optimizer, elsewhere: Container[int] = ()) -> list[str]:

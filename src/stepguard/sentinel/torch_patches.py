@@ -100,7 +100,12 @@ def _stop(reference: weakref.ref[Listener]) -> None:
 
 def _told() -> list[Listener]:
     """A copy: a listener may stop listening while it is told."""
-    return [listener for reference in _listeners if (listener := reference()) is not None]
+    found: list[Listener] = []
+    for reference in _listeners:
+        listener = reference()
+        if listener is not None:
+            found.append(listener)
+    return found
 
 
 def _patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -88,6 +88,21 @@ def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from named_tensors(value, dotted(name, key))
 
 
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Every tensor that `named_tensors` yields, in no order that means anything."""
+    found: list[Tensor] = []
+    waiting = [batch]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif type(item) is tuple or type(item) is list:
+            waiting += item
+        else:
+            waiting += [value for _, value in children(item)]
+    return found
+
+
 def tensor_label(name: str) -> str:
     """Return `batch:x`, or `batch` for a batch that is one tensor."""
     if name:
@@ -140,30 +155,31 @@ Layout = Literal["parts", "samples", "constant", "unclear"]
 """Of a list: each entry holds all samples, each is one sample, none depends on samples."""
 
 
-class UncutError(Exception):
-    """A batch that cannot be cut without guessing what its parts mean."""
-
-
-def row_count(batch: Any) -> int | None:
+def samples_in(batch: Any) -> int | None:
     """Count the samples; None if the parts do not agree or may not be cut safely."""
-    candidates: list[int] = []
-    for part in _parts(batch):
-        if isinstance(part, Tensor) and part.dim():
-            if _is_dense(part):
-                candidates.append(int(part.shape[0]))
-            break
-    for part in _parts(batch):
-        if isinstance(part, list | tuple) and _holds_tensors(part):
-            candidates.append(len(part))
-    for count in candidates:
-        if _fits(batch, count, root=True):
-            return count
+    try:
+        parts = list(_parts(batch))
+        candidates: list[int] = []
+        for part in parts:
+            if isinstance(part, Tensor) and part.dim():
+                if _is_dense(part):
+                    candidates.append(int(part.shape[0]))
+                break
+        for part in parts:
+            if isinstance(part, list | tuple) and _holds_tensors(part):
+                candidates.append(len(part))
+        for count in candidates:
+            if _fits(batch, count, root=True):
+                return count
+    except Exception:
+        # a container class of the user's may raise anything
+        return None
     return None
 
 
 def sample_count(batch: Any) -> int:
     """Count the samples: what all parts agree on, else the first leading size, else 0."""
-    agreed = row_count(batch)
+    agreed = samples_in(batch)
     if agreed is not None:
         return agreed
     for _, tensor in named_tensors(batch):
@@ -172,27 +188,11 @@ def sample_count(batch: Any) -> int:
     return 0
 
 
-def samples_in(batch: Any) -> int | None:
-    """How many samples a batch has; None where its parts do not agree on a number."""
-    try:
-        return row_count(batch)
-    except Exception:
-        # a container class of the user's may raise anything
-        return None
-
-
-def keep_rows(batch: Any, keep: Sequence[int], count: int) -> Any:
-    """Return the batch with only these of its `count` samples, in new tensors, or UncutError."""
-    if not _fits(batch, count, root=True):
-        raise UncutError(f"not every part has {count} rows")
-    return _cut(batch, list(keep), count, root=True)
-
-
 def subset(batch: Any, keep: Sequence[int], count: int) -> Any:
     """Keep only these samples. Tensors and lists whose leading size is not `count` stay whole."""
     recorded_call = isinstance(batch, Mapping) and OUTPUT_GRADIENT in batch
-    if not recorded_call and row_count(batch) == count:
-        return keep_rows(batch, keep, count)
+    if not recorded_call and samples_in(batch) == count:
+        return _cut(batch, list(keep), count, root=True)
 
     def has_rows(value: Any) -> bool:
         return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == count
@@ -227,7 +227,8 @@ def batch_without(batch: Any, rows: Collection[int]) -> Any | None:
     if min(bad) < 0 or max(bad) >= count:
         return None
     try:
-        return keep_rows(batch, [row for row in range(count) if row not in bad], count)
+        keep = [row for row in range(count) if row not in bad]
+        return _cut(batch, keep, count, root=True)
     except Exception:
         # a container class of the user's that cannot be copied, or refuses other sizes
         return None
@@ -303,7 +304,7 @@ def _cut(value: Any, keep: list[int], count: int, *, root: bool = False) -> Any:
     if is_array(value):
         return value[keep] if value.ndim else value
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        raise UncutError(f"a {type(value).__name__} cannot be changed")
+        raise TypeError(f"a {type(value).__name__} cannot be changed")
     if not _is_plain_sequence(value):
         return with_children(value, lambda _, item: _cut(item, keep, count))
     layout = _layout(value, count, root)
@@ -445,7 +446,8 @@ def total_loss(output: Tensor | Mapping[str, Tensor]) -> Tensor:
 # --- Turn any tree of values into tensors plus JSON, and back: nothing read can execute code.
 
 
-SCALARS = (str, int, float, bool, type(None))
+SCALARS = (str, int, bool, type(None))
+"""What stands in JSON as it is."""
 DEEPEST_TREE = 64
 """Containers inside containers; deeper ones are refused, in both directions."""
 
@@ -488,18 +490,19 @@ def tree_to_json(
     """
     if depth > DEEPEST_TREE:
         raise NotPlainError(f"{name} is nested deeper than {DEEPEST_TREE} levels.")
-    parameters: Mapping[int, str] = {}
-    if known is not None:
-        parameters = known.parameters
+    if type(value) in SCALARS:
+        return value
+    if type(value) is float:
+        # JSON has neither NaN nor Inf, and repr keeps every bit of a float.
+        return {"float": repr(value)}
+    known = known or KnownTensors()
+    parameters = known.parameters
     if isinstance(value, Tensor):
         if id(value) in parameters:
             return {"parameter": parameters[id(value)]}
-        if known is not None:
-            _, name = known.seen.setdefault(id(value), (value, name))
+        _, name = known.seen.setdefault(id(value), (value, name))
         tensors[name] = value.detach()
         return {"tensor": name, "requires_grad": value.requires_grad, "device": value.device.type}
-    if type(value) in SCALARS:
-        return _scalar_to_json(value)
 
     def below(key: Any, item: Any) -> Any:
         shown = key
@@ -508,7 +511,10 @@ def tree_to_json(
         return tree_to_json(item, tensors, f"{name}/{shown}", depth + 1, known=known)
 
     if isinstance(value, Mapping):
-        items = [[_key(key, name, parameters), below(key, item)] for key, item in value.items()]
+        items = []
+        for key, item in value.items():
+            _refuse_key(key, name, parameters)
+            items.append([tree_to_json(key, tensors, name, known=known), below(key, item)])
         return {"mapping": items, "attributes": type(value) is not dict}
     if isinstance(value, list | tuple | deque) or is_record(value):
         return _sequence_to_json(value, below)
@@ -523,46 +529,23 @@ def tree_to_json(
     )
 
 
-def _sequence_to_json(value: Any, below: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    if is_record(value) or hasattr(value, "_fields"):
-        fields = [[key, below(key, item)] for key, item in children(value)]
-        kind = "named"
-        if is_record(value):
-            kind = "fields"
-        return {kind: fields, "type": type(value).__name__}
+def _sequence_to_json(value: Any, below: Callable[[Any, Any], Any]) -> Any:
+    named = hasattr(value, "_fields")
+    if named or is_record(value):
+        return {
+            "fields": [[key, below(key, item)] for key, item in children(value)],
+            "named": named,
+        }
     entries = [below(index, item) for index, item in enumerate(value)]
     if isinstance(value, deque):
         return {"deque": entries, "most": value.maxlen}
-    return {"list" if isinstance(value, list) else "tuple": entries}
+    return entries if isinstance(value, list) else {"tuple": entries}
 
 
-def _key(key: Any, name: str, parameters: Mapping[int, str]) -> Any:
-    if isinstance(key, str):
-        return key
-    if isinstance(key, Tensor) and id(key) in parameters:
-        return {"parameter": parameters[id(key)]}
-    if type(key) in SCALARS:
-        return _scalar_to_json(key)
-    kind = type(key).__name__
-    raise NotPlainError(f"{name} has a {kind} as a key; only plain values can be kept.")
-
-
-def _scalar_to_json(value: Any) -> dict[str, Any]:
-    # JSON has neither NaN nor Inf, and repr keeps every bit of a float.
-    spelled = value
-    if isinstance(value, float):
-        spelled = repr(value)
-    return {"value": spelled, "kind": type(value).__name__}
-
-
-def _scalar_from_json(structure: dict[str, Any]) -> Any:
-    value = structure["value"]
-    if structure.get("kind") != "float":
-        return value
-    # The one NaN object of the module: containers compare it by identity.
-    if math.isnan(float(value)):
-        return math.nan
-    return float(value)
+def _refuse_key(key: Any, name: str, parameters: Mapping[int, str]) -> None:
+    if type(key) not in (*SCALARS, float) and id(key) not in parameters:
+        kind = type(key).__name__
+        raise NotPlainError(f"{name} has a {kind} as a key; only plain values can be kept.")
 
 
 def tree_from_json(
@@ -588,32 +571,36 @@ class Refill:
 
         `like`: the parameter that the value belongs to; a tensor that is made goes where that is.
         """
+        if isinstance(structure, list):
+            items = self._items(live, structure, like)
+            if type(live) is not list:
+                return items
+            live[:] = items
+            return live
+        if not isinstance(structure, dict):
+            return structure
+        if "float" in structure:
+            number = float(structure["float"])
+            # The one NaN object of the module: containers compare it by identity.
+            return math.nan if math.isnan(number) else number
         if "tensor" in structure:
             return self._tensor(live, structure, like)
         if "parameter" in structure:
             return self._parameters[structure["parameter"]]
-        if "value" in structure:
-            return _scalar_from_json(structure)
         if "array" in structure:
             array = self.value(None, structure["array"]).numpy()
             return array[()] if structure.get("number") else array
         if "mapping" in structure:
             return self._mapping(live, structure, like)
-        if "named" in structure or "fields" in structure:
+        if "fields" in structure:
             return self._record(live, structure, like)
         if "tuple" in structure:
             return tuple(self._items(live, structure["tuple"], like))
-        if "deque" in structure:
-            items = self._items(live, structure["deque"], like)
-            if type(live) is not deque or live.maxlen != structure["most"]:
-                return deque(items, maxlen=structure["most"])
-            live.clear()
-            live.extend(items)
-            return live
-        items = self._items(live, structure["list"], like)
-        if type(live) is not list:
-            return items
-        live[:] = items
+        items = self._items(live, structure["deque"], like)
+        if type(live) is not deque or live.maxlen != structure["most"]:
+            return deque(items, maxlen=structure["most"])
+        live.clear()
+        live.extend(items)
         return live
 
     def _tensor(self, live: Any, structure: Any, like: Tensor | None) -> Tensor:
@@ -639,14 +626,10 @@ class Refill:
         return made
 
     def _mapping(self, live: Any, structure: Any, like: Tensor | None) -> Any:
-        saved: dict[Any, Any] = {}
-        for key, item in structure["mapping"]:
-            saved[key if isinstance(key, str) else self.value(None, key)] = item
+        saved = {self.value(None, key): item for key, item in structure["mapping"]}
         if not isinstance(live, MutableMapping):
-            live = {}
-            if structure.get("attributes"):
-                live = Attributed()
-        for key in [key for key in live if key not in saved]:
+            live = Attributed() if structure.get("attributes") else {}
+        for key in live.keys() - saved.keys():
             del live[key]
         for key, item in saved.items():
             live[key] = self.value(live.get(key), item, like)
@@ -654,26 +637,25 @@ class Refill:
 
     def _record(self, live: Any, structure: Any, like: Tensor | None) -> Any:
         """Return a named tuple or a dataclass: a look-alike where no live one shows the class."""
-        named = "named" in structure
         fields: dict[str, Any] = {}
-        for name, item in structure["named" if named else "fields"]:
+        for name, item in structure["fields"]:
             if not str(name).isidentifier() or str(name).startswith("_"):
                 raise ValueError(f"{name!r} is not a name of a field")
             fields[str(name)] = self.value(getattr(live, name, None), item, like)
-        if named and isinstance(live, tuple) and hasattr(live, "_replace"):
-            return live._replace(**fields)
-        if not named and is_record(live):
-            return dataclasses.replace(live, **fields)
-        if named:
+        if structure["named"]:
+            if isinstance(live, tuple) and hasattr(live, "_replace"):
+                return live._replace(**fields)
             return namedtuple("Batch", list(fields))(*fields.values())
+        if is_record(live):
+            return dataclasses.replace(live, **fields)
         return dataclasses.make_dataclass("Batch", list(fields))(*fields.values())
 
     def _items(self, live: Any, saved: list[Any], like: Tensor | None) -> list[Any]:
-        before = []
+        before: Sequence[Any] = ()
         if type(live) in (list, tuple, deque):
-            before = list(live)[: len(saved)]
-        before += [None] * (len(saved) - len(before))
-        return [self.value(one, item, like) for one, item in zip(before, saved, strict=True)]
+            before = list(live)
+        pairs = itertools.zip_longest(before[: len(saved)], saved)
+        return [self.value(one, item, like) for one, item in pairs]
 
 
 def in_containers_of(live: Any, value: Any) -> Any:

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -72,27 +75,35 @@ class BufferKeeper:
         """Where each buffer is registered. It may be None, and one tensor may have several."""
         self._statistics: list[tuple[nn.Module, str, Tensor | None]] = []
         self._copies: dict[int, _Copy] = {}
-        self._count = -1
+        self._modules: list[nn.Module] = []
+        """Every module below the roots, listed again where modules have come, gone or changed."""
+        self._children: list[dict[str, nn.Module | None]] = []
+        self._listed: list[nn.Module | None] = []
+        self._registers: list[dict[str, Tensor | None]] = []
+        self._registered: list[Tensor | None] = []
         self._marked: list[Tensor] = []
         self._marks: list[int] = []
         self._attributes = AttributeKeeper()
 
     def remember(self) -> None:
         """Take the present values, by in-place copies into memory that is allocated once."""
-        modules = self._modules()
-        self._attributes.remember(modules)
-        if not self._registered_otherwise(modules):
-            stale = [c for c in self._copies.values() if c.always or c.moved]
+        otherwise = self._registered_otherwise()
+        self._attributes.remember(self._modules)
+        if otherwise:
+            self._start_over()
+        elif self._copies:
+            stale = [c for c in self._copies.values() if c.always or c.live._version != c.version]
             if stale:
                 foreach_copy_([c.saved for c in stale], [c.live.detach() for c in stale])
             for copy in stale:
                 copy.version = copy.live._version
-            return
-        self._start_over(modules)
 
-    def _start_over(self, modules: list[nn.Module]) -> None:
-        self._places = [(m, key, buffer) for m in modules for key, buffer in m._buffers.items()]
-        self._count = len(self._places)
+    def _start_over(self) -> None:
+        self._places = []
+        for module in self._modules:
+            self._places += [(module, key, buffer) for key, buffer in module._buffers.items()]
+        self._registers = [module._buffers for module in self._modules]
+        self._registered = [buffer for _, _, buffer in self._places]
         self._statistics = [place for place in self._places if keeps_statistics(place[0])]
         self._copies = {}
         for owner, _, buffer in self._places:
@@ -105,6 +116,11 @@ class BufferKeeper:
             saved = buffer.detach().clone()
             self._copies[id(buffer)] = _Copy(buffer, saved, buffer._version, always, silent)
 
+    @property
+    def any(self) -> bool:
+        """Are there buffers at all, filled or not?"""
+        return bool(self._places)
+
     def statistics(self) -> list[Tensor]:
         """Return the running statistics of norm layers as they are, without walking the model."""
         live = [owner._buffers.get(key) for owner, key, _ in self._statistics]
@@ -113,6 +129,8 @@ class BufferKeeper:
     def mark(self) -> None:
         """Start observing for `norms_ran`."""
         self._marked = []
+        if not self._statistics:
+            return
         for _, _, buffer in self._statistics:
             # Inference tensors have no version counter.
             if buffer is not None and not buffer.is_floating_point() and not buffer.is_inference():
@@ -121,7 +139,7 @@ class BufferKeeper:
 
     def norms_ran(self) -> bool:
         """Has a norm layer run since `mark`? Its batch counter is written in place."""
-        return bool(written_since(self._marked, self._marks))
+        return bool(self._marked) and bool(written_since(self._marked, self._marks))
 
     def restore(self) -> None:
         """Go back to what `remember` took, the same tensor objects included."""
@@ -159,7 +177,7 @@ class BufferKeeper:
         """Has a forward pass changed anything since `remember`? Norm layers are presumed to."""
         if any(c.silent or c.moved for c in self._copies.values()):
             return True
-        return self._registered_otherwise(self._modules()) or self._attributes.moved()
+        return self._registered_otherwise() or self._attributes.moved()
 
     def as_remembered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors by name, with what `remember` took in place of every live buffer."""
@@ -180,7 +198,22 @@ class BufferKeeper:
             return buffer
         return copy.saved
 
-    def _modules(self) -> list[nn.Module]:
+    def _registered_otherwise(self) -> bool:
+        """Were buffers registered, removed or replaced since the places were listed?
+
+        Passes in C over what was listed then: a large model has thousands of modules.
+        """
+        listed = chain.from_iterable(map(dict.values, self._children))
+        as_listed = sum(map(len, self._children)) == len(self._listed)
+        if not self._modules or not as_listed or not all(map(is_, listed, self._listed)):
+            self._list_modules()
+            return True
+        if sum(map(len, self._registers)) != len(self._registered):
+            return True
+        registered = chain.from_iterable(map(dict.values, self._registers))
+        return not all(map(is_, registered, self._registered))
+
+    def _list_modules(self) -> None:
         """List every module once. `nn.Module.modules` takes several times as long."""
         found: list[nn.Module] = []
         waiting = list(self._roots)
@@ -192,13 +225,9 @@ class BufferKeeper:
             seen.add(id(module))
             found.append(module)
             waiting.extend(child for child in module._modules.values() if child is not None)
-        return found
-
-    def _registered_otherwise(self, modules: list[nn.Module]) -> bool:
-        """Were buffers registered, removed or replaced since the places were listed?"""
-        if sum(len(m._buffers) for m in modules) != self._count:
-            return True
-        return any(owner._buffers.get(key) is not buffer for owner, key, buffer in self._places)
+        self._modules = found
+        self._children = [module._modules for module in found]
+        self._listed = list(chain.from_iterable(map(dict.values, self._children)))
 
 
 def keeps_statistics(module: nn.Module) -> bool:
@@ -335,11 +364,16 @@ def _fill(live: Any, tree: Any) -> None:
             live[key] = value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def communication_hooks(model: nn.Module) -> dict[str, object]:
+def hooks_of(model: nn.Module) -> AttachedState:
+    """What the hooks remember that DDP calls with its gradients; other models have none."""
+    if not isinstance(model, DistributedDataParallel):
+        return AttachedState(dict)
+    return AttachedState(partial(communication_hooks, model))
+
+
+def communication_hooks(model: DistributedDataParallel) -> dict[str, object]:
     """States of the hooks that DDP calls with its gradients, by place and class."""
     found: dict[str, object] = {}
-    if not isinstance(model, DistributedDataParallel):
-        return found
     for number, (_, state) in enumerate(model._comm_hooks):
         if isinstance(state, (*ATOMS, dist.ProcessGroup)):
             continue
@@ -350,12 +384,6 @@ def communication_hooks(model: nn.Module) -> dict[str, object]:
         if all(_is_kept(value) or isinstance(value, dist.ProcessGroup) for value in values):
             found[f"{number}:{type(state).__name__}"] = state
     return found
-
-
-def averager(optimizer: Optimizer) -> dict[str, object]:
-    """What a wrapper around an optimizer averages weights with; it counts the steps."""
-    found = getattr(optimizer, "averager", None)
-    return {} if found is None else {"averager": found}
 
 
 # --- Parameters and buffers of one root module as named tensors, and back into the module.

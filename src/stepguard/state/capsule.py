@@ -44,9 +44,11 @@ from stepguard.tensors.names import named_modules
 # --- A bad step on disk: a run state plus a batch, as safetensors and JSON.
 
 
-SCHEMA = 2
-"""1 had a naming of its own for the state; 2 is a run state."""
+SCHEMA = 3
+
 NEEDED = ("step", "scale", "clip_norm", "reading", "rng", "verdict", "state")
+SMALL_FACTS = ("numbers", "groups")
+"""What of the state's facts a capsule without weights holds: counters and hyperparameters."""
 DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 """What decoding facts raises that this module never wrote."""
 LARGEST_FACTS = 1 << 25
@@ -63,6 +65,16 @@ class Capsule:
     folder: Path
     facts: dict[str, Any]
     tensors: dict[str, Tensor]
+    weights: SavedState | None = None
+    """The state of a checkpoint, for a capsule without weights; None: those of what is built."""
+
+    @property
+    def without_weights(self) -> dict[str, Any] | None:
+        """For a step above the limit: its `bytes`, and `checkpoint` and `step` of the weights."""
+        value = self.facts.get("without_weights")
+        if isinstance(value, dict):
+            return value
+        return None
 
     @property
     def build(self) -> str | None:
@@ -109,7 +121,7 @@ class Capsule:
         if batches is None:
             why = self.facts.get("left_out", "it was written with capsule='no-data'")
             raise CapsuleError(
-                f"{self.folder} holds no batch ({why}); it can be read but not run again."
+                f"{self.folder} holds no batch ({why}); it can be read but not replayed."
             )
         try:
             reading = from_jsonable(Reading, self.facts["reading"])
@@ -132,7 +144,8 @@ class Capsule:
             if prefix == "module" and root not in roots:
                 return f"there is no module {root!r}"
         try:
-            return RunState(roots, optimizer).misfit(self._state())
+            run = RunState(roots, optimizer)
+            return run.misfit(self._state(run))
         except DAMAGE as fault:
             raise self._unfilled(fault) from None
 
@@ -143,9 +156,10 @@ class Capsule:
             raise CapsuleError(f"the capsule does not fit what was built: {why_not}.")
         run = RunState(roots, optimizer)
         try:
-            run.put_back_modules(self._state())
-            if "groups" in self.facts["state"]:
-                run.put_back_optimizer(self._state())
+            state = self._state(run)
+            run.put_back_modules(state)
+            if "groups" in state.facts:
+                run.put_back_optimizer(state)
             resting = set(self.facts.get("resting", []))
             for name, module in named_modules(roots):
                 module.training = name not in resting
@@ -162,14 +176,27 @@ class Capsule:
         ]
 
     def saved_state(self) -> SavedState:
-        """The state before the bad step. Raises CapsuleError where the optimizer's is not in it."""
+        """The state before the bad step. Raises CapsuleError where it is not all in it."""
+        if self.without_weights is not None:
+            raise CapsuleError(
+                f"{self.folder} holds no weights: it was above GuardConfig.capsule_limit."
+            )
         if "groups" not in self.facts["state"]:
             why = self.facts["state"].get("optimizer_left_out", "it was not written")
             raise CapsuleError(f"{self.folder} holds no optimizer state: {why}")
-        return self._state()
-
-    def _state(self) -> SavedState:
         return SavedState(self.tensors, self.facts["state"])
+
+    def _state(self, run: RunState) -> SavedState:
+        """What goes into these objects: hyperparameters are the capsule's in any case."""
+        own = SavedState(self.tensors, self.facts["state"])
+        if self.without_weights is None:
+            return own
+        weights = self.weights
+        if weights is None:
+            weights = run.gather_modules()
+            if "groups" in own.facts:
+                weights.facts.update(run.gather_optimizer(weights.tensors))
+        return SavedState({**weights.tensors, **own.tensors}, {**weights.facts, **own.facts})
 
     def _unfilled(self, fault: Exception) -> CapsuleError:
         return CapsuleError(f"{self.folder} is damaged: its state cannot be filled in ({fault}).")
@@ -195,19 +222,24 @@ def write_capsule(
     build: str | None,
     keep: Literal["full", "no-data"],
     limit_bytes: int,
-) -> bool:
-    """Write the step; False if it is larger than the limit (then nothing is written)."""
+    checkpoint: Mapping[str, Any],
+) -> int:
+    """Write the step; returns the bytes that all of it takes.
+
+    Above the limit, parameters, buffers and optimizer state are left out, and the `checkpoint` is
+    named that a replay takes them from: `checkpoint`, `step` and `rank`; empty: there is none.
+    """
     roots = step.named_roots()
     run = RunState(roots, step.optimizer)
     state = run.gather_modules()
-    tensors = state.tensors
     of_optimizer: dict[str, Tensor] = {}
     try:
         state.facts.update(run.gather_optimizer(of_optimizer))
-        tensors.update(of_optimizer)
+        state.tensors.update(of_optimizer)
     except StateError as why:
         # Without the optimizer a step can still be run again.
         state.facts["optimizer_left_out"] = str(why)
+    tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {
         "schema": SCHEMA,
         "step": step.index,
@@ -233,10 +265,22 @@ def write_capsule(
             tensors.update(of_batches)
         except NotPlainError as why:
             facts["left_out"] = str(why)
-    if _size(tensors) > limit_bytes:
-        return False
-    write_facts(folder, "capsule.json", facts, tensors)
-    return True
+    data = _size(tensors)
+    size = data + _size(state.tensors)
+    if data > limit_bytes:
+        raise CapsuleError(
+            f"batch and random numbers alone take {data} bytes, GuardConfig.capsule_limit allows "
+            f"{limit_bytes}"
+        )
+    if size > limit_bytes:
+        facts["without_weights"] = {"bytes": size, **checkpoint}
+        facts["state"] = {key: state.facts[key] for key in SMALL_FACTS if key in state.facts}
+        # a learning rate may be a tensor
+        state.tensors = {
+            name: tensor for name, tensor in state.tensors.items() if name.startswith("group/")
+        }
+    write_facts(folder, "capsule.json", facts, {**state.tensors, **tensors})
+    return size
 
 
 def write_facts(
@@ -352,14 +396,10 @@ def _read_files(
     except Exception as fault:
         raise CapsuleError(f"{folder} cannot be read: {fault}") from None
     found = facts.get("schema") if isinstance(facts, dict) else facts
-    if not isinstance(found, int) or found > SCHEMA:
+    if found != SCHEMA:
         raise CapsuleError(
-            f"{folder} has schema {found!r}; this stepguard reads up to {SCHEMA}: upgrade it."
-        )
-    if found < SCHEMA:
-        raise CapsuleError(
-            f"{folder} has schema {found}, of an earlier stepguard; this one reads {SCHEMA}: "
-            "replay it with the version that wrote it."
+            f"{folder} has schema {found!r}; this stepguard reads {SCHEMA}: upgrade it, or replay "
+            "with the version that wrote it."
         )
     for key in NEEDED:
         if key not in facts:

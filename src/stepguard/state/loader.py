@@ -407,7 +407,7 @@ class ResumableLoader:
         epoch, first = stretch[0]
         last = stretch[-1][1]
         which = f"batch {first}" if first == last else f"batches {first}-{last}"
-        line = f"passing over {which} of pass {epoch}: left out before"
+        line = f"skipping {which} of pass {epoch}: dropped before"
         # A dict keeps the order and names each cause once.
         causes = dict.fromkeys(self._skipped[place][0] for place in stretch)
         causes.pop("", None)

@@ -506,6 +506,8 @@ class AttributeKeeper:
     def remember(self, modules: list[nn.Module]) -> None:
         """Take the present values of these modules, and of no others."""
         now = None
+        if modules is self._modules and not self._owns:
+            return
         if len(modules) == len(self._modules) and all(map(is_, modules, self._modules)):
             now = self._now()
         if now is not None:
@@ -515,7 +517,7 @@ class AttributeKeeper:
             for kept in self._inside.values():
                 kept.refresh(seen)
             return
-        self._modules = list(modules)
+        self._modules = modules
         self._scope = Scope()
         self._inside = {}
         # A layer of torch keeps all it remembers in parameters and buffers.

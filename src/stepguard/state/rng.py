@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,14 +23,40 @@ class RngState:
     numpy: Any
 
 
+TWISTER = 625 * 4
+"""Bytes of a Mersenne twister: its key and its position."""
+_numpy_read: list[tuple[bytes, Any]] = [(b"", None)]
+"""Memory of numpy's global generator when it was last read, and the state that was read."""
+
+
+def _numpy_state(numpy: Any) -> Any:
+    """numpy takes longer to read its state than the rest of a step's capture, and most steps draw
+    nothing from it: the memory of the generator shows that without a read.
+    """
+    generator = numpy.random.mtrand._rand._bit_generator
+    if type(generator) is not numpy.random.MT19937:
+        return numpy.random.get_state()
+    memory = ctypes.string_at(generator.ctypes.state_address, TWISTER)
+    before, state = _numpy_read[0]
+    # a cached normal number (the fourth entry) can be drawn without touching this memory
+    if memory != before or state[3]:
+        state = numpy.random.get_state()
+        _numpy_read[0] = (memory, state)
+    return state
+
+
 def capture_rng() -> RngState:
     """Remember every generator; numpy's only if the program has imported it."""
     numpy = sys.modules.get("numpy")
+    # Reading the states of an unused accelerator would initialise it.
+    devices: tuple[torch.Tensor, ...] = ()
+    if torch.accelerator.is_available():
+        devices = _accelerator_states()
     return RngState(
         cpu=torch.get_rng_state(),
-        devices=_accelerator_states(),
+        devices=devices,
         python=random.getstate(),
-        numpy=None if numpy is None else numpy.random.get_state(),
+        numpy=None if numpy is None else _numpy_state(numpy),
     )
 
 
@@ -56,18 +83,14 @@ def kept_rng() -> Iterator[None]:
 
 def _accelerator() -> Any:
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return None
+    assert accelerator is not None
     return torch.get_device_module(accelerator)
 
 
 def _accelerator_states() -> tuple[torch.Tensor, ...]:
-    """Return the generators of the accelerator, if there is one and it was used."""
-    module = _accelerator() if torch.accelerator.is_available() else None
-    if module is None or not hasattr(module, "get_rng_state_all"):
-        return ()
-    # Reading the states of an unused accelerator would initialise it.
-    if not getattr(module, "is_initialized", bool)():
+    """Return the generators of the accelerator, if it was used."""
+    module = _accelerator()
+    if not hasattr(module, "get_rng_state_all") or not getattr(module, "is_initialized", bool)():
         return ()
     return tuple(module.get_rng_state_all())
 

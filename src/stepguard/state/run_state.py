@@ -8,7 +8,6 @@ goes by the parameter's name, so that the order of parameters does not matter.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -265,17 +264,14 @@ class OptimizerState:
                 state[parameter] = refill.value(state.get(parameter, {}), slots[name], parameter)
             elif name in trained:
                 state.pop(parameter, None)
-        # A checkpoint of an earlier version does not mention them.
-        if "shared" in facts:
-            shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-            for key in shared:
-                del state[key]
-            state.update(refill.value(shared, facts["shared"]))
-            self._refill_attributes(facts, refill)
-        inside = facts.get("inner", {})
+        shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        for key in shared:
+            del state[key]
+        state.update(refill.value(shared, facts["shared"]))
+        self._refill_attributes(facts, refill)
         for path, inner in self._inner.items():
-            if path in inside:
-                inner._refill(inside[path], refill)
+            if path in facts["inner"]:
+                inner._refill(facts["inner"][path], refill)
         self.put_back_groups(facts["groups"], refill)
 
     def _refill_attributes(self, facts: Mapping[str, Any], refill: Refill) -> None:
@@ -290,7 +286,7 @@ class OptimizerState:
             elif not found and key in self._first and now != self._first[key]:
                 own[key] = refill.value(own[key], self._first[key])
         for key, structure in saved.items():
-            if "generator" in structure:
+            if isinstance(structure, dict) and "generator" in structure:
                 own[key].set_state(refill.value(None, {"tensor": structure["generator"]}))
             else:
                 own[key] = refill.value(own.get(key), structure)
@@ -452,8 +448,6 @@ class SavedState:
     facts: dict[str, Any]
     parts: dict[str, TensorPart] = field(default_factory=dict)
     """Tensors of which this rank holds a part, and which part that is."""
-    moment: int | None = None
-    """Counts the states that were gathered in this process; None for one from a file."""
 
     def below(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors whose names begin with the prefix, without it."""
@@ -497,51 +491,17 @@ class RunState:
         self._optimizer_state = OptimizerState(optimizer, self._names)
         self._optimizers = 0
         """Optimizers that this run has had before the present one."""
-        self._parameters: dict[str, weakref.ref[Tensor]] = {}
-        """Every parameter when the state was last gathered, by its name in the state."""
-        self._moment = 0
-        self._replaced: dict[str, tuple[int, int]] = {}
-        """Parameters that another object has replaced: the first moment that shows it, and how many
-        optimizers had been replaced by then."""
 
     def adopt(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
         """Another optimizer trains from now on, perhaps with other parts of the model.
 
-        An earlier state still gives weights to go back to; the optimizer then begins afresh.
+        A rewind does not go back to states from before: the loop may have replaced parts of the
+        model together with it.
         """
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._optimizer_state = OptimizerState(optimizer, self._names)
         self._optimizers += 1
-        self._note_replaced_parameters()
-
-    def _note_replaced_parameters(self) -> None:
-        """Notice parameters that are other objects than the last time."""
-        self._moment += 1
-        now = {prefix + name: parameter for prefix, name, parameter in self._names.below()}
-        for name, known in self._parameters.items():
-            if name in now and known() is not now[name]:
-                self._replaced[name] = (self._moment, self._optimizers)
-        self._parameters = {name: weakref.ref(parameter) for name, parameter in now.items()}
-
-    def before_adoption(self, saved: SavedState) -> bool:
-        """Was another optimizer at work then?"""
-        return int(saved.facts.get("optimizers", 0)) != self._optimizers
-
-    def _of_module(self, saved: SavedState, prefix: str, own_only: bool) -> dict[str, Tensor]:
-        """Return what was saved of a module; for a rewind without what was replaced since."""
-        stored = saved.below(prefix)
-        if not own_only:
-            return stored
-        for name in list(stored):
-            moment, optimizers = self._replaced.get(prefix + name, (0, 0))
-            if saved.moment is not None:
-                since = moment > saved.moment
-            else:
-                since = optimizers > int(saved.facts.get("optimizers", 0))
-            if since:
-                del stored[name]
-        return stored
 
     # --- gathering
 
@@ -554,8 +514,6 @@ class RunState:
         facts = saved.facts
         facts.update(self.gather_optimizer(tensors))
         facts["optimizers"] = self._optimizers
-        self._note_replaced_parameters()
-        saved.moment = self._moment
         facts["scheduler"] = _to_saved(self._scheduler, tensors, "scheduler")
         # Scale and growth counter as they are on the device; there are none before the first use.
         live = None
@@ -616,22 +574,18 @@ class RunState:
         is finite.
         """
         for prefix, root in self._modules.items():
-            stored = self._of_module(saved, prefix, own_only)
-            why = module_misfit(prefix, root, stored, may_lack=own_only)
+            why = module_misfit(prefix, root, saved.below(prefix), may_lack=own_only)
             if why:
                 return why
         if "groups" not in saved.facts:
             return ""
+        if own_only and saved.facts.get("optimizers", 0) != self._optimizers:
+            return "another optimizer was at work then"
         trained = {name: p for p, name in self._names.of(self._optimizer)}
         before = {name for group in saved.facts["groups"] for name in group["params"]}
         odd = before ^ set(trained)
         if own_only:
             odd = before - set(trained)
-            if self.before_adoption(saved):
-                odd = set()
-                before = set()
-                for prefix in self._modules:
-                    before.update(self._of_module(saved, prefix, own_only))
             for name in sorted(trained.keys() - before):
                 if not is_finite(trained[name]):
                     return f"{name} was added since and is not finite"
@@ -659,9 +613,6 @@ class RunState:
         if why:
             raise StateError(f"the saved state does not fit: {why}.")
         self.put_back_modules(saved, own_only=own_only)
-        if own_only and self.before_adoption(saved):
-            self._optimizer.state.clear()
-            return []
         self._optimizers = int(saved.facts.get("optimizers", 0))
         trouble = self.put_back_optimizer(saved)
         _from_saved(self._scheduler, saved.facts["scheduler"], saved.tensors)
@@ -692,7 +643,7 @@ class RunState:
             for name, _ in root.named_buffers():
                 if name.rpartition(".")[0] in left[prefix]:
                     skipped.add(name)
-            stored = self._of_module(saved, prefix, own_only)
+            stored = saved.below(prefix)
             fill_module(root, {name: t for name, t in stored.items() if name not in skipped})
         self._counters.put_back(tree_from_json(saved.facts["numbers"], {}), left)
 
@@ -702,7 +653,7 @@ class RunState:
         facts = {
             "slots": saved.facts["optimizer"],
             "groups": saved.facts["groups"],
-            **saved.facts.get("optimizer_more", {}),
+            **saved.facts["optimizer_more"],
         }
         return self._optimizer_state.put_back(facts, saved.tensors)
 

@@ -113,7 +113,7 @@ class Ring:
             [buffers[n] for n in names], [state.tensors[n] for n in names], non_blocking=True
         )
         self._serial += 1
-        kept = SavedState(buffers, state.facts, state.parts, state.moment)
+        kept = SavedState(buffers, state.facts, state.parts)
         snapshot = Snapshot(step, self._serial, kept, watched_from=step)
         self.snapshots.append(snapshot)
         return snapshot

@@ -42,6 +42,7 @@ __all__ = [
     "fsdp1_group",
     "fsdp2_groups",
     "graphs_compiled",
+    "grouped_tensors",
     "next_sequence_number",
     "no_dispatch_modes",
     "observe_functions",
@@ -76,6 +77,8 @@ foreach_norm = torch._foreach_norm
 foreach_max = torch._foreach_max
 foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
+# Lists of tensors by device and dtype, in C++.
+grouped_tensors: Any = torch._C._group_tensors_by_device_and_dtype
 
 ATTRIBUTES = {
     "Tensor._version": "count of in-place writes; tells that a tensor changed without reading it",
@@ -96,7 +99,7 @@ ATTRIBUTES = {
     "LRScheduler._last_lr": "the rates that a schedule has set last",
     "SequentialLR._schedulers": "schedules inside a schedule",
     "DistributedDataParallel._comm_hooks": "the hooks of a model, with what they remember",
-    "Join._joinables": "the models that uneven inputs are for",
+    "Joinable._join_config": "tells whether a rank may run out of data before the others",
     "OpOverload._schema": "name and arguments of an operation in a dispatch mode",
     "Optimizer._opt_called": "written by schedules, not a part of the state",
     "GradScaler._get_scale_async": "the scale as a tensor: get_scale() waits for the device",

@@ -37,7 +37,7 @@ def test_fires_with_the_numbers() -> None:
     )
     reading: dict[str, Any] = {}
     said = " | ".join(found("SG103", where, **reading).evidence)
-    for fragment in ("1e+38", "1.5", "3.40282e+38, the largest float32", "sample 2"):
+    for fragment in ("1e+38", "1.5", "3.403e+38, the largest float32", "sample 2"):
         assert fragment in said
 
 

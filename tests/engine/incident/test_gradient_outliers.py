@@ -82,7 +82,7 @@ def test_note_names_the_parameter_and_changes_nothing(mode: str, tmp_path: Path)
     assert difference(state_of(at), state_of(plain)) == ""
     (said,) = [n for n in read_run(tmp_path).notes if n.get("kind") == "outlier"]
     assert said["step"] == AT and "2.bias" in said["summary"] and "2.weight" not in said["summary"]
-    assert "told, nothing done" in said["summary"]
+    assert "reported, nothing done" in said["summary"]
 
 
 def test_first_steps_say_nothing(tmp_path: Path) -> None:

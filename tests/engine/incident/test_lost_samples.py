@@ -249,7 +249,9 @@ def shard(
             if guard.steps == 1 and not restarts:
                 assert guard.save() is not None
         incidents = len(guard.incidents)
-    said = [n["summary"] for n in read_run(folder).notes if "passing over" in str(n.get("summary"))]
+    said = [
+        n["summary"] for n in read_run(folder).notes if "skipping batch" in str(n.get("summary"))
+    ]
     return seen, said, incidents
 
 
@@ -262,7 +264,7 @@ def test_bad_shard_is_passed_over_after_a_restart(tmp_path: Path) -> None:
         restarts=True, folder=tmp_path, data=loader(*BAD_SHARD, shuffle=False)
     )
     assert seen == ["images/8.png", "images/32.png", "images/40.png"] and incidents == 0
-    assert said == ["passing over batches 2-3 of pass 0: left out before as SG101"]
+    assert said == ["skipping batches 2-3 of pass 0: dropped before as SG101"]
 
 
 def test_batch_that_holds_other_rows_now_is_delivered(tmp_path: Path) -> None:

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import stepguard
-from engine.parts import step_of
 from guard.scenes import quiet
 from stepguard import Guard, Incident
-from stepguard.locate import locate
 from stepguard.locate.samples import outlying_rows
-from stepguard.records import Reading, Sink
+from stepguard.records import Sink
 from stepguard.records.incident import Origin
 from stepguard.tensors.torch_private import LoaderIterator
 
@@ -125,7 +123,7 @@ def test_target_that_the_model_never_sees_is_found_in_the_delivered_batch() -> N
     x, y = table(4)
     y[BAD] = 3e6
     spikes = guarded(Rows(x, y, as_pair), watched=True, told=False)
-    assert any(f"(row {BAD}) reaches 3e+06 in batch tensor 2 of 2" in line for line in spikes)
+    assert any(f"(row {BAD}) reaches 3000000 in batch tensor 2 of 2" in line for line in spikes)
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -134,7 +132,7 @@ def test_rows_are_known_without_a_loader_given_to_the_guard(watched: bool) -> No
     y[BAD] = 3e6
     plain = dict(vars(LoaderIterator))
     spikes = guarded(Rows(x, y, as_pair), watched=watched, told=False, given=False)
-    assert any(f"(row {BAD}) reaches 3e+06" in line for line in spikes)
+    assert any(f"(row {BAD}) reaches 3000000" in line for line in spikes)
     assert dict(vars(LoaderIterator)) == plain
 
 
@@ -223,40 +221,3 @@ def test_graph_names_the_tensor_and_no_sample() -> None:
     found = found_in({"nodes": nodes, "edges": torch.zeros(2, 90, dtype=torch.long)})
     assert found is not None
     assert (found.tensor, found.samples) == ("batch:nodes", ())
-
-
-def spiked(rare: float) -> tuple[Origin, int]:
-    """A step of token sequences, one of which holds a rare token, and how often the loss ran."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(24, 1))
-    with torch.no_grad():
-        model[0].weight[49] = rare  # type: ignore[operator]
-    tokens = torch.randint(40, (16, 6))
-    tokens[11, 2] = 49
-    calls = [0]
-
-    def loss_fn(batch: Tensor) -> Tensor:
-        calls[0] += 1
-        loss: Tensor = model(batch).pow(2).mean()
-        return loss
-
-    step = step_of(tokens, model=model, loss_fn=loss_fn)
-    reading = Reading(step=0, loss=loss_fn(tokens).item(), grads_finite=True)
-    before = [p.detach().clone() for p in model.parameters()]
-    origin = locate(step, reading)
-    assert all(map(torch.equal, before, model.parameters()))
-    assert all(p.grad is None for p in model.parameters())
-    return origin, calls[0]
-
-
-def test_sample_whose_values_do_not_stand_out_is_found_by_parts_of_the_batch() -> None:
-    origin, calls = spiked(1e4)
-    assert (origin.phase, origin.samples) == ("input", (11,))
-    with_it, without = origin.evidence.loss_with, origin.evidence.loss_without
-    assert with_it is not None and without is not None and without < 0.1 * with_it
-    assert calls <= 12
-
-
-def test_parts_of_a_batch_that_are_all_alike_name_no_sample() -> None:
-    origin, _ = spiked(1.0)
-    assert (origin.phase, origin.samples) == ("optimizer", ())

@@ -13,9 +13,10 @@ from engine.parts import incident_of, origin_of, step_of
 from guard.scenes import batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
-from stepguard.engine.incident.situation import SituationReader
+from stepguard.engine.incident.situation import Decider
 from stepguard.engine.recover.rewind import PastAttempts
 from stepguard.judge.decide import Situation
+from stepguard.ranks.one_decision import OneDecision
 from stepguard.records import Evidence, Incident, Origin, Reading, Verdict
 
 DATA = batches(4)
@@ -40,7 +41,8 @@ def _situation(
 ) -> Situation:
     context, rewinder = guard._context, guard._rewinder
     anomalies = AnomalyCheck(context, rewinder, clips_itself=True)
-    reader = SituationReader(context, rewinder, anomalies, reruns=True)
+    ranks = OneDecision(context.agreement, [])
+    decider = Decider(context, rewinder, anomalies, ranks, lambda *_: origin_of(), reruns=True)
     found = incident_of(reading=Reading(step=0, **reading), origin=origin)
     incident = Incident(
         id=found.id,
@@ -49,7 +51,7 @@ def _situation(
         reading=found.reading,
         origin=origin,
     )
-    return reader.situation(incident, step_of(batch or DATA[0]), committed=committed)
+    return decider._answer(incident, step_of(batch or DATA[0]), committed).situation
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,7 @@ def test_loss_of_a_watched_loop_is_not_tried() -> None:
 
 
 def test_no_time_left_is_said() -> None:
-    class Never(stepguard.locate.replay_state.LocateBudget):
+    class Never(stepguard.locate.replay.LocateBudget):
         def affords(self, steps: float) -> bool:
             return False
 

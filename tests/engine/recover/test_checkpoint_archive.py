@@ -40,8 +40,8 @@ def _state(guard: Guard) -> SavedState:
 
 def test_state_that_was_saved_is_read_back_by_its_step(guard: Guard) -> None:
     guard._context.step = 3
-    path = _archive(guard).save(_state(guard))
-    assert path is not None and path.name == "step-3"
+    path = _archive(guard).write(3, _state(guard), [{}])
+    assert isinstance(path, Path) and path.name == "step-3"
     assert _archive(guard).steps() == [3]
     read = _archive(guard).read(3)
     weight = next(iter(guard._context.model.parameters()))
@@ -51,7 +51,7 @@ def test_state_that_was_saved_is_read_back_by_its_step(guard: Guard) -> None:
 
 def test_checkpoints_of_another_run_and_of_later_steps_are_not_rewound_to(guard: Guard) -> None:
     guard._context.step = 3
-    _archive(guard).save(_state(guard))
+    _archive(guard).write(3, _state(guard), [{}])
     guard._context.step = 2
     assert _archive(guard).steps() == []
     guard._context.step = 3
@@ -61,7 +61,7 @@ def test_checkpoints_of_another_run_and_of_later_steps_are_not_rewound_to(guard:
 
 def test_state_that_is_not_called_good_is_kept_but_not_rewound_to(guard: Guard) -> None:
     guard._context.step = 3
-    assert _archive(guard).offer(3, _state(guard), "the run has diverged")
+    assert _archive(guard).write(3, _state(guard), [{}], "the run has diverged", later=True)
     _archive(guard).background.wait()
     assert [entry.step for entry in _archive(guard).store.list()] == [3]
     assert _archive(guard).steps() == []
@@ -81,14 +81,14 @@ def test_disk_that_refuses_is_told_and_costs_the_checkpoint_only(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Store, "save", refuse)
-    assert _archive(guard).save(_state(guard)) is None
+    assert _archive(guard).write(3, _state(guard), [{}]) is None
     assert "NOT saved" in (tmp_path / "journal.jsonl").read_text()
 
 
 def test_parts_of_all_ranks_go_into_one_state(guard: Guard) -> None:
     state = SavedState({}, {})
     parts = [
-        {"facts": {"rng": {"rank": rank}, "loader": None}, "tensors": {f"rng/{rank}/x": DATA[0][0]}}
+        {"facts": {"rng": {"rank": rank}}, "tensors": {f"rng/{rank}/x": DATA[0][0]}}
         for rank in (0, 1)
     ]
     _archive(guard).complete(state, parts)

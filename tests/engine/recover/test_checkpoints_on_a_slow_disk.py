@@ -18,14 +18,14 @@ def test_snapshot_that_is_being_written_is_given_back_after_others_were_refused(
     written: list[int] = []
     busy = [False]
 
-    def offer(self: Background, step: int, *state: object, **facts: object) -> bool:
+    def offer_job(self: Background, step: int, job: object) -> bool:
         if busy[0]:
             return False
         busy[0] = True
         written.append(step)
         return True
 
-    monkeypatch.setattr(Background, "offer", offer)
+    monkeypatch.setattr(Background, "offer_job", offer_job)
     monkeypatch.setattr(Background, "idle", lambda self: not busy[0])
     model = plain_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

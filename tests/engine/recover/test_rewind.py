@@ -201,7 +201,7 @@ def test_step_that_failed_by_chance_is_run_again_and_nothing_shows(optimizer: st
 def test_step_that_fails_again_is_skipped_and_not_run_a_third_time() -> None:
     at = scene()
     with Guard(at.model, at.optimizer, config=config(locate=True)) as guard:
-        guard._driver.transaction._find = lambda step, reading: Origin(
+        guard._driver.transaction._decider._find = lambda step, reading: Origin(
             step=step.index, phase="loss", reproduced=False
         )
         results = [
@@ -279,7 +279,7 @@ def test_data_that_keeps_failing_never_costs_good_weights() -> None:
     at, reference = scene(), scene()
     at.model[3].p = reference.model[3].p = 0.0
     steps = grouped([*DATA[:16], *[ruined(DATA[0])] * 40], 1)
-    with pytest.raises(TrainingHalted, match="were left out"):
+    with pytest.raises(TrainingHalted, match="were dropped"):
         run(at, steps)
     bare(reference, grouped(DATA[:16], 1))
     assert difference(state_of(at), state_of(reference)) == ""

@@ -241,7 +241,7 @@ def test_the_second_incident_is_placed_by_the_live_trace(
     assert second.findings[0].code == code
     notes = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "tracing"]
     assert len(notes) == 1
-    assert notes[0].startswith("tracing the next 20 steps, then every 10th up to 200")
+    assert notes[0].startswith("tracing the next 40 steps, slower")
 
 
 def test_a_value_computed_before_the_model_is_called_is_no_input() -> None:
@@ -317,7 +317,7 @@ def test_random_operations_draw_the_same_numbers_while_armed() -> None:
 def test_tracing_ends_after_a_bounded_number_of_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_tracing, "ARMED_STEPS", 3)
+    monkeypatch.setattr(live_tracing, "ARMED_STEPS", 2)
     config = GuardConfig(terminal="quiet", run_dir=tmp_path)
     active: list[bool] = []
     Watched(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from stepguard import GuardConfig
 from stepguard.engine.build import build_context
+from stepguard.engine.reader import Reader, gradients_of
 from stepguard.engine.watch.observed_loss import ObservedLoss
 
 
@@ -19,12 +20,7 @@ class Scene:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         config = GuardConfig(terminal="quiet")
         self.context = build_context(self.model, optimizer, None, None, None, None, config)
-        self.announced: list[Tensor] = []
-        self.observed = ObservedLoss(self.context, self.announce)
-
-    def announce(self, loss: Tensor, *, summed_in_half: bool) -> None:
-        assert not summed_in_half
-        self.announced.append(loss)
+        self.observed = ObservedLoss(self.context, Reader(self.context).announce)
 
     def backward(self) -> bool:
         loss = self.model(torch.ones(2, 3)).pow(2).mean()
@@ -48,7 +44,6 @@ def test_losses_of_micro_batches_are_kept_until_the_update() -> None:
     assert scene.backward()
     assert scene.backward()
     assert len(scene.observed.losses) == 2
-    assert len(scene.announced) == 2
     scene.observed.clear()
     assert scene.observed.losses == []
     scene.close()
@@ -78,7 +73,7 @@ def test_norm_of_clipping_is_used_and_not_taken_again() -> None:
     scene = Scene()
     scene.backward()
     norm = scene.clip()
-    found = scene.observed.norm()
+    found = scene.observed.norm(gradients_of(scene.context))
     assert found is not None
     assert found.total is norm
     assert scene.observed.clipped
@@ -92,7 +87,7 @@ def test_gradients_written_after_clipping_ask_for_a_new_norm() -> None:
     for parameter in scene.model.parameters():
         assert parameter.grad is not None
         parameter.grad.mul_(2.0)
-    assert scene.observed.norm() is None
+    assert scene.observed.norm(gradients_of(scene.context)) is None
     scene.close()
 
 
@@ -100,7 +95,7 @@ def test_norm_taken_for_another_optimizer_is_reused() -> None:
     scene = Scene()
     scene.backward()
     taken = scene.observed.take_norm()
-    found = scene.observed.norm()
+    found = scene.observed.norm(gradients_of(scene.context))
     assert found is not None
     assert found.total is taken
     scene.close()

@@ -9,7 +9,7 @@ import pytest
 
 from integrations.sink_run import BAD, train
 from stepguard import ConfigError
-from stepguard.integrations.sinks.base import ScalarSink, backend
+from stepguard.integrations.sinks import ScalarSink
 
 
 class Kept(ScalarSink):
@@ -40,7 +40,10 @@ def test_an_interval_that_is_not_a_count_is_refused(every: Any) -> None:
 
 
 def test_a_library_that_is_not_there_is_named_with_the_way_to_get_it() -> None:
+    class Absent(Kept):
+        library, extra = "no_such_library", "absent"
+
     with pytest.raises(
-        ConfigError, match=r"WandbSink needs no_such_library: pip install 'stepguard\[wandb\]'"
+        ConfigError, match=r"Absent needs no_such_library: pip install 'stepguard\[absent\]'"
     ):
-        backend("no_such_library", "wandb", "WandbSink")
+        Absent()

@@ -15,7 +15,7 @@ def test_mlflow_gets_finite_numbers_and_the_incident_as_a_file(
     import mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    from stepguard.integrations.sinks.mlflow import MlflowSink
+    from stepguard.integrations.sinks import MlflowSink
 
     uri = f"file://{tmp_path}/runs"
     client = mlflow.MlflowClient(tracking_uri=uri)

@@ -12,7 +12,7 @@ def test_opentelemetry_gets_finite_numbers_and_counts_incidents_by_cause() -> No
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-    from stepguard.integrations.sinks.opentelemetry import OpenTelemetrySink
+    from stepguard.integrations.sinks import OpenTelemetrySink
 
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader], shutdown_on_exit=False)

@@ -10,7 +10,7 @@ from integrations.sink_run import BAD, STEPS, train
 def test_prometheus_shows_the_last_step_and_counts_incidents_by_cause() -> None:
     import prometheus_client as prometheus
 
-    from stepguard.integrations.sinks.prometheus import PrometheusSink
+    from stepguard.integrations.sinks import PrometheusSink
 
     registry = prometheus.CollectorRegistry()
     seen: list[dict[str, float]] = []

@@ -22,7 +22,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_shows_the_nan_and_its_companion(tmp_path: Path) -> None:
-    from stepguard.integrations.sinks.tensorboard import TensorBoardSink
+    from stepguard.integrations.sinks import TensorBoardSink
 
     losses = train(TensorBoardSink(tmp_path))
     found = curves(tmp_path)
@@ -38,7 +38,7 @@ def test_tensorboard_shows_the_nan_and_its_companion(tmp_path: Path) -> None:
 def test_a_writer_of_the_user_stays_open(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    from stepguard.integrations.sinks.tensorboard import TensorBoardSink
+    from stepguard.integrations.sinks import TensorBoardSink
 
     with SummaryWriter(str(tmp_path)) as writer:  # type: ignore[no-untyped-call]
         train(TensorBoardSink(writer=writer))

@@ -19,7 +19,7 @@ sys.path.insert(0, {tests!r})
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
 from integrations.sink_run import train
-from stepguard.integrations.sinks.trackio import TrackioSink
+from stepguard.integrations.sinks import TrackioSink
 trackio.init(project="p", name="r", embed=False, auto_log_cpu=False)
 trackio.log({{"mine": 1.0}})
 losses = train(TrackioSink())
@@ -51,7 +51,7 @@ def test_trackio_gets_every_step_as_it_was_and_an_alert(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_trackio_without_a_run_says_what_to_do() -> None:
-    from stepguard.integrations.sinks.trackio import TrackioSink
+    from stepguard.integrations.sinks import TrackioSink
 
     with pytest.warns(RuntimeWarning, match=r"TrackioSink found no active run: call trackio.init"):
         train(TrackioSink())

@@ -19,7 +19,7 @@ WANDB = """
 import json, sys, wandb
 sys.path.insert(0, {tests!r})
 from integrations.sink_run import train
-from stepguard.integrations.sinks.wandb import WandbSink
+from stepguard.integrations.sinks import WandbSink
 run = wandb.init(mode="offline", dir={folder!r}, settings=wandb.Settings(silent=True))
 run.log({{"mine": 1.0}})
 losses = train(WandbSink())
@@ -84,7 +84,7 @@ def chunks(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def test_wandb_without_a_run_says_what_to_do() -> None:
-    from stepguard.integrations.sinks.wandb import WandbSink
+    from stepguard.integrations.sinks import WandbSink
 
     with pytest.warns(
         RuntimeWarning, match=r"WandbSink found no active run: call wandb.init\(\) first"

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from preflight.asking import said
-from stepguard.check.data import LabelFacts
 from stepguard.check.preflight import Subject, check
 
 
@@ -46,12 +45,3 @@ def test_left_padding_does_not_hide_a_cut_answer() -> None:
     assert "1 answer of 2 run into the limit without the end token 6: 1" in said(
         result, "labels.truncated"
     )
-
-
-def test_lengths_and_bounds_follow_the_examples() -> None:
-    facts = LabelFacts()
-    facts.take("first", {"labels": torch.tensor([-100, 4, 9])}, "labels")
-    facts.take("second", {"labels": torch.tensor([-100, -100])}, "labels")
-    assert (facts.supervised, facts.total, facts.masked) == (2, 5, 2)
-    assert (facts.low, facts.high) == ((4, "first"), (9, "first"))
-    assert (facts.lengths, facts.empty) == ([3, 2], {"second": 2})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepguard.check.settings import contradiction, wanted
+from stepguard.check.settings import wanted
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from stepguard.check.settings import contradiction, wanted
 def test_precision_is_understood(settings: dict[str, object], dtype: str | None) -> None:
     found = wanted(settings)
     assert found is not None
-    assert found[0] == dtype
+    assert found.dtype == dtype
 
 
 def test_silent_configuration_asks_for_nothing() -> None:
@@ -33,5 +33,7 @@ def test_silent_configuration_asks_for_nothing() -> None:
     "settings", [{"fp16": True, "bf16": True}, {"mixed_precision": "bf16", "fp16": True}]
 )
 def test_settings_that_exclude_each_other_are_told(settings: dict[str, object]) -> None:
-    assert contradiction(settings).endswith("exclude each other")
-    assert contradiction({"mixed_precision": "fp16", "fp16": True}) == ""
+    found = wanted(settings)
+    assert found is not None and found.contradiction.endswith("exclude each other")
+    agreeing = wanted({"mixed_precision": "fp16", "fp16": True})
+    assert agreeing is not None and agreeing.contradiction == ""

@@ -15,9 +15,9 @@ from configs.config import Config
 from src.data.plates import Plates, spelled
 from src.models.probes import NonFiniteForward
 from src.models.restran import ResTran, read
+from src.training.ctc import ctc_loss
 from src.training.files import Files, OneCycle, not_finite, states, use_rate
 from stepguard import Guard, GuardConfig, Policy, Probes, TrainingHalted
-from stepguard.numerics import ctc_loss
 
 Batch = tuple[Tensor, Tensor]
 

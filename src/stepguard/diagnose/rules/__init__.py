@@ -13,9 +13,8 @@ from stepguard.diagnose.rules import (
     sg700,
     sg800,
     sg900,
-    sg950,
 )
 
-_MODULES = (sg100, sg200, sg300, sg400, sg500, sg600, sg700, sg800, sg900, sg950)
+_MODULES = (sg100, sg200, sg300, sg400, sg500, sg600, sg700, sg800, sg900)
 _FOUND = [one for module in _MODULES for one in vars(module).values() if isinstance(one, Rule)]
 RULES: tuple[Rule, ...] = tuple(sorted(_FOUND, key=lambda rule: rule.code))

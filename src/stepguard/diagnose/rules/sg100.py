@@ -23,6 +23,7 @@ from stepguard.diagnose.rule import (
     certain,
     counts_nothing,
     likely,
+    limit_of,
     log_argument,
     negative_root,
     overflow,
@@ -30,7 +31,6 @@ from stepguard.diagnose.rule import (
     rule,
     zero_divisor,
 )
-from stepguard.diagnose.wording import limit_of
 from stepguard.records import Operand
 
 # --- SG101: the batch already held NaN or Inf.
@@ -57,7 +57,9 @@ def sg101(case: Case) -> Proof | None:
     if case.origin is None:
         return certain("listed")
     elsewhere = case.verdict.kind == "nonfinite_input"
-    return possible("listed, but not the origin") if elsewhere else None
+    if elsewhere:
+        return possible("listed, but not the origin")
+    return None
 
 
 # --- SG102: a mean over no element at all.
@@ -95,17 +97,17 @@ def sg102(case: Case) -> Proof | None:
 
 def _no_label(case: Case) -> Proof | None:
     # the forward of nll_loss hands the weight of all targets to its backward
-    total = case.argument("total_weight", 6)
+    total = case.argument("total_weight")
     if case.op in NLL_BACKWARD and total is not None and reach(total) == 0:
         return certain("weight of all targets")
     if case.op not in NLL or not case.makes_nan or not case.finite_inputs:
         return None
-    target = case.argument("target", 1)
-    same = target is not None and _all_ignored(target, case.argument("ignore_index", 4))
+    target = case.argument("target")
+    same = target is not None and _all_ignored(target, case.argument("ignore_index"))
     if same or case.evidence.valid_targets == 0 or case.reading.labels == 0:
         return certain("no label", target=target, same=same)
     # the mean of nll_loss divides by the weights of the targets, not by their number
-    weight = case.argument("weight", 2)
+    weight = case.argument("weight")
     if weight is not None and low(weight) == 0:
         return certain("weightless", weight=weight)
     return certain("nothing counts")
@@ -119,14 +121,16 @@ def _all_ignored(target: Operand, ignored: Operand | None) -> bool:
 
 
 def _nothing_reduced(case: Case) -> Proof | None:
-    lengths = case.argument("lengths", 1)
+    lengths = case.argument("lengths")
     if case.op == "segment_reduce" and case.makes_nan and lengths is not None and lengths.zeros:
         return certain("segment", lengths=lengths)
     if case.op not in REDUCTIONS:
         return None
     empty = [one for one in case.inputs if one.dtype and one.shape and elements(one) == 0]
     none = empty or case.evidence.reduced_elements == 0
-    return certain("nothing reduced", empty=empty) if none else None
+    if none:
+        return certain("nothing reduced", empty=empty)
+    return None
 
 
 def _count_is_zero(case: Case) -> Proof | None:
@@ -186,7 +190,7 @@ def outlier_of(case: Case) -> str:
         return ""
     if case.evidence.loss_without is not None:
         with_it, without = case.evidence.loss_with, case.evidence.loss_without
-        return f"without {case.where.culprits} the loss is {without:.6g} instead of {with_it:.6g}"
+        return f"without {case.where.culprits} the loss is {without:.4g} instead of {with_it:.4g}"
     return str(case.said.get("outlier", ""))
 
 
@@ -195,24 +199,23 @@ def _limit(case: Case) -> str:
     if case.op in EXPONENTIALS:
         name = case.op.removeprefix("special_")
         return f"{name} takes at most {exp_limit(case.dtype, case.op):.1f} in {case.dtype}"
-    power = case.argument("exponent", 1)
-    times = 1.0
-    if case.op == "square":
-        times = 2.0
-    elif case.op == "pow" and power is not None:
-        times = high(power)
+    times = _power(case)
     if times > 1.0:
         most = largest(case.dtype) ** (1.0 / times)
         return f"power {times:g} takes at most {most:.3g} in {case.dtype}"
     return f"and the result may be at most {limit_of(case.dtype)}"
 
 
+def _power(case: Case) -> float:
+    power = case.argument("exponent")
+    if case.op == "pow" and power is not None:
+        return high(power)
+    return 2.0 if case.op == "square" else 1.0
+
+
 def _extreme(case: Case) -> bool:
     """Do the operands use up the exponent range? A cube overflows on what a square still holds."""
-    power = case.argument("exponent", 1)
-    times = 1.0
-    if case.op == "pow" and power is not None:
-        times = max(1.0, high(power) / 2)
+    times = max(1.0, _power(case) / 2)
     # compared as logarithms, since the product itself may overflow
     return math.log(max(case.magnitude, 1.0)) * times >= math.log(EXTREME_OPERAND)
 
@@ -237,8 +240,8 @@ def sg104(case: Case) -> Proof | None:
         return certain("measured", operands=(*valued, *case.inputs))
     # torch gives inf, not an error, for a target that does not fit (zero_infinity=False)
     if case.op in CTC and case.makes_inf:
-        lengths = case.argument("input_lengths", 2)
-        return certain("ctc", lengths=lengths, targets=case.argument("target_lengths", 3))
+        lengths = case.argument("input_lengths")
+        return certain("ctc", lengths=lengths, targets=case.argument("target_lengths"))
     proof = _beyond_domain(case)
     if proof is not None or case.phase != "loss":
         return proof
@@ -247,9 +250,9 @@ def sg104(case: Case) -> Proof | None:
 
 def _beyond_domain(case: Case) -> Proof | None:
     """A target that is not a class, not a probability, or has probability 0."""
-    scores = case.argument("self", 0)
-    target = case.argument("target", 1)
-    other = case.argument("other", 1)
+    scores = case.argument("self")
+    target = case.argument("target")
+    other = case.argument("other")
     if case.op in BCE and target is not None and (low(target) < 0 or high(target) > 1):
         return certain("probability", target=target)
     if scores is None:
@@ -257,7 +260,9 @@ def _beyond_domain(case: Case) -> Proof | None:
     if case.op == "xlogy" and other is not None and low(scores) < 0:
         # `xlogy(t, t)`, as kl_div computes it: both operands are the target
         same = (scores.min, scores.max) == (other.min, other.max)
-        return certain("negative probability", scores=scores) if same else None
+        if same:
+            return certain("negative probability", scores=scores)
+        return None
     if case.op not in NLL or target is None:
         return None
     return _no_class(case, scores, target)
@@ -270,7 +275,9 @@ def _no_class(case: Case, scores: Operand, target: Operand) -> Proof | None:
         return certain("class", target=target, classes=classes, last=classes - 1)
     masked = scores.neginf and case.makes_inf and not scores.nan
     impossible = masked or case.evidence.zero_target_probability
-    return certain("impossible class", scores=scores) if impossible else None
+    if impossible:
+        return certain("impossible class", scores=scores)
+    return None
 
 
 def _from_batch(case: Case) -> Proof | None:
@@ -301,4 +308,6 @@ def _ruled_out(case: Case) -> Proof | None:
     for operand in case.inputs:
         if operand.neginf and not operand.nan and not operand.posinf:
             operands.append(operand)
-    return likely("ruled out", operands=operands) if operands else None
+    if operands:
+        return likely("ruled out", operands=operands)
+    return None

@@ -25,6 +25,7 @@ from stepguard.diagnose.rule import (
     Proof,
     certain,
     counts_nothing,
+    divisor_of,
     likely,
     log_argument,
     negative_root,
@@ -58,7 +59,7 @@ def sg201(case: Case) -> Proof | None:
     # what became of an optimizer's epsilon is SG502
     if case.in_update and (case.facts.eps is not None or case.narrow):
         return None
-    both = case.op == "div" and has_zero(case.argument("self", 0)) and case.makes_nan
+    both = case.op == "div" and has_zero(case.argument("self")) and case.makes_nan
     prove = certain
     if case.forward and counts_nothing(case, divisor):
         # a mean over no element is SG102
@@ -72,7 +73,7 @@ def sg201(case: Case) -> Proof | None:
 def _near_zero(case: Case) -> Proof | None:
     """Zeros that are not among the operands, and divisors that are next to 0."""
     evidence = case.evidence
-    eps = case.argument("eps", 7)
+    eps = case.argument("eps")
     lost = eps is not None and eps.value is not None and eps.value < TINY
     if case.op in NORM_LAYERS and case.finite_inputs and lost:
         return likely("no epsilon", eps=eps)
@@ -82,7 +83,7 @@ def _near_zero(case: Case) -> Proof | None:
         made_by = (evidence.denominator_from or "value").removeprefix("aten.")
         return certain("inside", made_by=made_by)
     # solve_triangular calls its matrix `self`, the _ex variants call it `A`
-    matrix = case.argument("self", 0) or case.argument("A", 0)
+    matrix = case.argument("self") or case.argument("A")
     if case.op in SOLVES and matrix is not None and case.finite_inputs:
         return likely("singular", matrix=matrix)
     return _tiny(case)
@@ -90,34 +91,20 @@ def _near_zero(case: Case) -> Proof | None:
 
 def _tiny(case: Case) -> Proof | None:
     """A quotient that overflows on a divisor near 0."""
+    divisor, above = divisor_of(case), case.argument("self")
     # in half precision a tiny divisor has been rounded to 0 before: SG302
-    divisor, least = _divisor(case)
-    if case.short or not case.finite_inputs or divisor is None:
+    if case.short or not case.finite_inputs or divisor is None or above is None:
         return None
     small = low(divisor) if divisor.value is None else divisor.value
-    if abs(small) < least or _tiny_number(case, divisor):
+    size = abs(small)
+    power = case.argument("exponent")
+    least = TINY if power is None else TINY ** (-1 / low(power))
+    # a Python number, such as a temperature near 0, that outweighs what it divides
+    number = case.op == "div" and not divisor.shape and divisor.dtype == "float"
+    outweighs = number and 0 < size <= TINY_NUMBER and 1 / size >= reach(above)
+    if size < least or outweighs:
         return likely("tiny", divisor=divisor, small=small)
     return None
-
-
-def _divisor(case: Case) -> tuple[Operand | None, float]:
-    """What is divided by, and below which size the quotient overflows."""
-    exponent = case.argument("exponent", 1)
-    if case.op in POWERS and exponent is not None and low(exponent) < 0:
-        return case.argument("self", 0), TINY ** (-1 / low(exponent))
-    if case.op in ("reciprocal", "rsqrt"):
-        return case.argument("self", 0), TINY
-    return case.argument("other", 1) if case.op == "div" else None, TINY
-
-
-def _tiny_number(case: Case, divisor: Operand) -> bool:
-    """A Python number, such as a temperature near 0, that outweighs what it divides."""
-    above = case.argument("self", 0)
-    if case.op != "div" or above is None:
-        return False
-    if divisor.shape or divisor.dtype != "float" or not divisor.value:
-        return False
-    return abs(divisor.value) <= TINY_NUMBER and 1 / abs(divisor.value) >= reach(above)
 
 
 # --- SG202: the logarithm of zero or of a negative number.
@@ -165,7 +152,7 @@ REPEATED_PRODUCTS = ("prod", "cumprod", "_linalg_matrix_exp", "linalg_matrix_exp
 
 @rule(yields_to="SG301 SG504 SG601")
 def sg203(case: Case) -> Proof | None:
-    base = case.argument("self", 0)
+    base = case.argument("self")
     if case.unselected or not case.makes_inf or base is None:
         return None
     # in any phase: people write exponentials into a backward of their own
@@ -178,13 +165,15 @@ def sg203(case: Case) -> Proof | None:
             return None
         prove = likely if case.absorbed or case.narrow else certain
         return prove("exponential", base=base, most=most, limit=limit, both_sides=both_sides)
-    return _power(case, base) if case.computes and not case.narrow else None
+    if case.computes and not case.narrow:
+        return _power(case, base)
+    return None
 
 
 def _power(case: Case, base: Operand) -> Proof | None:
     if case.op in REPEATED_PRODUCTS and base.finite and case.wider:
         return likely("product", base=base)
-    power = case.argument("exponent", 1)
+    power = case.argument("exponent")
     if case.op not in POWERS or power is None or singular_inputs(case):
         return None
     if reach(power) <= POLYNOMIAL or low(power) < 0:
@@ -209,10 +198,12 @@ def sg204(case: Case) -> Proof | None:
     if case.node in PAIR_NODES:
         # log(exp(a) + exp(b)) with both -inf is -inf, rightly; its slope is exp(-inf - -inf)
         both = len(closed) > 1 and case.makes_nan
-        return certain("pair", terms=tuple(closed)) if both else None
+        if both:
+            return certain("pair", terms=tuple(closed))
+        return None
     if case.op != "sub" or not case.makes_nan:
         return None
-    return _row_maximum(case, case.argument("self", 0), case.argument("other", 1))
+    return _row_maximum(case, case.argument("self"), case.argument("other"))
 
 
 def _row_maximum(case: Case, scores: Operand | None, top: Operand | None) -> Proof | None:
@@ -249,17 +240,19 @@ SQUARES_OVERFLOW = 1e18
 
 @rule(yields_to="SG402")
 def sg205(case: Case) -> Proof | None:
-    data = case.argument("self", 0)
+    data = case.argument("self")
     if data is None or not data.finite:
         return None
     # torch's default is the unbiased statistic, which divides by n - 1
-    divisor = case.argument("correction", 2)
+    divisor = case.argument("correction")
     correction = 1.0 if divisor is None or divisor.value is None else divisor.value
     statistic = case.op in STATISTICS
     if case.evidence.reduced_elements == 1:
         # locating has counted one element
         counted = statistic or case.node in STATISTIC_NODES
-        return certain(data=data, correction=correction) if counted else None
+        if counted:
+            return certain(data=data, correction=correction)
+        return None
     # NaN from finite elements whose squares do not overflow: n - correction was 0
     if not statistic or not case.makes_nan or case.magnitude > SQUARES_OVERFLOW or case.wider:
         return None

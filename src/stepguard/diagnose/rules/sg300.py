@@ -14,13 +14,13 @@ from stepguard.diagnose.case import (
 from stepguard.diagnose.rule import (
     Proof,
     certain,
+    limit_of,
     log_argument,
     overflow,
     possible,
     rule,
     zero_divisor,
 )
-from stepguard.diagnose.wording import limit_of
 from stepguard.records import Operand
 
 # --- SG301: a result beyond the range of half precision.
@@ -41,7 +41,9 @@ def sg301(case: Case) -> Proof | None:
         return None
     # micro-batches are added up in the gradient's own dtype
     accumulated = case.node == "AccumulateGrad" and case.finite_inputs
-    return _too_large(case, accumulated) if accumulated or _left_the_range(case) else None
+    if accumulated or _left_the_range(case):
+        return _too_large(case, accumulated)
+    return None
 
 
 def _too_large(case: Case, accumulated: bool) -> Proof:

@@ -15,10 +15,10 @@ from stepguard.diagnose.rule import (
     overflow,
     possible,
     rule,
+    rule_text,
     zero_divisor,
 )
 from stepguard.diagnose.rules.sg200 import LOG_NODES, PAIR_NODES, SATURATING, SOFTMAX_NODES
-from stepguard.diagnose.wording import rule_text
 from stepguard.records import Operand
 
 # --- SG401: the derivative is infinite where the function is fine.
@@ -44,7 +44,9 @@ def sg401(case: Case) -> Proof | None:
         # a node without a slope on the page, such as a custom Function
         if zero is not None and case.finite_inputs:
             return likely("divides", zero=zero)
-        return possible("explodes") if overflow(case) and not case.narrow else None
+        if overflow(case) and not case.narrow:
+            return possible("explodes")
+        return None
     return _slope(case, slope, zero)
 
 
@@ -110,7 +112,9 @@ def sg403(case: Case) -> Proof | None:
         at_pole = not (case.short and overflow(case))
     if at_pole:
         return certain("forward", **fields)
-    return likely("forward", **fields) if evidence.absorbed else None
+    if evidence.absorbed:
+        return likely("forward", **fields)
+    return None
 
 
 def _met_infinity(case: Case) -> Proof | None:
@@ -120,4 +124,6 @@ def _met_infinity(case: Case) -> Proof | None:
     # 0 * inf, and no NaN that came in from elsewhere
     if infinite is None or not case.zeros or any(one.nan for one in case.inputs):
         return None
-    return likely("backward", infinite=infinite) if case.loss_finite else None
+    if case.loss_finite:
+        return likely("backward", infinite=infinite)
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from stepguard.diagnose.case import (
@@ -26,8 +27,132 @@ from stepguard.diagnose.rule import (
     zero_divisor,
 )
 from stepguard.diagnose.rules.sg100 import EXTREME_INPUT, EXTREME_OPERAND, outlier_of
-from stepguard.diagnose.trends import growth, lr_climb, lr_jump, lr_not_a_number, rising
 from stepguard.records import Certainty
+
+# --- What the recent steps show: did the learning rate jump, was the loss already rising?
+
+
+ABOVE_ALL = 2.5
+"""Times above every rate seen before: a linear warm-up, which doubles at first, does not jump."""
+ABOVE_CONFIGURED = 2.0
+IN_ONE_STEP = 5.0
+"""Times above the rate of the step before: a schedule that was thrown back."""
+CLIMB = 2.0
+"""Times above the first rate, or the declared one, from which on the schedule is worth a word."""
+RISING = 10.0
+"""Times the loss grew over the remembered steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rise:
+    """A learning rate that is not what it was: by a jump, or step by step since the run began."""
+
+    group: int
+    before: float
+    """The rate before the jump, the configured one, or that of the first step."""
+    now: float
+    steps: int | None = None
+    """Steps since; None where it is measured against the configuration, or not known."""
+    declared: float | None = None
+    """What the schedule calls its highest rate; None without a schedule."""
+
+    @property
+    def times(self) -> float:
+        return self.now / self.before
+
+    @property
+    def runaway(self) -> bool:
+        """Above everything that was declared: a warm-up without an end."""
+        return bool(self.declared) and self.now > CLIMB * (self.declared or 0.0)
+
+    @property
+    def above_declared(self) -> float | None:
+        if self.declared:
+            return self.now / self.declared
+        return None
+
+    @property
+    def when(self) -> str:
+        """When a jump was, seen from the bad step."""
+        if not self.steps:
+            return "" if self.steps is None else "in this very step"
+        return f"{self.steps} step{'s' if self.steps > 1 else ''} before the bad one"
+
+
+def lr_climb(case: Case) -> Rise | None:
+    """The group whose rate has grown most since the first step; None when none has grown much."""
+    facts = case.facts
+    begun = facts.first_lr
+    if not begun and facts.lr_history:
+        begun = facts.lr_history[0]
+    found = []
+    for group, (first, now) in enumerate(zip(begun, case.reading.lr, strict=False)):
+        declared = facts.initial_lr[group] if group < len(facts.initial_lr) else None
+        climb = Rise(group, first, now, facts.committed or None, declared or None)
+        if climb.runaway or now > CLIMB * first > 0:
+            found.append(climb)
+    return max(found, key=lambda climb: (climb.runaway, climb.now), default=None)
+
+
+def lr_jump(case: Case) -> Rise | None:
+    """The largest unexplained rise of a learning rate; None when all followed their schedule."""
+    history = case.facts.lr_history
+    jumps = []
+    for group in range(min(map(len, history), default=0)):
+        rates = [row[group] for row in history]
+        for position in range(1, len(rates)):
+            now, before, top = rates[position], rates[position - 1], max(rates[:position])
+            # a group that stood still so far is measured by the others
+            if top == 0:
+                before = top = max(map(max, history[:position]))
+            if before > 0 and (now > ABOVE_ALL * top or now > IN_ONE_STEP * before):
+                jumps.append(Rise(group, before, now, len(rates) - 1 - position))
+    jumps.extend(above_configured(case)[:1])
+    # the judge has already compared the rate with its ceiling
+    if "ceiling" in case.said:
+        rate, ceiling = float(case.said["lr"]), float(case.said["ceiling"])
+        if ceiling > 0 and math.isfinite(rate):
+            jumps.append(Rise(int(case.said["group"]), ceiling, rate))
+    return max(jumps, key=lambda jump: jump.times, default=None)
+
+
+def above_configured(case: Case, *, climbing: bool = False) -> list[Rise]:
+    """Groups whose rate is above the configured one.
+
+    `climbing`: also where a schedule (OneCycle, a linear warm-up) has climbed from its start.
+    """
+    facts = case.facts
+    found = []
+    pairs = zip(facts.configured_lr, case.reading.lr, strict=False)
+    for group, (allowed, rate) in enumerate(pairs):
+        if not 0 < ABOVE_CONFIGURED * allowed < rate:
+            continue
+        rates = [row[group] for row in facts.lr_history if group < len(row)]
+        from_start = facts.committed is None or facts.committed < len(rates)
+        climbed = not from_start or rates[:1] <= [ABOVE_CONFIGURED * allowed]
+        if climbing or facts.resumed or len(rates) < 2 or not climbed:
+            found.append(Rise(group, allowed, rate))
+    return found
+
+
+def lr_not_a_number(case: Case) -> int | None:
+    """The group whose learning rate is NaN or infinite."""
+    for group, rate in enumerate(case.reading.lr):
+        if not math.isfinite(rate):
+            return group
+    return None
+
+
+def growth(values: tuple[float, ...]) -> float:
+    """How many times larger the last value is than the smallest before it; 1 when unknown."""
+    lowest = min(map(abs, values[:-1]), default=0.0)
+    return abs(values[-1]) / lowest if lowest > 0 else 1.0
+
+
+def rising(case: Case) -> bool:
+    """Losses or gradient norms had already grown manifold before the step went bad."""
+    return growth(case.facts.losses) >= RISING or growth(case.facts.grad_norms) >= RISING
+
 
 # --- SG501: every gradient element is finite, their norm is not.
 
@@ -66,7 +191,9 @@ def sg502(case: Case) -> Proof | None:
     underflows = facts.eps == 0 or rounds_to_zero(facts.eps or 0.0, dtype)
     if not case.op:
         born = case.reading.state_born and case.verdict.kind in BORN_BAD
-        return certain("update", **fields) if underflows and born else None
+        if underflows and born:
+            return certain("update", **fields)
+        return None
     divisor = zero_divisor(case)
     if case.op not in DIVIDES or not (divisor or underflows or evidence.eps_underflow):
         return None
@@ -85,7 +212,7 @@ def _epsilon(case: Case) -> dict[str, Any]:
     narrow = held_in in NARROW
     stored = case.tensor or next(iter(case.reading.bad_state), "")
     # Adam's addcdiv: param += -lr * tensor1 / tensor2, with the first moment as tensor1
-    numerator = case.argument("tensor1", 1)
+    numerator = case.argument("tensor1")
     return {
         "eps": eps,
         "zero": eps == 0,
@@ -129,7 +256,9 @@ def sg503(case: Case) -> Proof | None:
     if facts.lost_squares:
         return certain("squares", one=facts.lost_squares == 1, **fields)
     # finite, and worse since: the outlier is still part of every update
-    return possible("after an outlier", **fields) if fields["outlier"] else None
+    if fields["outlier"]:
+        return possible("after an outlier", **fields)
+    return None
 
 
 def _moments(case: Case) -> dict[str, Any]:
@@ -242,7 +371,9 @@ def _how_well(case: Case) -> Certainty | None:
     """How well divergence explains what was seen; None where it does not."""
     has_risen = rising(case)
     if case.verdict.kind == "infinite_norm":
-        return "certain" if has_risen else None
+        if has_risen:
+            return "certain"
+        return None
     if case.verdict.finite_anomaly or case.evidence.weights_ruined:
         # an earlier batch, older weights, the update or the rate was measured and accuses them
         measured = any(sign in case.said for sign in SIGNS) or case.reading.repeat_loss is not None
@@ -252,7 +383,9 @@ def _how_well(case: Case) -> Certainty | None:
     # bfloat16 has the range of float32; in float16 an overflow says nothing about the weights
     if overflow(case) and not case.narrow:
         return _overflowed(case, has_risen)
-    return "likely" if case.in_update and has_risen else None
+    if case.in_update and has_risen:
+        return "likely"
+    return None
 
 
 def _overflowed(case: Case, has_risen: bool) -> Certainty | None:
@@ -263,7 +396,9 @@ def _overflowed(case: Case, has_risen: bool) -> Certainty | None:
     if has_risen:
         return "certain"
     extreme = case.magnitude >= EXTREME_OPERAND and not case.confirmed_samples
-    return "likely" if extreme else None
+    if extreme:
+        return "likely"
+    return None
 
 
 def _number_explains(case: Case) -> bool:

@@ -31,7 +31,9 @@ def sg601(case: Case) -> Proof | None:
         return certain("huge", **fields)
     which = case.stored("param:")
     before = not case.reading.state_born and case.phase in ("", "state")
-    return _bad_parameter(case, which, fields) if which and before else None
+    if which and before:
+        return _bad_parameter(case, which, fields)
+    return None
 
 
 def _bad_parameter(case: Case, which: str, fields: dict[str, Any]) -> Proof:

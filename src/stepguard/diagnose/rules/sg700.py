@@ -39,7 +39,9 @@ def sg702(case: Case) -> Proof | None:
 def sg703(case: Case) -> Proof | None:
     """Only the compiled graph makes it."""
     # inductor fuses and reorders, so its rounding and its masks may differ from eager's
-    return certain() if case.evidence.compiled_only else None
+    if case.evidence.compiled_only:
+        return certain()
+    return None
 
 
 @rule(shown_by="record")
@@ -55,4 +57,6 @@ def sg704(case: Case) -> Proof | None:
 @rule(shown_by="record")
 def sg705(case: Case) -> Proof | None:
     """Two ranks train on the same samples."""
-    return certain() if case.verdict.kind == "same_data" else None
+    if case.verdict.kind == "same_data":
+        return certain()
+    return None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from stepguard.diagnose.case import NARROW, Case, plain
-from stepguard.diagnose.rule import Proof, certain, likely, possible, rule
-from stepguard.diagnose.trends import above_configured
-from stepguard.diagnose.wording import spell
+from stepguard.diagnose.rule import Proof, certain, likely, possible, rule, spell
+from stepguard.diagnose.rules.sg500 import above_configured
 
 
 @rule(shown_by="record")
@@ -39,7 +38,7 @@ def sg802(case: Case) -> Proof | None:
     for rise in above_configured(case, climbing=True):
         group, configured, now = rise.group, spell(rise.before), spell(rise.now)
         rates.append(f"group {group} is configured with lr {configured} but runs with {now}")
-        lines.append(f'optimizer.param_groups[{group}]["lr"] = {configured}')
+        lines.append(f'optimizer.param_groups[{group}]["lr"] = {rise.before!r}')
         changes.append(f"{configured} for group {group} (it runs with {now})")
     mismatch = case.verdict.kind == "lr_mismatch"
     if not case.facts.resumed or not (rates or mismatch):

@@ -1,14 +1,19 @@
-"""SG901 to SG921: silent failures, from health probes (looks) and readings of a healthy run."""
+"""SG901 to SG921: silent failures, from health probes (looks) and readings of a healthy run.
+SG951 to SG956: what such a run is heading for.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 
-from stepguard.diagnose.case import Case
+from stepguard.diagnose.case import FORMATS, Case
 from stepguard.diagnose.rule import Proof, certain, likely, possible, rule
-from stepguard.records.probes import Look, ParameterLook
+from stepguard.records import Reading
+from stepguard.records.probes import Forecast, Look, ParameterLook
 
 Looks = Sequence[Look]
 
@@ -62,19 +67,14 @@ def _lost_share(look: Look) -> float:
 # --- SG902: gradients that are not zeroed between steps, or at the wrong time.
 
 
-HABIT = 8
-"""Of the last 16 updates: what half of them do is the loop's way."""
-HABITS = ("carried", "discarded", "thrown", "foreign")
-
-
 @rule()
 def sg902(case: Case) -> Proof | None:
-    if len(case.pair) == 2 and all(look.facts.kept_gradients for look in case.pair):
+    if case.paired and all(look.facts.kept_gradients for look in case.pair):
         return certain("kept")
-    # what most of the last updates did with their gradients, without a look
-    for habit in HABITS:
+    # what the last 16 updates did with their gradients, without a look: half of them is a habit
+    for habit in ("carried", "discarded", "thrown", "foreign"):
         count = case.habits.get(habit, 0)
-        if count >= HABIT:
+        if count >= 8:
             return likely(habit, count=count)
     return None
 
@@ -86,32 +86,23 @@ def sg902(case: Case) -> Proof | None:
 def sg903(case: Case) -> Proof | None:
     # an optimizer without a guard, or one of copies in float32, may update what looks unowned:
     # nobody updates what holds the same numbers at every look
-    values = [{one.name: one.weight for one in look.parameters} for look in case.pair]
-    outside = []
-    if len(case.pair) == 2:
-        for name in in_all(case.pair, _without_optimizer):
-            if values[0][name] == values[-1][name]:
-                outside.append(name)
-    frozen = case.frozen
+    unowned = []
+    for look in case.pair:
+        rows = [one for one in look.parameters if one.trainable and not one.owned and one.gradient]
+        unowned.append({(one.name, one.weight) for one in rows})
+    outside = sorted(name for name, _ in set.intersection(*unowned)) if case.paired else []
     beside: list[str] = []
     if len(case.looks) > 2:
         numbers = in_all(case.looks[-3:], lambda look: set(look.facts.outsiders))
         beside = [case.last.facts.outsiders[number] for number in numbers]
-    if not outside and not frozen and not beside:
+    if not outside and not case.frozen and not beside:
         return None
-    return likely(outside=outside, frozen=frozen, beside=beside)
-
-
-def _without_optimizer(look: Look) -> set[str]:
-    rows = [one for one in look.parameters if one.trainable and not one.owned and one.gradient]
-    return {one.name for one in rows}
+    return likely(outside=outside, beside=beside)
 
 
 # --- SG904: no gradient below some layer.
 
 
-FEWEST = 2
-"""Parameters in a row without a gradient that make a cut."""
 ENOUGH, LONG = 8, 32
 """Looks, and steps between the first and the last, after which a gradient would have come."""
 
@@ -119,7 +110,7 @@ ENOUGH, LONG = 8, 32
 @rule()
 def sg904(case: Case) -> Proof | None:
     cut = [_first_without_gradient(look) for look in case.pair]
-    if len(cut) == 2 and all(cut) and cut[0] == cut[-1]:
+    if case.paired and all(cut) and cut[0] == cut[-1]:
         return likely("cut", names=cut[-1])
     # parameters that no look has seen with a gradient, wherever they are in the model; without any
     # gradient the loss is at fault (SG908), or there was nothing to learn
@@ -144,7 +135,7 @@ def _first_without_gradient(look: Look) -> list[str]:
             break
         found.append(one.name)
     # without any gradient the loss is at fault (SG908), not a layer
-    return found if FEWEST <= len(found) < len(rows) else []
+    return found if 2 <= len(found) < len(rows) else []
 
 
 # --- SG905: units behind an activation that are dead. SG911: attention on one key only.
@@ -159,51 +150,45 @@ LEAST_KEYS = 8
 
 @rule(looks=2)
 def sg905(case: Case) -> Proof | None:
-    dead = in_all(case.pair, _dead)
-    if not dead:
+    def dead(look: Look) -> set[str]:
+        rows = [one for one in look.units if one.positions >= LEAST_POSITIONS]
+        return {one.module for one in rows if one.dead >= MOST_DEAD}
+
+    modules = in_all(case.pair, dead)
+    if not modules:
         return None
-    worst = max((one for one in case.last.units if one.module in dead), key=lambda one: one.dead)
+    rows = [one for one in case.last.units if one.module in modules]
+    worst = max(rows, key=lambda one: one.dead)
     operation = worst.op.removeprefix("aten.")
-    return likely(worst=worst, operation=operation, modules=dead, several=len(dead) > 1)
-
-
-def _dead(look: Look) -> set[str]:
-    rows = [one for one in look.units if one.positions >= LEAST_POSITIONS]
-    return {one.module for one in rows if one.dead >= MOST_DEAD}
+    return likely(worst=worst, operation=operation, modules=modules, several=len(modules) > 1)
 
 
 @rule(looks=2)
 def sg911(case: Case) -> Proof | None:
-    modules = in_all(case.pair, _collapsed)
+    def collapsed(look: Look) -> set[str]:
+        rows = [one for one in look.attention if one.keys >= LEAST_KEYS]
+        return {one.module for one in rows if one.collapsed >= COLLAPSED}
+
+    modules = in_all(case.pair, collapsed)
     # one that began like this was made like this
-    if case.looks[0] in case.pair or set(modules) <= _collapsed(case.looks[0]):
+    if case.looks[0] in case.pair or set(modules) <= collapsed(case.looks[0]):
         return None
     rows = [one for one in case.last.attention if one.module in modules]
     worst = max(rows, key=lambda one: one.largest_logit)
     return likely(worst=worst, modules=modules, several=len(modules) > 1)
 
 
-def _collapsed(look: Look) -> set[str]:
-    rows = [one for one in look.attention if one.keys >= LEAST_KEYS]
-    return {one.module for one in rows if one.collapsed >= COLLAPSED}
-
-
 # --- SG906: almost all targets are ignored.
-
-
-MOST_IGNORED = 0.99
-LABELLED = 0.9
-"""Targets that count, for each sample, that are enough."""
 
 
 @rule(looks=2)
 def sg906(case: Case) -> Proof | None:
     for look in case.pair:
         facts = look.facts
-        if not facts.labels or facts.ignored < MOST_IGNORED * facts.labels:
+        if not facts.labels or facts.ignored < 0.99 * facts.labels:
             return None
         # an answer of one token leaves one target of a row, and means to
-        if facts.labels - facts.ignored >= LABELLED * facts.samples:
+        if facts.labels - facts.ignored >= 0.9 * facts.samples:
             return None
     return certain()
 
@@ -240,7 +225,9 @@ def sg908(case: Case) -> Proof | None:
         if not rows or any(one.gradient_zeros < 1.0 for one in rows):
             # a term may go up and down with the model, which the backward pass takes as constant
             parts = min(look.facts.parts_without_gradient for look in case.pair)
-            return likely("part", parts=parts, one=parts == 1) if parts else None
+            if parts:
+                return likely("part", parts=parts, one=parts == 1)
+            return None
     if all(look.facts.single_class for look in case.pair):
         return certain("one class")
     return _flat(case)
@@ -264,39 +251,36 @@ def sg909(case: Case) -> Proof | None:
         facts = case.last.facts
         off = {"dropout": list(facts.dropout), "norms": list(facts.norms_in_eval)}
         # else nothing in the model knows the difference
-        return likely("evaluating", **off) if any(off.values()) else None
+        if any(off.values()):
+            return likely("evaluating", **off)
+        return None
     # Dropout that worked when the run began, and does not any more in a model that trains. What was
     # off from the beginning is taken as meant; so are norms, which people freeze on the way.
     begun = case.looks[0]
     now_off = in_all(case.pair, lambda look: set(look.facts.dropout))
     left = [name for name in now_off if name not in begun.facts.dropout]
-    return likely("left off", names=left, begun=begun.step) if left else None
+    if left:
+        return likely("left off", names=left, begun=begun.step)
+    return None
 
 
 # --- SG910: an infinity that a norm absorbs.
-
-
-ALL_ZERO = 0.99
-SQUARE_OVERFLOWS = 255.0
-"""Root mean square from which on squares overflow float16."""
 
 
 @rule(looks=1)
 def sg910(case: Case) -> Proof | None:
     look = case.last
     # norms whose input is too large to be squared, and whose output is 0
-    rows = [one for one in look.norms if one.output_zeros >= ALL_ZERO]
-    silent = [one.module for one in rows if one.scale >= SQUARE_OVERFLOWS]
+    rows = [one for one in look.norms if one.output_zeros >= 0.99]
+    silent = [one.module for one in rows if one.scale >= 255.0]  # whose square overflows float16
     # not one of a backward pass: a GradScaler has left the update out
-    born = []
-    for tensor in look.tensors:
-        if tensor.infinities and tensor.dtype == "float16" and tensor.stage == "forward":
-            born.append(tensor)
+    half = [one for one in look.tensors if (one.dtype, one.stage) == ("float16", "forward")]
+    born = tuple(one for one in half if one.infinities)
     if not silent and not born:
         return None
     prove = certain if silent else likely
     operations = tuple(tensor.op.removeprefix("aten.") for tensor in born)
-    return prove(silent=silent, born=tuple(born), operations=operations)
+    return prove(silent=silent, born=born, operations=operations)
 
 
 # --- SG912: a learning rate that is 0, or whose schedule was never stepped.
@@ -345,7 +329,9 @@ def sg913(case: Case) -> Proof | None:
     for name, digest in looks[-1].facts.averages.items():
         if all(look.facts.averages.get(name) == digest for look in looks):
             still.append(name)
-    return certain(names=still, since=looks[0].step) if still else None
+    if still:
+        return certain(names=still, since=looks[0].step)
+    return None
 
 
 # --- SG914: probabilities, logits and their logarithms mixed up.
@@ -364,7 +350,7 @@ def sg914(case: Case) -> Proof | None:
     if case.last.facts.softmax_twice:
         return certain("twice")
     names = in_all(case.pair, lambda look: set(look.facts.mixed_up))
-    if len(case.pair) < 2 or not names:
+    if not case.paired or not names:
         return None
     given = case.last.facts.mixed_up[names[0]]
     logits = given == "logits"
@@ -375,25 +361,22 @@ def sg914(case: Case) -> Proof | None:
 # --- SG915: shapes that are spread over each other in the loss. SG916: targets out of reach.
 
 
-MOST_BEYOND = 0.1
-"""Share of the targets that may lie beyond: noise, and a few outliers."""
-
-
 @rule(looks=2)
 def sg915(case: Case) -> Proof | None:
-    return certain() if all(look.facts.broadcast for look in case.pair) else None
+    if all(look.facts.broadcast for look in case.pair):
+        return certain()
+    return None
 
 
 @rule(looks=2)
 def sg916(case: Case) -> Proof | None:
-    return certain() if min(look.facts.beyond for look in case.pair) >= MOST_BEYOND else None
+    # of the targets a few may lie beyond: noise, and outliers
+    if min(look.facts.beyond for look in case.pair) >= 0.1:
+        return certain()
+    return None
 
 
 # --- SG917: gradients that float16 rounds to 0 for want of a loss scale.
-
-
-MOST_ROUNDED = 0.2
-"""Share of a gradient's elements that may be rounded to 0."""
 
 
 @rule(looks=2)
@@ -404,7 +387,7 @@ def sg917(case: Case) -> Proof | None:
     for look in case.pair:
         rows = [one for one in look.tensors if one.stage == "backward" and one.dtype == "float16"]
         worst = max(rows, key=lambda one: one.rounded_away, default=None)
-        if worst is None or worst.rounded_away < MOST_ROUNDED:
+        if worst is None or worst.rounded_away < 0.2:
             return None
     return likely(worst=worst)
 
@@ -489,13 +472,10 @@ def sg919(case: Case) -> Proof | None:
 # --- SG920: weight decay that erases what is learned.
 
 
-MOST_DECAY = 0.1
-"""Share of every weight that an update may take away."""
-
-
 @rule()
 def sg920(case: Case) -> Proof | None:
-    if case.shrinks_by < MOST_DECAY or len(case.recent) < 4:
+    # a tenth of every weight in each update
+    if case.shrinks_by < 0.1 or len(case.recent) < 4:
         return None
     return certain(share=min(case.shrinks_by, 1.0))
 
@@ -529,19 +509,19 @@ def sg921(case: Case) -> Proof | None:
     # contrastive losses put the right answer first, always
     if total < FEWEST_TARGETS or max(counts) == total:
         return None
-    return _by_frequency(looks, counts)
+    return _by_frequency(looks, counts, total)
 
 
-def _by_frequency(looks: Looks, counts: list[int]) -> Proof | None:
+def _by_frequency(looks: Looks, counts: list[int], total: int) -> Proof | None:
     """Nearly all targets are one class, or the loss is that of their frequencies."""
-    shares = [count / sum(counts) for count in counts if count]
+    shares = [count / total for count in counts if count]
     entropy = -sum(share * math.log(share) for share in shares)
     late = [look.facts.cross_entropy for look in looks[len(looks) // 2 :]]
     losses = [loss for loss in late if loss is not None]
     mean = fmean(losses) if losses else math.inf
     if max(shares) >= NEARLY_ALL and mean >= LEARNED * entropy:
         most = counts.index(max(counts))
-        fields = {"total": sum(counts), "count": len(looks), "classes": len(counts)}
+        fields = {"total": total, "count": len(looks), "classes": len(counts)}
         return possible("one class", share=max(shares), most=most, **fields)
     half = len(losses) // 2
     # weights that have hardly moved cannot have learned anything yet
@@ -563,3 +543,392 @@ def _distance(looks: Looks) -> float:
         step = sum(one.elements * (one.update or 0.0) ** 2 for one in rows)
         shares.append(math.sqrt(step / size) if size else 0.0)
     return fmean(shares) * looks[-1].step
+
+
+# --- Where a series of numbers runs to: the step at which it meets a limit, with an interval.
+
+
+WINDOWS = (64, 32, 16, 8)
+"""How many of the newest points are tried, the longest stretch first: the start of a run is often
+another movement than its end."""
+MOST_POINTS = 16
+"""A longer stretch is thinned out: slopes of all pairs are taken."""
+FEWEST = 5
+"""Points that make a trend."""
+AGREEMENT = 0.8
+"""Kendall's tau: 0.8 is nine of ten pairs that agree."""
+HALF = 0.5
+"""A second half that is slower than this share of the first is levelling off; this share of the
+whole change between two neighbours is a jump."""
+LIKELY_SLOPES = (0.1, 0.9)
+"""Shares of all pairs that are slower than the ends of the interval."""
+FARTHEST_END = 10.0
+"""An interval ends at this many times the distance at the latest."""
+
+Points = Sequence[tuple[int, float]]
+"""Step and value as a binary logarithm, oldest first."""
+
+
+def crossing(
+    points: Points,
+    limit: float,
+    quantity: str = "",
+    place: str = "",
+    *,
+    rising: bool = True,
+    fewest: int = FEWEST,
+    farthest: float = 1.0,
+) -> Forecast | None:
+    """When a series of binary logarithms meets `limit` if it goes on as it did; None where no trend
+    is clear or it is far. `farthest`: how far ahead, in lengths of what was seen.
+    """
+    sign = 1.0 if rising else -1.0
+    known = [(step, sign * value) for step, value in points if math.isfinite(value)]
+    for length in (*WINDOWS, fewest):
+        window = known[-length:]
+        found = None
+        if fewest <= min(length, len(known)):
+            found = _in_window(window, sign * limit, farthest)
+        if found is not None:
+            step, earliest, latest = found
+            return Forecast(
+                quantity=quantity,
+                place=place,
+                since=window[0][0],
+                first=2.0 ** (sign * window[0][1]),
+                now=window[-1][0],
+                value=2.0 ** (sign * window[-1][1]),
+                limit=2.0 ** min(limit, 1023.0),  # what Python's numbers can hold
+                step=step,
+                earliest=earliest,
+                latest=latest,
+            )
+    return None
+
+
+def _in_window(known: Points, limit: float, farthest: float) -> tuple[int, int, int] | None:
+    """The step at which a series that rises meets its limit, the earliest and the latest one."""
+    began, first = known[0]
+    now, newest = known[-1]
+    room = limit - newest
+    # asked first, since it is cheap and nearly always ends the matter
+    if room <= 0.0 or room > 2.0 * farthest * (newest - first):
+        return None
+    # evenly spread points, the newest one among them
+    known = known[:: -math.ceil(len(known) / MOST_POINTS)][::-1]
+    slopes = []
+    for (before, low), (after, high) in itertools.combinations(known, 2):
+        if after > before:
+            slopes.append((high - low) / (after - before))
+    slopes.sort()
+    # the median of all pairs does not follow single outliers (Theil-Sen)
+    slope = median(slopes) if slopes else 0.0
+    agree = sum(one > 0 for one in slopes) - sum(one < 0 for one in slopes)
+    if slope <= 0.0 or agree < AGREEMENT * len(slopes):
+        return None
+    middle = len(known) // 2
+    newer = _mean_slope(known[middle:])
+    levels_off = newer < HALF * _mean_slope(known[: middle + 1])
+    ahead = room / slope
+    if levels_off or _jumps(known) or ahead > farthest * (now - began):
+        return None
+    # a slow and a fast slope: of single pairs, and of the newer half where the series bends
+    slowest, fastest = (slopes[int(share * (len(slopes) - 1))] for share in LIKELY_SLOPES)
+    latest = FARTHEST_END * ahead
+    if min(newer, slowest) > 0.0:
+        latest = min(room / min(newer, slowest), latest)
+    earliest = room / max(newer, fastest)
+    return now + math.ceil(ahead), now + math.ceil(earliest), now + math.ceil(latest)
+
+
+def _jumps(points: Points) -> bool:
+    """Nearly all of the change came at once, as where harder data begin."""
+    changes = [high - low for (_, low), (_, high) in itertools.pairwise(points)]
+    return max(changes) > HALF * (points[-1][1] - points[0][1])
+
+
+def _mean_slope(points: Points) -> float:
+    steps = points[-1][0] - points[0][0]
+    return (points[-1][1] - points[0][1]) / steps if steps > 0 else 0.0
+
+
+def _log2(value: float | None) -> float | None:
+    """For figures that grow by factors; None where there is no logarithm."""
+    if value is None or value <= 0.0 or not math.isfinite(value):
+        return None
+    return math.log2(value)
+
+
+# --- A quantity of the looks, its limit, and its forecast.
+
+
+FELL = 0.1
+"""Share by which the loss falls during a trend in a run that learns."""
+FALLS = 0.01
+"""Share by which it falls from the third quarter of the trend to the last."""
+
+Figures = Iterable[tuple[str, float | None, float, bool]]
+"""Module or parameter, its size in one look, its limit as a binary logarithm, and whether it is
+close enough to that to be worth a forecast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A quantity of the looks that must not reach its limit."""
+
+    quantity: str
+    figures: Callable[[Look], Figures]
+    rising: bool = True
+    farthest: float = 1.0
+    doubted: Callable[[Forecast, Sequence[Look]], bool] = lambda forecast, looks: False
+    """True where another figure explains the trend harmlessly."""
+
+    def soonest(self, looks: Sequence[Look]) -> Forecast | None:
+        """The forecast for the place that meets its limit first."""
+        if len(looks) < FEWEST:
+            return None
+        # asked of the newest look first: in a healthy run nothing is near, and no history is
+        # gathered
+        limits = {place: limit for place, _, limit, near in self.figures(looks[-1]) if near}
+        series: dict[str, list[tuple[int, float]]] = {place: [] for place in limits}
+        for look in looks if limits else ():
+            for place, size, _, _ in self.figures(look):
+                value = _log2(size)
+                if place in series and value is not None:
+                    series[place].append((look.step, value))
+        found = []
+        for place, points in series.items():
+            forecast = crossing(
+                points,
+                limits[place],
+                self.quantity,
+                place,
+                rising=self.rising,
+                farthest=self.farthest,
+            )
+            if forecast is not None and not self.doubted(forecast, looks):
+                found.append(forecast)
+        return min(found, key=lambda one: one.step, default=None)
+
+    def moves(self, before: Look, now: Look) -> bool:
+        """Something is near its limit, and nearer than at the look before."""
+        sign = 1.0 if self.rising else -1.0
+        earlier = {place: _log2(size) for place, size, _, _ in self.figures(before)}
+        for place, size, _, near in self.figures(now):
+            value, then = _log2(size), earlier.get(place)
+            # by a tenth of a doubling
+            if near and value is not None and then is not None and sign * (value - then) > 0.1:
+                return True
+        return False
+
+
+def _coming(forecast: Forecast | None, recent: Sequence[Reading] = ()) -> Proof | None:
+    """A trend is clear, and has not reached its limit; not where the run still learns by it: the
+    loss fell clearly since it began, and still falls. What grows may grow towards what is to be
+    learned, and end there.
+    """
+    if forecast is None:
+        return None
+    losses = []
+    for reading in recent:
+        known = reading.loss is not None and math.isfinite(reading.loss)
+        if known and reading.step >= forecast.since:
+            losses.append(reading.loss or 0.0)
+    quarter = len(losses) // 4
+    # a loss that is negative may fall for ever
+    if quarter > 0 and min(losses) > 0.0:
+        now = median(losses[-quarter:])
+        before = median(losses[-2 * quarter : -quarter])
+        fell = now < (1.0 - FELL) * median(losses[:quarter])
+        if fell and now < (1.0 - FALLS) * before:
+            return None
+    return likely(forecast=forecast)
+
+
+# --- SG951: a loss scale that collapses.
+
+
+@rule()
+def sg951(case: Case) -> Proof | None:
+    # the scale where it changed, and now: what stays for long would hide the direction
+    points: list[tuple[int, float]] = []
+    for reading in case.recent:
+        if reading.scale:
+            value = math.log2(reading.scale)
+            if not points or points[-1][1] != value or reading is case.recent[-1]:
+                points.append((reading.step, value))
+    # a scale below 1 makes small gradients smaller instead of larger
+    forecast = crossing(points, 0.0, "the loss scale", rising=False)
+    # a step went through at the scale the fall began with; else the scaler looks for its scale
+    worked = {reading.scale for reading in case.recent if reading.grads_finite}
+    if forecast is not None and forecast.first in worked:
+        return _coming(forecast)
+    return None
+
+
+# --- SG952: attention logits that grow.
+
+
+SATURATED = 1000.0
+"""Largest logit from which on a softmax is one-hot in any precision."""
+HARMLESS = 20.0
+"""Below, growth is learning."""
+
+
+def _logits(look: Look) -> Figures:
+    for one in look.attention:
+        near = one.largest_logit >= HARMLESS
+        yield one.module or "the model", one.largest_logit, math.log2(SATURATED), near
+
+
+@rule()
+def sg952(case: Case) -> Proof | None:
+    # sharp attention is what some tasks ask for
+    return _coming(LOGITS.soonest(case.looks), case.recent)
+
+
+# --- SG953: values that outgrow their dtype.
+
+
+NEAR, NEAR_WIDE = 8.0, 64.0
+"""Bits of headroom of float16 from which on a trend is reported; of wider dtypes squares overflow
+from here on."""
+
+
+def _values(look: Look) -> Figures:
+    for one in look.tensors:
+        value = _log2(one.largest)
+        if value is not None and one.headroom is not None and one.stage != "stored":
+            place = f"{one.module or 'the loss function'} ({one.stage}, {one.dtype})"
+            near = one.headroom <= (NEAR if one.dtype == "float16" else NEAR_WIDE)
+            yield place, one.largest, value + one.headroom, near
+
+
+def _unscaled(look: Look) -> Figures:
+    """Without what holds the loss scale, which a GradScaler takes back by itself."""
+    for figure in _values(look):
+        if "(forward, " in figure[0] and not figure[0].startswith("the loss function"):
+            yield figure
+
+
+@rule()
+def sg953(case: Case) -> Proof | None:
+    trend = VALUES if case.reading.scale is None else UNSCALED
+    return _coming(trend.soonest(case.looks), case.recent)
+
+
+# --- SG954: second moments that underflow.
+
+
+def _moments(look: Look) -> Figures:
+    for one in look.parameters:
+        if one.variance is not None and one.dtype in ("float16", "bfloat16", "float32"):
+            smallest = FORMATS[one.dtype].smallest
+            # beside an epsilon that is larger than its root a second moment of 0 changes nothing
+            alone = one.epsilon is not None and one.epsilon**2 < smallest
+            yield one.name, one.variance, math.log2(smallest), alone
+
+
+@rule()
+def sg954(case: Case) -> Proof | None:
+    return _coming(MOMENTS.soonest(case.looks))
+
+
+# --- SG955: a norm that grows without bound.
+
+
+SQUARES, LARGEST = 64.0, 128.0
+"""What is above 2**64 has a square that float32 and bfloat16 cannot hold; they end at 2**128."""
+LARGE_WEIGHT, LARGE_INPUT = 2.0**10, 2.0**20
+"""Root mean squares that no healthy run shows."""
+LEAST_GROWTH = 4.0
+"""Doublings of loss and gradient norm, both, that make a divergence."""
+
+
+def _sizes(look: Look) -> Figures:
+    for weight in look.parameters:
+        yield weight.name, weight.weight, SQUARES, weight.weight >= LARGE_WEIGHT
+    for norm in look.norms:
+        yield f"what enters {norm.module}", norm.scale, SQUARES, norm.scale >= LARGE_INPUT
+
+
+@rule()
+def sg955(case: Case) -> Proof | None:
+    # both grow together or not at all in a healthy run, so a forecast may reach farther
+    return _coming(_diverging(case.recent, 10.0) or SIZES.soonest(case.looks))
+
+
+def _diverging(recent: Sequence[Reading], farthest: float) -> Forecast | None:
+    """Loss and gradient norm grow together, step by step."""
+    found = []
+    for name, limit in (("the gradient norm", SQUARES), ("the loss", LARGEST)):
+        points = []
+        for one in recent:
+            size = one.grad_norm
+            if limit == LARGEST:
+                # a critic's loss runs away downwards
+                size = None if one.loss is None else abs(one.loss)
+            logarithm = _log2(size)
+            if logarithm is not None:
+                points.append((one.step, logarithm))
+        lowest = min((value for _, value in points), default=math.inf)
+        if not points or points[-1][1] - lowest < LEAST_GROWTH:
+            return None
+        forecast = crossing(points, limit, name, fewest=6, farthest=farthest)
+        if forecast is not None:
+            found.append(forecast)
+    return min(found, key=lambda one: one.step, default=None)
+
+
+# --- SG956: updates above the stable range.
+
+
+UNSTABLE = 0.3
+"""An update this large beside its weight: a few of them replace the weight."""
+LARGE_UPDATE = 0.05
+FEWEST_ELEMENTS = 64
+"""Small tensors jump; so do biases, which begin at 0: any update is large beside nothing."""
+
+
+def _updates(look: Look) -> Figures:
+    for one in look.parameters:
+        small = one.elements < FEWEST_ELEMENTS or one.name.endswith("bias")
+        if one.ratio is not None and not small:
+            yield one.name, one.ratio, math.log2(UNSTABLE), one.ratio >= LARGE_UPDATE
+
+
+def _from_the_gradient(forecast: Forecast, looks: Sequence[Look]) -> bool:
+    """Half of the growth comes from the gradient: one that grows is a loss surface that becomes
+    steeper, as behind a plateau, and ends by itself or is SG955.
+    """
+    sizes = {}
+    for look in looks:
+        for one in look.parameters:
+            if one.name == forecast.place:
+                sizes[look.step] = _log2(one.gradient)
+    before, now = sizes.get(forecast.since), sizes.get(forecast.now)
+    if before is None or now is None:
+        return True
+    return now - before > math.log2(forecast.value / forecast.first) / 2.0
+
+
+@rule()
+def sg956(case: Case) -> Proof | None:
+    return _coming(RATIOS.soonest(case.looks))
+
+
+LOGITS = Trend("the largest attention logit", _logits)
+VALUES = Trend("the largest value", _values)
+UNSCALED = Trend("the largest value", _unscaled)
+MOMENTS = Trend("the smallest second moment", _moments, rising=False)
+SIZES = Trend("the root mean square", _sizes)
+# a warm-up ends by itself, so this forecast reaches less far than others
+RATIOS = Trend("update beside weight", _updates, farthest=0.5, doubted=_from_the_gradient)
+
+
+def trend_begins(looks: Sequence[Look], recent: Sequence[Reading]) -> bool:
+    """Something is near a limit, or on its way there: worth a closer look, not worth reporting."""
+    if _diverging(recent, 20.0) is not None:
+        return True
+    trends = (LOGITS, VALUES, MOMENTS, SIZES, RATIOS)
+    return len(looks) > 1 and any(trend.moves(looks[-2], looks[-1]) for trend in trends)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch.optim import Optimizer
 from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import born_in_update
 from stepguard.engine.protect import Protection
-from stepguard.engine.watch.observed_loss import GradientVeto
 from stepguard.records import Reading
 from stepguard.sentinel.gradients import risky_update, scale_gradients
 from stepguard.state.buffers import UndoCopy
@@ -22,6 +19,7 @@ from stepguard.tensors.torch_private import scaler_tensors
 # --- The user's GradScaler: end its step without moving it, and go back to how it was.
 
 
+RISKY = "check of risky updates"
 ScalerState = tuple[torch.Tensor, torch.Tensor]
 """Scale and growth counter."""
 
@@ -96,47 +94,54 @@ def unscale(context: Context) -> None:
 # --- An update that could make NaN of finite gradients is copied before and checked after it.
 
 
+def check_of_update(
+    context: Context, protect: Protection, reading: Reading, *, at_risk: bool
+) -> UpdateCheck | None:
+    """Report outliers where that is asked for, and copy what a risky update may touch.
+
+    None for an update that is not risky. `at_risk`: it is so on some rank, and all of them know.
+    """
+    if not protect.armed and not at_risk:
+        return None
+    if context.memory.outliers is not None:
+        with protect.part("outliers"):
+            words = context.memory.outliers.words()
+            if words:
+                context.outputs.note("outlier", words)
+    try:
+        risky = risky_update(context.optimizer, context.lr_ceiling, reading.least_norm)
+    except Exception as fault:
+        protect.failed(fault, RISKY)
+        risky = False
+    if not risky and not at_risk:
+        return None
+    check = UpdateCheck(context, protect, at_risk=at_risk)
+    check.copy_everything()
+    return check
+
+
 class UpdateCheck:
     """Goes with one update, from just before `optimizer.step()` to just after it."""
 
-    def __init__(self, context: Context, protect: Protection) -> None:
+    def __init__(self, context: Context, protect: Protection, *, at_risk: bool = False) -> None:
         self._context = context
         self._protect = protect
         self.undo: UndoCopy | None = None
         """Everything the update may touch, from before it."""
-        self._at_risk = False
+        self._at_risk = at_risk
         """Every rank checks this update, so that all of them undo it or none does."""
 
-    def prepare(self, reading: Reading, *, at_risk: bool = False) -> None:
-        """Report outliers where that is asked for, and copy what a risky update may touch.
-
-        `at_risk`: so it is on some rank, and all of them know.
-        """
-        self._at_risk = at_risk
-        if not self._protect.armed:
-            return
-        context = self._context
-        with self._protect.part("outliers"):
-            words = "" if context.memory.outliers is None else context.memory.outliers.words()
-            if words:
-                context.outputs.note("outlier", words)
-        if self.undo is not None:
-            return
-        with self._protect.part("check of risky updates"):
-            if at_risk or risky_update(context.optimizer, context.lr_ceiling, reading.least_norm):
-                self.undo = UndoCopy(context.optimizer)
-
     def copy_everything(self) -> None:
-        """For an optimizer that moves weights before the gradients can be judged."""
+        """Copy what the update may touch."""
         if self.undo is None and self._protect.armed:
-            with self._protect.part("copy before the update"):
+            with self._protect.part(RISKY):
                 self.undo = UndoCopy(self._context.optimizer)
 
     def undone(self, reading: Reading) -> Reading | None:
         """Undo an update that made something non-finite and name it; None for a good update."""
         born: list[str] = []
         if self.undo is not None and self._protect.armed:
-            with self._protect.part("check of risky updates"):
+            with self._protect.part(RISKY):
                 born = born_in_update(self._context)
         by_rank = {self._context.agreement.world_rank: born} if born else {}
         if self._at_risk:
@@ -158,9 +163,9 @@ class UpdateCheck:
         agreement = self._context.agreement
         if not agreement.any_rank(bool(born), self._context.parameters[0].device):
             return {}
-        told = agreement.in_step(lambda: {"born": born}, "the check of a risky update")
+        told = agreement.together(lambda: {"born": born}, "the check of a risky update")
         found: dict[int, list[str]] = {}
-        for rank, facts in zip(agreement.deciding, told, strict=True):
+        for rank, facts in zip(agreement.members, told, strict=True):
             if facts["born"]:
                 found[rank] = facts["born"]
         return found
@@ -169,11 +174,9 @@ class UpdateCheck:
 # --- Wrappers around an optimizer that do something of their own in every step.
 
 
-def update(context: Context) -> bool:
+def update_through_wrapper(context: Context) -> bool:
     """Make the update; False where the wrapper did not call the optimizer inside it."""
-    if context.outer is None:
-        context.optimizer.step()
-        return True
+    assert context.outer is not None
     calls: list[bool] = []
     counting = context.optimizer.register_step_post_hook(lambda *_: calls.append(True))
     try:
@@ -195,9 +198,6 @@ def step_without_gradients(context: Context) -> None:
         # no worker of this replica commits then, and torchft heals it from one that has
         manager.report_error(RuntimeError(f"stepguard refused step {context.step}"))
         context.outer.step()
-    elif context.agreement.apart:
-        with _hidden_gradients(context):
-            context.outer.step()
 
 
 def voting_manager(optimizer: Optimizer | None) -> Any:
@@ -205,22 +205,3 @@ def voting_manager(optimizer: Optimizer | None) -> Any:
     manager = getattr(optimizer, "manager", None)
     votes = callable(getattr(manager, "should_commit", None))
     return manager if votes and callable(getattr(manager, "report_error", None)) else None
-
-
-@contextmanager
-def _hidden_gradients(context: Context) -> Iterator[None]:
-    """Hide the gradients from the optimizer inside only: an averager wants to see them."""
-    veto = GradientVeto(context)
-    optimizer = context.optimizer
-    before = optimizer.register_step_pre_hook(lambda *_: veto.hide())
-    after = optimizer.register_step_post_hook(lambda *_: _end(veto))
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()
-
-
-def _end(veto: GradientVeto) -> None:
-    veto.give_back()
-    veto.put_back()

@@ -251,10 +251,13 @@ SAME_RATE = 1e-9
 
 def group_rates(optimizer: Optimizer) -> tuple[float, ...]:
     """The learning rate of each group, 0 for one that lacks it; empty where all of them do."""
-    rates = [_number(group.get("lr")) for group in optimizer.param_groups]
+    rates: list[float | None] = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        rates.append(rate if type(rate) is float else _number(rate))
     if rates == [None] * len(rates):
         return ()
-    return tuple(rate or 0.0 for rate in rates)
+    return tuple(rates) if None not in rates else tuple(rate or 0.0 for rate in rates)  # type: ignore[arg-type]
 
 
 def declared_rates(optimizer: Optimizer, scheduler: Any = None) -> tuple[float, ...]:

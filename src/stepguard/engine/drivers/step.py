@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.scaler import (
-    UpdateCheck,
+    check_of_update,
     hold_scaler,
     present_scale,
     restore_scaler,
@@ -21,8 +21,8 @@ from stepguard.engine.drivers.scaler import (
     scaler_copy,
     step_without_gradients,
     unscale,
-    update,
     update_scaler,
+    update_through_wrapper,
     voting_manager,
 )
 from stepguard.engine.drivers.schedule import (
@@ -39,6 +39,7 @@ from stepguard.engine.incident.run_facts import (
     skipped_after_all,
     without_micro_batches,
 )
+from stepguard.engine.incident.situation import Find
 from stepguard.engine.protect import Protection
 from stepguard.engine.reader import MicroLoss, Pending, micro_loss, own_norm
 from stepguard.engine.recover.rewind import (
@@ -84,10 +85,7 @@ def leaves_unscaling(context: Context) -> bool:
 
 @contextmanager
 def kernel_unscales(context: Context) -> Iterator[None]:
-    """Give the kernel the scale that the gradients carry, where it is to divide by it."""
-    if not leaves_unscaling(context):
-        yield
-        return
+    """Give the kernel the scale that the gradients carry: it is to divide by it."""
     assert context.scaler is not None
     check_scaled_gradients(context.scaler, context.optimizer)
     context.optimizer.grad_scale = present_scale(context)  # type: ignore[attr-defined]
@@ -180,63 +178,117 @@ class FusedUpdate:
             restore_scaler(context, self._scaler)
 
 
-# --- Bookkeeping once the fate of a step is known: hooks, history, budget, snapshots, journal.
+# --- What a step goes through, whoever calls forward, backward and update.
 
 
+SNAPSHOTS = "snapshots and checkpoints"
 ANCHOR_EVERY = 16
 """Committed steps between two remembered healthy batches."""
 
 
-class UpdateNotCalled:
-    """A step whose `optimizer.step()` the guard has not called: only buffers have moved."""
+class Lifecycle:
+    """The moments of one optimizer step that are the same for `guard.step` and for `watch`."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def stop(self) -> None:
-        """Nothing to stop: the guard does not call it."""
-
-    def restore_buffers(self) -> None:
-        self._context.put_back()
-
-
-class StepEnd:
-    """What a committed or a dropped step leaves behind, the same for every driver."""
-
-    def __init__(self, context: Context, protect: Protection, rewinder: Rewinder) -> None:
-        self._context = context
-        self._protect = protect
-        self._rewinder = rewinder
+    def __init__(
+        self,
+        context: Context,
+        protect: Protection,
+        rewinder: Rewinder,
+        find: Find | None = None,
+        *,
+        reruns: bool = True,
+    ) -> None:
+        """`find` locates the origin of a bad step. `reruns`: the guard runs the steps itself."""
+        self.context = context
+        self.protect = protect
+        self.rewinder = rewinder
+        self.transaction = Transaction(context, protect, rewinder, find, reruns=reruns)
+        self.reader = self.transaction.reader
         self.looks = context.hooks.probe
+        self.exceptions = Exceptions(context, protect, self.transaction)
+        self.commits = 0
+        """Updates that went through."""
+        self._fused: FusedUpdate | None = None
+        """An update whose verdict is still on the device."""
 
-    def committed(self, step: Step, reading: Reading | None) -> None:
-        """The update went through. `reading` is None where a disarmed guard did not read it."""
-        for hook in self._context.hooks.updated:
+    def read(self, pending: Pending) -> Reading | None:
+        """Wait for the numbers of the step; None where the guard is disarmed."""
+        if self.protect.armed:
+            try:
+                return self.transaction.read(pending)
+            except Exception as fault:
+                self.protect.failed(fault)
+        return None
+
+    def end(self, step: Step, reading: Reading | None, *, committed: bool) -> None:
+        """The update went through, or it did not. `reading` is None where it was not read."""
+        context, protect = self.context, self.protect
+        if not committed:
+            self._end_dropped(reading)
+            return
+        self.commits += 1
+        for hook in context.hooks.updated:
             hook()
         # an infinity that the loss shows is not one that the model has absorbed
         self.looks.finish(committed=reading is None or not reading.loss_overflow)
-        if reading is None or not self._protect.armed:
+        if reading is None or not protect.armed:
             return
-        with self._protect.region:
-            add_to_history(self._context, step, reading)
-        with self._protect.part("comparison of the ranks"):
-            for tell in self._context.hooks.committed:
-                tell(step)
+        try:
+            add_to_history(context, step, reading)
+        except Exception as fault:
+            protect.failed(fault)
+        if context.hooks.committed:
+            with protect.part("comparison of the ranks"):
+                for tell in context.hooks.committed:
+                    tell(step)
         self.looks.committed(reading)
-        with self._protect.part("journal"):
-            write_step(self._context, reading, committed=True)
-        with self._protect.part("snapshots"):
-            self._rewinder.committed(reading.step + 1)
+        try:
+            context.outputs.step(reading, committed=True)
+        except Exception as fault:
+            protect.failed(fault, "journal")
+        try:
+            self.rewinder.committed(reading.step + 1)
+        except Exception as fault:
+            protect.failed(fault, "snapshots")
 
-    def dropped(self, reading: Reading | None) -> None:
-        """The update did not happen."""
+    def _end_dropped(self, reading: Reading | None) -> None:
         self.looks.finish(committed=False)
-        if reading is None or not self._protect.armed:
+        if reading is None or not self.protect.armed:
             return
         if reading.overflow:
             self.looks.skipped(reading)
-        with self._protect.part("journal"):
-            write_step(self._context, reading, committed=False)
+            self.context.scales.overflows_in_a_row += 1
+        with self.protect.part("journal"):
+            self.context.outputs.step(reading, committed=False)
+
+    def settle(self, *, inside: bool = False) -> bool:
+        """Read a fused step whose verdict is still on the device; `inside`: in optimizer.step().
+
+        True when it was vetoed, and what the loop has done since has been taken back.
+        """
+        fused = self._fused
+        self._fused = None
+        if fused is None:
+            return False
+        reading = fused.read(self.transaction)
+        if reading is None:
+            committed = not bool(fused.flag)
+            fused.result.resolve(None, committed=committed)
+            self.end(fused.step, None, committed=committed)
+            return False
+        reading, verdict = self.transaction.assess(fused.step, reading)
+        self.transaction.note(reading, verdict)
+        return self._finish_fused(fused, reading, verdict, inside=inside)
+
+    def _finish_fused(
+        self, fused: FusedUpdate, reading: Reading, verdict: Verdict, *, inside: bool
+    ) -> bool:
+        """Commit it or take it back, and respond where it was bad."""
+        raise NotImplementedError
+
+    def waits_for_ranks(self) -> bool:
+        """Was the last step refused by the device, and have the ranks not dealt with it yet?"""
+        return self._fused is not None and self._fused.waits_for_ranks(self.transaction)
 
     def run_ended(self, error: BaseException | None) -> None:
         """Nothing more will come. A run that an error cut short says little about its loop."""
@@ -251,25 +303,25 @@ def add_to_history(context: Context, step: Step, reading: Reading) -> None:
     if reading.scale is not None:
         context.scales.worked = max(reading.scale, context.scales.worked or 0.0)
     context.budget = context.budget.committed()
-    if context.memory.outliers is not None:
-        context.memory.outliers.committed()
+    memory = context.memory
+    if memory.outliers is not None:
+        memory.outliers.committed()
+    # Remember a healthy step now and then, so that its batch can be tried on later weights.
     done = context.history.committed
-    if done < ANCHOR_EVERY or done % ANCHOR_EVERY == 1 or context.memory.anchor is None:
-        keep_anchor(context, step, reading)
+    if done < ANCHOR_EVERY or done % ANCHOR_EVERY == 1 or memory.anchor is None:
+        loss = reading.judged_loss
+        if step.replayable and loss is not None and math.isfinite(loss):
+            memory.anchor = (step, loss)
 
 
-def keep_anchor(context: Context, step: Step, reading: Reading) -> None:
-    """Remember this step as healthy, so that its batch can be tried on later weights."""
-    loss = reading.judged_loss
-    if step.replayable and loss is not None and math.isfinite(loss):
-        context.memory.anchor = (step, loss)
+class UpdateNotMade:
+    """An update that nobody has called yet: only what the forward pass moved is put back."""
 
+    def __init__(self, put_back: Callable[[], object]) -> None:
+        self.restore_buffers = put_back
 
-def write_step(context: Context, reading: Reading, *, committed: bool) -> None:
-    """Write the one line of this step."""
-    if reading.overflow:
-        context.scales.overflows_in_a_row += 1
-    context.outputs.step(reading, committed=committed)
+    def stop(self) -> None:
+        """Nothing to stop."""
 
 
 # --- The plain step of a disarmed guard: what the user's own loop would do.
@@ -326,73 +378,89 @@ def unguarded_update(context: Context) -> StepResult:
 # --- `guard.step`: the guard runs the step, so it can replay it exactly.
 
 
-class StepDriver:
+class StepDriver(Lifecycle):
     """One optimizer step from zero_grad to scheduler.step, with the transaction in between."""
 
     def __init__(self, context: Context, protect: Protection, rewinder: Rewinder) -> None:
-        self.context = context
-        self.protect = protect
-        self.rewinder = rewinder
-        self.transaction = Transaction(context, protect, rewinder)
-        self.reader = self.transaction.reader
-        self.step_end = StepEnd(context, protect, rewinder)
-        self.looks = self.step_end.looks
-        self.exceptions = Exceptions(context, protect, self.transaction)
-        self.not_called = UpdateNotCalled(context)
-        self._fused: FusedUpdate | None = None
-        """An update whose verdict is still on the device."""
+        super().__init__(context, protect, rewinder)
+        self.not_called = UpdateNotMade(context.put_back)
 
     def run(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
         """One step under protection."""
-        self.settle()
+        context = self.context
+        if self._fused is not None:
+            self.settle()
         step = self.begin(loss_fn, micro_batches)
         if step is None:
-            return unguarded_step(self.context, loss_fn, micro_batches)
+            return unguarded_step(context, loss_fn, micro_batches)
+        self.looks.begin()
+        if self.looks.active:
+            self.looks.saw_batch(micro_batches)
         try:
-            with self.looks.during(micro_batches):
-                losses = self.forward_backward(step)
-        except Exception as error:
-            incident = self.exceptions.in_step(step, error)
+            losses = self.forward_backward(step)
+        except BaseException as error:
+            self.looks.close()
+            incident = None
+            if isinstance(error, Exception):
+                incident = self.exceptions.in_step(step, error)
             if incident is None:
                 raise
             return self.without_step(incident)
-        with kernel_unscales(self.context):
+        if self.looks.active:
+            self.looks.gradients_ready()
+        pending: Pending | None = None
+        if context.scaler is not None and leaves_unscaling(context):
+            with kernel_unscales(context):
+                pending = self._issue(losses)
+                if pending is not None:
+                    return self._update_on_device(step, pending)
+        else:
             pending = self._issue(losses)
-            if pending is not None and read_later(self.context):
-                # the kernel takes the verdict from the device; the host reads it one step later
-                context = self.context
-                several = context.agreement.size > 1
-                result = StepResult(settle=self._show_numbers if several else self.settle)
-                fused = FusedUpdate(context, step, pending, result)
-                if context.config.clip_norm is not None and pending.norm is not None:
-                    clip(context.parameters, context.config.clip_norm, pending.norm)
-                self.looks.before_update()
-                fused.update(context)
-                if self.protect.armed:
-                    with self.protect.region:
-                        fused.issued(context)
-                self._fused = fused
-                self.after_update()
-                context.step += 1
-                return result
         if pending is None:
-            return unguarded_update(self.context)
-        # Read, agree and judge; then commit or refuse.
-        reading = self._read(pending)
+            return unguarded_update(context)
+        if pending.fused and read_later(context):
+            return self._update_on_device(step, pending)
+        return self._judge_and_update(step, pending)
+
+    def _judge_and_update(self, step: Step, pending: Pending) -> StepResult:
+        """Read, agree and judge; then commit or refuse."""
+        reading = self.read(pending)
         if reading is None:
             return unguarded_update(self.context)
         step.scale = reading.scale or 1.0
         reading, verdict = self.transaction.assess(step, reading)
-        self.transaction.note(reading, verdict)
-        if verdict.bad:
-            return self._refuse(step, pending, reading, verdict)
-        if verdict.kind == "scale_calibration":
-            # a loop would have clipped before its scaler refused the update
-            self._clip(pending, reading)
-            update_scaler(self.context)
-            self._end(step, reading, committed=False)
-            return StepResult().resolve(reading, committed=False)
+        if verdict is not OK:
+            self.transaction.note(reading, verdict)
+            if verdict.bad:
+                return self._refuse(step, pending, reading, verdict)
+            if verdict.kind == "scale_calibration":
+                # a loop would have clipped before its scaler refused the update
+                self._clip(pending, reading)
+                update_scaler(self.context)
+                self._end(step, reading, committed=False)
+                return StepResult().resolve(reading, committed=False)
         return self._commit(step, pending, reading)
+
+    def _update_on_device(self, step: Step, pending: Pending) -> StepResult:
+        """The kernel takes the verdict from the device; the host reads it one step later."""
+        context = self.context
+        several = context.agreement.size > 1
+        result = StepResult(settle=self._show_numbers if several else self._settle_result)
+        fused = FusedUpdate(context, step, pending, result)
+        if context.config.clip_norm is not None and pending.norm is not None:
+            clip(context.parameters, context.config.clip_norm, pending.norm)
+        if self.looks.active:
+            self.looks.before_update()
+        fused.update(context)
+        if self.protect.armed:
+            try:
+                fused.issued(context)
+            except Exception as fault:
+                self.protect.failed(fault)
+        self._fused = fused
+        self.after_update()
+        context.step += 1
+        return result
 
     def between(self) -> None:
         """The loop is between two steps; a snapshot needs the last one read."""
@@ -407,29 +475,34 @@ class StepDriver:
         if not self.protect.armed:
             return None
         context = self.context
-        with self.protect.part("snapshots and checkpoints"):
+        try:
             self.rewinder.snapshots.between_steps()
-        with self.protect.region:
+        except Exception as fault:
+            self.protect.failed(fault, SNAPSHOTS)
+        try:
             context.remember()
             self.reader.start()
-            return Step(
-                index=context.step,
-                model=context.model,
-                optimizer=context.optimizer,
-                modules=context.modules,
-                buffers=context.buffers,
-                loss_fn=loss_fn,
-                micro_batches=micro_batches,
-                clip_norm=context.config.clip_norm,
-                sharded=context.sharded,
-            )
-        return None
+        except Exception as fault:
+            self.protect.failed(fault)
+            return None
+        return Step(
+            index=context.step,
+            model=context.model,
+            optimizer=context.optimizer,
+            modules=context.modules,
+            buffers=context.buffers,
+            loss_fn=loss_fn,
+            micro_batches=micro_batches,
+            clip_norm=context.config.clip_norm,
+            sharded=context.sharded,
+        )
 
     def forward_backward(self, step: Step, only: Sequence[int] | None = None) -> list[MicroLoss]:
         """Run the user's code; with `only`, some micro-batches with the random numbers they had."""
         context = self.context
         assert step.loss_fn is not None
-        context.stepped.zero_grad(set_to_none=True)
+        scales = context.scaler is not None or context.scales.static != 1.0
+        (context.outer or context.optimizer).zero_grad(set_to_none=True)
         losses = []
         for index, batch in enumerate(step.micro_batches):
             if only is None:
@@ -441,30 +514,27 @@ class StepDriver:
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
             # Before backward, whose exchange of gradients tells other ranks of a bad loss.
-            if self.protect.armed:
+            if context.agreement.size > 1 and self.protect.armed:
                 with self.protect.region, self.looks.paused():
                     self.reader.announce(seen.total, summed_in_half=seen.summed_in_half)
-            self.looks.loss_seen(loss)
-            torch.autograd.backward(scaled(context, loss))
-        if only is not None or not leaves_unscaling(context):
+            if self.looks.active:
+                self.looks.loss_seen(loss)
+            torch.autograd.backward(scaled(context, loss) if scales else loss)
+        if scales and (only is not None or not leaves_unscaling(context)):
             unscale(context)
         return losses
 
     def _issue(self, losses: list[MicroLoss]) -> Pending | None:
         if self.protect.armed:
-            with self.protect.region:
+            try:
                 return self.reader.issue(losses)
-        return None
-
-    def _read(self, pending: Pending) -> Reading | None:
-        if self.protect.armed:
-            with self.protect.region:
-                return self.transaction.read(pending)
+            except Exception as fault:
+                self.protect.failed(fault)
         return None
 
     def without_step(self, incident: Incident) -> StepResult:
         """The policy goes on after an exception, without this step."""
-        self.step_end.dropped(incident.reading)
+        self._end_dropped(incident.reading)
         self.context.step += 1
         return StepResult().resolve(incident.reading, committed=False, incident=incident)
 
@@ -487,7 +557,7 @@ class StepDriver:
         self.context.put_back()
         hold_scaler(self.context)
         step_without_gradients(self.context)
-        self.step_end.dropped(reading)
+        self._end_dropped(reading)
         self.context.step += 1
         incident = self.transaction.conclude(incident)
         second = run_again(self, step, incident)
@@ -505,24 +575,26 @@ class StepDriver:
     ) -> StepResult:
         """Clip and update. An update that makes something non-finite is undone and refused."""
         context = self.context
-        check = UpdateCheck(context, self.protect)
-        check.prepare(reading, at_risk=pending.at_risk)
+        check = check_of_update(context, self.protect, reading, at_risk=pending.at_risk)
         self._clip(pending, reading)
-        self.looks.before_update()
-        updated = update(context)
-        if not updated:
+        if self.looks.active:
+            self.looks.before_update()
+        if context.outer is None:
+            context.optimizer.step()
+        elif not update_through_wrapper(context):
             # A wrapper around the optimizer has refused a step that is good here
             self.context.put_back()
             hold_scaler(self.context)
             self._end(step, reading, committed=False)
             return StepResult().resolve(reading, committed=False)
-        undone = check.undone(reading)
+        undone = check.undone(reading) if check is not None else None
         if undone is not None:
             reading, verdict = self.transaction.assess(step, undone)
             return self._refuse(step, pending, reading, verdict)
         self.after_update()
         self._end(step, reading, committed=True, incident=incident)
-        incident = self.transaction.conclude(incident)
+        if incident is not None:
+            incident = self.transaction.conclude(incident)
         return (result or StepResult()).resolve(reading, committed=True, incident=incident)
 
     def _clip(self, pending: Pending, reading: Reading) -> None:
@@ -534,27 +606,31 @@ class StepDriver:
 
     def after_update(self) -> None:
         """An update really happened: scaler and schedule advance."""
+        context = self.context
         if self.protect.armed:
-            with self.protect.region:
+            try:
                 self.reader.after_update()
-        update_scaler(self.context)
-        self.context.advance_schedule()
+            except Exception as fault:
+                self.protect.failed(fault)
+        if context.scaler is not None:
+            update_scaler(context)
+        if context.scheduler is not None:
+            context.advance_schedule()
 
     def _end(
         self, step: Step, reading: Reading, *, committed: bool, incident: Incident | None = None
     ) -> None:
-        if committed:
-            self.step_end.committed(step, reading)
-        else:
-            self.step_end.dropped(reading)
+        self.end(step, reading, committed=committed)
         if self.protect.armed:
-            with self.protect.part("steps kept for repetition"):
+            try:
                 # Keep what went as it should, to run it again; what a bad step left behind cannot
                 # be.
                 if incident is None:
                     self.rewinder.snapshots.keep(step, reading.loss, reading.lr)
                 elif committed:
                     self.rewinder.snapshots.kept.broken(step.index)
+            except Exception as fault:
+                self.protect.failed(fault, "steps kept for repetition")
         if step.index == self.context.step:
             self.context.step += 1
 
@@ -593,7 +669,7 @@ class StepDriver:
         if len(only) < len(step.micro_batches):
             scale_gradients(context.parameters, len(step.micro_batches) / len(only))
         pending = self._issue(losses)
-        reading = self._read(pending) if pending is not None else None
+        reading = self.read(pending) if pending is not None else None
         if pending is None or reading is None:
             return None
         reading, verdict = self.transaction.assess(step, reading)
@@ -603,6 +679,9 @@ class StepDriver:
         return self._commit(step, pending, reading, incident, result)
 
     # --- fused optimizers -----------------------------------------------------------------------
+
+    def _settle_result(self) -> None:
+        self.settle()
 
     def _show_numbers(self) -> None:
         """Fill in the result of a fused step. The other ranks may not be asking for theirs, so
@@ -615,35 +694,16 @@ class StepDriver:
         vetoed = fused.vetoed(reading) if reading is not None else bool(fused.flag)
         fused.result.resolve(reading, committed=not vetoed)
 
-    def waits_for_ranks(self) -> bool:
-        """Was the last step refused by the device, and have the ranks not dealt with it yet?"""
-        return self._fused is not None and self._fused.waits_for_ranks(self.transaction)
-
-    def settle(self) -> None:
-        """Read a fused step whose verdict is still on the device."""
-        fused = self._fused
-        self._fused = None
-        if fused is None:
-            return
-        reading = fused.read(self.transaction)
-        if reading is None:
-            committed = not bool(fused.flag)
-            fused.result.resolve(None, committed=committed)
-            if committed:
-                self.step_end.committed(fused.step, None)
-            return
-        reading, verdict = self.transaction.assess(fused.step, reading)
-        self.transaction.note(reading, verdict)
-        self._finish_fused(fused, reading, verdict)
-
-    def _finish_fused(self, fused: FusedUpdate, reading: Reading, verdict: Verdict) -> None:
+    def _finish_fused(
+        self, fused: FusedUpdate, reading: Reading, verdict: Verdict, *, inside: bool
+    ) -> bool:
         vetoed = fused.vetoed(reading)
         if vetoed:
             fused.take_back(self.context, calibrating=verdict.kind == "scale_calibration")
         if not verdict.bad:
             fused.result.resolve(reading, committed=not vetoed)
             self._end(fused.step, reading, committed=not vetoed)
-            return
+            return vetoed
         incident = self.transaction.respond(
             fused.step, reading, verdict, None, committed=not vetoed
         )
@@ -655,7 +715,7 @@ class StepDriver:
             partial = self._commit_the_rest(fused.step, incident, fused.result)
             restore_rng(end)
             if partial is not None:
-                return
+                return vetoed
         self._end(fused.step, reading, committed=not vetoed, incident=incident)
         incident = self.transaction.conclude(skipped_after_all(incident))
         committed = not vetoed and not rewinds(incident)
@@ -663,6 +723,7 @@ class StepDriver:
         second = run_again(self, fused.step, incident, late=True)
         if second is not None:
             fused.result.take_over(second)
+        return vetoed
 
 
 # --- Optimizers that call the loss several times a step (LBFGS, SAM).
@@ -732,7 +793,7 @@ class ClosureDriver(StepDriver):
         self.context.buffers.restore()
         for parameter, gradient in evaluations.bad_gradients:
             parameter.grad = gradient
-        self.step_end.dropped(reading)
+        self._end_dropped(reading)
         self.context.step += 1
         incident = self.transaction.conclude(skipped_after_all(evaluations.incident))
         second = run_again(self, step, incident)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.scaler import UpdateCheck, present_scale
+from stepguard.engine.drivers.scaler import UpdateCheck, check_of_update, present_scale
 from stepguard.engine.drivers.schedule import (
     calls_of_step,
     evaluates_again,
@@ -30,29 +30,29 @@ from stepguard.engine.drivers.schedule import (
     needs_closure,
 )
 from stepguard.engine.drivers.step import (
+    SNAPSHOTS,
     CheckedClosure,
     FusedUpdate,
-    StepEnd,
+    Lifecycle,
+    UpdateNotMade,
     checked_once,
     read_later,
 )
 from stepguard.engine.incident.closer_look import stored_trouble
-from stepguard.engine.incident.exceptions import Exceptions
 from stepguard.engine.incident.run_facts import let_through
 from stepguard.engine.protect import Protection
-from stepguard.engine.reader import Pending, count_labels
+from stepguard.engine.reader import Pending, count_labels, gradients_of
 from stepguard.engine.recover.rewind import Rewinder
 from stepguard.engine.result import StepResult
-from stepguard.engine.transaction import Transaction, VetoedUpdate
+from stepguard.engine.transaction import VetoedUpdate
 from stepguard.engine.watch.live_tracing import LiveTracing, ScheduleRollback
 from stepguard.engine.watch.model_calls import MicroBatches, ModelCalls, StepBoundary
 from stepguard.engine.watch.observed_loss import GradientVeto, ObservedLoss
 from stepguard.engine.watch.shared_backward import SharedBackward, Sharing
 from stepguard.engine.wiring import Wiring, owners
 from stepguard.judge.judge import alarming
-from stepguard.locate.origins import Attempt
 from stepguard.records import Incident, Reading
-from stepguard.records.incident import OK
+from stepguard.records.incident import OK, Verdict
 from stepguard.sentinel.torch_patches import Update, inside_backward, listen
 from stepguard.state.batch import LossFn, Step, total_loss, unwrapped
 from stepguard.state.buffers import BufferKeeper
@@ -60,29 +60,25 @@ from stepguard.state.buffers import BufferKeeper
 # --- What a watched step is made of, and how it begins and ends.
 
 
+DROPPED_FOR_ANOTHER = "update dropped: another optimizer of the same backward pass found a bad step"
+IN_BACKWARD = (
+    "its optimizer steps inside the backward pass: a guard for each parameter would keep "
+    "the whole model"
+)
 NOT_REMEMBERED = (
     "buffers stay as the step left them, because no call of the model was seen to begin it"
 )
 
 
-class WatchedStep:
-    """The parts of one watch driver, and the step at hand."""
+class WatchDriver(Lifecycle):
+    """Optimizer hooks of one guard; also gets the calls of patched torch functions."""
 
     def __init__(
         self, context: Context, protect: Protection, rewinder: Rewinder, wiring: Wiring
     ) -> None:
-        self.context = context
-        self.protect = protect
-        self.rewinder = rewinder
-        self.wiring = wiring
         self.tracing = LiveTracing(context)
-        self.transaction = Transaction(
-            context, protect, rewinder, self.tracing.locate, reruns=False
-        )
-        self.reader = self.transaction.reader
-        self.step_end = StepEnd(context, protect, rewinder)
-        self.looks = self.step_end.looks
-        self.exceptions = Exceptions(context, protect, self.transaction)
+        super().__init__(context, protect, rewinder, self.tracing.locate, reruns=False)
+        self.wiring = wiring
         self.observed = ObservedLoss(context, self.reader.announce)
         self.rollback = ScheduleRollback(context)
         self.model_calls = ModelCalls(context.model, protect, self._model_called, self.raised)
@@ -92,71 +88,109 @@ class WatchedStep:
         self._listening = True
         self.dropped = False
         """The last update was vetoed, as far as is known by now: a fused one is read later."""
-        self._commits = 0
-        """Updates that went through."""
         self._averaged: weakref.WeakKeyDictionary[AveragedModel, int] = weakref.WeakKeyDictionary()
         """Averages of this model -> updates that had gone through when each was last updated."""
         # --- of the step at hand
         self._reading: Reading | None = None
+        self._judged: Step | None = None
+        """What `_reading` was judged with."""
         self._incident: Incident | None = None
+        self._traced = False
+        """The live tracer has to be told of this step."""
+        self._start_seen = False
+        """A call of the model, or of a part of it, was seen to begin this step."""
         self.vetoing = False
         """This step has been found bad: its update must not happen."""
         self._veto = GradientVeto(context)
-        self._check = UpdateCheck(context, protect)
+        self._check: UpdateCheck | None = None
         self._begun = False
         """The update before this one has been closed."""
         self._remembered = False
         """Buffers are known as they were before this step."""
         self._timeline = 0
         """Rewinds before this step began: older gradients belong to weights that are gone."""
-        context.resources.callback(self.boundary.close)
-        context.resources.callback(self.shared.leave)
+        self._own_flag = False
+        """`optimizer.found_inf` was set by the guard, not by the user's scaler."""
+        self._not_reached = UpdateNotMade(self.restore_buffers)
+        self._dropped_late = False
+        """The update is dropped for an optimizer that was refused before this one stepped."""
+        self._dropped_for: WatchDriver | None = None
+        """Another optimizer of the same backward pass, whose incident drops this update."""
+        self._stepping = 0
+        """Running calls of `step`: one that calls `super().step()` runs the hooks twice."""
+        resources = context.resources
+        resources.callback(self.boundary.close)
+        resources.callback(self.shared.leave)
         self.remember()
         context.buffers.mark()
+        resources.callback(self.model_calls.close)
+        resources.callback(listen(self))
+        resources.callback(self.tracing.close)
+        self._hooks = ExitStack()
+        resources.callback(lambda: self._hooks.close())
+        self._hook_optimizer()
+        wiring.adopt = self.adopt
 
     # --- a step begins --------------------------------------------------------------------------
 
     def _model_called(self, arguments: dict[str, Any]) -> None:
         self.boundary.root_called()
         self.context.memory.habits.calls += 1
-        self.tracing.model_called(arguments)
-        self.looks.saw_batch(arguments)
+        if self._traced:
+            self.tracing.model_called(arguments)
+        if self.looks.active:
+            self.looks.saw_batch(arguments)
 
     def _step_begins(self) -> None:
         """Nothing of the next step has run yet; what the loop did since the update is its own."""
-        with self.tracing.paused():
-            self.between()
-            if self.context.buffers.norms_ran():
-                self.boundary.doubt()
-            if not self._remembered or not self.context.buffers.norms_ran():
-                self.remember()
+        if LiveTracing.armed is None:
+            self._remember_start()
+        else:
+            with self.tracing.paused():
+                self._remember_start()
         self._timeline = self.context.budget.rewinds
         self.looks.begin()
 
+    def _remember_start(self) -> None:
+        self._start_seen = True
+        self.between()
+        norms_ran = self.context.buffers.norms_ran()
+        if norms_ran:
+            self.boundary.doubt()
+        if not self._remembered or not norms_ran:
+            self.remember()
+
     def between(self) -> None:
         """The loop is between two steps; a snapshot needs the last one closed."""
-        if self.rewinder.snapshots.due():
+        if not self.protect.armed:
+            return
+        snapshots = self.rewinder.snapshots
+        due = False
+        try:
+            due = snapshots.due()
+        except Exception as fault:
+            self.protect.failed(fault, SNAPSHOTS)
+        if due:
             self._begin()
-        if self.protect.armed:
-            with self.protect.part("snapshots and checkpoints"):
-                self.rewinder.snapshots.between_steps()
+            with self.protect.part(SNAPSHOTS):
+                snapshots.between_steps()
 
     def remember(self) -> None:
         """Remember buffers and attributes of modules as they are now."""
         if self.protect.armed:
-            with self.protect.region:
+            try:
                 self.context.remember()
+            except Exception as fault:
+                self.protect.failed(fault)
         self._remembered = self.protect.armed
-
-    def settle(self, *, inside: bool = False) -> bool:
-        """Read a step whose verdict is still on the device, where there is one."""
-        return False
 
     def _begin(self) -> None:
         """The loop has come to the next update: close the last one first."""
         if self._begun:
             return
         self._begun = True
+        if self._fused is None and self.context.scheduler is None and not self.rollback.scaler:
+            return
         moved: bool | None = None
         if self.protect.armed:
             with self.protect.region:
@@ -185,15 +219,35 @@ class WatchedStep:
 
     def _end_trace(self) -> None:
         """From here on the guard works, not the user."""
-        self.tracing.pause()
-        self.looks.gradients_ready()
-        if self.protect.armed:
-            with self.protect.part("live tracing"):
-                self.tracing.finish()
+        if self.looks.active:
+            self.looks.gradients_ready()
+        if self._traced or LiveTracing.armed is not None:
+            self._traced = True
+            self.tracing.pause()
+            if self.protect.armed:
+                with self.protect.part("live tracing"):
+                    self.tracing.finish()
 
-    def _issue(self) -> Pending:
-        self.reader.start()
-        return self.reader.issue(self.observed.losses, self.observed.norm())
+    def _issue(self, sharing: Sequence[Sharing] | None = None) -> Pending | None:
+        """Numbers of the gradients, and one for those of `sharing`, optimizers that step from the
+        same backward pass; None for an update that is not reached. None where disarmed.
+        """
+        if not self.protect.armed:
+            return None
+        try:
+            self.reader.start()
+            others: Tensor | None = None
+            if sharing is not None and (sharing or self.shared.partners):
+                others = self.shared.norm_of_others(sharing)
+            gradients = gradients_of(self.context)
+            norm = self.observed.norm(gradients)
+            pending = self.reader.issue(self.observed.losses, norm, others, gradients)
+            if sharing is not None:
+                self.shared.norm = pending.norm.total if pending.norm is not None else None
+            return pending
+        except Exception as fault:
+            self.protect.failed(fault)
+        return None
 
     def _step(self, reading: Reading | None) -> Step:
         """The step at hand, as far as it can be run again."""
@@ -201,8 +255,10 @@ class WatchedStep:
         step = Step(
             *(context.step, context.model, context.optimizer, context.modules, context.buffers),
             sharded=context.sharded,
-            summed_in_half=all(loss.summed_in_half for loss in self.observed.losses),
         )
+        losses = self.observed.losses
+        if not losses or losses[0].summed_in_half:
+            step.summed_in_half = all(loss.summed_in_half for loss in losses)
         scale = (reading.scale if reading is not None else None) or 1.0
         if self.micro_batches.complete(step, len(self.observed.losses)):
             step.clip_norm = context.config.clip_norm
@@ -215,17 +271,20 @@ class WatchedStep:
             return step
         # the gradients of the outputs already carry the loss scale, so the step's own stays 1
         calls = self.model_calls.calls
-        step.micro_batches = tuple(call.as_batch() for call in calls)
-        step.rng = [call.rng for call in calls]
-        step.lines = tuple(call.line for call in calls)
+        batches, lines = [], []
+        for call in calls:
+            batches.append(call.as_batch())
+            step.rng.append(call.rng)
+            lines.append(call.line)
+        step.micro_batches, step.lines = tuple(batches), tuple(lines)
         return step
 
-    def raised(self, error: BaseException | None, attempt: Attempt | None = None) -> None:
+    def raised(self, error: BaseException | None) -> None:
         """An exception passes through the model or its backward, and not in a replay."""
         if self._listening:
             self.looks.close()
             with self.tracing.paused(), self.not_listening():
-                self.exceptions.in_loop(self._step(None), error, attempt)
+                self.exceptions.in_loop(self._step(None), error)
 
     def forget(self) -> None:
         """Drop what was observed of a step that is over, or of a repeated evaluation."""
@@ -237,7 +296,7 @@ class WatchedStep:
 
     def stop(self) -> None:
         """Hide the gradients from the optimizer."""
-        self._veto.hide(self._check.undo)
+        self._veto.hide(self._check.undo if self._check is not None else None)
 
     def restore_buffers(self) -> str:
         """Put back the buffers; in words where the beginning of the step was not seen."""
@@ -257,22 +316,19 @@ class WatchedStep:
                 with self.protect.region:
                     self.rollback.vetoed()
 
-    def _close_books(self, step: Step, reading: Reading | None, *, committed: bool) -> None:
-        if committed:
-            self._commits += 1
-            self.step_end.committed(step, reading)
-        else:
-            self.step_end.dropped(reading)
-
     def _end_step(self, *, counts: bool = True) -> None:
         """The update is over. `counts`: it was a step of this guard."""
         if counts and not self.vetoing and self.protect.armed:
-            with self.protect.part("silent failures"):
+            try:
                 self.observed.update_made()
+            except Exception as fault:
+                self.protect.failed(fault, "silent failures")
         self._reading = None
+        self._judged = None
+        self._start_seen = False
         self._incident = None
         self.vetoing = False
-        self._check = UpdateCheck(self.context, self.protect)
+        self._check = None
         self._begun = False
         self.forget()
         self.shared.stepped()
@@ -285,39 +341,33 @@ class WatchedStep:
         if not self.boundary.reliable:
             # then nothing may tell where the next step begins
             self.remember()
-        if self.protect.armed:
-            with self.protect.part("live tracing"):
-                self.tracing.begin()
+        if self._traced or not self.tracing.idle:
+            self._traced = not self.tracing.idle
+            if self.protect.armed:
+                with self.protect.part("live tracing"):
+                    self.tracing.begin()
 
     def _rewound(self) -> bool:
         """Has the state been put back since this step's forward pass?"""
         return self._timeline != self.context.budget.rewinds
 
-
-# --- A watched loop with a fused optimizer: the kernel takes the verdict, the host reads it
-# later.
-
-
-DROPPED_FOR_ANOTHER = "update dropped: another optimizer of the same backward pass found a bad step"
-
-
-class FusedWatchedStep(WatchedStep):
-    """The part of a watch driver that is about updates which were issued and not read yet."""
-
-    _fused: FusedUpdate | None = None
-    _own_flag = False
-    """`optimizer.found_inf` was set by the guard, not by the user's scaler."""
+    # --- a fused optimizer: the kernel takes the verdict, the host reads it later ----------------
 
     def _flag(self, pending: Pending) -> None:
         """Tell the kernel and read later. The flag of a scaler is kept and joined."""
-        optimizer = self.context.optimizer
-        fused = FusedUpdate(self.context, self._step(None), pending, StepResult())
-        theirs = found_inf(optimizer)
-        if theirs is not None:
-            fused.flag = torch.maximum(theirs, fused.flag.to(theirs))
-        optimizer.found_inf = fused.flag  # type: ignore[attr-defined]
-        self._own_flag = theirs is None
-        self._fused = fused
+        try:
+            optimizer = self.context.optimizer
+            fused = FusedUpdate(self.context, self._step(None), pending, StepResult())
+            theirs = found_inf(optimizer)
+            if theirs is not None:
+                fused.flag = torch.maximum(theirs, fused.flag.to(theirs))
+            optimizer.found_inf = fused.flag  # type: ignore[attr-defined]
+            self._own_flag = theirs is None
+            self._fused = fused
+        except Exception as fault:
+            self.protect.failed(fault)
+        if self.looks.active:
+            self.looks.before_update()
 
     def _issued(self, fused: FusedUpdate) -> None:
         """A fused update is on its way."""
@@ -336,25 +386,10 @@ class FusedWatchedStep(WatchedStep):
         finally:
             self._end_step()
 
-    def waits_for_ranks(self) -> bool:
-        """Was the last step refused by the device, and have the ranks not dealt with it yet?"""
-        return self._fused is not None and self._fused.waits_for_ranks(self.transaction)
-
-    def settle(self, *, inside: bool = False) -> bool:
-        """Read a fused step whose verdict is still on the device; `inside`: in optimizer.step().
-
-        True when it was vetoed, and what the loop has done since has been taken back.
-        """
-        fused = self._fused
-        self._fused = None
-        if fused is None:
-            return False
-        reading = fused.read(self.transaction)
-        if reading is None:
-            self._close_books(fused.step, None, committed=not bool(fused.flag))
-            return False
-        reading, verdict = self.transaction.assess(fused.step, reading)
-        self.transaction.note(reading, verdict)
+    def _finish_fused(
+        self, fused: FusedUpdate, reading: Reading, verdict: Verdict, *, inside: bool
+    ) -> bool:
+        """True when it was vetoed, and what the loop has done since has been taken back."""
         together = fused.pending.others_bad
         refused = verdict.bad or together
         vetoed = fused.vetoed(reading) or together
@@ -365,95 +400,52 @@ class FusedWatchedStep(WatchedStep):
             else:
                 every_step = self.rollback.every_step
                 fused.take_back(self.context, calibrating=False, schedule=every_step)
-                if self._commits in self._averaged.values():
+                if self.commits in self._averaged.values():
                     told = "an AveragedModel took in the weights once more after the vetoed update"
                     self.context.outputs.note("veto", told)
         if not verdict.bad:
-            self._close_books(fused.step, reading, committed=not vetoed)
+            self.end(fused.step, reading, committed=not vetoed)
         else:
             incident = self.transaction.respond(
                 fused.step, reading, verdict, None, committed=not vetoed
             )
-            self._close_books(fused.step, reading, committed=not vetoed)
+            self.end(fused.step, reading, committed=not vetoed)
             self._conclude(incident, hold=vetoed and inside)
         if together and not verdict.bad:
             self.context.outputs.note("veto", DROPPED_FOR_ANOTHER)
         return vetoed and refused
-
-
-# --- The verdict of a watched step: judge it, decide with other optimizers, commit or put back.
-
-
-class UpdateNotReached:
-    """An update that the loop has not come to: only buffers have to be put back."""
-
-    def __init__(self, driver: JudgedStep) -> None:
-        self._driver = driver
-
-    def stop(self) -> None:
-        """Nothing to stop."""
-
-    def restore_buffers(self) -> str:
-        return self._driver.restore_buffers()
-
-
-class JudgedStep(FusedWatchedStep):
-    """The part of a watch driver that judges the step at hand."""
-
-    def __init__(
-        self, context: Context, protect: Protection, rewinder: Rewinder, wiring: Wiring
-    ) -> None:
-        super().__init__(context, protect, rewinder, wiring)
-        self._not_reached = UpdateNotReached(self)
-        self._dropped_late = False
-        """The update is dropped for an optimizer that was refused before this one stepped."""
-        self._dropped_for: JudgedStep | None = None
-        """Another optimizer of the same backward pass, whose incident drops this update."""
 
     # --- the verdict ----------------------------------------------------------------------------
 
     def check(self, *, again: bool = False) -> None:
         """Read and judge gradients before they are used. `again`: a further evaluation."""
         self._end_trace()
-        late = read_later(self.context)
         sharing = [] if again else self.shared.waiting()
-        pending: Pending | None = None
-        if self.protect.armed:
-            with self.protect.region:
-                # Gradients of other optimizers from the same backward pass are tested in one
-                # packet.
-                self.reader.start()
-                others = self.shared.norm_of_others(sharing)
-                pending = self.reader.issue(self.observed.losses, self.observed.norm(), others)
-                self.shared.norm = pending.norm.total if pending.norm is not None else None
+        pending = self._issue(sharing)
         if pending is None:
             # ranks that are still armed may refuse the step; a scaler refuses by itself
             refused = self.context.agreement.stay(self.context.step, self.context.parameters)
             if refused and not self.context.scaling():
                 self._refuse()
             return
-        self.wiring.update(pending.norm)
-        if late:
-            with self.protect.region:
-                self._flag(pending)
-            self.looks.before_update()
+        self.wiring.update(self.reader.missing or 0)
+        if pending.fused and read_later(self.context):
+            self._flag(pending)
             return
-        reading = self._read(pending)
+        reading = self.read(pending)
         if reading is None:
             return
         damaged = self._damaged_peer(sharing, reading)
         if damaged is None:
             self._judge(self._step(reading), reading, self, again=again)
-        self._decide_together(sharing, pending, damaged)
-        if not self.vetoing and self._check.undo is None:
-            self._check.prepare(reading, at_risk=pending.at_risk)
-            self.looks.before_update()
-
-    def _read(self, pending: Pending) -> Reading | None:
-        if self.protect.armed:
-            with self.protect.region:
-                return self.transaction.read(pending)
-        return None
+        if sharing or pending.others_bad:
+            self._decide_together(sharing, pending, damaged)
+        if not self.vetoing and self._check is None:
+            self._check = check_of_update(
+                self.context, self.protect, reading, at_risk=pending.at_risk
+            )
+            if self.looks.active:
+                self.looks.before_update()
 
     def _judge(
         self, step: Step, reading: Reading, update: VetoedUpdate, *, again: bool = False
@@ -464,6 +456,9 @@ class JudgedStep(FusedWatchedStep):
             verdict = OK  # along a line search losses say nothing about the run
         if not again or verdict.bad:
             self._reading = reading
+            self._judged = step
+        if verdict is OK:
+            return
         self.transaction.note(reading, verdict)
         if not verdict.bad:
             return
@@ -476,11 +471,8 @@ class JudgedStep(FusedWatchedStep):
         """Read and judge gradients of an update that the loop has not come to."""
         self._begin()
         self._end_trace()
-        pending: Pending | None = None
-        if self.protect.armed:
-            with self.protect.region:
-                pending = self._issue()
-        reading = self._read(pending) if pending is not None else None
+        pending = self._issue()
+        reading = self.read(pending) if pending is not None else None
         if reading is not None:
             self._judge(self._step(reading), reading, self._not_reached)
         return reading
@@ -492,7 +484,7 @@ class JudgedStep(FusedWatchedStep):
 
     # --- several optimizers, one backward pass --------------------------------------------------
 
-    def _damaged_peer(self, sharing: list[Sharing], reading: Reading) -> JudgedStep | None:
+    def _damaged_peer(self, sharing: list[Sharing], reading: Reading) -> WatchDriver | None:
         """The one whose weights are damaged, where this guard's own are not."""
         if not sharing or not alarming(reading) or not self.protect.armed:
             return None
@@ -500,12 +492,12 @@ class JudgedStep(FusedWatchedStep):
             if stored_trouble(self.context):
                 return None
             for peer in sharing:
-                if isinstance(peer, JudgedStep) and stored_trouble(peer.context):
+                if isinstance(peer, WatchDriver) and stored_trouble(peer.context):
                     return peer
         return None
 
     def _decide_together(
-        self, sharing: list[Sharing], pending: Pending, damaged: JudgedStep | None
+        self, sharing: list[Sharing], pending: Pending, damaged: WatchDriver | None
     ) -> None:
         """What one optimizer of a backward pass finds bad is dropped by all."""
         if self.vetoing:
@@ -555,7 +547,7 @@ class JudgedStep(FusedWatchedStep):
             incident = replace(
                 self._incident, decision=replace(self._incident.decision, not_restored=put_back)
             )
-        self._close_books(self._step(self._reading), self._reading, committed=False)
+        self.end(self._step(self._reading), self._reading, committed=False)
         if dropped_by_peer or peer is not None or self._dropped_late:
             self.context.outputs.note("veto", DROPPED_FOR_ANOTHER)
         self._dropped_late = False
@@ -569,8 +561,10 @@ class JudgedStep(FusedWatchedStep):
     def _committed(self) -> None:
         """The optimizer has stepped; an update that made something non-finite is undone."""
         reading = self._reading
-        step = self._step(reading)
-        undone = self._check.undone(reading) if reading is not None else None
+        step = self._judged or self._step(reading)
+        undone: Reading | None = None
+        if reading is not None and self._check is not None:
+            undone = self._check.undone(reading)
         if undone is not None:
             self._reading, verdict = self.transaction.assess(step, undone)
             self._incident = self.transaction.respond(step, self._reading, verdict, None)
@@ -578,46 +572,12 @@ class JudgedStep(FusedWatchedStep):
             return
         self.dropped = False
         if self.protect.armed:
-            with self.protect.region:
+            try:
                 self.reader.after_update()
-        self._close_books(step, reading, committed=True)
+            except Exception as fault:
+                self.protect.failed(fault)
+        self.end(step, reading, committed=True)
         self._end_step()
-
-
-def _first_bad(asked: Sequence[Sharing]) -> JudgedStep | None:
-    """The first of these drivers whose own reading vetoes its update."""
-    for peer in asked:
-        if isinstance(peer, JudgedStep) and peer.found_bad():
-            return peer
-    return None
-
-
-# --- `watch`: the loop stays as it is, and the guard reads and vetoes inside `optimizer.step()`.
-
-
-IN_BACKWARD = (
-    "its optimizer steps inside the backward pass: a guard for each parameter would keep "
-    "the whole model"
-)
-
-
-class WatchDriver(JudgedStep):
-    """Optimizer hooks of one guard; also gets the calls of patched torch functions."""
-
-    def __init__(
-        self, context: Context, protect: Protection, rewinder: Rewinder, wiring: Wiring
-    ) -> None:
-        super().__init__(context, protect, rewinder, wiring)
-        self._stepping = 0
-        """Running calls of `step`: one that calls `super().step()` runs the hooks twice."""
-        resources = context.resources
-        resources.callback(self.model_calls.close)
-        resources.callback(listen(self))
-        resources.callback(self.tracing.close)
-        self._hooks = ExitStack()
-        resources.callback(lambda: self._hooks.close())
-        self._hook_optimizer()
-        wiring.adopt = self.adopt
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Guard this optimizer, which is about to step, in the place of the one before."""
@@ -628,9 +588,10 @@ class WatchDriver(JudgedStep):
         owners[optimizer] = owners.pop(before)
         snapshots = self.rewinder.snapshots
         snapshots.run_state.adopt(optimizer, context.scheduler)
+        snapshots.ring.clear()
         snapshots.kept.broken(context.step)
         self.rollback = ScheduleRollback(context)
-        self._check = UpdateCheck(context, self.protect)
+        self._check = None
         self._stepping = 0
         self._hooks.close()
         self._hook_optimizer()
@@ -681,13 +642,22 @@ class WatchDriver(JudgedStep):
     def before_backward(self, root: Tensor) -> None:
         if not self._listening or not self.protect.armed:
             return
+        if not self.looks.active and LiveTracing.armed is None:
+            try:
+                self._heard_loss(root)
+            except Exception as fault:
+                self.protect.failed(fault)
+            return
         with self.protect.region, self.tracing.paused(), self.looks.paused():
-            self.reader.start()
-            self.observed.before_backward(root)
-            self.micro_batches.heard(root)
+            self._heard_loss(root)
         self.looks.loss_seen(root)
         with self.protect.part("live tracing"):
             self.tracing.before_backward(root)
+
+    def _heard_loss(self, root: Tensor) -> None:
+        self.reader.start()
+        self.observed.before_backward(root)
+        self.micro_batches.heard(root)
 
     def after_backward(self, root: Tensor, *, failed: bool) -> None:
         if not self._listening:
@@ -697,19 +667,33 @@ class WatchDriver(JudgedStep):
         if not self.protect.armed:
             return
         ours = False
-        with self.protect.region, self.looks.paused():
-            ours = self.observed.after_backward(failed=failed)
-        self.looks.backward_over()
+        if not self.looks.active:
+            try:
+                ours = self.observed.after_backward(failed=failed)
+            except Exception as fault:
+                self.protect.failed(fault)
+        else:
+            with self.protect.region, self.looks.paused():
+                ours = self.observed.after_backward(failed=failed)
+            self.looks.backward_over()
         self.wiring.backward(ours)
-        with self.protect.part("live tracing"):
-            self.tracing.after_backward(ours=ours)
+        if self._traced:
+            with self.protect.part("live tracing"):
+                self.tracing.after_backward(ours=ours)
         if ours:
             self.shared.got_gradients()
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
-        if self.protect.armed:
-            with self.protect.region, self.looks.paused():
+        if not self.protect.armed:
+            return
+        if not self.looks.active:
+            try:
                 self.observed.after_norm(tensors, norm)
+            except Exception as fault:
+                self.protect.failed(fault)
+            return
+        with self.protect.region, self.looks.paused():
+            self.observed.after_norm(tensors, norm)
 
     def after_load(self) -> None:
         if self.protect.armed:
@@ -725,7 +709,7 @@ class WatchDriver(JudgedStep):
             reading = self._judge_unreached()
             if not self.vetoing:
                 update(None)
-                self._close_books(self._step(reading), reading, committed=False)
+                self.end(self._step(reading), reading, committed=False)
                 self._end_step()
                 self.rollback.scaler_skipped()
                 return
@@ -754,9 +738,9 @@ class WatchDriver(JudgedStep):
         if not isinstance(model, nn.Module) or unwrapped(model) is not self.shared.root:
             return False
         last_vetoed = self._fused is None and self.dropped
-        if last_vetoed and self._averaged.get(average) == self._commits:
+        if last_vetoed and self._averaged.get(average) == self.commits:
             return True
-        self._averaged[average] = self._commits
+        self._averaged[average] = self.commits
         return False
 
     # --- optimizer hooks ------------------------------------------------------------------------
@@ -793,10 +777,11 @@ class WatchDriver(JudgedStep):
         self._begin()
         if inside_backward():
             self.rewinder.snapshots.turn_off(IN_BACKWARD)
-        if self.protect.armed and self.rewinder.snapshots.due():
+        if not self._start_seen and self.protect.armed:
             # the root module was not called, only its methods or its children
-            with self.protect.part("snapshots and checkpoints"):
-                self.rewinder.snapshots.before_update()
+            with self.protect.part(SNAPSHOTS):
+                if self.rewinder.snapshots.due():
+                    self.rewinder.snapshots.before_update()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             # gradients from before a rewind belong to weights that are gone
@@ -815,7 +800,7 @@ class WatchDriver(JudgedStep):
     def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure, with a check of what each evaluation leaves."""
         if needs_closure(optimizer):
-            self._check.copy_everything()
+            self._copy_everything()
             return CheckedClosure(self, closure)
         if not evaluates_again(optimizer):
             return checked_once(closure, self.check)
@@ -824,12 +809,18 @@ class WatchDriver(JudgedStep):
             self.check()
             if self.vetoing:
                 return _nothing
-        self._check.copy_everything()
+        self._copy_everything()
         return CheckedClosure(self, closure, again=True)
+
+    def _copy_everything(self) -> None:
+        """For an optimizer that moves weights before the gradients can be judged."""
+        self._check = UpdateCheck(self.context, self.protect)
+        self._check.copy_everything()
 
     def _after(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped, or had nothing to do."""
-        self._veto.give_back()
+        if self._veto.hidden:
+            self._veto.give_back()
         theirs = found_inf(optimizer) if not self.protect.armed else None
         if theirs is not None and bool(theirs):
             return  # disarmed, and the scaler has told the kernel to do nothing
@@ -851,3 +842,11 @@ class WatchDriver(JudgedStep):
 
 def _nothing() -> None:
     """In the place of a closure that must not be evaluated: the update is refused."""
+
+
+def _first_bad(asked: Sequence[Sharing]) -> WatchDriver | None:
+    """The first of these drivers whose own reading vetoes its update."""
+    for peer in asked:
+        if isinstance(peer, WatchDriver) and peer.found_bad():
+            return peer
+    return None

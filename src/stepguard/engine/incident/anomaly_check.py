@@ -19,6 +19,7 @@ from stepguard.judge.judge import LASTING, blame_weights, worth_measuring
 from stepguard.locate.samples import outlying_rows
 from stepguard.records import Origin, Reading, Verdict
 from stepguard.records.codec import from_jsonable, to_jsonable
+from stepguard.records.incident import number
 from stepguard.state.batch import Step
 from stepguard.state.isolation import reevaluate
 from stepguard.state.sharded import CollectiveInReplayError
@@ -137,7 +138,7 @@ class AnomalyCheck:
             rank = self._context.agreement.world_rank
             several = self._context.agreement.size > 1
             own = to_jsonable(replace(outlying, rank=rank) if several else outlying)
-        told = self._context.agreement.in_step(
+        told = self._context.agreement.together(
             lambda: {**self._measure(), "outlying": own}, "the last update"
         )
         rows = [from_jsonable(Origin, each["outlying"]) for each in told if each["outlying"]]
@@ -186,23 +187,17 @@ class AnomalyCheck:
         return reading, verdict
 
     def earlier_batch_now(self) -> tuple[float, float] | None:
-        """Loss of an earlier healthy batch now and when it was new; the worst over the ranks."""
-        told = self._context.agreement.in_step(self._run_anchor, "an earlier batch")
-        known = [facts["again"] for facts in told if facts["again"] is not None]
-        return max(known, key=_rise, default=None)
-
-    def _run_anchor(self) -> dict[str, Any]:
-        anchor = self._context.memory.anchor
-        if anchor is None:
-            return {"again": None}
-        step, then = anchor
+        """Loss of an earlier healthy batch now and when it was new; None where it cannot be run."""
+        if self._context.memory.anchor is None:
+            return None
+        step, then = self._context.memory.anchor
         try:
             now = reevaluate(step)
         except CollectiveInReplayError:
-            return {"again": None}
+            return None
         if self._context.maximizes:
             now = -now
-        return {"again": (now, then)}
+        return now, then
 
 
 def stands_out(found: Origin) -> str:
@@ -215,7 +210,7 @@ def stands_out(found: Origin) -> str:
     verb = "reach" if len(found.samples) > 1 else "reaches"
     others = found.evidence.others_max or 0.0
     far = f"{_times_others(found):.3g} times all others" if others else "all others are 0"
-    return f"{who} {verb} {found.evidence.sample_max:.6g} in {found.tensor}, {far}"
+    return f"{who} {verb} {number(found.evidence.sample_max)} in {found.tensor}, {far}"
 
 
 def _largest_row(found: Origin) -> float:
@@ -229,10 +224,3 @@ def _times_others(found: Origin) -> float:
 def _largest(told: list[dict[str, Any]], name: str) -> float | None:
     known = [facts[name] for facts in told if facts[name] is not None]
     return max(known, default=None)
-
-
-def _rise(pair: tuple[float, float]) -> float:
-    now, then = pair
-    if not math.isfinite(now):
-        return math.inf
-    return now - then

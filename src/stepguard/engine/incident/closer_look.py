@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from stepguard.engine.context import Context
 from stepguard.engine.reader import only_loss_infinite
-from stepguard.judge.judge import alarming
 from stepguard.locate.origins import overflowed_in_replay
 from stepguard.locate.replay import kept_loss_function_state
-from stepguard.records import Decision, Evidence, Incident, Operand, Origin, Reading, Verdict
+from stepguard.ranks.agreement import ASKED, RankFault
+from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
 from stepguard.records.incident import OK, VerdictKind, with_evidence
 from stepguard.sentinel.gradients import (
     bad_buffers,
@@ -24,7 +24,6 @@ from stepguard.sentinel.gradients import (
     norm_statistics,
     state_tensors,
 )
-from stepguard.sentinel.rank_agreement import ASKED, RankAbsent, RankFault
 from stepguard.state.batch import Step, bad_batch_tensors
 from stepguard.state.isolation import gradients_came_back_finite, kept_buffers, model_finite, rerun
 from stepguard.state.run_state import extra_tensors
@@ -349,66 +348,6 @@ def blamed_on_update(origin: Origin, reading: Reading) -> Origin:
     )
 
 
-# --- What one rank finds after its gradients were exchanged, too late for the others to hear of
-# it.
-
-
-WAIT = 1.0
-"""Seconds that a rank waits for others to find the same. They wait for it in the next step."""
-WAIT_GRADIENT = 10.0
-"""Bad gradients are almost always everybody's: a rank that is late is not to be taken for gone."""
-MOST_NAMED = 8
-WHAT = "what was found after the exchange"
-LATER = "only this rank has seen it, after the gradients were exchanged: the others hear of it next"
-
-
-class FoundAlone:
-    """Tells whether the step at hand is bad on this rank only."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self.now = False
-        """The others have gone on: nothing can be agreed on in this step."""
-
-    def ask(self, reading: Reading) -> None:
-        """Meet the ranks that have found something by themselves; not all come: none is waited for.
-
-        Gradients that were bad before the exchange have told the others, who come at once.
-        """
-        self.now = False
-        agreement = self._context.agreement
-        if agreement.mode != "spread" or not _found_something(reading):
-            return
-        if reading.grads_finite:
-            self.now = not agreement.all_here(WHAT, WAIT)
-        elif agreement.follows_first_rank:
-            came = agreement.all_here(WHAT, WAIT_GRADIENT)
-            if not came and self._context.memory.missed:
-                # they were told with the gradients; to wait for them again would hold up the run
-                others = [str(r) for r in agreement.members if r != agreement.world_rank]
-                raise RankAbsent(
-                    f"of rank {', '.join(others[:MOST_NAMED])} one did not come to a step that "
-                    f"rank {agreement.world_rank} has found bad alone: has it a guard?"
-                )
-            # one that has disarmed or failed keeps away from this step's update, too
-            self.now = not came and not agreement.absent(reading.step)
-
-    def left_behind(self, incident: Incident) -> Incident:
-        """This rank alone does without the update; the others hear of it with the next step."""
-        context = self._context
-        context.memory.missed = (
-            f"rank {context.agreement.world_rank} has refused the update of step {incident.step} "
-            f"alone: {incident.verdict.summary}"
-        )
-        return replace(incident, decision=Decision(action="skip", reason=LATER))
-
-
-def _found_something(reading: Reading) -> bool:
-    if alarming(reading) or reading.state_born:
-        return True
-    return not all(map(math.isfinite, reading.lr))
-
-
 # --- Judge by the cheap reading alone, where the closer look or the verdict failed by our own
 # fault.
 
@@ -427,7 +366,7 @@ def presumed_reading(context: Context, reading: Reading) -> Reading:
 def presumed_verdict(context: Context, reading: Reading) -> Verdict:
     """Refuse what is proven to be bad, and let everything else pass."""
     if reading.state_born:
-        return _bad("nonfinite_parameter", f"{reading.bad_state[0]} was born bad")
+        return _bad("nonfinite_parameter", f"{reading.bad_state[0]} became non-finite in this step")
     seen = presumed_reading(context, reading)
     if seen.overflow:
         return Verdict(

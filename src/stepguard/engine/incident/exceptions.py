@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,9 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident.incident_record import record
 from stepguard.engine.protect import Protection
 from stepguard.engine.transaction import Transaction
-from stepguard.judge.decide import Budget
-from stepguard.locate.origins import Attempt, place_exception, traceback_origin, whole_attempt
+from stepguard.locate.origins import place_exception, traceback_origin
 from stepguard.records import Decision, Incident, Origin, Reading, Verdict
+from stepguard.records.incident import Action
 from stepguard.state.batch import Step
 from stepguard.state.rng import capture_rng, kept_rng
 
@@ -36,7 +37,7 @@ class Exceptions:
         self._context = context
         self._protect = protect
         self._transaction = transaction
-        self._seen: dict[tuple[str, str | None], int] = {}
+        self._seen: Counter[tuple[str, str | None]] = Counter()
 
     def in_step(self, step: Step, error: Exception) -> Incident | None:
         """Record what the user's code raised inside `guard.step`; the incident if it is skipped.
@@ -53,14 +54,12 @@ class Exceptions:
                 for parameter in self._context.parameters:
                     parameter.grad = None
             with self._protect.part("record of an exception"):
-                incident = self._record(step, error, None, may_skip=True)
+                incident = self._record(step, error, may_skip=True)
         if incident is None or incident.decision is None or incident.decision.action != "skip":
             return None
         return incident
 
-    def in_loop(
-        self, step: Step, error: BaseException | None, attempt: Attempt | None = None
-    ) -> None:
+    def in_loop(self, step: Step, error: BaseException | None) -> None:
         """Record an exception that passes through a watched loop, and change nothing."""
         # a replay of another guard that was cut short
         ours = type(error).__module__.partition(".")[0] == "stepguard"
@@ -68,11 +67,9 @@ class Exceptions:
             return
         if not recorded(error):
             with kept_rng(), self._protect.part("record of an exception"):
-                self._record(step, error, attempt, may_skip=False)
+                self._record(step, error, may_skip=False)
 
-    def _record(
-        self, step: Step, error: Exception, attempt: Attempt | None, *, may_skip: bool
-    ) -> Incident:
+    def _record(self, step: Step, error: Exception, *, may_skip: bool) -> Incident:
         context = self._context
         verdict = Verdict(
             kind="exception",
@@ -84,8 +81,8 @@ class Exceptions:
         incident = self._transaction.open_incident(step, reading, verdict)
         origin = traceback_origin(error, step.index, step.named_roots())
         with self._protect.part("place of an exception"):
-            origin = self._placed(origin, step, error, attempt)
-        decision = self._decide(step, error, may_skip=may_skip)
+            origin = self._placed(origin, step, error)
+        decision = self._decide(error, may_skip=may_skip)
         if step.replayable:
             while len(step.rng) < len(step.micro_batches):
                 step.rng.append(capture_rng())
@@ -97,45 +94,41 @@ class Exceptions:
             setattr(error, MARK, incident.id)
         return incident
 
-    def _placed(
-        self, origin: Origin, step: Step, error: Exception, attempt: Attempt | None
-    ) -> Origin:
+    def _placed(self, origin: Origin, step: Step, error: Exception) -> Origin:
         """Run the step again to find the sample, where that is possible."""
-        config = self._context.config
+        context = self._context
         key = (type(error).__name__, origin.source)
-        self._seen[key] = self._seen.get(key, 0) + 1
-        if not config.locates or self._context.agreement.size > 1 or self._seen[key] > MOST_PLACED:
+        self._seen[key] += 1
+        if not context.config.locates or context.agreement.size > 1:
             return origin
-        if not step.rng or not repeatable(error):
+        if self._seen[key] > MOST_PLACED or not step.rng or not repeatable(error):
             return origin
-        if attempt is None:
-            if not step.replayable:
-                return origin
-            attempt = whole_attempt(step, origin)
-        failed = len(step.rng) - 1
-        return place_exception(origin, error, step, failed, attempt, config.probes.locate_budget)
+        # Of a watched model the forward can be run again, and the backward only once it is over.
+        if not step.replayable and (not step.model_only or origin.phase == "backward"):
+            return origin
+        return place_exception(origin, error, step, len(step.rng) - 1, context.memory.effort)
 
-    def _decide(self, step: Step, error: Exception, *, may_skip: bool) -> Decision:
+    def _decide(self, error: Exception, *, may_skip: bool) -> Decision:
         context = self._context
         policy = context.config.policy
-        if not may_skip or policy.exceptions != "skip":
-            return _raised_again("the exception is raised again", context.budget)
-        spent = context.budget.spend().lose(1.0)
-        context.budget = spent
-        if not repeatable(error):
-            why_not_skipped = "memory or the device is exhausted"
-        elif context.agreement.size > 1:
-            why_not_skipped = "ranks have to go on together"
-        else:
-            why_not_skipped = ""
-        why_not = why_not_skipped or spent.exceeded(policy)
-        if why_not:
-            return _raised_again(f"no skip: {why_not}; the exception is raised again", spent)
-        return replace(_raised_again("Policy.exceptions is 'skip'", spent), action="skip")
-
-
-def _raised_again(reason: str, spent: Budget) -> Decision:
-    return Decision(action="stop", reason=reason, consecutive=spent.consecutive, total=spent.total)
+        action: Action = "stop"
+        reason = "the exception is raised again"
+        spent = context.budget
+        if may_skip and policy.exceptions == "skip":
+            spent = context.budget.spend().lose(1.0)
+            context.budget = spent
+            why_not = spent.exceeded(policy)
+            if not repeatable(error):
+                why_not = "memory or the device is exhausted"
+            elif context.agreement.size > 1:
+                why_not = "ranks have to go on together"
+            reason = f"no skip: {why_not}; the exception is raised again"
+            if not why_not:
+                action = "skip"
+                reason = "Policy.exceptions is 'skip'"
+        return Decision(
+            action=action, reason=reason, consecutive=spent.consecutive, total=spent.total
+        )
 
 
 def recorded(error: BaseException) -> bool:

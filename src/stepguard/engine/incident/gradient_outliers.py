@@ -124,7 +124,7 @@ class Outliers:
         said = ", ".join(named)
         if len(self._found) > MOST_NAMED:
             said += f" and {len(self._found) - MOST_NAMED} more"
-        return f"gradient far above all before it: {said}; told, nothing done"
+        return f"gradient far above all before it: {said}; reported, nothing done"
 
     def committed(self) -> None:
         """Remember what went into an update that went through."""

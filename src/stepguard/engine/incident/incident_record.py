@@ -7,12 +7,20 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
-from stepguard.engine.context import Context
+from stepguard.checkpoints.seal import list_entries
+from stepguard.diagnose import diagnose as find_causes
+from stepguard.engine.context import Context, bare_step
+from stepguard.engine.incident.run_facts import run_facts
 from stepguard.engine.incident.samples import note_lost
 from stepguard.engine.protect import explain_or_warn
-from stepguard.records import Incident
+from stepguard.judge.decide import MOST_HEALS
+from stepguard.ranks.copies import Difference, PeerHealing, RankComparison
+from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.codec import dumps, to_plain
+from stepguard.records.incident import Action
+from stepguard.report import phrases
 from stepguard.state.batch import Step
 from stepguard.state.capsule import Window, running_script, write_capsule, write_window
 from stepguard.state.files import write_file
@@ -21,8 +29,6 @@ from stepguard.tensors.names import parameter_names
 GRADIENTS = "gradients.json"
 MOST_AT_FAULT = 8
 """Ranks at fault that each keep a folder of one incident; the others have it in their journals."""
-CAPSULE_LIMIT = 2**30
-"""Bytes; a larger step is recorded without a capsule."""
 MOST_CAPSULES = 20
 """Capsules a run keeps; later incidents of a run that fails all the time are recorded without."""
 
@@ -130,7 +136,7 @@ def _keep_window(context: Context, incident: Incident, capsule: Path) -> None:
     written = sum(file.stat().st_size for file in capsule.iterdir())
     window = Window(lead_up.snapshot.state, lead_up.steps, lead_up.earlier[-MOST_OTHERS:])
     try:
-        why = write_window(capsule, window, CAPSULE_LIMIT - written)
+        why = write_window(capsule, window, context.config.capsule_limit - written)
     except Exception as fault:
         # the capsule is whole without it
         why = f"{type(fault).__name__}: {fault}"
@@ -153,25 +159,125 @@ def _with_capsule(context: Context, incident: Incident, step: Step) -> Incident:
     if folder.exists():
         return incident
     try:
-        kept = write_capsule(
+        checkpoint = _nearest_checkpoint(context, step.index)
+        size = write_capsule(
             folder,
             step,
             incident.reading,
             verdict=incident.verdict,
             build=config.build,
             keep=config.capsule,
-            limit_bytes=CAPSULE_LIMIT,
+            limit_bytes=config.capsule_limit,
+            checkpoint=checkpoint,
         )
     except Exception as fault:
         # a full disk or an odd tensor must not cost the incident
         why = f"{type(fault).__name__}: {fault}"
         context.outputs.note("capsule", f"no capsule of incident {incident.id}: {why}")
         return incident
-    if not kept:
-        limit = f"{CAPSULE_LIMIT} bytes"
-        context.outputs.note("capsule", f"no capsule: the step is larger than {limit}")
-        return incident
-    _keep_window(context, incident, folder)
     named = config.build is not None or bool(running_script())
+    if size <= config.capsule_limit:
+        _keep_window(context, incident, folder)
+    else:
+        named = named and bool(checkpoint)
+        whence = "no checkpoint of this run is sealed yet, so `stepguard replay` needs --build"
+        if checkpoint:
+            whence = f"`stepguard replay` takes them from {checkpoint['checkpoint']}"
+        context.outputs.note(
+            "capsule",
+            f"{incident.id} takes {phrases.size(size)}, more than "
+            f"{phrases.size(config.capsule_limit)} (GuardConfig.capsule_limit): kept without "
+            f"parameters, buffers and optimizer state; {whence}",
+        )
     capsule = str(folder.relative_to(Path(config.run_dir)))
     return replace(incident, capsule=capsule, replayable=named)
+
+
+def _nearest_checkpoint(context: Context, step: int) -> dict[str, Any]:
+    """The newest good checkpoint of this run that is not later than the step; empty: none is."""
+    run_dir = Path(str(context.config.run_dir))
+    for entry in list_entries(run_dir / "checkpoints")[0]:
+        # ranks share a folder, and only the first one knows the run's name
+        ours = context.agreement.rank > 0 or entry.health.run == context.run.id
+        if ours and entry.good and entry.step <= step:
+            name = f"checkpoints/{entry.path.name}"
+            return {"checkpoint": name, "step": entry.step, "rank": context.agreement.rank}
+    return {}
+
+
+# --- Compare the ranks now and then, and record what they should have in common and have not.
+
+
+REPORTED_ONLY = "finite damage is reported; nothing is changed"
+
+
+def comparison_of_ranks(context: Context, healing: PeerHealing) -> list[RankComparison]:
+    """The comparison of a guard of several ranks; none in one process, or where it is off."""
+    every = context.config.ranks.compare_every
+    if context.agreement.size == 1 or every is None:
+        return []
+    comparison = RankComparison(
+        context,
+        every,
+        lambda: _sampler(context.data.feed),
+        partial(context.outputs.note, "ranks"),
+        partial(_record_difference, context, healing),
+    )
+    context.hooks.gradients.append(comparison.before_update)
+    context.hooks.committed.append(comparison.committed)
+    return [comparison]
+
+
+def _record_difference(context: Context, healing: PeerHealing, found: Difference) -> bool:
+    """Give a minority the weights of the majority, where that is allowed; True where it was."""
+    step = bare_step(context)
+    policy = context.config.policy
+    allowed = context.config.probes.anomalies == "act" and "heal" in policy.actions
+    heals = allowed and context.budget.heals < MOST_HEALS and not context.sharded
+    action: Action = "note"
+    reason = REPORTED_ONLY
+    if heals and found.healthy is not None:
+        healing.copy_everything(found.healthy)
+        context.budget = replace(context.budget, heals=context.budget.heals + 1)
+        action = "heal"
+        reason = f"by rank {found.healthy}, one of the majority"
+    origin = None
+    if found.kind == "replica_drift":
+        method = "comparison of the ranks"
+        at = max(step.index - 1, 0)
+        origin = Origin(step=at, phase="state", rank=found.rank, method=method)
+    kind: Any = found.kind
+    run_dir = context.config.run_dir
+    reading = Reading(step=step.index, lr=context.lr, schedule=context.schedule)
+    incident = Incident(
+        id=free_id(context, f"{step.index:08d}-{kind}"),
+        step=step.index,
+        verdict=Verdict(
+            kind=kind, severity="incident", summary=found.summary, evidence=found.evidence
+        ),
+        reading=reading,
+        origin=origin,
+        decision=Decision(
+            action=action,
+            reason=reason,
+            consecutive=context.budget.consecutive,
+            total=context.budget.total,
+        ),
+        run=str(run_dir) if run_dir is not None else None,
+        rank=context.agreement.world_rank,
+    )
+    findings = find_causes(incident, run_facts(context, reading))
+    record(context, replace(incident, findings=findings), step)
+    return action == "heal"
+
+
+def _sampler(feed: Any) -> str:
+    """Seed, epoch and number of replicas of a sampler that divides the data among ranks."""
+    batches = getattr(feed, "batch_sampler", None)
+    for sampler in (getattr(feed, "sampler", None), getattr(batches, "sampler", None)):
+        replicas = getattr(sampler, "num_replicas", None)
+        seed = getattr(sampler, "seed", None)
+        if replicas is not None and seed is not None:
+            epoch = getattr(sampler, "epoch", None)
+            return f"seed {seed}, epoch {epoch}, {replicas} replicas"
+    return ""

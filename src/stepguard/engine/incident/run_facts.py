@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard, assert_never
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,6 +27,15 @@ from stepguard.tensors.values import dtype_name
 # --- Say what was decided about a bad step, and what was really done about it.
 
 
+INSTEAD: dict[Action, Action] = {
+    "heal": "stop",
+    "rewind": "stop",
+    "retry": "skip",
+    "undo": "skip",
+}
+"""What remains of an action that failed."""
+
+
 def not_applied(incident: Incident) -> Incident:
     """The incident where a fault of the guard's own kept the decision from being applied.
 
@@ -36,24 +45,11 @@ def not_applied(incident: Incident) -> Incident:
     decision = incident.decision
     if decision is None:
         return incident
-    action = _instead_of(decision.action)
-    if action == decision.action:
+    action = INSTEAD.get(decision.action)
+    if action is None:
         return incident
     why = f"{decision.action} failed by a fault of stepguard's own"
     return replace(incident, decision=replace(decision, action=action, reason=why))
-
-
-def _instead_of(action: Action) -> Action:
-    """What remains of an action that failed; the same one where there was nothing to do."""
-    match action:
-        case "skip" | "stop" | "leave_out" | "note":
-            return action
-        case "heal" | "rewind":
-            return "stop"
-        case "retry" | "undo":
-            return "skip"
-        case unknown:
-            assert_never(unknown)
 
 
 def change_settings(context: Context, decision: Decision) -> None:

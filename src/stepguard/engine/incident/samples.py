@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 
 from stepguard.engine.context import Context
 from stepguard.engine.protect import borrowing
 from stepguard.ledger import Ledger, read_ledger
+from stepguard.ranks.agreement import ASKED
 from stepguard.records import Incident, Origin, Reading
 from stepguard.records.checks import BadSamples, Extent, Identity
 from stepguard.records.codec import one_line
 from stepguard.records.incident import place_and_phase
-from stepguard.sentinel.rank_agreement import ASKED
 from stepguard.state.batch import Step, named_tensors, part_named, samples_in, tensor_label
 from stepguard.state.loader import Delivered, FoundBatch, Place, RecentBatches, first_tensors
 
@@ -197,10 +197,15 @@ def _content(sample: int, micro: int, step: Step) -> str:
             continue
         row = tensor[sample].detach().to(torch.float64)
         finite = row[torch.isfinite(row)]
+        bad = row.numel() - finite.numel()
         span = "nothing finite"
         if finite.numel():
             low, high = float(finite.min()), float(finite.max())
-            span = f"all {low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+            span = f"{low:.4g} to {high:.4g}"
+            if low == high:
+                span = f"all {low:.4g}" if not bad else f"else {low:.4g}"
+            if bad:
+                span = f"{bad} of {row.numel()} NaN or Inf, {span}"
         dtype = str(tensor.dtype).removeprefix("torch.")
         said.append(f"{tensor_label(name)} {dtype} {list(row.shape)}, {span}")
     return "; ".join(said)
@@ -392,19 +397,12 @@ def _moment(entry: BadSamples) -> list[int]:
 
 def _loses_samples(incident: Incident) -> bool:
     """Have samples had no part in an update? A stop counts where the data brought it about."""
-    if incident.decision is None:
-        return False
-    match incident.decision.action:
-        case "leave_out" | "skip" | "undo":
-            return True
-        case "retry" | "heal" | "rewind" | "note":
-            return False
-        case "stop":
-            phase = "" if incident.origin is None else incident.origin.phase
-            by_state = phase in ("state", "optimizer", "checkpoint")
-            return not incident.reading.bad_state and not by_state
-        case unknown:
-            assert_never(unknown)
+    action = incident.decision.action if incident.decision is not None else None
+    if action == "stop":
+        phase = "" if incident.origin is None else incident.origin.phase
+        by_state = phase in ("state", "optimizer", "checkpoint")
+        return not incident.reading.bad_state and not by_state
+    return action in ("leave_out", "skip", "undo")
 
 
 def _entries(context: Context, step: Step, incident: Incident) -> list[BadSamples]:

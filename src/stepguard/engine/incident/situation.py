@@ -1,11 +1,15 @@
-"""Gather what a decision needs: which fault, where a rewind would go, what can be left out."""
+"""Decide about an incident: which fault it is, what can be done about it, and when to stop."""
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -14,12 +18,35 @@ from stepguard.engine.context import Context, LeadUp
 from stepguard.engine.drivers.scaler import voting_manager
 from stepguard.engine.drivers.schedule import takes_closure
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
-from stepguard.engine.incident.closer_look import stored_culprit, weights_ruined, working_scale
-from stepguard.engine.incident.ranks import damaged
-from stepguard.engine.recover.rewind import Rewinder, proven_guilty, share_of
+from stepguard.engine.incident.closer_look import (
+    accept,
+    blamed_on_update,
+    exploded,
+    mark_foreign_parameter,
+    stored_culprit,
+    surfaces_only,
+    weights_ruined,
+    working_scale,
+)
+from stepguard.engine.protect import explain_or_warn, in_words, warn_not_explained
+from stepguard.engine.recover.rewind import (
+    Rewinder,
+    loss_function_changed,
+    proven_guilty,
+    share_of,
+)
 from stepguard.engine.recover.snapshots import KeptStep, SnapshotKeeper
-from stepguard.judge.decide import MOST_HEALS, Fault, RewindPlan, Situation, allows_continuing
-from stepguard.records import Incident, Reading
+from stepguard.judge.decide import (
+    MOST_HEALS,
+    Budget,
+    Fault,
+    RewindPlan,
+    Situation,
+    allows_continuing,
+)
+from stepguard.judge.decide import decide as choose_remedy
+from stepguard.ranks.one_decision import OneDecision
+from stepguard.records import Decision, Incident, Origin, Reading
 from stepguard.report import screen
 from stepguard.state.batch import Step
 from stepguard.state.capsule import WindowStep, window_step
@@ -225,70 +252,303 @@ def _compiled(module: nn.Module) -> bool:
     return getattr(called, "below", called) is not None
 
 
-# --- Gather what a decision needs: which fault, where a rewind would go, what can be left out.
+# --- Decide: what is the fault, what can be done about it, and what is done, on every rank alike.
 
 
 HEALED = "torchft brings a replica back from its peers, and this one would part from them"
-APART = "the ranks exchange nothing in this step, so they cannot go back together"
+UNDECIDED = "stepguard could not decide by a fault of its own"
+DISARMED = (
+    "the state itself is damaged, and a fault of stepguard's own keeps it from being repaired"
+)
+VERIFY_FROM = 2
+"""Bad steps in a row from which on the weights are verified on an earlier batch."""
+
+Find = Callable[[Step, Reading], Origin]
 
 
-class SituationReader:
-    """Gathers the facts that a decision needs. Ranks gather them together."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPart:
+    """What one rank tells of an incident."""
+
+    id: str
+    """A name that is free here."""
+    origin: Origin | None = None
+    again: tuple[float, float] | None = None
+    """Loss of an earlier healthy batch now and when it was new, where that was asked for."""
+    scale: float | None = None
+    """A static loss scale that works here, where the present one overflows."""
+    fault: str = ""
+    """Why the origin is not known, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAnswer:
+    """What the first rank has decided for all."""
+
+    decision: Decision
+    budget: Budget
+    situation: Situation
+    givers: dict[str, int]
+    """By shard: the healthy rank that heals the others."""
+
+
+class Decider:
+    """Locates an incident and decides about it. Ranks do so together."""
 
     def __init__(
-        self, context: Context, rewinder: Rewinder, anomalies: AnomalyCheck, *, reruns: bool
+        self,
+        context: Context,
+        rewinder: Rewinder,
+        anomalies: AnomalyCheck,
+        ranks: OneDecision,
+        find: Find,
+        *,
+        reruns: bool,
     ) -> None:
         """`reruns`: the guard runs the steps itself, so it can run them again."""
         self._context = context
         self._rewinder = rewinder
         self._anomalies = anomalies
+        self._ranks = ranks
+        self._find = find
         self._reruns = reruns
+        self._parts: list[OwnPart] = []
+        """What the ranks have told of the incident at hand."""
 
-    def situation(self, incident: Incident, step: Step, *, committed: bool) -> Situation:
-        """`committed`: the update was made before its verdict was read."""
-        reading = incident.reading
-        ruined = weights_ruined(incident.origin) or self._diverged(incident.reading)
-        fault = self._fault(incident, committed=committed, ruined=ruined)
-        repeatable = self._reruns and step.repeatable and not self._why_alone()
-        may_act = fault == "anomaly" and self._anomalies.proven
-        found_in_time = fault == "state" and not committed
-        no_heal = self._no_peer(incident, damaged=found_in_time)
-        rewind, why_not = self._way_back(
-            fault, may_act=may_act, visible=not ruined, repeatable=repeatable
+    def locate(self, incident: Incident, step: Step, *, wanted: bool) -> Incident:
+        """Add the origin, where that is wanted: what all ranks tell, put together."""
+        agreement = self._context.agreement
+        self._rewinder.common = None
+        told = agreement.together(
+            lambda: {"part": self._own_part(incident, step, wanted)}, "the origin"
         )
-        unseen = ruined and not reading.bad_state
-        if found_in_time and unseen and rewind is None:
+        self._parts = [facts["part"] for facts in told]
+        for rank, part in zip(agreement.members, self._parts, strict=True):
+            if part.fault:
+                who = f"rank {rank}: " if agreement.size > 1 else ""
+                warn_not_explained(self._tell, f"{who}{part.fault}")
+        return self._merged(incident, self._parts)
+
+    def decide(self, incident: Incident, step: Step, *, committed: bool) -> Incident:
+        """Add the decision. `committed`: the update was made before its verdict was read.
+
+        The first rank decides for all by what they have told, and nothing that can fail is between:
+        so a fault on one of them costs an explanation, or at worst the step on all of them.
+        """
+        context = self._context
+        try:
+            answer = self._answer(incident, step, committed)
+        except Exception as fault:
+            # raised on all ranks alike
+            warn_not_explained(self._tell, in_words(fault))
+            return replace(incident, decision=self._undecided(incident))
+        decision = answer.decision
+        situation = answer.situation
+        context.budget = answer.budget
+        self._rewinder.planner.chosen = situation.rewind
+        self._rewinder.healing.givers = answer.givers
+        self._rewinder.healing.damaged = self._ranks.damaged()
+        hurt = situation.fault in ("state", "anomaly") or weights_ruined(incident.origin)
+        mark = partial(self._rewinder.probation.incident, incident.step)
+        explain_or_warn(None, self._tell, mark, hurt=hurt and decision.action != "heal")
+        if situation.at_start and decision.action == "note":
+            accept(context, incident.reading.bad_state)
+        if context.hooks.what_helps is not None:
+            look = partial(context.hooks.what_helps, incident, decision)
+            decision = explain_or_warn(decision, self._tell, look)
+        return replace(incident, decision=decision)
+
+    def _answer(self, incident: Incident, step: Step, committed: bool) -> RankAnswer:
+        """The first rank's decision; every rank is asked where a way back is needed."""
+        agreement = self._context.agreement
+        planner = self._rewinder.planner
+        offers: list[dict[str, Any]] = []
+
+        def choose() -> RankAnswer | None:
+            if not offers and self._goes_back(incident, committed):
+                return None
+            return self._chosen(incident, step, offers, committed)
+
+        while True:
+            answer = agreement.from_first(choose)
+            if answer is None:
+                offers = agreement.together(
+                    partial(self._offer, incident), "the choice of a rewind"
+                )
+                self._rewinder.common = planner.common(offers)
+                continue
+            plan = answer.situation.rewind
+            if answer.decision.action != "rewind" or plan is None:
+                return answer
+            if plan.target.kind == "snapshot":
+                return answer
+            # a checkpoint counts only once every rank has read it
+            there = agreement.together(partial(planner.fetch, plan), "reading a checkpoint")
+            if all(told["there"] for told in there):
+                return answer
+            planner.tried.append(plan)
+
+    # --- what this rank tells
+
+    def _own_part(self, incident: Incident, step: Step, locates: bool) -> OwnPart:
+        part = OwnPart(id=incident.id)
+        try:
+            if locates:
+                part = replace(part, origin=self._own_origin(incident, step))
+            located = replace(incident, origin=part.origin)
+            if part.origin is not None and self._worth_verifying(located):
+                part = replace(part, again=self._earlier_batch())
+            if incident.reading.overflow and self._context.config.loss_scale:
+                part = replace(part, scale=working_scale(step))
+        except Exception as fault:
+            part = replace(part, fault=in_words(fault))
+        return part
+
+    def _earlier_batch(self) -> tuple[float, float] | None:
+        """What an earlier batch, fine in its time, gives now, where that tells of the weights."""
+        again = self._anomalies.earlier_batch_now()
+        if again is None or not exploded(again):
+            return None
+        # ranks would have to ask together
+        alone = self._context.agreement.size == 1
+        if alone and loss_function_changed(self._rewinder.snapshots):
+            return None
+        return again
+
+    def _own_origin(self, incident: Incident, step: Step) -> Origin | None:
+        if self._context.agreement.size == 1:
+            origin: Origin | None = self._find(step, incident.reading)
+        else:
+            origin = self._ranks.find(step, incident.reading, self._find)
+        return mark_foreign_parameter(self._context, origin)
+
+    def _worth_verifying(self, incident: Incident) -> bool:
+        """Float32 overflowed for no reason of its own, or one bad step follows another."""
+        if surfaces_only(incident.origin):
+            return True
+        if incident.verdict.kind not in BORN_IN_THE_STEP:
+            return False
+        if self._context.budget.consecutive + 1 < VERIFY_FROM:
+            return False
+        reading = incident.reading
+        if reading.bad_inputs or reading.bad_state or reading.overflow or reading.state_born:
+            return False
+        origin = incident.origin
+        return origin is None or (origin.phase != "input" and not origin.samples)
+
+    def _offer(self, incident: Incident) -> dict[str, Any]:
+        """Where this rank could go back to, and what it holds that others may have lost."""
+        offer = {"rewind": self._rewinder.offer(), "heal": None}
+        if self._context.agreement.size > 1 and not self._policy_against_healing(incident):
+            offer["heal"] = self._rewinder.healing.offer(self._ranks.damaged())
+        return offer
+
+    # --- what all of them know
+
+    def _merged(self, incident: Incident, parts: list[OwnPart]) -> Incident:
+        """The incident with the origin that all ranks go on with, and one name on all of them."""
+        origins = [part.origin for part in parts]
+        origin = origins[0]
+        if len(parts) > 1:
+            origin = self._ranks.first_origin(incident.reading, origins)
+        # a number is added where a folder of that name is there already: the same on all ranks
+        name = max((part.id for part in parts), key=lambda one: (len(one), one))
+        incident = replace(incident, id=name, origin=origin)
+        repeated = max((part.again for part in parts if part.again), key=_rise, default=None)
+        if origin is None or repeated is None:
+            return incident
+        # an earlier batch, fine in its time, now fails as well: blame the weights
+        now, before = repeated
+        reading = replace(incident.reading, repeat_loss=now, repeat_before=before)
+        return replace(incident, reading=reading, origin=blamed_on_update(origin, reading))
+
+    # --- what the first rank decides
+
+    def _chosen(
+        self,
+        incident: Incident,
+        step: Step,
+        offers: list[dict[str, Any]],
+        committed: bool,
+    ) -> RankAnswer:
+        context = self._context
+        reading = incident.reading
+        fault = self._fault(incident, committed=committed)
+        repeatable = self._reruns and step.repeatable and not self._heals_itself()
+        found_in_time = fault == "state" and not committed
+        damaged_state = found_in_time and bool(reading.bad_state)
+        givers, no_heal = self._healing(incident, offers, wanted=damaged_state)
+        rewind, why_not = self._way_back(incident, offers, fault, repeatable=repeatable)
+        if found_in_time and not damaged_state and rewind is None and self._ruined(incident):
             # nothing to go back to: skipping loses nothing more, and its share is bounded
             fault = "data"
-        leave_out, lost_share = self._part_to_leave_out(incident, step, repeatable=repeatable)
-        return Situation(
+        leave_out, lost_share = self._removable(incident, step, repeatable=repeatable)
+        scales = [part.scale for part in self._parts if part.scale is not None]
+        situation = Situation(
             step=incident.step,
             fault=fault,
             rewind=rewind,
-            may_act=may_act,
+            may_act=fault == "anomaly" and self._anomalies.proven,
             no_rewind=why_not,
             no_heal=no_heal,
-            can_retry=repeatable and self._worth_a_retry(incident, step, fault),
-            at_start=found_in_time
-            and (bool(reading.bad_state) and self._context.history.committed == 0),
+            can_retry=repeatable and fault == "data" and self._worth_a_retry(incident, step),
+            at_start=damaged_state and not context.history.committed,
             leave_out=leave_out,
             lost_share=lost_share,
             known=step.index in self._rewinder.past.lost_steps,
-            new_scale=self._new_scale(step, reading),
+            new_scale=min(scales, default=None),
+        )
+        decision, budget = choose_remedy(situation, context.config.policy, context.budget)
+        return RankAnswer(decision=decision, budget=budget, situation=situation, givers=givers)
+
+    def _way_back(
+        self, incident: Incident, offers: list[dict[str, Any]], fault: Fault, *, repeatable: bool
+    ) -> tuple[RewindPlan | None, str]:
+        """Where a rewind would go, or why it cannot; only where the ranks were asked for it."""
+        if not offers:
+            return None, HEALED if self._heals_itself() else ""
+        visible = fault != "anomaly" and not self._ruined(incident)
+        return self._rewinder.plan(
+            [offer["rewind"] for offer in offers],
+            transient=repeatable and visible and fault == "state",
+            visible=visible,
         )
 
-    def _why_alone(self) -> str:
-        """Why this process can neither run the step again nor go back; empty where it can."""
-        if voting_manager(self._context.outer) is not None:
-            return HEALED
-        return APART if self._context.agreement.apart else ""
+    def _removable(self, incident: Incident, step: Step, *, repeatable: bool) -> tuple[str, float]:
+        """What is proven guilty, in words, and its share of the samples; else the whole step."""
+        # ranks would have to drop the same
+        if repeatable and step.replayable and self._context.agreement.size == 1:
+            words = proven_guilty(step, incident)
+            if words:
+                return words, share_of(step, incident)
+        return "", 1.0
 
-    def _fault(self, incident: Incident, *, committed: bool, ruined: bool) -> Fault:
+    def _worth_a_retry(self, incident: Incident, step: Step) -> bool:
+        """A step that did not fail when it was replayed gets one more chance."""
+        by_chance = incident.origin is not None and incident.origin.reproduced is False
+        return by_chance and self._rewinder.retried != step.index
+
+    def _healing(
+        self, incident: Incident, offers: list[dict[str, Any]], *, wanted: bool
+    ) -> tuple[dict[str, int], str]:
+        """Who heals whom, by shard; or why no rank can heal another."""
+        if not wanted:
+            return {}, "no stored tensor is damaged"
+        why = self._policy_against_healing(incident)
+        if why or not offers:
+            return {}, why or HEALED
+        if len(offers) == 1:
+            return {}, "there is one rank only"
+        return self._rewinder.healing.plan([offer["heal"] for offer in offers])
+
+    def _fault(self, incident: Incident, *, committed: bool) -> Fault:
         """The fault decides the remedy: data, state, update or anomaly."""
         reading = incident.reading
         if incident.verdict.finite_anomaly:
             return "anomaly"
-        if committed or damaged(reading) or ruined or stored_culprit(incident.origin):
+        if committed or damaged(reading) or self._ruined(incident):
+            return "state"
+        if stored_culprit(incident.origin):
             return "state"
         if incident.verdict.kind == "lr_mismatch":
             return "update"
@@ -297,60 +557,68 @@ class SituationReader:
             return "data"
         return "update"
 
-    def _part_to_leave_out(
-        self, incident: Incident, step: Step, *, repeatable: bool
-    ) -> tuple[str, float]:
-        """What is proven guilty, in words, and its share of the samples; else the whole step."""
-        # ranks have to drop the same
-        if repeatable and step.replayable and self._context.agreement.size == 1:
-            words = proven_guilty(step, incident)
-            if words:
-                return words, share_of(step, incident)
-        return "", 1.0
-
-    def _worth_a_retry(self, incident: Incident, step: Step, fault: Fault) -> bool:
-        """A step that did not fail when it was replayed gets one more chance."""
-        by_chance = incident.origin is not None and incident.origin.reproduced is False
-        return by_chance and fault == "data" and self._rewinder.retried != step.index
-
-    def _way_back(
-        self, fault: Fault, *, may_act: bool, visible: bool, repeatable: bool
-    ) -> tuple[RewindPlan | None, str]:
-        """Return where a rewind would go, or why it cannot; only for faults a rewind answers."""
-        alone = self._why_alone()
-        if alone:
-            return None, alone
+    def _goes_back(self, incident: Incident, committed: bool) -> bool:
+        """Is this a fault that a rewind, or a healthy rank, can answer?"""
+        if self._heals_itself():
+            return False
+        fault = self._fault(incident, committed=committed)
         if fault == "anomaly":
-            if not may_act:
-                return None, ""
-            return self._rewinder.plan(transient=False, visible=False)
-        if fault != "state" and allows_continuing(self._context.config.policy):
-            return None, ""
-        transient = repeatable and visible and fault == "state"
-        return self._rewinder.plan(transient=transient, visible=visible)
+            return self._anomalies.proven
+        return fault == "state" or not allows_continuing(self._context.config.policy)
 
-    def _no_peer(self, incident: Incident, *, damaged: bool) -> str:
-        """Why no rank can heal another, in words; planned by all ranks together where asked."""
-        policy = self._context.config.policy
-        if not damaged or not incident.reading.bad_state:
-            return "no stored tensor is damaged"
-        if "heal" not in policy.actions or self._context.budget.heals >= MOST_HEALS:
-            return "the policy allows none"
-        if self._context.agreement.apart:
-            return APART
-        return self._rewinder.healing.plan(incident.step)
-
-    def _diverged(self, reading: Reading) -> bool:
-        """Had the run diverged before it was non-finite? Ranks would have to ask together."""
+    def _ruined(self, incident: Incident) -> bool:
+        """Were the weights bad before the step, though finite?"""
+        if weights_ruined(incident.origin):
+            return True
+        reading = incident.reading
         if reading.bad_inputs or reading.overflow or self._context.agreement.size > 1:
+            # ranks would have to ask together
             return False
         return bool(self._rewinder.probation.divergence())
 
-    def _new_scale(self, step: Step, reading: Reading) -> float | None:
-        """A static loss scale that works on every rank, where the present one overflows."""
-        if not reading.overflow or not self._context.config.loss_scale:
-            return None
-        of_ranks = self._context.agreement.in_step(
-            lambda: {"scale": working_scale(step)}, "the loss scale"
+    def _heals_itself(self) -> bool:
+        return voting_manager(self._context.outer) is not None
+
+    def _policy_against_healing(self, incident: Incident) -> str:
+        policy = self._context.config.policy
+        if not incident.reading.bad_state:
+            return "no stored tensor is damaged"
+        if "heal" not in policy.actions or self._context.budget.heals >= MOST_HEALS:
+            return "the policy allows none"
+        return ""
+
+    def _undecided(self, incident: Incident) -> Decision:
+        """Skip the step within the budget of lost steps; stop where that leaves damaged weights."""
+        context = self._context
+        context.budget = context.budget.spend().lose(1.0)
+        why = context.budget.exceeded(context.config.policy)
+        if damaged(incident.reading):
+            why = why or "the state itself is damaged"
+        return Decision(
+            action="stop" if why else "skip",
+            reason=f"{UNDECIDED}; {why}" if why else UNDECIDED,
+            consecutive=context.budget.consecutive,
+            total=context.budget.total,
         )
-        return min(float(told["scale"]) for told in of_ranks)
+
+    def _tell(self, why: str) -> None:
+        self._context.outputs.note("unexplained", why)
+
+
+def last_resort(incident: Incident) -> Incident:
+    """Nothing could be decided and the guard is disarmed: never train on with damaged weights."""
+    if incident.decision is not None or not damaged(incident.reading):
+        return incident
+    return replace(incident, decision=Decision(action="stop", reason=DISARMED))
+
+
+def damaged(reading: Reading) -> bool:
+    """Is what the run holds bad, so that leaving a step out does not help?"""
+    return bool(reading.missed) or (bool(reading.bad_state) and not reading.state_born)
+
+
+def _rise(pair: tuple[float, float]) -> float:
+    now, then = pair
+    if not math.isfinite(now):
+        return math.inf
+    return now - then

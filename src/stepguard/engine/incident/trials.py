@@ -22,14 +22,13 @@ from torch import Tensor
 from stepguard.diagnose import RunFacts, diagnose
 from stepguard.diagnose.source_line import import_of, name_operands
 from stepguard.locate.find_origin import search
-from stepguard.locate.live_trace import origin_of
-from stepguard.locate.replay import ModelReplayer, Replayer, ReplayError, kept_loss_function_state
-from stepguard.locate.replay_state import LocateBudget
+from stepguard.locate.origins import origin_of
+from stepguard.locate.replay import LocateBudget, Replayer, ReplayError, replaying
 from stepguard.locate.source import SEEN, PatchError, difference, edited, with_files
 from stepguard.records import Edit, Finding, Incident, Remedy, Statement
 from stepguard.sentinel.gradients import gradient_norm
 from stepguard.state.batch import Step
-from stepguard.state.isolation import untouched
+from stepguard.tensors.names import names_by_id
 from stepguard.tensors.values import HALVES
 
 # --- Run the bad step with each code fix before it is offered.
@@ -37,7 +36,7 @@ from stepguard.tensors.values import HALVES
 
 FINITE = "tried on this step: loss and gradients finite"
 MODEL_FINITE = "tried on the model's part of this step: outputs and gradients finite"
-NO_LOSS = "the loss expression cannot be run again (guard.loss(loss_fn, batch) makes it so)"
+NO_LOSS = "the loss expression cannot be replayed (hand it over: guard.loss(loss_fn, batch))"
 NO_TIME = "running the step once more would exceed locate_budget"
 NOT_BEYOND = "not verified beyond this step"
 NONE_MENDS = (
@@ -114,12 +113,8 @@ def try_remedies(incident: Incident, step: Step, facts: RunFacts, budget: Locate
     if why_not or not any(remedy.edits for remedy in first.remedies):
         first = _not_tried(first, why_not)
     else:
-        with untouched(step) as keeper, kept_loss_function_state(step) as own:
-            replayer = Replayer(step, keeper, budget)
-            if step.model_only:
-                replayer = ModelReplayer(step, keeper, budget)
-                replayer.any_gradient = True
-            replayer.loss_fn_state = own
+        with replaying(step, budget) as replayer:
+            replayer.any_gradient = step.model_only
             kept = _Trial(replayer, incident, facts).of_all(first.remedies)
         if not kept:
             kept = [Remedy(title=NONE_MENDS.format(code=first.code))]
@@ -243,22 +238,19 @@ class _Trial:
 
         Only for plain gradient descent, whose update is the rate times the gradient.
         """
-        replayer = self._replayer
-        rates = {
-            id(parameter): float(group["lr"])
-            for group in replayer.step.optimizer.param_groups
-            for parameter in group["params"]
-        }
-        if not isinstance(replayer.step.optimizer, torch.optim.SGD):
+        step = self._replayer.step
+        if not isinstance(step.optimizer, torch.optim.SGD):
             return ""
-        clip = replayer.step.clip_norm or math.inf
-        for name, parameter in replayer.parameters.items():
-            if parameter.grad is None or parameter.grad.layout is not torch.strided:
-                continue
-            moves = rates.get(id(parameter), 0.0) * min(float(parameter.grad.norm()), clip)
-            size = max(float(parameter.detach().norm()), math.sqrt(parameter.numel()))
-            if moves > size:
-                return name
+        clip = step.clip_norm or math.inf
+        names = names_by_id(self._replayer.parameters.items())
+        for group in step.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None or parameter.grad.layout is not torch.strided:
+                    continue
+                moves = float(group["lr"]) * min(float(parameter.grad.norm()), clip)
+                size = max(float(parameter.detach().norm()), math.sqrt(parameter.numel()))
+                if moves > size:
+                    return names.get(id(parameter), "")
         return ""
 
     def _run(self) -> tuple[float | None, int | None]:
@@ -285,13 +277,13 @@ class _Trial:
         traced, found = search(replayer, micro, replayer.step.micro_batches[micro])
         if found is None:
             return None
-        origin = name_operands(origin_of(found, traced, replayer))
+        origin = name_operands(origin_of(found, traced, replayer.step))
         loss = 0.0 if traced.ran.loss_finite else math.nan
         reading = replace(
             self._incident.reading,
             loss=loss,
             micro_losses=(),
-            grads_finite=traced.ran.grads_finite,
+            grads_finite=not traced.ran.bad_gradients,
         )
         found_now = diagnose(replace(self._incident, origin=origin, reading=reading), self._facts)
         for remedy in found_now[0].remedies if found_now else ():

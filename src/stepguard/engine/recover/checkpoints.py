@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,13 @@ from stepguard._errors import ConfigError, StateError, StoreError
 from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.engine.protect import borrowing
-from stepguard.engine.recover.restore import Archive, restore_checkpoint, writing_time
+from stepguard.engine.recover.restore import Archive, restore_checkpoint
 from stepguard.engine.recover.rewind import Rewinder
+from stepguard.ranks.agreement import ASKED, ASKED_IN_LOCK_STEP, RankAbsent, RankFault
+from stepguard.ranks.saving import first_reason, writing_time
 from stepguard.records import Incident
-from stepguard.sentinel.rank_agreement import ASKED, ASKED_IN_LOCK_STEP, RankAbsent, RankFault
 from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
-
-SAVE = "guard.save()"
 
 
 class Checkpoints:
@@ -31,6 +31,10 @@ class Checkpoints:
         """The checkpoint on probation: its snapshot, or its step where this rank has none."""
         self._lent: Snapshot | None = None
         """The snapshot that is being written."""
+        self._asked: Counter[int] = Counter()
+        """How often a state of this step was to be saved by one rank for all."""
+        self._told = ""
+        """Under which name this rank has told the others where the last one is."""
         self._seen = -1
         """The last step at which a checkpoint was due."""
         rewinder.after_commit.append(self.committed)
@@ -62,103 +66,78 @@ class Checkpoints:
         """
         archive = self._needed("guard.save()")
         archive.background.wait()
-        state: SavedState | None = None
-        bad = stored_trouble(self._context)
         doubt = self._doubt()
-        why = f"{bad[0]} is not finite" if bad else "" if kept else doubt
-        if not why:
-            try:
-                state = self._snapshots.present()
-            except StateError as fault:
-                why = str(fault)
-        agreement = self._context.agreement
+        state, why = self._present("" if kept else doubt)
+        way_out = " (Probes(anomalies='off') turns the check of losses off)" if doubt else ""
+        refusal = "NOT saved, the state is not good: {}" + way_out
         if archive.replicated:
             if state is None:
-                self._refuse_bad(why, doubt)
+                self._refuse(refusal.format(why.removesuffix(".")))
                 return None
             return self._save_replica(archive, state)
+        agreement = self._context.agreement
         try:
             told = agreement.together(
-                lambda: {"why": why, "own": archive.rank_part(state)},
-                SAVE,
+                lambda: {"why": why, "own": archive.own_part(state)},
+                "guard.save()",
                 # the others come to the first rank, which may be late: it evaluates, or logs
                 seconds=ASKED if agreement.rank else ASKED_IN_LOCK_STEP,
             )
+            refused = first_reason([facts["why"] for facts in told])
+            if refused or state is None:
+                self._refuse(refusal.format(refused.removesuffix(".")))
+                return None
+            parts = [facts["own"] for facts in told]
+            path = archive.write(self._context.step, state, parts, doubt)
+            return path if isinstance(path, Path) else None
         except RankAbsent as absent:
             only_together = archive.why_not_alone()
             self._refuse(
                 f"NOT saved, all ranks have to call guard.save(), for {only_together}: {absent}"
             )
-            return None
         except RankFault as fault:
             self._refuse(f"NOT saved, the ranks could not agree: {fault}")
-            return None
-        refused = _first_refusal(told)
-        if refused or state is None:
-            self._refuse_bad(refused, doubt)
-            return None
-        parts = [facts["own"] for facts in told]
-        weights, why = archive.own_weights(state, parts)
+        return None
+
+    def _present(self, why: str) -> tuple[SavedState | None, str]:
+        """The present state, or why it is not saved; `why` is what speaks against it."""
+        bad = stored_trouble(self._context)
+        if bad:
+            return None, f"{bad[0]} is not finite"
         if why:
-            self._refuse(f"NOT saved: {why}")
-            return None
-        return self._write_now(archive, state, parts, weights, doubt)
+            return None, why
+        try:
+            return self._snapshots.present(), ""
+        except StateError as fault:
+            return None, str(fault)
 
     def _save_replica(self, archive: Archive, state: SavedState) -> Path | None:
-        """Save what all ranks hold alike. One rank is enough; others that come add their own."""
+        """The first rank writes what all hold alike, and waits for nobody; others add their own."""
+        agreement = self._context.agreement
         step = self._context.step
-        word, wrote = self._context.agreement.by_one(
-            SAVE, lambda: str(archive.save_alone(state) or ""), writing_time(state)
-        )
-        if wrote or word:
-            path = Path(word) if word else None
-        else:
-            # the process that holds the store may have ended once it had written
-            path = next((each.path for each in archive.store.list() if each.step == step), None)
-        if path is None and not wrote:
-            self._refuse("NOT saved: the rank that writes what all hold has not written it")
-        if path is not None and not wrote:
-            try:
-                archive.add_part(path, state)
-            except Exception as fault:
-                rank = self._context.agreement.world_rank
-                self._say(f"{path.name} is saved without what only rank {rank} holds: {fault}")
-        return path
-
-    def _refuse_bad(self, why: str, doubt: str) -> None:
-        way_out = " (Probes(anomalies='off') judges no losses)" if doubt else ""
-        self._refuse(f"NOT saved, the state is not good: {why.removesuffix('.')}{way_out}")
-
-    def _write_now(
-        self,
-        archive: Archive,
-        state: SavedState,
-        parts: list[dict[str, Any]],
-        weights: dict[str, Any],
-        doubt: str,
-    ) -> Path | None:
-        """Rank 0 writes, or every rank its part, and every rank learns where."""
-        if archive.shared:
-            archive.complete(state, parts, weights)
-            step = self._context.step
-            save, why = archive.begin_shared(state, step)
-            try:
-                if save is not None:
-                    return save.run()
-            except Exception as fault:
-                why = str(fault)
-            self._say(f"checkpoint of step {step} NOT saved, training goes on: {why}")
+        self._asked[step] += 1
+        about = f"saved/{step}/{self._asked[step]}"
+        if agreement.rank == 0:
+            path = archive.save_alone(state)
+            if self._told and not self._told.startswith(f"saved/{step}/"):
+                # every rank has finished that step, or had no question about it
+                agreement.tell(self._told, "")
+            self._told = about
+            # a space: the empty text would take back what was never said
+            agreement.tell(about, str(path or " "))
+            return path
+        word = agreement.word_of(about, writing_time(state))
+        if not word:
+            self._refuse("NOT saved: the first rank, which writes what all hold, has not done so")
             return None
-
-        def write() -> dict[str, Any]:
-            if self._context.agreement.rank:
-                return {}
-            archive.complete(state, parts, weights)
-            path = archive.save(state, doubt)
-            return {"path": None if path is None else str(path)}
-
-        path = self._context.agreement.together(write, "writing", seconds=ASKED)[0]["path"]
-        return None if path is None else Path(path)
+        path = Path(word)
+        try:
+            archive.add_part(path, state)
+        except Exception as fault:
+            self._say(
+                f"{path.name} is saved without what only rank {agreement.world_rank} holds: {fault}"
+            )
+        return path
 
     def _doubt(self) -> str:
         """What speaks against the present state, if it is finite; empty when it is good."""
@@ -228,80 +207,44 @@ class Checkpoints:
         """Write a state that is complete and finite; `last-good` names it only if it is good."""
         archive = self._archive
         assert archive is not None
-        if not isinstance(pending, Snapshot):
-            state = None
-        else:
-            pending.lent = False
-            state = pending.state if self._rewinder.probation.sound(pending) else None
-        told = self._told_by_all(archive, pending, state)
-        if not told:
-            return
-        if state is None or not all(facts["kept"] for facts in told):
-            step = _step(pending)
-            self._refuse(
-                f"the state of step {step} is not finite, or not whole: no checkpoint of it", step
-            )
-            return
-        assert isinstance(pending, Snapshot)
-        if archive.shared and not all(facts["idle"] for facts in told):
-            archive.background.left_out()
-            return
-        self._complete_and_lend(archive, pending, told)
-
-    def _complete_and_lend(
-        self, archive: Archive, pending: Snapshot, told: list[dict[str, Any]]
-    ) -> None:
-        """Add what other ranks have of their own, and have the first rank write it all."""
-        parts = [facts["own"] for facts in told]
-        state = pending.state
-        if archive.shared:
-            # what only this rank holds gets another name in the file, not in the snapshot
-            state = SavedState(dict(state.tensors), dict(state.facts), state.parts)
-        weights, why = archive.own_weights(state, parts)
-        if why:
-            self._refuse(f"no checkpoint of step {pending.step}: {why}", pending.step)
-            return
-        why = _first_refusal(told)
-        if archive.shared:
-            archive.complete(state, parts, weights)
-            # have the shards of a snapshot written by all ranks; `why`: it is not good
-            save, refused = archive.begin_shared(state, pending.step, why)
-            if save is None:
-                self._refuse(f"no checkpoint of step {pending.step}: {refused}", pending.step)
-                return
-            self._lend(pending, archive.background.offer_job(pending.step, save.run))
-        elif self._context.agreement.rank == 0:
-            archive.complete(pending.state, parts, weights)
-            self._lend(pending, archive.offer(pending.step, pending.state, why))
-
-    def _lend(self, snapshot: Snapshot, is_taken: bool) -> None:
-        """Do not use the memory of a snapshot again before it is written."""
-        if is_taken:
-            snapshot.lent = True
-            self._lent = snapshot
-        # else an earlier one is still being written, and stays lent until it is
-
-    def _told_by_all(
-        self, archive: Archive, pending: Snapshot | int, state: SavedState | None
-    ) -> list[dict[str, Any]]:
-        """What every rank has of this checkpoint; nothing, and a line, where not all came."""
-        why = ""
-        if isinstance(pending, Snapshot) and pending.standing != "good":
-            why = "an incident found the weights hurt"
-            if pending.memory["diverged"]:
-                why = f"the run has diverged: {pending.memory['diverged']}"
+        step = _step(pending)
+        state, why = self._proved(pending)
 
         def own() -> dict[str, Any]:
-            kept = state is not None
             # a rank that still writes the one before cannot begin another
             idle = archive.background.idle()
-            return {"kept": kept, "why": why, "idle": idle, "own": archive.rank_part(state)}
+            part = archive.own_part(state)
+            return {"kept": state is not None, "why": why, "idle": idle, "own": part}
 
         try:
-            return self._context.agreement.together(own, "a checkpoint")
-        except RankAbsent as absent:
-            self._refuse(f"no checkpoint of step {_step(pending)}: {absent}", _step(pending))
-            return []
+            told = self._context.agreement.together(own, "a checkpoint")
+            if state is None or not all(facts["kept"] for facts in told):
+                raise RankFault("its state is not finite, or not whole")
+            if not all(facts["idle"] for facts in told):
+                archive.background.left_out()
+                return
+            parts = [facts["own"] for facts in told]
+            doubt = first_reason([facts["why"] for facts in told])
+            begun = archive.write(step, state, parts, doubt, later=True)
+        except (RankFault, StoreError) as fault:
+            self._refuse(f"no checkpoint of step {step}: {fault}", step)
+            return
+        if begun and isinstance(pending, Snapshot):
+            # its memory is not used again before it is written
+            pending.lent = True
+            self._lent = pending
+
+    def _proved(self, pending: Snapshot | int) -> tuple[SavedState | None, str]:
+        """The state if it is whole and finite, and why it is not good; empty where it is."""
+        if not isinstance(pending, Snapshot):
+            return None, ""
+        pending.lent = False
+        state = pending.state if self._rewinder.probation.sound(pending) else None
+        if pending.standing == "good":
+            return state, ""
+        if pending.memory["diverged"]:
+            return state, f"the run has diverged: {pending.memory['diverged']}"
+        return state, "an incident found the weights hurt"
 
     def rewound(self) -> None:
         """Drop a pending checkpoint that the run has gone back from."""
@@ -347,8 +290,7 @@ class Checkpoints:
         good = self._snapshots.ring.good()
         if saved is not None or not good:
             return saved
-        archive.complete(good[0].state, [])
-        archive.offer(good[0].step, good[0].state)
+        archive.write(good[0].step, good[0].state, [{}], later=True)
         return archive.background.wait()
 
     def _say(self, summary: str) -> None:
@@ -364,11 +306,3 @@ def _step(pending: Snapshot | int) -> int:
     if isinstance(pending, Snapshot):
         return pending.step
     return pending
-
-
-def _first_refusal(told: list[dict[str, Any]]) -> str:
-    """Why the first rank that refuses does so, naming it where there are several; else empty."""
-    for rank, facts in enumerate(told):
-        if facts["why"]:
-            return f"rank {rank}: {facts['why']}" if len(told) > 1 else str(facts["why"])
-    return ""

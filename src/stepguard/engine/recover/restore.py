@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,6 @@ from stepguard.checkpoints import Background, Entry, Health, Opened, PassedOver,
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import scale_rates
 from stepguard.engine.incident.samples import skip_lost_batches
-from stepguard.engine.recover.rank_weights import (
-    APART,
-    SLOTS_APART,
-    RankWeights,
-    add_parts,
-    missing_in,
-    refuse_other_size,
-    resume_data,
-    state_of_rank,
-)
 from stepguard.engine.recover.rewind import (
     SAME_PLACE,
     PastAttempt,
@@ -39,135 +29,30 @@ from stepguard.engine.recover.rewind import (
 from stepguard.engine.recover.snapshots import Probation, wanted_parts
 from stepguard.judge.decide import budget_from
 from stepguard.judge.history import history_from
-from stepguard.sentinel.rank_agreement import ASKED, ASKED_IN_LOCK_STEP, PATIENCE
+from stepguard.ranks.agreement import ASKED, ASKED_IN_LOCK_STEP, PATIENCE
+from stepguard.ranks.copies import SLOTS_APART
+from stepguard.ranks.saving import (
+    RankParts,
+    SharedSave,
+    first_reason,
+    missing_in,
+    place_in_data,
+    refuse_other_size,
+    state_of_rank,
+    writing_time,
+)
 from stepguard.state.batch import tree_from_json
+from stepguard.state.loader import ResumableLoader
+from stepguard.state.rng import RngState
 from stepguard.state.run_state import RunState, SavedState
-from stepguard.tensors.torch_private import default_store
 from stepguard.tensors.values import is_finite
-
-# --- One checkpoint that every rank writes its part of: sealed once all have, or not at all.
-
-
-WRITTEN = "written "
-SEALED = "sealed "
-NOT_SEALED = "not sealed: "
-SHORTEST, LONGEST = 0.002, 0.25
-"""Seconds between two looks into the store."""
-LAST_WORD = "last"
-
-
-BYTES_A_SECOND = 50e6
-"""What a slow disk writes and reads back."""
-
-
-def writing_time(state: SavedState) -> float:
-    """Seconds after which a rank that writes such a state has failed, however slow its disk is."""
-    size = sum(tensor.numel() * tensor.element_size() for tensor in state.tensors.values())
-    return ASKED + size / BYTES_A_SECOND
-
-
-@dataclass(frozen=True, slots=True)
-class SharedSave:
-    """What one rank knows of a save that all have begun."""
-
-    context: Context
-    store: Store
-    folder: Path
-    """Temporary; every rank writes into it."""
-    step: int
-    state: SavedState
-    health: Health
-    allowed: frozenset[str]
-    """Tensors of this rank that may be non-finite."""
-    on_sealed: Callable[[int, Path, Health], None]
-    """Told of the checkpoint once all ranks have written it."""
-
-    def run(self) -> Path:
-        """Write this rank's part, and return when all have; StoreError on every rank otherwise."""
-        own = self._written()
-        self._leave_word(str(self.context.agreement.rank), own)
-        if self.context.agreement.rank == 0:
-            self._leave_word(LAST_WORD, self._sealed())
-        said = self._word(LAST_WORD, self._deadline(2.0), "the first rank has not sealed it")
-        if not said.startswith(SEALED):
-            raise StoreError(said.removeprefix(NOT_SEALED))
-        path = Path(said.removeprefix(SEALED))
-        self.on_sealed(self.step, path, self.health)
-        return path
-
-    def _written(self) -> str:
-        agreement = self.context.agreement
-        tensors = self.state.tensors
-        if agreement.rank:
-            # what every rank holds alike is written by the first one
-            apart = (f"rng/{agreement.rank}/", f"loader/{agreement.rank}/", "rank/")
-            tensors = {
-                name: tensor
-                for name, tensor in tensors.items()
-                if name in self.state.parts or name.startswith(apart)
-            }
-        try:
-            digest = self.store.write_part(
-                self.folder, agreement.rank, tensors, self.state.parts, self.allowed
-            )
-        except Exception as fault:
-            return f"{NOT_SEALED}rank {agreement.world_rank}: {fault}"
-        return f"{WRITTEN}{digest}"
-
-    def _sealed(self) -> str:
-        """As the first rank: wait for all, and seal what they have written."""
-        try:
-            # what all ranks have written; StoreError where one has not, once all are done
-            until = self._deadline(1.0)
-            words = []
-            # all of them first: one that is still writing would write into a folder that is gone
-            for rank, member in enumerate(self.context.agreement.members):
-                words.append(
-                    self._word(str(rank), until, f"rank {member} has not written its part")
-                )
-            for said in words:
-                if not said.startswith(WRITTEN):
-                    raise StoreError(said.removeprefix(NOT_SEALED))
-            digests = [said.removeprefix(WRITTEN) for said in words]
-            path = self.store.finish(self.folder, self.step, self.state.facts, self.health, digests)
-        except Exception as fault:
-            self.store.drop(self.folder)
-            return f"{NOT_SEALED}{fault}"
-        return f"{SEALED}{path}"
-
-    # --- words in the store of the process group
-
-    def _key(self, name: str) -> str:
-        # the name of the folder has a process and a number in it
-        return f"stepguard/save/{self.folder.name}/{name}"
-
-    def _leave_word(self, name: str, word: str) -> None:
-        default_store().set(self._key(name), word)
-
-    def _word(self, name: str, until: float, otherwise: str) -> str:
-        """Wait for a word; not by `store.wait`, which keeps the main thread from the store."""
-        store = default_store()
-        key = self._key(name)
-        pause = SHORTEST
-        while not store.check([key]):
-            if time.monotonic() >= until:
-                return f"{NOT_SEALED}{otherwise} in time."
-            time.sleep(pause)
-            pause = min(pause * 1.5, LONGEST)
-        word: str = store.get(key).decode()
-        return word
-
-    def _deadline(self, times: float) -> float:
-        most = PATIENCE * self.context.config.ranks.timeout
-        return time.monotonic() + times * min(most, writing_time(self.state))
-
 
 # --- The checkpoint store of one guard: which checkpoints belong to this run, and what one holds.
 
 
 PLACES = "places in the data"
-RUN = "run"
-"""Under this the first rank tells the others the name of the run."""
+HOOKS = "extra:communication hooks/"
+"""What a hook of DistributedDataParallel remembers of the gradients of its rank."""
 
 
 class Archive:
@@ -180,11 +65,9 @@ class Archive:
         self._context = context
         self._probation = probation
         self._run_state = run_state
-        self._rank_weights = RankWeights(context)
+        self._parts = RankParts(context.agreement, context.model, self._say)
         self.store = Store(folder, keep=config.keep)
-        self.background = Background(self.store, self._say, self._sealed)
-        if context.agreement.size > 1 and context.agreement.rank == 0:
-            context.agreement.tell(RUN, context.run.id)
+        self.background = Background(self.store, self._say)
         context.resources.callback(self.store.close)
         context.resources.callback(self.background.close)
 
@@ -232,79 +115,101 @@ class Archive:
 
     # --- writing
 
-    def rank_part(self, state: SavedState | None, *, compared: bool = True) -> dict[str, Any]:
-        """The part of a state that only this rank has; empty in a run of one process.
+    def own_part(self, state: SavedState | None) -> dict[str, Any]:
+        """What only this rank has of a state; empty in a run of one process."""
+        return {} if state is None else self._parts.own(state)
 
-        `compared`: with a digest of the rest, by which ranks see whether it is the same.
+    def write(
+        self,
+        step: int,
+        state: SavedState,
+        parts: Sequence[dict[str, Any]],
+        why: str = "",
+        *,
+        later: bool = False,
+    ) -> Path | bool | None:
+        """Write a state with the parts of all ranks; `why` it is not good. All ranks call.
+
+        Now, which returns its path, None where the disk refuses it; or `later`, in the background,
+        which returns whether that has begun.
         """
-        if state is None or self._context.agreement.size == 1:
-            return {}
-        rank = str(self._context.agreement.rank)
-        prefixes = tuple(f"{kind}/" for kind in APART)
-        tensors = {name: t for name, t in state.tensors.items() if name.startswith(prefixes)}
-        facts = {kind: state.facts.get(kind, {}).get(rank) for kind in APART}
-        summary = self._rank_weights.summary(state) if compared else ""
-        if self.shared:
-            # every rank writes its own
-            tensors = {}
-        return {"facts": facts, "tensors": tensors, "summary": summary}
+        agreement = self._context.agreement
+        differ = len({part.get("summary") for part in parts}) > 1
+        ranks: dict[str, Any] = {}
+        folder: Path | None = None
+        if differ:
+            # names change in the file, not in the snapshot
+            state = SavedState(dict(state.tensors), dict(state.facts), state.parts)
+            ranks = self._parts.keep_apart(state)
+        if differ or self.shared:
+            folder = agreement.from_first(lambda: self.store.begin(step))
+        if ranks:
+            state.facts["ranks"] = ranks
+        self.complete(state, parts, tensors=folder is None)
+        health = self.health(why)
+        if folder is not None:
+            save = SharedSave(
+                agreement=agreement,
+                store=self.store,
+                folder=folder,
+                step=step,
+                state=state,
+                health=health,
+                seconds=min(PATIENCE * self._context.config.ranks.timeout, writing_time(state)),
+            )
+            job = partial(self._recorded, step, health, save.run)
+        else:
+            given = (step, dict(state.tensors), dict(state.facts), health)
+            job = partial(self._recorded, step, health, partial(self.store.save, *given))
+        if later:
+            # where the first rank writes it all, the others have nothing to do
+            writes = folder is not None or agreement.rank == 0
+            return writes and self.background.offer_job(step, job)
+        if folder is not None:
+            return self._now(step, job)
+        return agreement.from_first(partial(self._now, step, job))
 
-    def own_weights(
-        self, state: SavedState, parts: list[dict[str, Any]]
-    ) -> tuple[dict[str, Any], str]:
-        """What ranks hold that rank 0 does not, by rank; or why it cannot be written. All call."""
-        if len({part.get("summary") for part in parts}) == 1:
-            return {}, ""
-        if self.shared:
-            return self._rank_weights.keep_apart(state), ""
-        return self._rank_weights.collect(state)
+    def _recorded(self, step: int, health: Health, save: Callable[[], Path]) -> Path:
+        path = save()
+        # people are told of what is not written only
+        summary = (
+            f"sealed {path.name}" if health.good else f"kept {path.name}, not good: {health.why}"
+        )
+        fields = {"step": step, "path": path.name, "good": health.good, "summary": summary}
+        if health.missing:
+            fields["missing"] = health.missing
+        self._context.outputs.line("checkpoint", fields)
+        return path
+
+    def _now(self, step: int, job: Callable[[], Path]) -> Path | None:
+        try:
+            return job()
+        except Exception as fault:
+            self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
+            return None
 
     def complete(
-        self,
-        state: SavedState,
-        parts: list[dict[str, Any]],
-        weights: Mapping[str, Any] | None = None,
+        self, state: SavedState, parts: Sequence[dict[str, Any]], *, tensors: bool = True
     ) -> None:
-        """Add the parts of all ranks, and the names of tensors that are non-finite on purpose."""
-        add_parts(state, weights or {}, tensors=not self.shared)
+        """Add the parts of all ranks, and the names of tensors that are non-finite on purpose.
+
+        `tensors`: theirs as well; not where every rank writes its own.
+        """
         for rank, part in enumerate(part for part in parts if part):
-            state.tensors.update(part["tensors"])
+            if tensors:
+                state.tensors.update(part["tensors"])
             for kind, facts in part["facts"].items():
-                if facts is not None:
-                    state.facts.setdefault(kind, {})[str(rank)] = facts
+                state.facts.setdefault(kind, {})[str(rank)] = facts
         bad = {name for name, tensor in state.tensors.items() if not is_finite(tensor)}
         state.facts["nonfinite_ok"] = sorted(self._probation.meant_nonfinite(bad))
         first = self._context.memory.first_size
         state.facts["first_size"] = None if first is None else float(first)
 
-    def begin_shared(
-        self, state: SavedState, step: int, why: str = ""
-    ) -> tuple[SharedSave | None, str]:
-        """Begin a save that every rank writes a part of; or say why not. All ranks call.
-
-        `why` it is not good, here and in `offer`; empty where it is.
-        """
-
-        def begin() -> dict[str, Any]:
-            if self._context.agreement.rank:
-                return {}
-            try:
-                return {"folder": str(self.store.begin(step)), "why": ""}
-            except StoreError as fault:
-                return {"folder": "", "why": str(fault)}
-
-        first = self._context.agreement.together(begin, "writing a checkpoint")[0]
-        if first["why"]:
-            return None, str(first["why"])
-        folder = Path(first["folder"])
-        allowed = frozenset(state.facts["nonfinite_ok"])
-        health = self.health(why)
-        where = (self._context, self.store, folder)
-        return SharedSave(*where, step, state, health, allowed, self._sealed), ""
+    # --- what all ranks hold alike: one of them can save it
 
     @property
     def replicated(self) -> bool:
-        """Do several ranks hold the same state, so that one of them can save it for all?"""
+        """Do several ranks hold the same state, so that the first can save it for all?"""
         return self._context.agreement.size > 1 and not self.why_not_alone()
 
     def why_not_alone(self) -> str:
@@ -315,8 +220,8 @@ class Archive:
             return "each rank holds a part of the parameters"
         if not isinstance(model, DistributedDataParallel):
             return "nothing keeps the ranks' weights equal that the guard knows of"
-        if not context.agreement.in_step_throughout or context.outer is not None:
-            return "the ranks made steps of their own, so that their weights may differ"
+        if context.outer is not None:
+            return f"{type(context.outer).__name__} decides about the steps of each rank"
         if type(context.optimizer).__name__ in SLOTS_APART:
             return f"each rank holds a part of the state of {type(context.optimizer).__name__}"
         if model.parameters_to_ignore:
@@ -325,41 +230,39 @@ class Archive:
 
     def save_alone(self, state: SavedState) -> Path | None:
         """Write the state that all ranks hold alike; each of the others may add its own part."""
-        own = ["random numbers"] if self._context.data.feed is None else ["random numbers", PLACES]
-        model = self._context.model
-        if isinstance(model, DistributedDataParallel) and not model.broadcast_buffers:
+        context = self._context
+        own = ["random numbers"] if context.data.feed is None else ["random numbers", PLACES]
+        if self._own_buffers():
             own.append("buffers")
         self.complete(state, [])
-        ranks = list(self._context.agreement.members)
+        ranks = list(context.agreement.members)
         state.facts["saved_alone"] = {"ranks": ranks, "own": ", ".join(own)}
-        context = self._context
-        if context.agreement.rank and not context.run.resumed:
-            context.run.id = context.agreement.told(RUN) or context.run.id
-        path = self.save(state, missing=missing_in(state.facts))
-        if context.agreement.rank:
-            # the first rank is the one that writes, unless it does not come
-            self.store.close()
-        return path
+        health = self.health(missing=missing_in(state.facts))
+        save = partial(self.store.save, context.step, state.tensors, state.facts, health)
+        return self._now(context.step, partial(self._recorded, context.step, health, save))
 
     def add_part(self, path: Path, state: SavedState) -> None:
-        """Add what only this rank has to a checkpoint that another rank has written."""
-        part = self.rank_part(state, compared=False)
+        """Add what only this rank has to a checkpoint that the first rank has written."""
         rank = self._context.agreement.rank
-        mine = self._rank_weights.differing(state, *self.store.contents(path))
-        tensors = {**part["tensors"]}
+        part = self._parts.own(state)
+        tensors = dict(part["tensors"])
+        hooks = {name for name in state.tensors if name.startswith(HOOKS)}
+        has = sorted((self._own_buffers() | hooks) & state.tensors.keys())
         bad: set[str] = set()
-        for name, tensor in mine["tensors"].items():
-            tensors[f"rank/{rank}/{name}"] = tensor
-            if not is_finite(tensor):
+        for name in has:
+            tensors[f"rank/{rank}/{name}"] = state.tensors[name]
+            if not is_finite(state.tensors[name]):
                 bad.add(name)
         allowed = {f"rank/{rank}/{name}" for name in self._probation.meant_nonfinite(bad)}
-        facts = {kind: own for kind, own in part["facts"].items() if own is not None}
-        facts["ranks"] = {
-            "lacks": mine["lacks"],
-            "facts": mine["facts"],
-            "has": sorted(mine["tensors"]),
-        }
+        of_rank = {"extra": state.facts["extra"]} if hooks else {}
+        facts = {**part["facts"], "ranks": {"lacks": [], "facts": of_rank, "has": has}}
         self.store.write_part(path, rank, tensors, {}, allowed, facts)
+
+    def _own_buffers(self) -> set[str]:
+        """Those that DistributedDataParallel does not send from the first rank to all."""
+        if getattr(self._context.model, "broadcast_buffers", True):
+            return set()
+        return self._parts.buffers()
 
     def health(self, why: str = "", *, missing: str = "") -> Health:
         """What the seal of a checkpoint says about the run; `why` the state is not good."""
@@ -375,34 +278,8 @@ class Archive:
             missing=missing,
         )
 
-    def save(self, state: SavedState, why: str = "", *, missing: str = "") -> Path | None:
-        """Write a completed state now; None, and a line, where the disk refuses it."""
-        step = self._context.step
-        health = self.health(why, missing=missing)
-        try:
-            path = self.store.save(step, state.tensors, state.facts, health)
-        except Exception as fault:
-            self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
-            return None
-        self._sealed(step, path, health)
-        return path
-
-    def offer(self, step: int, state: SavedState, why: str = "") -> bool:
-        """Write a completed state in the background; False while another one is being written."""
-        return self.background.offer(step, state.tensors, state.facts, self.health(why))
-
     def _say(self, summary: str) -> None:
         self._context.outputs.note("checkpoint", summary)
-
-    def _sealed(self, step: int, path: Path, health: Health) -> None:
-        """Put a written checkpoint on record; people are told of what is not written only."""
-        summary = (
-            f"sealed {path.name}" if health.good else f"kept {path.name}, not good: {health.why}"
-        )
-        fields = {"step": step, "path": path.name, "good": health.good, "summary": summary}
-        if health.missing:
-            fields["missing"] = health.missing
-        self._context.outputs.line("checkpoint", fields)
 
 
 # --- Restore a run from a sealed checkpoint, passing over damaged ones and ones that led to a
@@ -424,15 +301,11 @@ def restore_checkpoint(
         # the last one is this process's own
         attempts = attempts_in(context.outputs.journal.path)[:-1]
     store = archive.store
-    opened = _open_together(context, archive, _choose(context, store, which, attempts))
+    run_state = rewinder.snapshots.run_state
+    wanted = _choose(context, store, which, attempts)
+    opened, state = _open_together(context, archive, run_state, wanted)
     for passed in opened.passed_over:
         context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
-    # This rank's state, once every rank has found that its own fits: nothing is loaded before.
-    agreement = context.agreement
-    refuse_other_size(opened.tensors, opened.facts, agreement.size)
-    state = state_of_rank(opened.tensors, opened.facts, agreement.rank)
-    why = rewinder.snapshots.run_state.misfit(state)
-    _raise_together(context, why and f"the saved state does not fit: {why}.", StateError)
     rates = _different_rates(context.optimizer, state.facts["groups"], state.tensors)
     _load(context, rewinder, state)
     context.run.id = opened.health.run or context.run.id
@@ -492,61 +365,52 @@ def _choose(
     return which
 
 
-def _open_together(context: Context, archive: Archive, which: str | Path) -> Opened:
+def _open_together(
+    context: Context, archive: Archive, run_state: RunState, which: str | Path
+) -> tuple[Opened, SavedState]:
     """Open the same checkpoint on every rank: the first one chooses. All raise, or none does.
 
     One that a rank finds damaged, which may read another part of it, is passed over by all.
+    Returned is this rank's state, once every rank has found that its own fits.
     """
+    agreement = context.agreement
     passed: list[PassedOver] = []
+    trained = context.step != context.run.resumed_at
+    patience = ASKED_IN_LOCK_STEP if trained and not agreement.rank else ASKED
     while True:
-        opened, path, reason = _open_candidate(context, archive, which, passed)
-        if not reason:
-            assert isinstance(opened, Opened)
-            return replace(opened, passed_over=opened.passed_over or tuple(passed))
+        found: Opened | StoreError | None = None
+        state = SavedState({}, {})
+
+        # Reading takes time, and is done inside the exchanges: once all ranks are there, each waits
+        # for all of them.
+        def choose() -> dict[str, Any]:
+            nonlocal found
+            found = None if agreement.rank else _opened(archive, which, passed)
+            return {"path": found.path if isinstance(found, Opened) else None}
+
+        path = agreement.together(choose, WHAT, seconds=patience)[0]["path"]
+
+        def follow(path: Path | None = path) -> dict[str, Any]:
+            nonlocal found, state
+            if path is not None and agreement.rank:
+                found = _opened(archive, path, ())
+            if not isinstance(found, Opened):
+                return {"why": str(found or ""), "misfit": ""}
+            state = state_of_rank(found.tensors, found.facts, agreement.rank)
+            misfit = run_state.misfit(state)
+            return {"why": "", "misfit": misfit and f"the saved state does not fit: {misfit}."}
+
+        told = agreement.together(follow, WHAT, seconds=ASKED)
+        reason = first_reason([facts["why"] for facts in told])
+        if isinstance(found, Opened) and not reason:
+            refuse_other_size(found.facts, agreement.size)
+            misfits = [facts["misfit"] for facts in told]
+            if any(misfits):
+                raise StateError(misfits[agreement.rank] or first_reason(misfits))
+            return replace(found, passed_over=found.passed_over or tuple(passed)), state
         if which != LAST_GOOD or path is None:
             raise StoreError(reason)
         passed.append(PassedOver(path, reason))
-
-
-def _open_candidate(
-    context: Context, archive: Archive, which: str | Path, passed: Sequence[PassedOver]
-) -> tuple[Opened | StoreError | None, Path | None, str]:
-    """What this rank reads of the first rank's choice, its path, and why it cannot be taken.
-
-    Reading takes time, and is done inside the exchanges: once all ranks are there, each waits for
-    all of them.
-    """
-    agreement = context.agreement
-    opened: Opened | StoreError | None = None
-
-    def choose() -> dict[str, Any]:
-        nonlocal opened
-        opened = None if agreement.rank else _opened(archive, which, passed)
-        if isinstance(opened, StoreError):
-            return {"why": str(opened), "path": ""}
-        return {"why": "", "path": "" if opened is None else str(opened.path)}
-
-    trained = context.step != context.run.resumed_at
-    patience = ASKED_IN_LOCK_STEP if trained and not agreement.rank else ASKED
-    first = agreement.together(choose, WHAT, seconds=patience)[0]
-    path = None if first["why"] else Path(first["path"])
-
-    def follow() -> dict[str, Any]:
-        nonlocal opened
-        if path is not None and agreement.rank:
-            opened = _opened(archive, path, ())
-        return {"why": str(opened) if isinstance(opened, StoreError) else first["why"]}
-
-    told = agreement.together(follow, WHAT, seconds=ASKED)
-    return opened, path, _first_reason([facts["why"] for facts in told])
-
-
-def _first_reason(reasons: Sequence[str]) -> str:
-    """What speaks against it on the first rank where something does; named unless it is on all."""
-    for rank, reason in enumerate(reasons):
-        if reason:
-            return reason if all(reasons) else f"rank {rank}: {reason}"
-    return ""
 
 
 def _opened(
@@ -557,15 +421,6 @@ def _opened(
         return archive.store.open(which, select=archive.select(), but_not=passed)
     except StoreError as why:
         return why
-
-
-def _raise_together(context: Context, why: str, kind: type[StepguardError]) -> None:
-    """Raise on all ranks what one of them has against going on."""
-    told = context.agreement.together(lambda: {"why": why}, WHAT, seconds=ASKED)
-    for rank, facts in enumerate(told):
-        if facts["why"]:
-            same = why == facts["why"] or len(told) == 1
-            raise kind(facts["why"] if same else f"rank {rank}: {facts['why']}")
 
 
 def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
@@ -586,8 +441,26 @@ def _load(context: Context, rewinder: Rewinder, state: SavedState) -> None:
     random_numbers = run_state.random_numbers(state)
     run_state.put_back_random_numbers(state)
     if context.data.feed is not None:
-        resume_data(context, context.data.feed, state, random_numbers)
+        _resume_data(context, context.data.feed, state, random_numbers)
     rewinder.forget()
+
+
+def _resume_data(
+    context: Context, feed: ResumableLoader, state: SavedState, random_numbers: RngState | None
+) -> None:
+    """Go to this rank's stored place; without one, to the place that all others share."""
+    agreement = context.agreement
+    stored: dict[int, Any] = {}
+    for rank, place in state.facts.get("loader", {}).items():
+        stored[int(rank)] = tree_from_json(place, state.tensors)
+    same_ranks = len(state.facts.get("saved_alone", {}).get("ranks", ())) == agreement.size
+    shared, story = place_in_data(stored, agreement.size, same_ranks=same_ranks)
+    if agreement.rank in stored:
+        feed.go_to(stored[agreement.rank], random_numbers)
+    elif shared is not None:
+        feed.go_to_number(*shared)
+    if story and agreement.rank == 0:
+        context.outputs.note("checkpoint", story)
 
 
 def _mention_newer(context: Context, store: Store, opened: Opened) -> None:

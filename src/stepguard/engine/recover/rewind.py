@@ -15,18 +15,25 @@ import torch
 from torch import Tensor
 
 from stepguard.engine.context import Context
+from stepguard.engine.incident.closer_look import stored_trouble
 from stepguard.engine.incident.run_facts import micro_batch_words
-from stepguard.engine.recover.rank_weights import PeerHealing
 from stepguard.engine.recover.snapshots import KeptStep, SnapshotKeeper, wait_for_copies
 from stepguard.engine.result import StepResult
 from stepguard.judge.decide import NOTHING_GOOD, RewindData, RewindPlan, RewindTarget, next_rewind
 from stepguard.judge.history import LR_JUMP, history_from
 from stepguard.judge.judge import Comparison
-from stepguard.locate.replay_state import sample_count
+from stepguard.ranks.agreement import RankFault
+from stepguard.ranks.copies import PeerHealing
 from stepguard.records import Decision, Incident, Origin
 from stepguard.report.phrases import number
-from stepguard.sentinel.rank_agreement import RankFault
-from stepguard.state.batch import LossFn, Step, batch_without, samples_in, tree_from_json
+from stepguard.state.batch import (
+    LossFn,
+    Step,
+    batch_without,
+    sample_count,
+    samples_in,
+    tree_from_json,
+)
 from stepguard.state.isolation import reevaluate, rerun
 from stepguard.state.rng import capture_rng, restore_rng
 from stepguard.state.run_state import SavedState
@@ -182,15 +189,12 @@ SAME_PLACE = 2
 class PastAttempt:
     """One process's part of a run."""
 
-    run: str = ""
     restored: str | None = None
     """Name of the checkpoint it began with; None for a fresh start."""
     stopped_at: int | None = None
     """The step at which the policy stopped it."""
     lost_steps: set[int] = field(default_factory=set)
     """Steps that were left out because of their data."""
-    kinds: list[str] = field(default_factory=list)
-    """Verdicts of its incidents, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +223,7 @@ def attempts_in(journal: Path) -> list[PastAttempt]:
     found: list[PastAttempt] = []
     for line in _lines(journal):
         if line.get("type") == "run":
-            found.append(PastAttempt(run=str(line.get("run", ""))))
+            found.append(PastAttempt())
         elif found:
             _add(found[-1], line)
     return found
@@ -241,8 +245,6 @@ def _add(attempt: PastAttempt, line: dict[str, Any]) -> None:
     incident = line.get("incident")
     if kind == "incident" and isinstance(incident, dict):
         decision = incident.get("decision") or {}
-        verdict = incident.get("verdict") or {}
-        attempt.kinds.append(str(verdict.get("kind", "")))
         step = incident.get("step")
         if not isinstance(step, int):
             return
@@ -276,10 +278,6 @@ def _lines(journal: Path) -> Iterator[dict[str, Any]]:
 # --- Plan a rewind: which states every rank can go back to, and which of them has not been tried.
 
 
-Offer = list[Any]
-"""Step, kind and timeline of a state: what one rank tells the others of a rewind target."""
-
-
 class StateArchive(Protocol):
     """States on disk."""
 
@@ -288,7 +286,7 @@ class StateArchive(Protocol):
 
 
 class RewindPlanner:
-    """Chooses with the other ranks where to go back to, and remembers what has been tried."""
+    """Chooses where to go back to, and remembers what has been tried."""
 
     def __init__(self, context: Context, snapshots: SnapshotKeeper) -> None:
         self._context = context
@@ -297,15 +295,17 @@ class RewindPlanner:
         self._whole = snapshots.run_state
         self.archive: StateArchive | None = None
         """Checkpoints, for going further back than memory does."""
-        self._tried: list[RewindPlan] = []
+        self.tried: list[RewindPlan] = []
         self._repeated: dict[RewindPlan, int] = {}
         """Of those, the exact repetitions, and the step that had failed."""
-        self._chosen: RewindPlan | None = None
+        self.chosen: RewindPlan | None = None
         self._fetched: Snapshot | None = None
-        """What the last plan has read from disk."""
+        """What was read from disk for the chosen plan."""
 
-    def plan(self, *, transient: bool, visible: bool) -> tuple[RewindPlan | None, str]:
-        """Choose the next rewind, the same on every rank; or say why there is none.
+    def plan(
+        self, offers: Sequence[dict[str, Any]], *, transient: bool, visible: bool
+    ) -> tuple[RewindPlan | None, str]:
+        """Choose the next rewind by what every rank offers; or say why there is none.
 
         `visible`: the damage is NaN or Inf. Any snapshot without is from before, so the newest of
         them loses least. Damage that cannot be seen asks for one that has proved good, else for one
@@ -313,95 +313,81 @@ class RewindPlanner:
         """
         # A repetition that led well past the step that failed may serve for another fault
         step = self._context.step
-        for plan, failed in list(self._repeated.items()):
+        for repeated, failed in list(self._repeated.items()):
             if step - failed > self._context.config.snapshots.probation:
-                del self._repeated[plan]
-                self._tried.remove(plan)
-        told = self._context.agreement.together(
-            partial(self._offer, visible), "the choice of a rewind"
-        )
-        tried: list[RewindTarget] = []
-        for standing in ("good", "young"):
+                del self._repeated[repeated]
+                self.tried.remove(repeated)
+        before: list[RewindTarget] = []
+        for standing in ("sound",) if visible else ("good", "young"):
             # the states that every rank has, newest first
-            offers = (facts[standing] for facts in told)
-            first, *others = [set(map(tuple, offered)) for offered in offers]
-            newest_first = sorted(first.intersection(*others), reverse=True)
-            targets = [RewindTarget(step=s, kind=kind, timeline=t) for s, kind, t in newest_first]
-            exact = transient and _repeatable_by_all(targets, told)
-            self._chosen = self._choose(targets, exact)
-            if self._chosen is not None:
-                return self._chosen, ""
-            tried += targets
-        if not tried:
+            first, *others = [set(offer[standing]) for offer in offers]
+            targets = sorted(first.intersection(*others), key=_newest_last, reverse=True)
+            exact = transient and _repeatable_by_all(targets, offers)
+            plan = next_rewind(targets, self.tried, repeatable=exact)
+            if plan is not None:
+                return plan, ""
+            before += targets
+        if not before:
             return None, NOTHING_GOOD
-        steps = ", ".join(str(target.step) for target in tried)
+        steps = ", ".join(str(target.step) for target in before)
         return None, f"every rewind has been tried at step {steps}"
+
+    def common(self, offers: Sequence[dict[str, Any]]) -> set[int]:
+        """Steps of the undamaged states in memory that every rank has."""
+        first, *others = [
+            {target.step for target in offer["rewind"]["sound"] if target.kind == "snapshot"}
+            for offer in offers
+        ]
+        return first.intersection(*others)
 
     def take(self) -> tuple[RewindPlan, Snapshot]:
         """Hand out the last plan, which counts as tried from now on, and the state it goes to."""
-        plan = self._chosen
+        plan = self.chosen
         fetched = self._fetched
         assert plan is not None, "a rewind is decided with a plan only"
-        self._chosen = None
+        self.chosen = None
         self._fetched = None
-        self._tried.append(plan)
+        self.tried.append(plan)
         if plan.data == "repeat":
             self._repeated[plan] = self._context.step
         if plan.target.kind == "checkpoint" and fetched is not None:
             return plan, fetched
         for snapshot in self._ring.snapshots:
-            if _offer_of(snapshot) == [plan.target.step, "snapshot", plan.target.timeline]:
+            if _target(snapshot) == plan.target:
                 return plan, snapshot
         raise LookupError(f"the snapshot of step {plan.target.step} is gone")
 
     def forget(self) -> None:
         """Forget what was tried: another run begins."""
-        self._tried.clear()
+        self.tried.clear()
         self._repeated.clear()
 
-    def _choose(self, targets: list[RewindTarget], exact: bool) -> RewindPlan | None:
-        """The next rewind whose target can really be had: a checkpoint is read before it counts."""
-        while True:
-            plan = next_rewind(targets, self._tried, repeatable=exact)
-            if plan is None or plan.target.kind == "snapshot":
-                return plan
-            told = self._context.agreement.together(
-                partial(self._fetch, plan.target.step), "reading a checkpoint"
-            )
-            if all(facts["there"] for facts in told):
-                return plan
-            self._tried.append(plan)
-
-    def _fetch(self, step: int) -> dict[str, Any]:
+    def fetch(self, plan: RewindPlan) -> dict[str, bool]:
+        """Read the checkpoint of this plan; it is not there where it is damaged or does not fit."""
         self._fetched = None
-        state = self.archive.read(step) if self.archive is not None else None
-        if state is None or self._whole.misfit(state, own_only=True):
-            return {"there": False}
-        memory = {"anchor": None, "diverged": "", "size": None, "level": None}
-        self._fetched = Snapshot(step, 0, state, memory)
-        return {"there": True}
+        state = self.archive.read(plan.target.step) if self.archive is not None else None
+        if state is not None and not self._whole.misfit(state, own_only=True):
+            memory = {"anchor": None, "diverged": "", "size": None, "level": None}
+            self._fetched = Snapshot(plan.target.step, 0, state, memory)
+        return {"there": self._fetched is not None}
 
-    # --- what this rank can go back to
-
-    def _offer(self, visible: bool) -> dict[str, Any]:
-        good = self._ring.snapshots
-        if not visible:
-            good = [snapshot for snapshot in self._ring.good() if self._level_was_good(snapshot)]
-        young = [s for s in self._ring.snapshots if s not in good and self._level_was_good(s)]
-        offered = self._sound_ones(good)
-        offered += self._checkpoints(beside={step for step, *_ in offered})
-        on_probation = self._sound_ones(young)
-        steps = [step for step, *_ in (*offered, *on_probation)]
-        return {"good": offered, "young": on_probation, "repeatable": self._repeatable(steps)}
-
-    def _sound_ones(self, snapshots: Iterable[Snapshot]) -> list[Offer]:
+    def offer(self) -> dict[str, Any]:
+        """What this rank can go back to: all undamaged states, and those from a good level."""
         probation = self._snapshots.probation
-        return [_offer_of(snapshot) for snapshot in snapshots if probation.sound(snapshot)]
-
-    def _checkpoints(self, beside: set[int]) -> list[Offer]:
-        if self.archive is None:
-            return []
-        return [[step, "checkpoint", 0] for step in self.archive.steps() if step not in beside]
+        sound = [s for s in self._ring.snapshots if probation.sound(s)]
+        found: dict[str, Any] = {"sound": [_target(s) for s in sound], "good": [], "young": []}
+        for snapshot in sound:
+            if self._level_was_good(snapshot):
+                standing = "good" if snapshot.standing == "good" else "young"
+                found[standing].append(_target(snapshot))
+        steps = self.archive.steps() if self.archive is not None else []
+        for standing in ("sound", "good"):
+            beside = {target.step for target in found[standing]}
+            for step in steps:
+                if step not in beside:
+                    found[standing].append(RewindTarget(step=step, kind="checkpoint"))
+        found["repeatable"] = self._repeatable([*(s.step for s in sound), *steps])
+        return found
 
     def _repeatable(self, steps: Iterable[int]) -> list[int]:
         """Those from which on every step can be run again as it was."""
@@ -420,12 +406,16 @@ class RewindPlanner:
         return bool(level <= history.progress.back_limit)
 
 
-def _offer_of(snapshot: Snapshot) -> Offer:
-    return [snapshot.step, "snapshot", snapshot.memory["timeline"]]
+def _target(snapshot: Snapshot) -> RewindTarget:
+    return RewindTarget(step=snapshot.step, timeline=snapshot.memory["timeline"])
 
 
-def _repeatable_by_all(targets: Sequence[RewindTarget], told: Sequence[dict[str, Any]]) -> bool:
-    return bool(targets) and all(targets[0].step in facts["repeatable"] for facts in told)
+def _newest_last(target: RewindTarget) -> tuple[int, str, int]:
+    return target.step, target.kind, target.timeline
+
+
+def _repeatable_by_all(targets: Sequence[RewindTarget], offers: Sequence[dict[str, Any]]) -> bool:
+    return bool(targets) and all(targets[0].step in offer["repeatable"] for offer in offers)
 
 
 # --- Go back to a snapshot or checkpoint of this run, the same one on every rank.
@@ -443,7 +433,9 @@ class Rewinder:
         """Where the last rewind went."""
         self.left: list[KeptStep] = []
         """The steps that the last rewind took back."""
-        self.healing = PeerHealing(context)
+        self.healing = PeerHealing(context, partial(stored_trouble, context))
+        self.common: set[int] | None = None
+        """Steps of the undamaged snapshots that every rank has; None where that is not known."""
         self.retried = -1
         """The last step that was run a second time."""
         self.past = PastAttempts()
@@ -454,12 +446,18 @@ class Rewinder:
         self.before_stop: list[Callable[[Incident], Path | None]] = []
         """Called when the policy stops the run: each may save a state and say where."""
 
-    def plan(self, *, transient: bool, visible: bool) -> tuple[RewindPlan | None, str]:
-        """Choose where to go back to, the same on every rank; or say why that is not possible."""
+    def offer(self) -> dict[str, Any]:
+        """What this rank can go back to."""
         if not self.snapshots.wanted:
-            return None, NOTHING_GOOD
-        plan, why_not = self.planner.plan(transient=transient, visible=visible)
-        if self.snapshots.off:
+            return {"sound": [], "good": [], "young": [], "repeatable": []}
+        return self.planner.offer()
+
+    def plan(
+        self, offers: Sequence[dict[str, Any]], *, transient: bool, visible: bool
+    ) -> tuple[RewindPlan | None, str]:
+        """Choose where to go back to by what every rank offers; or say why that is not possible."""
+        plan, why_not = self.planner.plan(offers, transient=transient, visible=visible)
+        if self.snapshots.wanted and self.snapshots.off:
             why_not = f"{why_not} ({self.snapshots.off})"
         return plan, why_not
 
@@ -477,10 +475,10 @@ class Rewinder:
         summary = f"rewound from step {came_from} to {plan.target.step}; {since}"
         context.outputs.line("rewind", {**facts, "kind": "rewind", "summary": summary})
 
-    def heal(self, decision: Decision, step: int) -> Decision:
+    def heal(self, decision: Decision) -> Decision:
         """Give damaged ranks the state of healthy ones, as planned; where that fails, stop."""
         try:
-            given = self.healing.heal(step)
+            given = self.healing.heal()
         except Exception as fault:
             why = f"the healing failed ({type(fault).__name__}: {fault})"
             return replace(decision, action="stop", reason=why)
@@ -496,12 +494,7 @@ class Rewinder:
             self._context.outputs.note("rewind", trouble)
         own = tree_from_json(snapshot.state.facts["guard"], {})
         context.step = own["step"]
-        rates = context.history
         context.history = history_from(own["history"])
-        if self.snapshots.run_state.before_adoption(snapshot.state):
-            # the rates of that time were those of another optimizer
-            context.history.first_lr, context.history.top_lr = rates.first_lr, rates.top_lr
-            context.history.configured_lr = rates.configured_lr
         context.memory.anchor = snapshot.memory.get("anchor")
         self._bound_rates()
         self.probation.rewound(snapshot)
@@ -562,28 +555,14 @@ class Rewinder:
     def leave_good_in_memory(self) -> int | None:
         """Put the newest undamaged state back before the run stops, and say its step."""
         sound = [one for one in self.snapshots.ring.snapshots if self.probation.sound(one)]
-        newest_of_all = self._newest_of_all([snapshot.step for snapshot in sound])
         for snapshot in reversed(sound):
-            if newest_of_all is None or snapshot.step == newest_of_all:
+            if self.common is None or snapshot.step in self.common:
                 self.put_back(snapshot)
                 return snapshot.step
         return None
 
-    def _newest_of_all(self, steps: list[int]) -> int | None:
-        """The newest of these steps that every rank has; None where that cannot be known."""
-        try:
-            told = self._context.agreement.together(
-                lambda: {"steps": steps}, "the state at the stop", whatever_failed=True
-            )
-        except RankFault:
-            return None
-        shared = set(steps)
-        for facts in told:
-            shared &= set(facts["steps"])
-        return max(shared, default=-1)
 
-
-DESCRIBED: dict[RewindData, str] = {"repeat": "run again as they were", "skip": "left behind"}
+DESCRIBED: dict[RewindData, str] = {"repeat": "replayed unchanged", "skip": "left behind"}
 
 
 # --- Run steps a second time: one that failed by chance, or those since a snapshot.
@@ -655,12 +634,12 @@ def _why_not_on(runs: Runs, kept: KeptStep, result: StepResult, *, same: bool) -
     try:
         told = agreement.together(lambda: {"same": same}, "a step that was run again")
     except RankFault as fault:
-        return f"the ranks could not agree about steps that are run again ({fault})"
+        return f"the ranks could not agree about steps that are replayed ({fault})"
     if all(facts["same"] for facts in told):
         return ""
     return (
         f"step {kept.step.index} gave loss {number(kept.loss)}, and {number(result.loss)} when "
-        f"run again: its loss function depends on more than the batch it is given"
+        f"replayed: its loss function depends on more than the batch it is given"
     )
 
 

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,16 +18,12 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident.run_facts import update_ratio
 from stepguard.judge.history import EXPLODED, LEAST_SIZE, SUDDEN, Weights, history_facts
 from stepguard.sentinel.gradients import root_mean_square
-from stepguard.sentinel.rank_agreement import Agreement
-from stepguard.state.batch import Step, named_tensors, tree_to_json
-from stepguard.state.buffers import AttachedState, averager
+from stepguard.state.batch import Step, tensors_in, tree_to_json
+from stepguard.state.buffers import AttachedState
 from stepguard.state.run_state import RunState, SavedState
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 from stepguard.tensors.names import TensorPart, dotted, whole_part
 from stepguard.tensors.values import is_finite, versions, written_since
-
-# --- Keep the steps since the last good snapshots, by reference, so that they can be run again.
-
 
 # --- Keep the steps since the last good snapshots, by reference, so that they can be run again.
 
@@ -74,14 +69,13 @@ class KeptSteps:
         """Every step from here on is kept, but for those that had no effect."""
 
     def keep(self, step: Step, loss: float | None, lr: tuple[float, ...] = ()) -> None:
-        if not step.repeatable or not self._limit:
+        if step.loss_fn is None or not self._limit:
             self.broken(step.index)
             return
-        tensors: list[Tensor] = []
-        for batch in step.micro_batches:
-            tensors += [tensor for _, tensor in named_tensors(batch)]
+        tensors = tensors_in(step.micro_batches)
         size = RANDOM_NUMBERS * len(step.micro_batches)
-        size += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        for tensor in tensors:
+            size += tensor.numel() * tensor.element_size()
         self._kept.append(KeptStep(step, loss, size, tensors, versions(tensors), lr))
         self._size += size
         while self._kept and (self._size > self._limit or len(self._kept) > MOST_STEPS):
@@ -135,75 +129,6 @@ class KeptSteps:
         oldest = self._kept.popleft()
         self._size -= oldest.size
         return oldest.step.index
-
-
-# --- When the ranks of a run take their snapshots: all at the same steps, by the first rank's
-# clock.
-
-
-REVISED = 64
-"""Steps between two moments at which the grid may change."""
-KEPT = 8
-"""Changes that stay in the store: a rewind may pass them again."""
-
-
-def cadence_of(
-    agreement: Agreement,
-    every: int | Literal["auto"],
-    clock: Callable[[], float] = time.perf_counter,
-) -> Cadence:
-    """The cadence of a guard, alone or among ranks."""
-    if agreement.mode == "alone" or every != "auto":
-        return Cadence(every, clock)
-    return RankCadence(agreement, clock)
-
-
-class RankCadence(Cadence):
-    """The first rank's grid, on every rank.
-
-    It leaves each change in the store for a later step, and every rank asks when it comes there.
-    Nobody waits: a rank gets to a step only with the first rank's gradients of the step before,
-    which were made after the change was told.
-    """
-
-    def __init__(
-        self, agreement: Agreement, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        super().__init__("auto", clock)
-        self._agreement = agreement
-        self._agreed = self.GRID
-        self._said = self.GRID
-        self._asked = -1
-        self._told: deque[str] = deque()
-
-    def due(self, step: int) -> bool:
-        if step > 0 and step % REVISED == 0 and step != self._asked:
-            self._asked = step
-            told = self._agreement.told(_change_at(step))
-            if told:
-                self._agreed = int(told)
-        self._width = self._agreed
-        return super().due(step)
-
-    def took(self, step: int, seconds: float) -> None:
-        super().took(step, seconds)
-        wanted = self._width
-        self._width = self._agreed
-        if self._agreement.rank == 0 and wanted != self._said:
-            self._said = wanted
-            about = _change_at((step // REVISED + 1) * REVISED)
-            self._agreement.tell(about, str(wanted))
-            self._told.append(about)
-            if len(self._told) > KEPT:
-                self._agreement.tell(self._told.popleft(), "")
-
-    def rewound(self, step: int) -> None:
-        super().rewound(step)
-        self._asked = -1
-
-
-def _change_at(step: int) -> str:
-    return f"snapshots every/{step}"
 
 
 # --- Judge snapshots: one is good once a number of healthy steps have followed it.
@@ -399,9 +324,6 @@ class SnapshotKeeper:
         found: dict[str, AttachedState] = {}
         if context.agreement.mode == "spread":
             found["communication hooks"] = context.memory.attached
-        outer = context.outer
-        if outer is not None and averager(outer):
-            found["averager"] = AttachedState(partial(averager, outer))
         self.run_state = RunState(
             context.roots,
             context.optimizer,
@@ -418,9 +340,11 @@ class SnapshotKeeper:
         )
         self.kept = KeptSteps(REPLAY_MEMORY)
         self.probation = Probation(context, self.run_state, self.ring)
-        self.cadence = cadence_of(context.agreement, config.snapshots.every, clock)
+        self.cadence = Cadence(config.snapshots.every, clock)
         self.duties: list[Duty] = []
         """What else is done between two steps."""
+        self.wanted = "rewind" in config.policy.actions
+        """A policy that never rewinds needs no snapshots."""
         self.off = "" if config.snapshots.count else "Snapshots.count is 0"
         """Why none are taken, in words; empty while they are."""
         self._seen = -1
@@ -429,16 +353,16 @@ class SnapshotKeeper:
         self._midstep = False
         """A forward pass has run since the buffers were remembered."""
 
-    @property
-    def wanted(self) -> bool:
-        """A policy that never rewinds needs no snapshots."""
-        return "rewind" in self._context.config.policy.actions
-
     def due(self) -> bool:
         """Is there something to do between these two steps? Then the last one is ended first."""
         if self._paused:
             return False
-        return self._snapshot_due() or any(duty.due() for duty in self.duties)
+        if self._snapshot_due():
+            return True
+        for duty in self.duties:  # noqa: SIM110 - asked in every step
+            if duty.due():
+                return True
+        return False
 
     def between_steps(self) -> None:
         """Do what is due: one step is over and the next has not begun."""

@@ -6,53 +6,68 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from stepguard.engine.context import Context, bare_step
 from stepguard.engine.drivers.schedule import ScheduleCopy, needs_closure, position
 from stepguard.locate import locate
-from stepguard.locate.live_trace import LiveTrace, present_recorder, shared_recorder
+from stepguard.locate.live_trace import LiveTracer
 from stepguard.records import Origin, Reading
 from stepguard.records.incident import Evidence, with_evidence
 from stepguard.state.batch import Step
-from stepguard.tensors.torch_private import graphs_compiled, pretend_stepped
+from stepguard.tensors.torch_private import (
+    dispatch_mode_stack,
+    graphs_compiled,
+    pretend_stepped,
+)
 
 # --- After a bad step that could not be placed, a watched loop runs under the tracer, so that the
 # next one can be.
 
 
-ARMED_STEPS = 200
-"""Steps after the last bad one during which the loop is traced, each of the first ones, then some.
-"""
-IN_A_ROW = 20
-THEN_EVERY = 10
+ARMED_STEPS = 40
+"""Steps after the last bad one during which the loop is traced."""
 MOST_FUTILE = 3
 """Traced bad steps whose place the trace did not show either, after which no more are traced."""
+TRACING_STEPS = 20.0
+"""Tracing a loop may add this many times the budget of locating one incident."""
+TRACING_FLOOR = 5.0
+"""Seconds that tracing may add in any case."""
 COMPILED = "compiled code runs in this process, and tracing would replace it by other arithmetic"
 WATCH_THE_COMPILED = (
-    ". No call of the model was heard: give stepguard.watch what torch.compile returned, and bad "
-    "values born in the "
-    "model are placed by a replay"
+    ". No call of the model was observed: give stepguard.watch what torch.compile returned, and "
+    "bad values that originate in the model are located by a replay"
 )
+ANOTHER_TRACES = "another guard of this process is tracing, and only one can at a time"
 SETTLED_PHASES = ("state", "optimizer", "checkpoint")
 
 
 class LiveTracing:
     """Says which steps of one watcher are traced, and tells their trace about calls of the model
     and backward passes.
-
-    The tracer itself is one for all guards of the process (locate/shared_tracer).
     """
+
+    armed: ClassVar[LiveTracing | None] = None
+    """The one of the process whose steps are traced."""
+    working: ClassVar[set[int]] = set()
+    """Guards that are doing work of their own, which belongs to nobody's step."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._since: int | None = None
         """Steps since the loop is to be traced; None while it is not."""
         self._futile = 0
-        self._running: LiveTrace | None = None
-        self._finished: LiveTrace | None = None
+        self._why_last = ""
+        """Why the last bad step was followed by no trace: said once."""
+        self._running: LiveTracer | None = None
+        self._finished: LiveTracer | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Is no step of this watcher traced, and none to be?"""
+        return self._since is None and self._running is None and self._finished is None
 
     # --- locating
 
@@ -74,13 +89,23 @@ class LiveTracing:
     def _arm(self, step: int, *, unheard: bool = False) -> None:
         """`unheard`: no call of the model was heard either."""
         why_not = self._why_not(unheard)
-        if why_not:
+        if why_not and why_not != self._why_last:
             self._say(step, f"the next bad step cannot be traced: {why_not}")
-        elif self._since is None:
-            which = f"the next {IN_A_ROW} steps, then every {THEN_EVERY}th up to {ARMED_STEPS}"
-            self._say(step, f"tracing {which}, slower, so that the next bad one can be placed")
-        self._since = None if why_not else 0
-        self._context.memory.effort.begin_tracing()
+        elif not why_not and self._since is None:
+            which = f"the next {ARMED_STEPS} steps, slower"
+            self._say(step, f"tracing {which}, so that the next bad one can be located")
+        self._why_last = why_not
+        self._disarm()
+        if not why_not:
+            self._since = 0
+            LiveTracing.armed = self
+            LiveTracing.working = {id(self)}
+        self._context.memory.effort.added_by_tracing = 0.0
+
+    def _disarm(self) -> None:
+        self._since = None
+        if LiveTracing.armed is self:
+            LiveTracing.armed = None
 
     def _why_not(self, unheard: bool) -> str:
         if needs_closure(self._context.optimizer):
@@ -89,10 +114,10 @@ class LiveTracing:
             return "parameters are sharded over ranks"
         if graphs_compiled():
             return COMPILED + (WATCH_THE_COMPILED if unheard else "")
+        if LiveTracing.armed not in (None, self):
+            return ANOTHER_TRACES
         if self._futile >= MOST_FUTILE:
-            return (
-                f"{self._futile} bad steps were traced, and none of them showed where it was born"
-            )
+            return f"{self._futile} bad steps were traced, and none of them showed the origin"
         return ""
 
     def _say(self, step: int, summary: str) -> None:
@@ -102,58 +127,43 @@ class LiveTracing:
 
     def begin(self) -> None:
         """An update is done: everything up to the next one is the next step."""
-        if self._since is None:
-            trace = None
-        else:
+        effort = self._context.memory.effort
+        effort.tracing = False
+        if self._since is not None:
             self._since += 1
-            limit = self._context.memory.effort
-            if self._since >= ARMED_STEPS:
-                self._disarm(f"{ARMED_STEPS} steps without another bad one")
-                trace = None
-            elif limit.tracing_too_long:
-                self._disarm(f"it has taken as long as {limit.tracing_limit:g} more steps")
-                trace = None
-            elif self._since > IN_A_ROW and self._since % THEN_EVERY:
-                trace = None
-            else:
-                recorder = shared_recorder()
-                if recorder is None:
-                    trace = None
-                else:
-                    self._working(on=True)  # the first one to trace has just made the recorder
-                    trace = LiveTrace(bare_step(self._context), recorder)
-        self._context.memory.effort.tracing = trace is not None
-        self._running = trace
-        if trace is not None:
-            trace.enter()
-        self._working(on=False)
-
-    def _disarm(self, why: str) -> None:
-        self._since = None
-        self._let_go()
-        self._say(self._context.step, f"no longer tracing: {why}")
-
-    def _let_go(self) -> None:
-        """Of the trace of the step before."""
-        if self._finished is not None:
-            self._finished.release()
-        self._finished = None
+            steps = TRACING_STEPS * effort.steps
+            over = ""
+            if self._since > ARMED_STEPS:
+                over = f"{ARMED_STEPS} steps without another bad one"
+            elif effort.added_by_tracing > max(TRACING_FLOOR, steps * effort.bare_seconds):
+                over = f"it has taken as long as {steps:g} more steps"
+            if over:
+                self._disarm()
+                self._finished = None
+                self._say(self._context.step, f"no longer tracing: {over}")
+            elif not dispatch_mode_stack():
+                # Two dispatch modes that are not nested would leave each other on the stack.
+                self._running = LiveTracer(bare_step(self._context))
+                effort.tracing = True
+        self._work(on=False)
 
     def pause(self) -> None:
         """Before work of this guard's own, which belongs to nobody's step."""
-        self._working(on=True)
+        self._work(on=True)
 
-    def _working(self, *, on: bool) -> bool:
-        recorder = present_recorder()
-        if recorder is None:
-            return False
-        return recorder.set_working(id(self), on=on)
+    def _work(self, *, on: bool) -> None:
+        if on:
+            self.working.add(id(self))
+        else:
+            self.working.discard(id(self))
+        tracing = LiveTracing.armed
+        if tracing is not None and tracing._running is not None:
+            tracing._running.switch(on=not self.working)
 
     def finish(self) -> None:
         """The gradients are there: this step's trace is complete, and that of the step before is of
         no more use.
         """
-        self._let_go()
         self._finished = self._running
         self._running = None
         if self._finished is not None:
@@ -162,19 +172,20 @@ class LiveTracing:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Work of the guard's own in the middle of the user's step."""
-        already = self._working(on=True)
+        already = id(self) in self.working
+        self._work(on=True)
         try:
             yield
         finally:
-            self._working(on=already)
+            self._work(on=already)
 
     def close(self) -> None:
-        self._let_go()
         if self._running is not None:
-            self._running.release()
+            self._running.switch(on=False)
         self._running = None
-        self._since = None
-        self._working(on=False)
+        self._finished = None
+        self._disarm()
+        self._work(on=False)
 
     def model_called(self, arguments: Mapping[str, Any]) -> None:
         if self._running is not None:

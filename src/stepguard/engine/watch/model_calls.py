@@ -11,9 +11,10 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -57,7 +58,11 @@ class HeardCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._module._call_impl(*args, **kwargs)
-        module = self._called()
+        # A twin with the same attributes (a replica of DataParallel) must run itself.
+        module = self._module
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, nn.Module) and vars(caller).get(COMPILED_CALL) is self:
+            module = caller
         run = module._call_impl if self.below is None else self.below
         if module is not self._module:
             return run(*args, **kwargs)
@@ -72,15 +77,6 @@ class HeardCall:
         for hearer in tuple(self.hearers):
             hearer.returned(module, output)
         return output
-
-    def _called(self) -> Any:
-        """The module that was called: a twin with the same attributes (a replica of DataParallel)
-        must run itself.
-        """
-        caller = sys._getframe(2).f_locals.get("self")
-        if isinstance(caller, nn.Module) and vars(caller).get(COMPILED_CALL) is self:
-            return caller
-        return self._module
 
     def __deepcopy__(self, memo: Any) -> Any:
         return None
@@ -98,17 +94,6 @@ def hear_calls(module: nn.Module, hearer: Hearer) -> Callable[[], None]:
         vars(module)[COMPILED_CALL] = heard
     heard.hearers.append(hearer)
     return partial(_stop, module, heard, hearer)
-
-
-def hear_again(module: nn.Module, hearer: Hearer, stop: Callable[[], None]) -> Callable[[], None]:
-    """`module.compile()` has put its own there since: listen around that. Gives the call that stops
-    it.
-    """
-    heard = vars(module).get(COMPILED_CALL)
-    if isinstance(heard, HeardCall):
-        return stop
-    stop()
-    return hear_calls(module, hearer)
 
 
 def _stop(module: nn.Module, heard: HeardCall, hearer: Hearer) -> None:
@@ -210,13 +195,14 @@ def _leads_to(node: Any, wanted: list[Any]) -> bool:
 # model's part again.
 
 
+VERSION = attrgetter("_version")
 MOST_CALLS = 64
 """Forward calls of one step that are remembered; a loop that calls the model more often is not run
 again.
 """
 
 Told = Callable[[dict[str, Any]], None]
-Failed = Callable[[BaseException, Callable[[Any], object] | None], None]
+Failed = Callable[[BaseException], None]
 
 
 @dataclass(slots=True)
@@ -226,16 +212,12 @@ class OutputGradients:
     """
 
     held: dict[int, Tensor] = field(default_factory=dict)
-    _marks: dict[int, int] = field(default_factory=dict)
-
-    def keep(self, index: int, gradient: Tensor) -> None:
-        self.held[index] = gradient
-        self._marks[index] = gradient._version
+    marks: dict[int, int] = field(default_factory=dict)
 
     @property
     def intact(self) -> bool:
         """Has the rest of the backward left them as they came?"""
-        return all(gradient._version == self._marks[index] for index, gradient in self.held.items())
+        return list(map(VERSION, self.held.values())) == list(self.marks.values())
 
 
 @dataclass(slots=True)
@@ -271,12 +253,17 @@ class ModelCalls:
         not be remembered.
         """
         self.calls: list[ModelCall] = []
+        self._names: tuple[Any, int, list[str]] = (None, 0, [])
+        """The forward that was called last, the number of its positional arguments, their names."""
         self._stop = hear_calls(model, self)
 
     def clear(self) -> None:
         """A step is over."""
         self.calls = []
-        self._stop = hear_again(self._model, self, self._stop)
+        if not isinstance(vars(self._model).get(COMPILED_CALL), HeardCall):
+            # `module.compile()` has put its own there since: listen around that
+            self._stop()
+            self._stop = hear_calls(self._model, self)
 
     def close(self) -> None:
         self._stop()
@@ -301,12 +288,6 @@ class ModelCalls:
         gradients = batch[OUTPUT_GRADIENT]
         return outputs, [gradients.get(i) for i in range(len(outputs))]
 
-    def _attempt(self) -> Callable[[Any], object] | None:
-        """The call that is under way again, on other arguments."""
-        if not self.calls or self.off:
-            return None
-        return partial(self._run, self.calls[-1].positional)
-
     @contextmanager
     def pausing(self) -> Iterator[None]:
         """Calls in here are the guard's own."""
@@ -320,42 +301,49 @@ class ModelCalls:
     def called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is about to run."""
         if self._hears(module):
-            with self._protect.region:
+            try:
                 self._called(module, args, kwargs)
+            except Exception as fault:
+                self._protect.failed(fault)
 
     def raised(self, module: nn.Module, error: Exception) -> None:
         """The model has raised instead."""
-        if self._paused or not module.training:
+        if self._paused or not module.training or not torch.is_grad_enabled():
             return
-        if torch.is_grad_enabled() and not _being_transformed():
-            self._on_error(error, self._attempt())
+        if not (torch.compiler.is_compiling() or tracing() or transforming()):
+            self._on_error(error)
 
     def returned(self, module: nn.Module, output: Any) -> None:
         """The model has run."""
-        if self.calls and self._hears(module):
-            with self._protect.region:
-                for index, tensor in enumerate(differentiable(output)):
-                    hook = partial(_received, weakref.ref(self), self.calls[-1].gradients, index)
-                    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the output does not warn
-                    with suppress(RuntimeError):
-                        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        if not self.calls or not self._hears(module):
+            return
+        try:
+            for index, tensor in enumerate(differentiable(output)):
+                hook = partial(_received, weakref.ref(self), self.calls[-1].gradients, index)
+                hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the output does not warn
+                try:
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                except RuntimeError:
+                    continue  # a tensor that takes no hook
+        except Exception as fault:
+            self._protect.failed(fault)
 
     def _hears(self, module: nn.Module) -> bool:
         if self._paused or self.off or not module.training or not self._protect.armed:
             return False
-        return torch.is_grad_enabled() and not _being_transformed()
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        return not tracing() and not transforming()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        names = argument_names(module, len(args))
-        arguments = {**dict(zip(names, args, strict=True)), **kwargs}
+        forward = unwrapped(module).forward
+        forward = getattr(forward, "__func__", forward)
+        if self._names[0] is not forward or self._names[1] != len(args):
+            self._names = (forward, len(args), argument_names(module, len(args)))
+        arguments = {**dict(zip(self._names[2], args, strict=True)), **kwargs}
         self._on_call(arguments)
         if len(self.calls) < MOST_CALLS:
             self.calls.append(ModelCall(arguments, len(args), capture_rng(), user_line()))
-
-    def keep(self, gradients: OutputGradients, index: int, gradient: Tensor) -> None:
-        if self._protect.armed:
-            with self._protect.region:
-                gradients.keep(index, gradient)
 
 
 def _received(
@@ -364,15 +352,9 @@ def _received(
     """Weak: whoever keeps a loss keeps its graph, and with it this hook, in C++ where no collector
     looks.
     """
-    if (listening := capture()) is not None:
-        listening.keep(gradients, index, gradient)
-
-
-def _being_transformed() -> bool:
-    """Compiled, exported, traced or under torch.func: there are no real tensors to remember."""
-    if torch.compiler.is_compiling() or tracing():
-        return True
-    return transforming()
+    if capture() is not None:
+        gradients.held[index] = gradient
+        gradients.marks[index] = gradient._version
 
 
 def differentiable(output: Any) -> list[Tensor]:
@@ -417,7 +399,8 @@ class StepBoundary:
         if self._open:
             self._root_calls = False  # a whole step went by without a call
         self._open = True
-        if not self.reliable and not graphs_compiled():
+        reliable = self._root_calls and not self._doubted
+        if not reliable and not graphs_compiled():
             self._parts = {id(module) for root in self._roots for module in root.modules()}
             self._handle = self._handle or register_module_forward_pre_hook(self._called)
 
@@ -443,5 +426,6 @@ class StepBoundary:
 
     def _pass(self) -> None:
         self._open = False
-        self.close()
+        if self._handle is not None:
+            self.close()
         self._cross()

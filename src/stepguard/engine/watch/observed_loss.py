@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
+from operator import attrgetter, is_, sub
 from typing import Any
 
 import torch
@@ -15,12 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import evaluates_again, needs_closure
-from stepguard.engine.reader import MicroLoss, own_norm, summed_in_half
-from stepguard.sentinel.gradients import GradientNorm, gradient_norm, is_custom
+from stepguard.engine.reader import GRADIENT, MicroLoss, gradients_of, own_norm, summed_in_half
+from stepguard.sentinel.gradients import DTYPE, GradientNorm, gradient_norm, is_custom
 from stepguard.sentinel.torch_patches import unscaled
 from stepguard.state.buffers import UndoCopy
 from stepguard.tensors.names import parameter_names
 from stepguard.tensors.values import HALVES, dense_values, versions, written_since
+
+HALF_KINDS = frozenset(HALVES)
 
 # --- Clip the gradients of a loop that stays as it is, as if it called torch's clipping itself.
 
@@ -142,7 +146,12 @@ class GradientVeto:
 # --- Loss and pre-clip gradient norm, observed from a watched loop.
 
 
-Marks = list[tuple[int, int]]
+Marks = tuple[list[int], list[int]]
+"""Identity and version of gradients; torch counts the writes to a tensor."""
+VERSION = attrgetter("_version")
+NO_MARKS: Marks = ([], [])
+SAMPLED = 32
+"""Parameters that stand for all of a larger model where a loop adds, drops or keeps gradients."""
 
 
 class ObservedLoss:
@@ -153,9 +162,15 @@ class ObservedLoss:
         self._announce = announce
         self.losses: list[MicroLoss] = []
         self._norm: GradientNorm | None = None
-        self._at_norm: Marks = []
-        self._at_start: Marks = []
-        self._at_end: Marks = []
+        self._at_norm = NO_MARKS
+        self._sample: list[Tensor] = []
+        self._sampled: list[Tensor] = []
+        """The list of parameters that `_sample` was taken of."""
+        self._at_start = NO_MARKS
+        """Of all gradients, before the backward pass."""
+        self._sample_at_start = NO_MARKS
+        self._at_end = NO_MARKS
+        """Of the sample, after the backward pass."""
         self._heard = False
         self._taken: tuple[GradientNorm, Marks] | None = None
         self.labels: Tensor | None = None
@@ -164,7 +179,7 @@ class ObservedLoss:
     @property
     def clipped(self) -> bool:
         """Were the gradients clipped? Where the norm is NaN, that makes all of them NaN."""
-        return bool(self._at_norm)
+        return self._at_norm is not NO_MARKS
 
     def before_backward(self, root: Tensor) -> None:
         """A scalar that backward starts from is the loss; a scaler's factor is divided out."""
@@ -180,10 +195,15 @@ class ObservedLoss:
             scale = scaler._get_scale_async()
             if scale is not None:
                 value = value / scale
-        self._at_start = self._gradient_marks()
-        dropped = self._at_start != self._at_end
+        parameters = self._context.parameters
+        if parameters is not self._sampled:
+            self._sampled = parameters
+            self._sample = parameters[:: -(-len(parameters) // SAMPLED) or 1]
+        self._at_start = _marks(parameters)
+        self._sample_at_start = _marks(self._sample)
+        dropped = self._sample_at_start != self._at_end
         self._context.memory.habits.backward_begins(
-            root, self._context.parameters, first=not self.losses, dropped=dropped
+            root, parameters, first=not self.losses, dropped=dropped
         )
         if self.losses and dropped:
             # their gradients have been dropped since, so they are part of no update
@@ -192,25 +212,28 @@ class ObservedLoss:
         self.losses.append(
             MicroLoss(value, labels=self.labels, summed_in_half=summed, scaled=scaled)
         )
-        self._announce(value, summed_in_half=summed)
+        if self._context.agreement.size > 1:
+            self._announce(value, summed_in_half=summed)
 
     def after_backward(self, *, failed: bool) -> bool:
         """Was it this guard's loss? Another one's backward leaves its gradients alone."""
         if not self._heard:
             return False
         self._heard = False
-        self._at_end = self._gradient_marks()
-        ours = not failed and self._at_end != self._at_start
+        self._at_end = _marks(self._sample)
+        ours = not failed and (
+            self._at_end != self._sample_at_start or _marks(self._sampled) != self._at_start
+        )
         if self.losses and not ours:
             self.losses.pop()
         if ours:
-            self._context.memory.habits.backward_over(self._context.parameters)
+            self._context.memory.habits.backward_over(self._sampled)
         return ours
 
     def update_made(self) -> None:
         """The optimizer has made an update of what was observed."""
         if self.losses:
-            self._context.memory.habits.update_made(self._context.parameters, self._at_end)
+            self._context.memory.habits.update_made(self._sample, self._at_end[0])
 
     def divide(self, scale: Tensor | None) -> None:
         """The losses heard so far carry this factor, which was not known then."""
@@ -222,10 +245,8 @@ class ObservedLoss:
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Clipping took the norm of all gradients: no need to take it again."""
-        ours = self._gradients()
-        if len(ours) != len(tensors):
-            return
-        if not all(mine is theirs for mine, theirs in zip(ours, tensors, strict=True)):
+        ours = gradients_of(self._context)
+        if len(ours) != len(tensors) or not all(map(is_, ours, tensors)):
             return
         # Of sharded gradients each rank keeps its part: the whole would take a collective, which a
         # rank without a guard does not join. What ranks exchange for the step adds the parts up.
@@ -235,40 +256,36 @@ class ObservedLoss:
         else:
             own = dense_values(norm)
             self._norm = GradientNorm(own, own)
-        if any(tensor.dtype in HALVES for tensor in tensors):
+        if not HALF_KINDS.isdisjoint(map(DTYPE, tensors)):
             # torch takes it in half precision, where it overflows early
             self._norm = None
-        self._at_norm = self._gradient_marks()
+        self._at_norm = _marks_of(ours)
 
-    def norm(self) -> GradientNorm | None:
+    def norm(self, gradients: list[Tensor]) -> GradientNorm | None:
         """The norm before clipping, unless anything but clipping has written gradients since."""
         if self._norm is None:
-            if self._taken is None:
-                taken_norm = None
-            else:
-                norm, marks = self._taken
-                taken_norm = None if marks != self._gradient_marks() else norm
-            return taken_norm or self._scaled_norm()
-        for now, then in zip(self._gradient_marks(), self._at_norm, strict=False):
-            same_tensor = now[0] == then[0]
-            writes = now[1] - then[1]
-            # clipping itself writes each gradient once
-            if not same_tensor or writes > 1:
-                return self._scaled_norm()
+            if self._taken is not None and self._taken[1] == _marks_of(gradients):
+                return self._taken[0]
+            return self._scaled_norm()
+        identities, writes = _marks_of(gradients)
+        # clipping itself writes each gradient once
+        if identities != self._at_norm[0] or max(map(sub, writes, self._at_norm[1]), default=0) > 1:
+            return self._scaled_norm()
         return self._norm
 
     def take_norm(self) -> Tensor | None:
         """The norm now, for another optimizer of the same step; kept for this one's own step."""
-        found = self.norm()
+        gradients = gradients_of(self._context)
+        found = self.norm(gradients)
         if found is None:
             each = is_custom(self._context.optimizer)
             shares = self._context.memory.shares
             if shares is not None:
                 found = shares.norm(self._context.parameters, each=each)
             else:
-                found = gradient_norm(self._gradients(), each=each)
+                found = gradient_norm(gradients, each=each)
             if found is not None:
-                self._taken = (found, self._gradient_marks())
+                self._taken = (found, _marks_of(gradients))
         if found is None:
             return None
         return found.total
@@ -282,17 +299,22 @@ class ObservedLoss:
         """An update has used what was observed."""
         self.losses = []
         self._norm = None
-        self._at_norm = []
+        self._at_norm = NO_MARKS
         self.labels = None
         self._taken = None
 
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._context.parameters if p.grad is not None]
 
-    def _gradient_marks(self) -> Marks:
-        """Identity and version of each gradient: torch counts the writes to a tensor."""
-        marks = []
-        for parameter in self._context.parameters:
-            gradient = parameter.grad
-            marks.append((0, 0) if gradient is None else (id(gradient), gradient._version))
-        return marks
+def _marks(parameters: list[Tensor]) -> Marks:
+    """Marks of the gradients of these parameters; one that has none is marked by 0."""
+    gradients = list(map(GRADIENT, parameters))
+    if any(map(is_, gradients, repeat(None))):
+        if all(map(is_, gradients, repeat(None))):
+            return [0] * len(gradients), []
+        identities = [0 if gradient is None else id(gradient) for gradient in gradients]
+        writes = [0 if gradient is None else gradient._version for gradient in gradients]
+        return identities, writes
+    return _marks_of(gradients)
+
+
+def _marks_of(gradients: list[Tensor]) -> Marks:
+    return list(map(id, gradients)), list(map(VERSION, gradients))

@@ -10,7 +10,7 @@ GAN's two halves step from backward passes of their own and stay apart.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -93,7 +93,7 @@ class SharedBackward:
                 found.append(other)
         return found
 
-    def norm_of_others(self, waiting: list[Sharing]) -> Tensor | None:
+    def norm_of_others(self, waiting: Sequence[Sharing]) -> Tensor | None:
         """Norm of those that will step from the same backward, and of those that have stepped.
 
         It stays on the device.

@@ -1,16 +1,19 @@
-// The card of one incident: what, where, operands, cause, what was done, sample, replay.
+// The card of one incident: what, cause, fix, what was done, where, operands, sample, replay.
 
 // `whose`: the optimizer or the run it is of, where the page shows several.
 function incidentCard(incident, total, move, whose = "") {
   const card = element("article", "card");
   card.setAttribute("aria-label", `incident at step ${incident.step}`);
   card.append(cardHead(incident, total, move, whose));
-  card.append(element("p", "summary", incident.summary));
+  card.append(prose("p", "summary", incident.summary));
+  const [likely, ...others] = incident.findings;
   const lists = [
+    section("Cause", likely ? [findingPart(likely)] : []),
+    section("Fix", (likely ? likely.remedies : incident.fixes).map(remedyPart)),
     section("What was done", donePart(incident)),
     section("Where", wherePart(incident)),
     section("Operands", operandPart(incident)),
-    section("Cause", causePart(incident)),
+    section("Less likely causes", others.map((one) => findingPart(one, one.remedies))),
     section("Gradients by module", incident.heat ? [heatFigure(incident.heat)] : []),
     section("Sample", samplePart(incident)),
     section("Numbers of the step", [factTable(incident.facts)]),
@@ -51,8 +54,8 @@ function section(title, parts) {
 }
 
 function donePart(incident) {
-  const parts = [element("p", "done", incident.done)];
-  for (const line of incident.done_more) parts.push(element("p", "note", line));
+  const parts = [prose("p", "done", incident.done)];
+  for (const line of incident.done_more) parts.push(prose("p", "note", line));
   return parts;
 }
 
@@ -66,10 +69,9 @@ function wherePart(incident) {
       const marked = line.startsWith(">");
       code.append(element("span", marked ? "hit" : "", `${line}\n`));
     }
-    focusable(code, "source lines");
     parts.push(code);
   }
-  for (const remark of where.remarks) parts.push(element("p", "note", remark));
+  for (const remark of where.remarks) parts.push(prose("p", "note", remark));
   return parts;
 }
 
@@ -105,30 +107,23 @@ function operandPart(incident) {
   return [box, ...figures];
 }
 
-function causePart(incident) {
-  const parts = [];
-  for (const finding of incident.findings) {
-    const box = element("div", "finding");
-    const line = element("p", "finding-head");
-    line.append(element("strong", "", `${finding.code} ${finding.title}`));
-    line.append(element("span", "certainty", finding.certainty));
-    box.append(line);
-    const list = element("ul");
-    for (const fact of finding.evidence) list.append(element("li", "", fact));
-    if (finding.evidence.length) box.append(list);
-    box.append(...finding.remedies.map(remedyPart));
-    parts.push(box);
-  }
-  return parts;
+function findingPart(finding, remedies = []) {
+  const box = element("div", "finding");
+  const line = element("p", "finding-head");
+  line.append(prose("strong", "", `${finding.code} ${finding.title}`));
+  line.append(element("span", "certainty", finding.certainty));
+  box.append(line);
+  const list = element("ul");
+  for (const fact of finding.evidence) list.append(prose("li", "", fact));
+  if (finding.evidence.length) box.append(list);
+  box.append(...remedies.map(remedyPart));
+  return box;
 }
 
 function remedyPart(remedy) {
-  if (!remedy.snippet) return element("p", "remedy", remedy.title);
-  const box = element("details", "remedy");
-  box.append(element("summary", "", remedy.title));
-  const code = element("pre", "code", remedy.snippet);
-  focusable(code, "code to paste");
-  box.append(code);
+  const box = element("div", "remedy");
+  box.append(prose("p", "", remedy.title));
+  if (remedy.snippet) box.append(element("pre", "code", remedy.snippet));
   return box;
 }
 

@@ -4,6 +4,8 @@
 const AXIS_LEFT = 76;
 const PAD_RIGHT = 14;
 const EDGE = 7;
+const MARKS_APART = 24;
+const MOST_SINGLE = 6;
 const COLOURS = 6;
 
 const LOG_AXIS = { splits: (u, axis, low, high) => logSplits(low, high), filter: (u, splits) => splits };
@@ -16,12 +18,42 @@ function seriesColour(place) {
   return styleValue(`--series-${place % COLOURS}`);
 }
 
+// What is drawn over the steps of a run, from the most telling down: id, title, columns with their
+// labels, and how it looks. The first column is the main one; the others have no median.
+function panelsOf(run) {
+  const named = (kind) => Object.keys(run.columns).filter((name) => name.startsWith(kind)).sort();
+  const labelled = (kind) => Object.fromEntries(named(kind).map((name) => [name, name.slice(kind.length)]));
+  const groups = Object.fromEntries(named("lr/").map((name) => [name, `group ${name.slice(3)}`]));
+  const rates = { lr: named("lr/").length ? "group 0" : "learning rate", ...groups };
+  const norms = { grad_norm: "before clipping", grad_norm_clipped: "after clipping" };
+  const drawn = [
+    { id: "loss", title: "loss", columns: { loss: "loss", ...labelled("loss/") }, height: 230, smooth: true },
+    { id: "grad-norm", title: "gradient norm", columns: norms, height: 160, smooth: true, colour: 2 },
+    { id: "lr", title: "learning rate", columns: rates, height: 120, colour: 4, linear: true },
+    { id: "scale", title: "loss scale", columns: { scale: "loss scale" }, height: 110, colour: 3 },
+    ...Object.entries(labelled("followed/")).map(([name, title], place) => (
+      { id: `followed-${place}`, title, columns: { [name]: title }, height: 120, smooth: true, colour: place })),
+    { id: "labels", title: "targets in the step", columns: { labels: "targets" }, height: 90 },
+    { id: "seconds", title: "step time", columns: { seconds: "seconds" }, height: 110, smooth: true, colour: 5 },
+  ];
+  for (const panel of drawn) {
+    const series = Object.entries(panel.columns).map(([column, label], i) => ({ label, column, minor: i > 0 }));
+    panel.series = series.filter((one) => run.columns[one.column]);
+  }
+  return drawn.filter((panel) => panel.series.length);
+}
+
+function markHeight(u, kind, ratio) {
+  if (kind === "-Inf") return u.bbox.top + u.bbox.height - 5 * ratio;
+  return u.bbox.top - (EDGE - 2) * ratio;
+}
+
 class Panel {
   constructor(host, spec, runs, view) {
     this.spec = spec;
     this.view = view;
     this.hidden = new Set(spec.series.map((s, i) => (s.off ? i : -1)).filter((i) => i >= 0));
-    this.drawn = { marks: [], branches: [], points: 0 };
+    this.drawn = { marks: [], branches: [], spans: [] };
     this.linear = Boolean(spec.linear);
     this.buildFrame(host);
     this.setRuns(runs);
@@ -166,7 +198,7 @@ class Panel {
     const ctx = u.ctx;
     const ratio = uPlot.pxRatio;
     const box = u.bbox;
-    this.drawn = { marks: [], branches: [] };
+    this.drawn = { marks: [], branches: [], spans: [] };
     ctx.save();
     ctx.beginPath();
     ctx.rect(box.left, box.top - (EDGE + 4) * ratio, box.width, box.height + (EDGE + 4) * ratio);
@@ -254,27 +286,51 @@ class Panel {
     }
   }
 
-  // Values that are not finite have no height: they stand at the edge, one glyph a pixel column.
+  // Values that are not finite have no height: they stand at the edge. Many that are close to each
+  // other are one shaded span.
   drawMarks(u, marks, series, onBranch, ratio, run) {
     if (this.hidden.has(series)) return;
     const { min, max } = u.scales.x;
     const colour = styleValue(onBranch ? "--left" : "--bad");
-    let lastX = -1e9;
+    const groups = {};
     for (const mark of marks) {
       if (mark.step < min || mark.step > max) continue;
+      const kind = KIND_NAMES[mark.kind];
       const x = u.valToPos(mark.step, "x", true);
-      const low = mark.kind === 3;
-      const y = low ? u.bbox.top + u.bbox.height - 5 * ratio : u.bbox.top - (EDGE - 2) * ratio;
-      this.drawn.marks.push({ step: mark.step, kind: KIND_NAMES[mark.kind], x: x / ratio, y: y / ratio, branch: onBranch, series, run });
-      if (x - lastX < ratio) continue;
-      lastX = x;
-      if (mark.kind === 1) cross(u.ctx, x, y, 3.5 * ratio, colour, 2 * ratio);
-      else triangle(u.ctx, x, y, 4.5 * ratio, colour, low);
-      u.ctx.globalAlpha = 0.25;
-      u.ctx.fillStyle = colour;
-      u.ctx.fillRect(x - ratio / 2, u.bbox.top, ratio, u.bbox.height);
-      u.ctx.globalAlpha = 1;
+      const y = markHeight(u, kind, ratio);
+      this.drawn.marks.push({ step: mark.step, kind, x: x / ratio, y: y / ratio, branch: onBranch, series, run });
+      const own = (groups[kind] ||= []);
+      const near = own.length && x - own.at(-1).at(-1).x < MARKS_APART * ratio;
+      if (near) own.at(-1).push({ x, step: mark.step });
+      else own.push([{ x, step: mark.step }]);
     }
+    for (const [kind, found] of Object.entries(groups)) {
+      for (const group of found) this.drawGroup(u, kind, group, colour, ratio);
+    }
+  }
+
+  drawGroup(u, kind, group, colour, ratio) {
+    if (group.length <= MOST_SINGLE) {
+      for (const { x } of group) this.drawSpan(u, kind, x, x, 0.25, colour, ratio);
+      return;
+    }
+    const [first, last] = [group[0], group.at(-1)];
+    const share = group.length / (last.step - first.step + 1);
+    this.drawSpan(u, kind, first.x, last.x, 0.07 + 0.1 * Math.min(1, share), colour, ratio);
+    this.drawn.spans.push({ kind, first: first.step, last: last.step, count: group.length });
+  }
+
+  drawSpan(u, kind, left, right, strength, colour, ratio) {
+    const ctx = u.ctx;
+    const y = markHeight(u, kind, ratio);
+    const middle = (left + right) / 2;
+    if (kind === "NaN") cross(ctx, middle, y, 3.5 * ratio, colour, 2 * ratio);
+    else triangle(ctx, middle, y, 4.5 * ratio, colour, kind === "-Inf");
+    ctx.fillStyle = colour;
+    if (right > left) ctx.fillRect(left - ratio, y - ratio, right - left + 2 * ratio, 2 * ratio);
+    ctx.globalAlpha = strength;
+    ctx.fillRect(left - ratio / 2, u.bbox.top, right - left + ratio, u.bbox.height);
+    ctx.globalAlpha = 1;
   }
 
   buildLegend() {

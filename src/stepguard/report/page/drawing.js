@@ -10,6 +10,15 @@ function element(tag, className, text) {
   return made;
 }
 
+// Text in which `backticks` mark code.
+function prose(tag, className, text) {
+  const made = element(tag, className);
+  text.split(/`([^`]+)`/).forEach((part, place) => {
+    if (part) made.append(place % 2 ? element("code", "", part) : part);
+  });
+  return made;
+}
+
 function svgElement(tag, attributes, text) {
   const made = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -123,4 +132,21 @@ function logRange(low, high) {
   const bottom = nice(low, [1, 2, 5], down);
   const top = nice(high, [1, 2, 5, 10], up);
   return bottom < top ? [bottom, top] : [bottom / 2, top * 2];
+}
+
+// One small curve; a row that never moved is a line in the middle.
+function sparkline(points, label) {
+  const [width, height, edge] = [110, 22, 3];
+  const [first, last] = [points[0], points[points.length - 1]];
+  const values = points.map((point) => point[1]);
+  const low = Math.min(...values);
+  const span = Math.max(...values) - low;
+  const x = (step) => edge + ((step - first[0]) / (last[0] - first[0] || 1)) * (width - 2 * edge);
+  const y = (value) => (span ? height - edge - ((value - low) / span) * (height - 2 * edge) : height / 2);
+  const words = `${label}: ${first[1].toPrecision(3)} at step ${first[0]}, ${last[1].toPrecision(3)} at step ${last[0]}`;
+  const figure = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": words });
+  const path = points.map((point) => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`).join(" ");
+  figure.append(titled(svgElement("polyline", { points: path, class: "history" }), words));
+  figure.append(svgElement("circle", { cx: x(last[0]), cy: y(last[1]), r: 2, class: "newest" }));
+  return figure;
 }

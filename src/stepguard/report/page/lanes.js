@@ -114,7 +114,7 @@ class Lanes {
       if (taken.has(key)) continue;
       taken.add(key);
       const shape = svgElement("rect", { x: x - 1, y: state === STATES.calibration ? 6 : 2, width: 2, height: state === STATES.calibration ? 6 : 10, class: `update state-${state}` });
-      drawing.append(titled(shape, `step ${steps[row]}: ${["", "update dropped", "loss-scale calibration", "part of the batch left out"][state]}`));
+      drawing.append(titled(shape, `step ${steps[row]}: ${["", "update dropped", "loss-scale calibration", "part of the batch dropped"][state]}`));
       this.drawn.updates.push({ step: steps[row], state, x });
     }
   }

@@ -1,11 +1,11 @@
-// Deep looks: what was told about healthy steps, and tables of the newest look with their history.
+// Health probes: what was reported about healthy steps, and tables of the newest probe with history.
 
 function showLooks(host, runs) {
   host.textContent = "";
   const looked = runs.filter((run) => run.looks);
   host.hidden = !looked.length;
   for (const run of looked) {
-    host.append(element("h2", "", runs.length > 1 ? `Looks: ${run.name}` : "Looks"), element("p", "soft", run.looks.line));
+    host.append(element("h2", "", runs.length > 1 ? `Health probes: ${run.name}` : "Health probes"), element("p", "soft", run.looks.line));
     if (run.looks.findings.length) host.append(lookFindings(run.looks.findings));
     run.looks.tables.forEach((table, place) => host.append(lookTable(table, place === 0)));
     if (run.looks.remarks.length) {
@@ -58,25 +58,8 @@ function lookRow(row, history) {
   figures.forEach((text, place) => line.append(element("td", row.warns.includes(place + 1) ? "bad" : "", text)));
   if (history) {
     const cell = element("td", "trend");
-    if (row.history.length > 1) cell.append(lookHistory(row.history, `${name}, ${history}`));
+    if (row.history.length > 1) cell.append(sparkline(row.history, `${name}, ${history}`));
     line.append(cell);
   }
   return line;
-}
-
-// One small curve; a row that never moved is a line in the middle.
-function lookHistory(points, label) {
-  const [width, height, edge] = [110, 22, 3];
-  const [first, last] = [points[0], points[points.length - 1]];
-  const values = points.map((point) => point[1]);
-  const low = Math.min(...values);
-  const span = Math.max(...values) - low;
-  const x = (step) => edge + ((step - first[0]) / (last[0] - first[0] || 1)) * (width - 2 * edge);
-  const y = (value) => (span ? height - edge - ((value - low) / span) * (height - 2 * edge) : height / 2);
-  const words = `${label}: ${first[1].toPrecision(3)} at step ${first[0]}, ${last[1].toPrecision(3)} at step ${last[0]}`;
-  const figure = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": words });
-  const path = points.map((point) => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`).join(" ");
-  figure.append(titled(svgElement("polyline", { points: path, class: "history" }), words));
-  figure.append(svgElement("circle", { cx: x(last[0]), cy: y(last[1]), r: 2, class: "newest" }));
-  return figure;
 }

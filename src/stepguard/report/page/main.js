@@ -7,6 +7,7 @@ function isDark() {
 
 function prepare(run) {
   run.kept = keptRows(run);
+  run.panels = panelsOf(run);
   run.incidents.forEach((incident, number) => (incident.number = number));
   return run;
 }
@@ -65,7 +66,7 @@ class Page {
     list.textContent = "";
     for (const run of this.runs) {
       const whose = this.whose(run);
-      for (const [weight, text] of run.concerns) list.append(element("li", weight, whose + text));
+      for (const [weight, text] of run.concerns) list.append(prose("li", weight, whose + text));
     }
   }
 
@@ -183,7 +184,7 @@ class Page {
     row.append(first);
     const whose = this.whose(run);
     for (const text of [whose + incident.summary, incident.where?.text || "", incident.cause, incident.done]) {
-      row.append(element("td", "", text));
+      row.append(prose("td", "", text));
     }
     return row;
   }
@@ -199,7 +200,7 @@ class Page {
         button.type = "button";
         button.addEventListener("click", () => this.view.set(event.first - 20, event.last + 20));
         const whose = this.whose(run);
-        item.append(button, element("span", "", whose + event.text));
+        item.append(button, prose("span", "", whose + event.text));
         list.append(item);
       }
     }

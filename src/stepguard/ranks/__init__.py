@@ -1,0 +1,1 @@
+"""All that knows about several processes: agreement, one decision, shards, copies, hung ranks."""
