@@ -187,6 +187,25 @@ def test_config_file_of_anything_is_a_config_or_one_error(
         assert "\n" not in str(error)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("guard.json", json.dumps({"policy": {"\n": None}})),
+        ("guard.json", json.dumps({"run_dir\nx": "a"})),
+        ("guard.yaml", '"a\\nb": "1e-4\\n"\n'),
+        ("guard.yaml", "policy:\n  1: 2\n"),
+        ("guard.yaml", "1: 2\n"),
+    ],
+)
+def test_name_that_is_not_a_word_is_one_line_of_error(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=r"is not known\.") as raised:
+        GuardConfig.from_file(tmp_path / name)
+    assert "\n" not in str(raised.value)
+
+
 def test_many_starts_are_grouped_in_linear_work(tmp_path: Path) -> None:
     """Counted, not timed: twice the starts take twice the lines of Python."""
     assert _work(tmp_path / "many", 400) < 2.2 * _work(tmp_path / "some", 200)

@@ -233,10 +233,13 @@ class GuardConfig:
                         "fields below it."
                     )
                 written |= below
-                table[group] = kind(**below)
-            return cls(**{**table, **given})
+                # YAML also has names that are not text, such as 1.
+                table[group] = kind(**{str(name): value for name, value in below.items()})
+            return cls(**{**{str(name): value for name, value in table.items()}, **given})
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}{number_as_text(Path(path), written)}") from None
+            said = f"{error}{number_as_text(Path(path), written)}"
+            # A name or value of the file may hold line breaks; an error is one line.
+            raise ConfigError(f"{path}: {' '.join(said.split())}") from None
 
     @property
     def locates(self) -> bool:
@@ -369,8 +372,9 @@ def _refuse_unknown(kind: type[Any]) -> None:
     @functools.wraps(make)
     def init(self: Any, **given: Any) -> None:
         known = [one.name for one in fields(kind)]
-        for name in given.keys() - known:
-            raise ConfigError(_unknown(kind, name, known))
+        for name in given:
+            if name not in known:
+                raise ConfigError(_unknown(kind, name, known))
         make(self, **given)
 
     kind.__init__ = init
@@ -387,7 +391,7 @@ def _unknown(kind: type[Any], name: str, known: list[str]) -> str:
         homes.update({one.name: where for one in fields(home)})
         if home is kind:
             prefix = f"{group}."
-    said = f"{prefix}{name} is not known."
+    said = f"{prefix}{name if name.isidentifier() else repr(name)} is not known."
     if name in homes:
         return f"{said} It belongs {homes[name]}."
     for near in get_close_matches(name, known, n=1):
