@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import stepguard
-from guard.scenes import NAN, QUIET, batches, plain_net
+from scenes import NAN, QUIET, batches, plain_net
 from stepguard import ConfigError, Guard
 
 MOVED = ("micro", "dropped", "start_at", "settle", "finite", "trouble", "good", "say")

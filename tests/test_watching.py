@@ -7,7 +7,7 @@ import inspect
 import torch
 
 import stepguard
-from guard.scenes import plain_net, quiet
+from scenes import plain_net, quiet
 
 
 def test_watch_takes_the_arguments_of_guard_by_name() -> None:

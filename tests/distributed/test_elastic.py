@@ -10,7 +10,7 @@ import torch
 
 from distributed.elastic_worker import STEPS
 from distributed.launch import launch
-from guard.scenes import difference
+from scenes import difference
 
 WORKER = Path(__file__).with_name("elastic_worker.py")
 RESTARTS = ["--max-restarts", "3"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distributed.launch import launch
-from guard.scenes import difference
+from scenes import difference
 
 WORKER = Path(__file__).with_name("fault_worker.py")
 SPOTS = ["closer_look", "own_trouble", "foreign", "causes", "deciding", "recording"]

@@ -11,7 +11,7 @@ import torch
 
 from distributed.launch import launch
 from distributed.rank_state_worker import notes, rows
-from guard.scenes import difference
+from scenes import difference
 from stepguard.report.phrases import next_commands
 
 WORKER = Path(__file__).with_name("rank_state_worker.py")

@@ -14,7 +14,7 @@ import torch
 import stepguard
 from distributed.launch import launch
 from distributed.shard_checkpoint_worker import STEPS, STOP_AT
-from guard.scenes import difference
+from scenes import difference
 from stepguard.checkpoints import Store
 
 WORKER = Path(__file__).with_name("shard_checkpoint_worker.py")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distributed.launch import launch
-from guard.scenes import difference
+from scenes import difference
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
 LOOPS = ["step", "watch"]

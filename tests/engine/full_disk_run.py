@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import stepguard
-from guard.scenes import Batch, batches, plain_net, poisoned
+from scenes import Batch, batches, plain_net, poisoned
 
 
 def wholly_bad(batch: Batch) -> Batch:

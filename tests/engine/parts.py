@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from guard.scenes import plain_net
+from scenes import plain_net
 from stepguard.records import Decision, Evidence, Incident, Origin, Reading, Verdict
 from stepguard.state.batch import Step
 from stepguard.state.buffers import BufferKeeper

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import stepguard
-from guard.scenes import NAN, Scene, batches, plain_net, plain_step, poisoned, quiet
+from scenes import NAN, Scene, batches, plain_net, plain_step, poisoned, quiet
 from stepguard import ConfigError, Guard
 from stepguard.journal import read_run
 from stepguard.report import screen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import stepguard
-from guard.scenes import NAN, plain_net, quiet
+from scenes import NAN, plain_net, quiet
 
 
 def test_guard_shows_steps_incidents_and_state() -> None:

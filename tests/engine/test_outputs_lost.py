@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import stepguard
-from guard.scenes import LOOPS, Scene, batches, grouped, plain_net, poisoned, quiet
+from scenes import LOOPS, Scene, batches, grouped, plain_net, poisoned, quiet
 from stepguard import ConfigError, Guard
 from stepguard.engine.protect import OutputLost
 from stepguard.journal import read_run

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import stepguard
-from guard.scenes import LOOPS, Scene, batches, calm_net, poisoned, quiet
+from scenes import LOOPS, Scene, batches, calm_net, poisoned, quiet
 from stepguard import Policy, TrainingHalted
 from stepguard.engine.protect import GuardDisarmed, PartFailed, Protection, Shield
 

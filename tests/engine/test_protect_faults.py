@@ -33,7 +33,8 @@ import stepguard.report.sinks
 import stepguard.report.terminal
 import stepguard.sentinel.gradients
 import stepguard.state.buffers
-from guard.scenes import (
+from pairwise import pairwise
+from scenes import (
     LOOPS,
     Scene,
     bare,
@@ -46,7 +47,6 @@ from guard.scenes import (
     quiet,
     state_of,
 )
-from pairwise import pairwise
 from stepguard import Policy
 from stepguard.engine.protect import GuardDisarmed, NotExplained, OutputLost, PartFailed
 from stepguard.journal import read_run

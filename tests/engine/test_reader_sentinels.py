@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from guard.scenes import LOOPS, QUIET, Batch, Scene, batches
+from scenes import LOOPS, QUIET, Batch, Scene, batches
 
 
 class RunningLeast(nn.Module):

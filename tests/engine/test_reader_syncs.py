@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepguard
-from guard.scenes import (
+from scenes import (
     CLASSES,
     FEATURES,
     Scene,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import stepguard.engine.recover.rewind
-from guard.scenes import LOOPS, NAN, Scene, batches, calm_net, plain_net, poisoned, quiet
+from scenes import LOOPS, NAN, Scene, batches, calm_net, plain_net, poisoned, quiet
 from stepguard import Guard, GuardConfig, Policy, Probes, TrainingHalted
 from stepguard.engine.incident import situation
 from stepguard.engine.protect import GuardDisarmed

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.test_transaction_verdicts import DATA, _notes
 from guard.judging import incidents, kinds, sgd
-from guard.scenes import (
+from scenes import (
     INF,
     LOOPS,
     NAN,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from guard.judging import adam, changed_loss, first_weight, incidents, kinds, sgd
-from guard.scenes import (
+from scenes import (
     INF,
     LOOPS,
     NAN,

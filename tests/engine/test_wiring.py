@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import stepguard
-from guard.scenes import (
+from scenes import (
     Batch,
     Scene,
     batches,

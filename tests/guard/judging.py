@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from guard.scenes import (
+from scenes import (
     QUIET,
     Batch,
     Scene,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import stepguard
-from guard.scenes import difference, quiet
 from guard.test_odd_objects import DATA, Adapted, _inject, _loss
+from scenes import difference, quiet
 from stepguard import Guard
 
 

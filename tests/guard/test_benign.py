@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import stepguard
 from guard.judging import adam, first_weight, incidents, kinds, sgd
-from guard.scenes import (
+from scenes import (
     CLASSES,
     FEATURES,
     INF,

@@ -11,7 +11,8 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from guard.scenes import (
+from pairwise import pairwise
+from scenes import (
     CLASSES,
     FEATURES,
     LOOPS,
@@ -25,7 +26,6 @@ from guard.scenes import (
     plain_net,
     state_of,
 )
-from pairwise import pairwise
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import stepguard
-from guard.scenes import quiet
+from scenes import quiet
 from stepguard.journal import read_run
 from stepguard.records import Incident
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stepguard
-from guard.scenes import (
+from scenes import (
     LOOPS,
     NAN,
     Batch,

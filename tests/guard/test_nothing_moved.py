@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stepguard
-from guard.scenes import (
+from scenes import (
     CLASSES,
     FEATURES,
     QUIET,

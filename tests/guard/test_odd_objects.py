@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import stepguard
-from guard.scenes import CLASSES, FEATURES, Batch, batches, difference, plain_net, poisoned, quiet
+from scenes import CLASSES, FEATURES, Batch, batches, difference, plain_net, poisoned, quiet
 from stepguard import Guard
 from stepguard.journal import read_run
 

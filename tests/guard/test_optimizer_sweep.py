@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 import stepguard
 from guard.optimizers import OPTIMIZERS, SAM
-from guard.scenes import QUIET, Batch, batches, calm_net, difference, poisoned
 from pairwise import pairwise
+from scenes import QUIET, Batch, batches, calm_net, difference, poisoned
 from stepguard import Guard
 
 DATA = batches(9)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import forked
 import stepguard
-from guard.scenes import plain_net, quiet
+from scenes import plain_net, quiet
 from stepguard import Guard, Policy, TrainingHalted
 
 STEPS = 200

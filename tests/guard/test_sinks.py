@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from guard.scenes import (
+from scenes import (
     LOOPS,
     Scene,
     bare,

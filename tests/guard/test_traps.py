@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 import stepguard
-from guard.scenes import (
+from scenes import (
     INF,
     LOOPS,
     NAN,

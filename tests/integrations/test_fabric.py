@@ -18,7 +18,6 @@ from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LinearLR
 
-from guard.scenes import difference
 from integrations.lightning_scenes import (
     BAD,
     OWN_WARNINGS,
@@ -32,6 +31,7 @@ from integrations.lightning_scenes import (
     waking,
     with_nan,
 )
+from scenes import difference
 from settings_of import changed
 from stepguard import ConfigError, Guard
 from stepguard.integrations import fabric as integration

@@ -21,7 +21,6 @@ from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from guard.scenes import difference
 from integrations.lightning_scenes import (
     BAD,
     OWN_WARNINGS,
@@ -43,6 +42,7 @@ from integrations.lightning_scenes import (
     waking,
     with_nan,
 )
+from scenes import difference
 from stepguard import ConfigError, Incident, Policy, TrainingHalted
 from stepguard.integrations import lightning as integration
 from stepguard.integrations._parts import Framework

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from distributed.launch import launch
-from guard.scenes import difference
 from integrations.lightning_scenes import BAD, STEPS, bad_tensors, last, learned
+from scenes import difference
 
 WORKER = Path(__file__).with_name("lightning_worker.py")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.parts import incident_of, origin_of, step_of
-from guard.scenes import batches, plain_net
+from scenes import batches, plain_net
 from stepguard.probes.whatif import Candidate, candidates
 from stepguard.records import Incident, Operand, Reading
 from stepguard.state.capsule import WindowStep, window_step

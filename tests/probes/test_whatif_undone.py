@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from engine.parts import step_of
-from guard.scenes import batches, difference, plain_net
+from scenes import batches, difference, plain_net
 from stepguard.probes.whatif import in_float32, kept_program, undone
 from stepguard.state.run_state import RunState
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.parts import step_of
-from guard.scenes import batches, poisoned
+from scenes import batches, poisoned
 from stepguard.ranks.one_decision import OneDecision, RankReading, blamed_ranks, own_trouble
 from stepguard.records import Reading
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import stepguard
-from guard.scenes import NAN, plain_net
 from report.endpoint import Endpoint, listening
+from scenes import NAN, plain_net
 from settings_of import config_of
 from stepguard import ConfigError, Guard, Policy, TrainingHalted
 from stepguard.engine.protect import SinkDropped

@@ -197,9 +197,7 @@ def test_config_file_of_anything_is_a_config_or_one_error(
         ("guard.yaml", "1: 2\n"),
     ],
 )
-def test_name_that_is_not_a_word_is_one_line_of_error(
-    name: str, text: str, tmp_path: Path
-) -> None:
+def test_name_that_is_not_a_word_is_one_line_of_error(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=r"is not known\.") as raised:
         GuardConfig.from_file(tmp_path / name)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stepguard
-from guard.scenes import quiet
+from scenes import quiet
 from stepguard.records import Incident
 from stepguard.sentinel.gradients import SCANNED_EACH_STEP, STEPS_A_ROUND, RotatingScan
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 import forked
 from guard.optimizers import OPTIMIZERS as PUBLIC
-from guard.scenes import batches, calm_net, difference, plain_net, quiet
+from scenes import batches, calm_net, difference, plain_net, quiet
 from stepguard import Guard
 from stepguard._errors import StateError
 from stepguard.state.run_state import RunState, SavedState
@@ -211,7 +211,7 @@ import sys, torch
 from pathlib import Path
 from torch import nn
 from guard.optimizers import OPTIMIZERS
-from guard.scenes import batches, calm_net, quiet
+from scenes import batches, calm_net, quiet
 from stepguard import Guard
 name, folder, upto, resume = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "resume"
 model = calm_net()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import stepguard
-from guard.scenes import difference, quiet
+from scenes import difference, quiet
 from stepguard import Guard
 from stepguard.state.run_state import Ownership, RunState
 

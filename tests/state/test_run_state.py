@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from guard.scenes import batches, difference, generators, noisy_net, plain_net
+from scenes import batches, difference, generators, noisy_net, plain_net
 from stepguard._errors import StateError
 from stepguard.state.run_state import RunState, SavedState
 

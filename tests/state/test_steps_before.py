@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.parts import step_of
-from guard.scenes import batches, difference
+from scenes import batches, difference
 from stepguard import CapsuleError
 from stepguard.probes.whatif import copied_state
 from stepguard.state.capsule import Window, read_window, window_step, write_window

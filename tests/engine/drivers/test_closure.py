@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stepguard
-from guard.scenes import Batch, batches, plain_net, quiet
+from scenes import Batch, batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.sentinel.gradients import CHEAP_COPY, risky_update
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import stepguard
-from guard.scenes import quiet
+from scenes import quiet
 from stepguard import Guard, GuardConfig, Incident, watch
 
 QUIET = GuardConfig(terminal="quiet")

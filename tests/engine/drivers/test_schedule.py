@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from guard.scenes import Batch, batches, plain_net, quiet
+from scenes import Batch, batches, plain_net, quiet
 from stepguard import ConfigError, Guard
 from stepguard.journal import read_run
 

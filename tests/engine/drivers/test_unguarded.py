@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from guard.scenes import batches, plain_net, quiet
+from scenes import batches, plain_net, quiet
 from stepguard.engine.build import build_context
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.step import unguarded_step

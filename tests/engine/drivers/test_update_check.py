@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import stepguard
-from guard.scenes import Batch, batches, plain_net, quiet
+from scenes import Batch, batches, plain_net, quiet
 from stepguard import Guard
 
 DATA = batches(4, size=8)

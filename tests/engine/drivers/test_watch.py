@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
 import stepguard
-from guard.scenes import (
+from scenes import (
     FEATURES,
     NAN,
     QUIET,

@@ -8,7 +8,7 @@ from torch import nn
 
 import stepguard
 from engine.drivers.test_watch import DATA, _ours, _sgd
-from guard.scenes import (
+from scenes import (
     LOOPS,
     QUIET,
     bare,

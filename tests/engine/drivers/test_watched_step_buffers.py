@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from guard.scenes import (
+from scenes import (
     CLASSES,
     FEATURES,
     Scene,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.parts import step_of
-from guard.scenes import Batch, batches, plain_net, quiet
+from scenes import Batch, batches, plain_net, quiet
 from stepguard import Guard, Incident
 from stepguard.engine.incident.anomaly_check import TOLD_FOR, AnomalyCheck
 from stepguard.records import Reading, Verdict

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine.parts import step_of
-from guard.scenes import batches, calm_net, poisoned, quiet
+from scenes import batches, calm_net, poisoned, quiet
 from stepguard import Guard
 from stepguard.engine.incident.closer_look import (
     accept,

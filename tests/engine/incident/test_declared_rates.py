@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 import stepguard
-from guard.scenes import Batch, batches, plain_net, quiet
+from scenes import Batch, batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.engine.drivers import schedule as module
 from stepguard.engine.drivers.schedule import declared_rates

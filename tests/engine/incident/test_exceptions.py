@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import forked
 import stepguard
-from guard.scenes import (
+from scenes import (
     CLASSES,
     Batch,
     Scene,

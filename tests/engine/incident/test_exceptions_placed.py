@@ -9,7 +9,7 @@ import pytest
 
 import stepguard
 from engine.incident.test_exceptions import DATA, GUILTY, guilty, in_target, scene_of
-from guard.scenes import (
+from scenes import (
     quiet,
 )
 from stepguard import Guard

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import stepguard
-from guard.scenes import (
+from scenes import (
     LOOPS,
     Scene,
     bare,

@@ -11,7 +11,7 @@ import torch
 
 import stepguard.engine.incident.incident_record as module
 from engine.parts import incident_of, step_of
-from guard.scenes import batches, plain_net, quiet
+from scenes import batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.engine.incident.incident_record import free_id, incident_folder, record
 from stepguard.engine.protect import NotExplained

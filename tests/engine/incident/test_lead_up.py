@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from guard.scenes import batches, difference, plain_net, poisoned, quiet
+from scenes import batches, difference, plain_net, poisoned, quiet
 from stepguard import Guard
 
 DATA = batches(100)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import stepguard
-from guard.scenes import quiet
+from scenes import quiet
 from stepguard import Guard, GuardConfig, Policy
 from stepguard.engine.incident.samples import known_bad, skip_lost_batches
 from stepguard.journal import read_run

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import stepguard
-from guard.scenes import quiet
+from scenes import quiet
 from stepguard import Guard, Incident
 from stepguard.locate.samples import outlying_rows
 from stepguard.records import Sink

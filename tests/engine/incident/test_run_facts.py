@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from guard.scenes import batches, plain_net, quiet
+from scenes import batches, plain_net, quiet
 from stepguard import Guard, GuardConfig
 from stepguard.engine.incident.run_facts import lost_squares, update_ratio
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.parts import incident_of, origin_of, step_of
-from guard.scenes import batches, plain_net, quiet
+from scenes import batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.engine.incident.anomaly_check import AnomalyCheck
 from stepguard.engine.incident.situation import Decider

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import stepguard
-from guard.scenes import (
+from scenes import (
     NAN,
     Batch,
     Scene,

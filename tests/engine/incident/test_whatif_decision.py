@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from guard.scenes import NAN, Batch, batches, difference, plain_net, poisoned, quiet
+from scenes import NAN, Batch, batches, difference, plain_net, poisoned, quiet
 from stepguard import ConfigError, Guard, Policy
 from stepguard.journal import read_run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from guard.scenes import batches, plain_net, quiet
+from scenes import batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.checkpoints import Store
 from stepguard.engine.recover.restore import Archive

@@ -16,7 +16,7 @@ from engine.recover.test_restore import (
     guard_of,
     scene,
 )
-from guard.scenes import difference, quiet, state_of
+from scenes import difference, quiet, state_of
 
 
 def test_checkpoints_are_written_by_themselves_once_they_have_proved_good(tmp_path: Path) -> None:

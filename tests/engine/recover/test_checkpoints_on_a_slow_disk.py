@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from guard.scenes import Scene, batches, plain_net, quiet
+from scenes import Scene, batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.checkpoints import Background
 

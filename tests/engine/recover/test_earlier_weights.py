@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from guard.scenes import batches, plain_net, quiet
+from scenes import batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.engine.recover.rewind import compare_with_best, loss_function_changed
 

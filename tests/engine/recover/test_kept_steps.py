@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.parts import step_of
-from guard.scenes import batches
+from scenes import batches
 from stepguard.engine.recover.snapshots import MOST_STEPS, RANDOM_NUMBERS, KeptSteps
 
 DATA = batches(6)

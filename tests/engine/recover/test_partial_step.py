@@ -7,7 +7,7 @@ import math
 import torch
 
 from engine.parts import incident_of, origin_of, step_of
-from guard.scenes import batches, poisoned
+from scenes import batches, poisoned
 from stepguard.engine.recover.rewind import (
     good_micro_batches,
     proven_guilty,

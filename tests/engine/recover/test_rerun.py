@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.parts import incident_of, step_of
-from guard.scenes import batches, plain_net, quiet
+from scenes import batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.engine.recover.rewind import run_again
 from stepguard.engine.recover.snapshots import KeptStep

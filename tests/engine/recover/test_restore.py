@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import stepguard
-from guard.scenes import (
+from scenes import (
     FEATURES,
     NAN,
     Scene,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import stepguard
-from guard.scenes import (
+from scenes import (
     LOOPS,
     NAN,
     Batch,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from guard.scenes import batches, plain_net, quiet
+from scenes import batches, plain_net, quiet
 from stepguard import Guard
 from stepguard.engine.recover.rewind import RewindPlanner
 from stepguard.judge.decide import NOTHING_GOOD, RewindPlan

@@ -14,7 +14,7 @@ import torch
 
 import forked
 import stepguard
-from guard.scenes import NAN, Scene, batches, plain_net, plain_step, quiet
+from scenes import NAN, Scene, batches, plain_net, plain_step, quiet
 from stepguard import Guard
 from stepguard.journal import read_run
 

@@ -21,7 +21,7 @@ from engine.recover.test_rewind import (
     run,
     scene,
 )
-from guard.scenes import (
+from scenes import (
     bare,
     difference,
     grouped,

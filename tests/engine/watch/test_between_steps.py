@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import stepguard
-from guard.scenes import quiet
+from scenes import quiet
 
 
 class Agent(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch.amp import GradScaler
 
 import stepguard
-from guard.scenes import Batch, Scene, batches, difference, noisy_net, poisoned, quiet, state_of
+from scenes import Batch, Scene, batches, difference, noisy_net, poisoned, quiet, state_of
 from stepguard import ConfigError
 
 CLIP = 0.3

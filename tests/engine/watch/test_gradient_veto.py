@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 import stepguard
-from guard.scenes import (
+from pairwise import pairwise
+from scenes import (
     LOOPS,
     NAN,
     QUIET,
@@ -30,7 +31,6 @@ from guard.scenes import (
     state_of,
     stepped,
 )
-from pairwise import pairwise
 from stepguard import ConfigError, Guard
 
 DATA = batches(8)

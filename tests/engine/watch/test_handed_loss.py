@@ -16,7 +16,7 @@ from zoo.plain import autocast, make_scaler
 from zoo.score import place_right
 
 import stepguard
-from guard.scenes import quiet
+from scenes import quiet
 from stepguard import ConfigError, Guard, Incident
 
 LOCATED = quiet(locate=True)

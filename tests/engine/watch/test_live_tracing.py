@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import stepguard
-from guard.scenes import quiet
+from scenes import quiet
 from stepguard.engine.watch import live_tracing
 from stepguard.journal import read_run
 from stepguard.records import GuardConfig, Origin

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stepguard
-from guard.scenes import NAN, quiet
+from scenes import NAN, quiet
 from settings_of import config_of
 from stepguard import ConfigError, GuardConfig, Incident, Policy
 from stepguard.records.codec import dumps, to_plain

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from guard.scenes import difference, quiet
+from scenes import difference, quiet
 from stepguard import Guard, GuardConfig, WiringWarning, watch
 from stepguard.run.guarded_script import AutomaticGuards
 

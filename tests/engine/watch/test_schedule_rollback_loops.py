@@ -11,7 +11,8 @@ import torch
 
 import stepguard
 from engine.watch.test_gradient_veto import DATA, SCHEDULES, _assert_never_came
-from guard.scenes import (
+from pairwise import pairwise
+from scenes import (
     LOOPS,
     QUIET,
     Scene,
@@ -19,7 +20,6 @@ from guard.scenes import (
     plain_step,
     poisoned,
 )
-from pairwise import pairwise
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import stepguard
 from guard.optimizers import Muon
-from guard.scenes import CLASSES, FEATURES, QUIET, Batch, batches, difference, poisoned, quiet
+from scenes import CLASSES, FEATURES, QUIET, Batch, batches, difference, poisoned, quiet
 from stepguard import Guard
 
 DATA = batches(30)
