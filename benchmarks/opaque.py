@@ -484,7 +484,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = runner.begin("opaque", __doc__, arguments, {"--only": runner.NAMES})
     args, console = run.options, run.console
     right = dict.fromkeys(DRIVERS, 0)
-    chosen = [scene for scene in scenes() if not args.only or scene.name in args.only]
+    named = args.only or [""]
+    chosen = [scene for scene in scenes() if any(part in scene.name for part in named)]
+    if not chosen:
+        return run.refuse("--only", " ".join(named), [scene.name for scene in scenes()])
     for scene in chosen:
         for driver in DRIVERS:
             fault = wrong(scene, incidents_of(scene, driver))
