@@ -13,7 +13,6 @@ from typing import Any
 
 from mkdocs.structure.files import File
 from mkdocs.utils import get_relative_url
-
 from scripts.docs_versions import source_version
 
 ROOT = Path(__file__).resolve().parent.parent
