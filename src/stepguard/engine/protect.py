@@ -3,7 +3,7 @@
 A region is guard code between two pieces of user code. What stands in it makes the verdict, so a
 fault there disarms the guard, with a warning, and the run continues unguarded. A part is what the
 verdict does not need (a snapshot, a note, an explanation): a fault costs that part, reported once,
-and the run stays protected. User code stands outside of both: its exceptions pass through untouched.
+and the run stays protected. User code stands outside of both: its exceptions pass unchanged.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class Transaction:
         if self._alone and not verdict.finite_anomaly:
             # the others hear of it with the next step
             self.context.memory.missed = (
-                f"rank {incident.rank} has refused the update of step {incident.step} alone: "
+                f"rank {incident.rank} refused the update of step {incident.step} locally: "
                 f"{verdict.summary}"
             )
             incident = self.diagnose(incident)

@@ -38,7 +38,7 @@ from stepguard.tensors.torch_private import (
     tree_flatten,
 )
 
-# --- At which steps a deep look is due: early ones within the first minutes, then ever fewer.
+# --- At which steps a health probe is due: early ones within the first minutes, then ever fewer.
 
 
 SHARE = 0.001

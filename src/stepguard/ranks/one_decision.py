@@ -101,7 +101,7 @@ class OneDecision:
             others = [str(r) for r in agreement.members if r != agreement.world_rank]
             raise RankAbsent(
                 f"of rank {', '.join(others[:MOST_NAMED])} one did not come to a step that "
-                f"rank {agreement.world_rank} has found bad alone: has it a guard?"
+                f"rank {agreement.world_rank} found bad locally: does it have a guard?"
             )
         # one that has disarmed keeps away from this step's update, too
         return agreement.somebody_left

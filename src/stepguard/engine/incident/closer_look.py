@@ -168,7 +168,7 @@ def agreed_trouble(context: Context, *, together: bool) -> tuple[str, ...]:
         return tuple(stored_trouble(context))
     try:
         told = context.agreement.together(
-            lambda: {"bad": stored_trouble(context)}, "a look at the weights", seconds=ASKED
+            lambda: {"bad": stored_trouble(context)}, "an inspection of the weights", seconds=ASKED
         )
     except RankFault:
         # a rank whose guard has disarmed itself does not take part

@@ -332,8 +332,8 @@ class Decider:
     def decide(self, incident: Incident, step: Step, *, committed: bool) -> Incident:
         """Add the decision. `committed`: the update was made before its verdict was read.
 
-        The first rank decides for all by what they reported, and nothing that can fail is between: so
-        a fault on one of them costs an explanation, or at worst the step on all of them.
+        The first rank decides for all by what they reported, and nothing that can fail is between:
+        so a fault on one of them costs an explanation, or at worst the step on all of them.
         """
         context = self._context
         try:
