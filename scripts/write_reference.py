@@ -44,8 +44,9 @@ config = stepguard.GuardConfig(run_dir="runs/a", checkpoint_every=500, policy=po
 config = stepguard.GuardConfig.from_file("guard.toml")
 ```
 
-The same fields in a file: [settings of a script](scripts.md#settings-of-a-script-that-stays-as-it-is).
-A value that cannot be meant is a `ConfigError`. `help(stepguard.GuardConfig)` shows the fields, too.
+The same fields in a file:
+[settings of a script](scripts.md#settings-of-a-script-that-stays-as-it-is). A value that cannot be
+meant is a `ConfigError`. `help(stepguard.GuardConfig)` shows the fields, too.
 """
 GROUPS = {
     Policy: "what may be done about an incident, and how much may be lost. "
