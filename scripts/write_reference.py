@@ -40,7 +40,7 @@ is written from the code by `python scripts/write_reference.py`.
 ```python
 policy = stepguard.Policy(max_total=20)
 probes = stepguard.Probes(anomalies="act")
-config = stepguard.GuardConfig(run_dir="runs/a", checkpoint_every=500, policy=policy, probes=probes)
+config = stepguard.GuardConfig(run_dir="runs/a", policy=policy, probes=probes)
 config = stepguard.GuardConfig.from_file("guard.toml")
 ```
 
