@@ -1,3 +1,3 @@
-"""What stepguard costs, beside what people use today: `python -m benchmarks.overhead`, `.counts`,
+"""What stepguard costs, beside what people use today: `python -m benchmarks overhead`, `.counts`,
 `.table`.
 """

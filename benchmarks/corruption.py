@@ -1,7 +1,7 @@
 """Bit flips, zeroed pages, truncations and swapped pages: how many of them each format loads
 without a word.
 
-    python -m benchmarks.corruption                # 2000 damages of each format, minutes
+    python -m benchmarks corruption                # 2000 damages of each format, minutes
 
 A damage is missed when the state loads and differs from what was saved; when it hit bytes that
 carry no value (padding, a timestamp) and the state is the same bit for bit, it is harmless. Ours
@@ -10,7 +10,6 @@ must find every one, harmless or not.
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import tempfile
@@ -21,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
 from benchmarks.disk.damage import DAMAGES, victim
 from benchmarks.disk.formats import Distributed, Format, Safetensors, Sealed, SingleFile, legacy
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 
 FORMATS: dict[str, Callable[[], Format]] = {
     "stepguard": Sealed,
@@ -46,19 +44,9 @@ COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.corruption", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--share", type=float, default=1.0, help="of the usual number of damages")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=machine.RESULTS / "corruption.json",
-        help="where the JSON goes",
-    )
-    options = parser.parse_args(arguments)
-    console = Console()
-    torch.set_num_threads(1)
+    share = {"type": float, "default": 1.0, "help": "of the usual number of damages"}
+    run = runner.begin("corruption", __doc__, arguments, {"--share": share})
+    options, console = run.options, run.console
     counts = {kind: max(round(options.share * count), 1) for kind, (_, count) in DAMAGES.items()}
     rows = {}
     with Progress(*COLUMNS, console=console, transient=True) as progress:
@@ -69,10 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 **damaged(make, counts, lambda t=task: progress.advance(t)),
             }
     console.print(painted(rows, counts))
-    machine.keep(
-        {"schema": 1, "machine": machine.facts(), "counts": counts, "rows": rows}, options.output
-    )
-    console.print(f"written to {options.output.name}")
+    run.keep({"counts": counts, "rows": rows})
     return int(
         any(
             outcome["found"] != counts[kind] for kind, outcome in rows["stepguard"]["kinds"].items()

@@ -1,7 +1,7 @@
 """Counted, not timed: host syncs and new tensors of a healthy step, beside the bare step with the
 same optimizer.
 
-    python -m benchmarks.counts      # seconds; the same numbers on every machine
+    python -m benchmarks counts      # seconds; the same numbers on every machine
 
 A host sync is a read of one element or a shape that depends on data (`.item()`, `bool(t)`,
 `nonzero`), or a packet that stepguard waits for. Reads of AdamW's own step counters are in the bare
@@ -10,21 +10,18 @@ row too: those tensors live on the host.
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 from benchmarks.parts.variants import VARIANTS, Variant
 from benchmarks.parts.workloads import QUICK, Workload
 from stepguard.sentinel.gradients import Packet
@@ -124,21 +121,15 @@ def _run(runner: Any, batch: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.counts", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "--output", type=Path, default=machine.RESULTS / "counts.json", help="where the JSON goes"
-    )
-    options = parser.parse_args(arguments)
-    console, results = Console(), {}
+    run = runner.begin("counts", __doc__, arguments)
+    console, results = run.console, {}
     counted = [v for v in VARIANTS if v.missing is None and v.name != "detect_anomaly"]
     for name, make in QUICK.items():
         workload = make()
         rows = [count(workload, variant) for variant in counted]
         console.print(painted(workload, rows))
         results[name] = {"what": workload.what, "rows": [asdict(row) for row in rows]}
-    machine.keep({"schema": 1, "machine": machine.facts(), "workloads": results}, options.output)
+    run.keep({"workloads": results})
     return 0
 
 

@@ -1,8 +1,8 @@
 """Kill -9 at random instants of save, rotation, rename and resume: stepguard's store beside what
 people use.
 
-    python -m benchmarks.crash --runs 1000         # all of them, about 15 minutes
-    python -m benchmarks.crash --only stepguard    # one of them (the others keep their last result)
+    python -m benchmarks crash --runs 1000         # all of them, about 15 minutes
+    python -m benchmarks crash --only stepguard    # one of them (the others keep their last result)
 
 Each restart goes on in the folder of the last one, litter included; what must be there is known
 outside the killed process. Beside it a disk that fills up. Not covered: power loss
@@ -12,14 +12,12 @@ outside the killed process. Beside it a disk that fills up. Not covered: power l
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -27,7 +25,7 @@ from rich.table import Table
 from benchmarks.disk.campaign import campaign
 from benchmarks.disk.formats import FORMATS
 from benchmarks.disk.full import fill_up
-from benchmarks.parts import machine
+from benchmarks.parts import machine, runner
 
 SIZE = 1_000_000
 COLUMNS = (
@@ -38,43 +36,25 @@ COLUMNS = (
 )
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--runs": {"type": int, "default": 200, "help": "kills of each format"},
+    "--size": {"type": int, "default": SIZE, "help": "parameters, of three floats each"},
+    "--seed": {"type": int, "default": 0},
+    "--only": {"metavar": "NAME", "help": f"one format: {', '.join(FORMATS)}"},
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
-    console = Console()
+    run = runner.begin("crash", __doc__, arguments, OPTIONS)
+    options, console = run.options, run.console
     if options.only is not None and options.only not in FORMATS:
-        console.print(
-            f"--only {options.only}: not known; use one of {', '.join(FORMATS)}.", style="red"
-        )
-        return 2
-    torch.set_num_threads(1)
+        return run.refuse("--only", options.only, FORMATS)
     rows = {name: _row(name, options, console) for name in FORMATS if options.only in (None, name)}
-    before = (
-        json.loads(options.output.read_text(encoding="utf-8"))["rows"]
-        if options.output.exists()
-        else {}
-    )
-    rows = {name: (before | rows)[name] for name in FORMATS if name in before or name in rows}
+    rows = run.with_earlier(rows, FORMATS)
     console.print(painted(rows))
     console.print(painted_full(rows))
-    machine.keep({"schema": 1, "rows": rows}, options.output)
-    console.print(f"written to {options.output.name}")
+    run.keep({"rows": rows})
     return int(lost(rows))
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.crash", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--runs", type=int, default=200, help="kills of each format")
-    parser.add_argument(
-        "--size", type=int, default=SIZE, help="parameters; a state has three floats for each"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", metavar="NAME", help=f"one format: {', '.join(FORMATS)}")
-    parser.add_argument(
-        "--output", type=Path, default=machine.RESULTS / "crash.json", help="where the JSON goes"
-    )
-    return parser.parse_args(arguments)
 
 
 def _row(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Before it breaks: how many failures are foretold, how early, and how often for nothing?
 
-    python -m benchmarks.forecast [--seeds 10] [--look-every 5] [--only NAME ...] [--quick]
+    python -m benchmarks forecast [--seeds 10] [--look-every 5] [--only NAME ...] [--quick]
 
 Trainings that fail by themselves, with no injected value, run under a guard with default settings
 (or with a deep look every so many steps) until they break; sound trainings of the same families run
@@ -11,23 +11,18 @@ Thresholds were chosen on other seeds (`--development`) than those that are repo
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.parts import failing_trainings, machine, sound_trainings
+from benchmarks.parts import failing_trainings, runner, sound_trainings
 from benchmarks.parts.forecast_runs import Outcome, first_loss_above, first_norm_above, train
 from benchmarks.parts.trainings import Kind
 
-RESULTS = machine.RESULTS / "forecast.json"
 SEEDS = 10
 QUICK_KINDS = ("activations outgrow float16", "plateau and escape")
 FIRST_SEED = 200
@@ -203,25 +198,22 @@ def tell(content: dict[str, Any], console: Console) -> None:
     console.print(f"nothing is foretold of: {', '.join(blind) or 'none'}", soft_wrap=True)
 
 
+OPTIONS: dict[str, Mapping[str, Any]] = {
+    "--seeds": {"type": int, "default": SEEDS},
+    "--only": runner.NAMES,
+    "--development": {"action": "store_true", "help": "the seeds for thresholds"},
+    "--look-every": {
+        "type": lambda text: text if text == "auto" else int(text),
+        "default": "auto",
+        "metavar": "N",
+        "help": "steps between two looks; by default as a guard does it",
+    },
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--only", nargs="*", metavar="NAME", default=None)
-    parser.add_argument("--quick", action="store_true", help="two kinds, one seed")
-    parser.add_argument("--development", action="store_true", help="the seeds for thresholds")
-    parser.add_argument(
-        "--look-every",
-        type=lambda text: text if text == "auto" else int(text),
-        default="auto",
-        metavar="N",
-        help="steps between two looks; by default as a guard does it",
-    )
-    parser.add_argument("--output", type=Path, default=None)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    run = runner.begin("forecast", __doc__, arguments, OPTIONS, quick="two kinds, one seed")
+    options = run.options
     only = QUICK_KINDS if options.quick else options.only
     first = FIRST_DEVELOPMENT_SEED if options.development else FIRST_SEED
     seeds = range(first, first + (1 if options.quick else options.seeds))
@@ -229,10 +221,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failing = measure(chosen(failing_trainings.KINDS, only), seeds, options.look_every, stderr)
     sound = measure(chosen(sound_trainings.KINDS, only), seeds, options.look_every, stderr)
     content = document(failing, sound, len(seeds), options.look_every)
-    tell(content, Console(width=max(160, Console().width)))
+    tell(content, Console(width=max(160, run.console.width)))
     whole = only is None and not options.development and options.look_every == "auto"
     if options.output is not None or whole:
-        machine.keep(content, options.output or RESULTS, details=("failing", "sound"))
+        run.keep(content, details=("failing", "sound"))
     return 0
 
 
@@ -250,8 +242,6 @@ def document(
     failing_rows = [failing_row(name, group) for name, group in by_kind(failing).items()]
     sound_rows = [sound_row(name, group) for name, group in by_kind(sound).items()]
     return {
-        "schema": 1,
-        "machine": machine.facts(),
         "seeds": seeds,
         "look_every": look_every,
         "failing": failing_rows,

@@ -1,9 +1,9 @@
 """What a guard costs inside a framework's own loop: steps of the guarded loop against those of the
 bare one.
 
-    python -m benchmarks.frameworks                  # a few minutes a loop
-    python -m benchmarks.frameworks --only trainer
-    python -m benchmarks.frameworks --quick          # tiny models, seconds: says nothing about cost
+    python -m benchmarks frameworks                  # a few minutes a loop
+    python -m benchmarks frameworks --only trainer
+    python -m benchmarks frameworks --quick          # tiny models, seconds: says nothing about cost
 
 Guarded and bare runs of a few steps alternate on the same model, in an order drawn anew each time;
 the median steps of two neighbours give one ratio, and the median of these is reported. The control
@@ -12,7 +12,6 @@ is bare on both sides.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
@@ -22,11 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.parts import framework_loops, machine
+from benchmarks.parts import framework_loops, runner
 from benchmarks.parts.framework_loops import FULL, QUICK, Loop, Size, Spent
 from benchmarks.parts.lightning_loop import LightningLoop
 from benchmarks.parts.timing import SEED, interval_of_median
@@ -57,53 +54,30 @@ class Result:
     """Median bare step, wall clock."""
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--only": {"metavar": "NAME", "help": f"one loop: {', '.join(LOOPS)}"},
+    "--pairs": {"type": int, "help": f"runs of each kind ({PAIRS})"},
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
-    console = Console()
+    run = runner.begin("frameworks", __doc__, arguments, OPTIONS, quick="tiny models, few runs")
+    options, console = run.options, run.console
     if options.only is not None and options.only not in LOOPS:
-        console.print(
-            f"--only {options.only}: not known; use one of {', '.join(LOOPS)}.", style="red"
-        )
-        return 2
-    torch.set_num_threads(1)
+        return run.refuse("--only", options.only, LOOPS)
+    pairs = options.pairs or (2 if run.quick else PAIRS)
     size = QUICK if options.quick else FULL
     results = []
     for name in LOOPS if options.only is None else [options.only]:
         loop = LOOPS[name](size)
         try:
-            results += [
-                compare(name, loop, options.pairs, control=control) for control in (True, False)
-            ]
+            results += [compare(name, loop, pairs, control=control) for control in (True, False)]
         finally:
             loop.close()
     console.print(painted(size.what, results))
-    kept = _merge(options.output, results)
-    machine.keep(
-        {
-            "schema": 1,
-            "promise": PROMISE,
-            "what": size.what,
-            "machine": machine.facts(),
-            "loops": kept,
-        },
-        options.output,
-    )
+    kept = _merge(run.output, results)
+    run.keep({"promise": PROMISE, "what": size.what, "loops": kept})
     return 0
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.frameworks", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny models and few runs")
-    parser.add_argument("--only", metavar="NAME", help=f"one loop: {', '.join(LOOPS)}")
-    parser.add_argument("--pairs", type=int, help=f"runs of each kind ({PAIRS})")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
-    options = parser.parse_args(arguments)
-    options.pairs = options.pairs or (2 if options.quick else PAIRS)
-    name = "frameworks-quick.json" if options.quick else "frameworks.json"
-    options.output = options.output or machine.RESULTS / name
-    return options
 
 
 def compare(name: str, loop: Loop, pairs: int, *, control: bool) -> Result:

@@ -1,7 +1,7 @@
 """First, do no harm: healthy trainings that look ill, guarded and bare from one seed. Did the guard
 change anything?
 
-    python -m benchmarks.harmless [--seeds 20] [--steps 300] [--families dqn,gan] [--quick] [--jobs
+    python -m benchmarks harmless [--seeds 20] [--steps 300] [--families dqn,gan] [--quick] [--jobs
     2]
 
 Every family is run bare and guarded with default settings in one process. Counted are interventions
@@ -15,25 +15,22 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from zoo.healthy.catalogue import chosen, load
+from zoo.healthy.drive import Anomalies, Outcome, compare
+from zoo.healthy.training import Family
 
-from benchmarks.healthy.catalogue import chosen, load
-from benchmarks.healthy.drive import Anomalies, Outcome, compare
-from benchmarks.healthy.training import Family
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 
-RESULTS = machine.RESULTS / "harmless.json"
 SEEDS, STEPS, QUICK_SEEDS = 20, 300, 2
 
 
@@ -151,34 +148,28 @@ def explained(row: dict[str, Any]) -> str:
     return f"{row['family']}: {'; '.join([*parts, *row['errors']])}"
 
 
+OPTIONS: dict[str, Mapping[str, Any]] = {
+    "--seeds": {"type": int, "default": SEEDS},
+    "--steps": {"type": int, "default": STEPS},
+    "--families": {"type": lambda text: text.split(","), "help": "parts of names, or groups"},
+    "--anomalies": {
+        "choices": ("note", "act", "off"),
+        "default": "note",
+        "help": "GuardConfig.anomalies",
+    },
+    "--jobs": runner.JOBS,
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument(
-        "--families",
-        type=lambda text: text.split(","),
-        default=None,
-        help="parts of names, or groups",
-    )
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SEEDS} seeds")
-    parser.add_argument(
-        "--anomalies", choices=("note", "act", "off"), default="note", help="GuardConfig.anomalies"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side"
-    )
-    parser.add_argument("--output", type=Path, default=None)
-    options = parser.parse_args(arguments)
+    run = runner.begin("harmless", __doc__, arguments, OPTIONS, quick=f"{QUICK_SEEDS} seeds")
+    options, console = run.options, run.console
     _prepare()
     families = chosen(options.families)
     seeds = QUICK_SEEDS if options.quick else options.seeds
     outcomes = measure(families, seeds, options, Console(stderr=True))
     rows = by_family(families, outcomes)
     total = summary(rows)
-    console = Console(width=max(120, Console().width))
     console.print(table(rows))
     for row in rows:
         if row["clean"] < row["runs"]:
@@ -191,12 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     whole = options.families is None and not options.quick and options.anomalies == "note"
     if options.output is not None or whole:
-        told = {
-            "schema": 1,
-            "machine": machine.facts(),
-            "cpu_seconds": sum(outcome.cpu_seconds for outcome in outcomes),
-        }
-        machine.keep({**told, **total, "rows": rows}, options.output or RESULTS, details=("rows",))
+        seconds = sum(outcome.cpu_seconds for outcome in outcomes)
+        run.keep({"cpu_seconds": seconds, **total, "rows": rows}, details=("rows",))
     return 0 if total["unclean_runs"] == 0 else 1
 
 

@@ -1,6 +1,6 @@
 """What locating costs: time in bare steps, and the most memory alive, on a 7M transformer.
 
-    python -m benchmarks.location [--quick]
+    python -m benchmarks location [--quick]
 
 The failure is a square root at 0 beside the real loss, so the whole forward and backward have to be
 looked through. Promise: at most 6 bare steps plus 0.3 s, and twice the step's memory.
@@ -8,22 +8,19 @@ looked through. Promise: at most 6 bare steps plus 0.3 s, and twice the step's m
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 from benchmarks.parts.workloads import FULL, QUICK, Workload
 from stepguard.locate import locate
 from stepguard.records import Origin, Reading
@@ -32,7 +29,6 @@ from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import capture_rng
 
 STEPS_PROMISED, SECONDS_PROMISED, MEMORY_PROMISED = 6.0, 0.3, 2.0
-RESULTS = Path(__file__).parent / "results" / "location.json"
 
 
 class Alive(TorchDispatchMode):
@@ -135,13 +131,8 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model, to try the benchmark itself"
-    )
-    quick = parser.parse_args(arguments).quick
+    run = runner.begin("location", __doc__, arguments, quick="a tiny model: try the benchmark")
+    quick = run.quick
     workload = next(iter((QUICK if quick else FULL).values()))()
     row = measure(workload, 2 if quick else 7)
     table = Table(
@@ -156,17 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spread = f"{row['steps']:.2f} ({row['spread'][0]:.2f}-{row['spread'][1]:.2f})"
     times = [f"{row[key] * 1000:.0f} ms" for key in ("bare_seconds", "locate_seconds")]
     table.add_row(row["what"], row["origin"], *times, spread, f"{row['memory']:.2f}x")
-    Console().print(table)
+    run.console.print(table)
     if not quick:
-        machine.keep(
-            {
-                "schema": 1,
-                "machine": machine.facts(),
-                "promise": {"steps": 6, "seconds": 0.3, "memory": 2},
-                **row,
-            },
-            RESULTS,
-        )
+        run.keep({"promise": {"steps": 6, "seconds": 0.3, "memory": 2}, **row})
     return 0
 
 

@@ -1,6 +1,6 @@
 """Values made inside functions that no tracer can look into: does the guard name the right one?
 
-    python -m benchmarks.opaque [--only NAME ...]
+    python -m benchmarks opaque [--only NAME ...]
 
 Every scene is a small model with one function whose kernel writes memory by itself, as Triton, CUDA
 and C++ kernels do, deep inside it. It goes wrong in the forward or in the backward, from the third
@@ -10,22 +10,21 @@ function, and that no cause is called certain. Healthy twins must raise no alarm
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import stepguard
+from benchmarks.parts import runner
 from stepguard.run.guarded_script import AutomaticGuards
 
 DRIVERS = ("step", "watch", "run")
@@ -481,16 +480,14 @@ def wrong(scene: Scene, incidents: list[stepguard.Incident]) -> str:
     return ""
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="scenes")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    console = Console(width=140)
+def main(arguments: Sequence[str] | None = None) -> int:
+    run = runner.begin("opaque", __doc__, arguments, {"--only": runner.NAMES})
+    args, console = run.options, run.console
     right = dict.fromkeys(DRIVERS, 0)
-    chosen = [scene for scene in scenes() if not args.only or scene.name in args.only]
+    named = args.only or [""]
+    chosen = [scene for scene in scenes() if any(part in scene.name for part in named)]
+    if not chosen:
+        return run.refuse("--only", " ".join(named), [scene.name for scene in scenes()])
     for scene in chosen:
         for driver in DRIVERS:
             fault = wrong(scene, incidents_of(scene, driver))

@@ -1,9 +1,9 @@
 """What a healthy step costs: stepguard and the checks people use today, against a bare step with
 clipping.
 
-    python -m benchmarks.overhead                  # three models, about 20 minutes
-    python -m benchmarks.overhead --only gpt-7m    # one of them; the others keep their last result
-    python -m benchmarks.overhead --quick          # tiny models, seconds: says nothing about cost
+    python -m benchmarks overhead                  # three models, about 20 minutes
+    python -m benchmarks overhead --only gpt-7m    # one of them; the others keep their last result
+    python -m benchmarks overhead --quick          # tiny models, seconds: says nothing about cost
 
 Not covered: accelerators, several processes, torch.compile.
 """
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.parts import machine
+from benchmarks.parts import machine, runner
 from benchmarks.parts.look_cost import LookCost, look_cost
 from benchmarks.parts.timing import Row, compare
 from benchmarks.parts.variants import VARIANTS, Variant
@@ -34,59 +34,38 @@ OWN_ROUNDS = 40
 """Rounds without forward and backward: they are short, and the difference to be seen is small."""
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--only": {"metavar": "NAME", "help": f"one workload: {', '.join(FULL)}"},
+    "--variants": {
+        "nargs": "+",
+        "metavar": "NAME",
+        "help": "only these; the others keep their last result",
+    },
+    "--rounds": {"type": int, "help": "timed rounds a workload, instead of its own number"},
+    "--threads": {
+        "type": int,
+        "default": 1,
+        "help": "torch threads (1: with more, a busy machine drowns one per cent)",
+    },
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
-    console = Console()
+    run = runner.begin("overhead", __doc__, arguments, OPTIONS, quick="tiny models, few rounds")
+    options, console = run.options, run.console
     torch.set_num_threads(options.threads)
-    workloads = QUICK if options.quick else FULL
+    workloads = QUICK if run.quick else FULL
     if options.only is not None and options.only not in workloads:
-        console.print(
-            f"--only {options.only}: not known; use one of {', '.join(workloads)}.", style="red"
-        )
-        return 2
-    unknown = sorted(set(options.variants or ()) - {v.name for v in VARIANTS})
-    if unknown:
-        console.print(
-            f"--variants {unknown[0]}: not known; use {', '.join(v.name for v in VARIANTS)}.",
-            style="red",
-        )
-        return 2
+        return run.refuse("--only", options.only, workloads)
+    known = [v.name for v in VARIANTS]
+    for name in options.variants or ():
+        if name not in known:
+            return run.refuse("--variants", name, known)
     chosen = [make() for name, make in workloads.items() if options.only in (None, name)]
     results = _measure(chosen, options, console)
-    merged = _merge(options.output, results, quick=options.quick)
-    machine.keep(merged, options.output)
-    console.print(
-        f"written to {options.output.name}; `-m benchmarks.table` puts it into docs/evidence.md"
-    )
+    run.keep(_merge(run.output, results, quick=run.quick))
+    console.print("`python -m benchmarks table` puts it into docs/evidence.md")
     return 0
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny models and few rounds")
-    parser.add_argument("--only", metavar="NAME", help=f"one workload: {', '.join(FULL)}")
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        metavar="NAME",
-        help="only these; the others keep their last result",
-    )
-    parser.add_argument(
-        "--rounds", type=int, help="timed rounds a workload, instead of its own number"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=1,
-        help="torch threads (1: with more, a busy machine drowns one per cent)",
-    )
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
-    options = parser.parse_args(arguments)
-    name = "overhead-quick.json" if options.quick else "overhead.json"
-    options.output = options.output or machine.RESULTS / name
-    return options
 
 
 def _measure(
@@ -155,7 +134,7 @@ def _merge(path: Path, results: dict[str, Any], *, quick: bool) -> dict[str, Any
     workloads = {
         name: (before | results)[name] for name in order if name in before or name in results
     }
-    return {"schema": 1, "promise": PROMISE, "warmup": WARMUP, "workloads": workloads}
+    return {"promise": PROMISE, "warmup": WARMUP, "workloads": workloads}
 
 
 def painted(workload: Workload, rows: Sequence[Row]) -> Table:

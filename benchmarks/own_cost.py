@@ -1,7 +1,7 @@
 """What the guard costs by itself, in microseconds per step, by number of tensors and by driver.
 
-    python -m benchmarks.own_cost             # three sizes, plain and fused AdamW, about a minute
-    python -m benchmarks.own_cost --quick     # two sizes, few rounds: only shows that it works
+    python -m benchmarks own_cost             # three sizes, plain and fused AdamW, about a minute
+    python -m benchmarks own_cost --quick     # two sizes, few rounds: only shows that it works
 
 Small layers, so that the step itself is short and the cost of the check is not lost in it. Every
 loop takes the same batch in turn, in CPU time; `own` is the median of a loop minus the median of
@@ -12,7 +12,6 @@ Lightning, without a guard) are printed beside it: what they add to the unguarde
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import logging
 import statistics
@@ -25,17 +24,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import stepguard
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 
 Batch = tuple[Tensor, Tensor]
 Loop = Callable[[Batch], Any]
 
-RESULTS = machine.RESULTS / "own_cost.json"
 DEPTHS = {6: 1, 40: 18, 400: 198}
 """Tensors of the model -> hidden layers between its first and its last."""
 ROUNDS = {6: 1200, 40: 500, 400: 150}
@@ -286,13 +283,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    summary = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.own_cost", description=summary)
-    parser.add_argument("--quick", action="store_true", help="two sizes and few rounds")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    console = Console()
+    run = runner.begin("own_cost", __doc__, arguments, quick="two sizes and few rounds")
+    options, console = run.options, run.console
     sizes = {6: 12, 40: 12} if options.quick else ROUNDS
     rows: list[dict[str, Any]] = []
     for tensors, rounds in sizes.items():
@@ -313,9 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"{line['loop']}{' (fused AdamW)' if line['fused'] else ''}"
         cost = f"{line['us_per_step']:.0f} us per step + {line['ns_per_tensor']:.0f} ns per tensor"
         console.print(f"{name}: {cost}; 1 % from steps of {ends} on")
-    data = {"machine": machine.facts(), "rows": rows, "frameworks": frameworks, "fitted": lines}
-    name = "own_cost-quick.json" if options.quick else RESULTS.name
-    machine.keep(data, options.output or machine.RESULTS / name)
+    run.keep({"rows": rows, "frameworks": frameworks, "fitted": lines})
     return 0
 
 

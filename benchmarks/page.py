@@ -1,6 +1,6 @@
 """The page of a run, written and opened, and the live page with many runs and readers.
 
-    python -m benchmarks.page              # 100,000 steps of 8 series; 50 runs, 20 open pages
+    python -m benchmarks page              # 100,000 steps of 8 series; 50 runs, 20 open pages
 
 Prints seconds and bytes beside what is promised: written in under 5 s, open in under 3 s, below
 6 MB, and no row lost. Needs a Chromium for opening and for the open pages; without one it says so.
@@ -18,18 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 
 STEPS = 100_000
 RUNS = 50
 PAGES = 20
 LIVE_ROWS = 200
-RESULTS = Path(__file__).parent / "results" / "page.json"
 
 
 def write_journal(folder: Path, steps: int, seed: int = 0) -> Path:
@@ -170,8 +169,9 @@ def serving(folder: Path) -> Iterator[str]:
         process.wait(timeout=30)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both and print them beside what is promised."""
+    run = runner.begin("page", __doc__, arguments)
     with tempfile.TemporaryDirectory() as place:
         report = measure_report(Path(place) / "long")
         live = measure_live(Path(place) / "many")
@@ -183,8 +183,9 @@ def main() -> None:
     print(f"  size         {report['bytes'] / 1e6:6.2f} MB  (promised: under 6)")
     print(f"live: {RUNS} runs, {live['pages']} open pages")
     print(f"  rows shown   {live.get('rows', '-')}, lost {live.get('lost', '-')}  (promised: 0)")
-    machine.keep({"report": report, "live": live}, RESULTS)
+    run.keep({"report": report, "live": live})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

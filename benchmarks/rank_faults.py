@@ -1,7 +1,7 @@
 """Every exchange of the guard with every fault of one rank: does each rank end in time, with finite
 weights?
 
-    python -m benchmarks.rank_faults [--quick] [--only WORDS] [--json FILE]
+    python -m benchmarks rank_faults [--quick] [--only WORDS] [--json FILE]
 
 Two ranks train a small model under `guard.step`; one step has a NaN in rank 1's batch, after
 another rank 1's weights are NaN, checkpoints are written, the state is saved and restored. In each
@@ -11,7 +11,6 @@ minute counts as hung. The exit code is 0 only if none is, and no weight of a li
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import shutil
@@ -19,18 +18,18 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import stepguard
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 from benchmarks.parts.forked_ranks import HUNG, KILLED, run_ranks
 from stepguard.ranks.agreement import Agreement, Meeting
 
@@ -222,28 +221,30 @@ def _table(found: list[dict[str, Any]]) -> Table:
     return table
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one cell of each fault")
-    parser.add_argument("--only", default="", help="cells whose fault or exchange has this in it")
-    parser.add_argument("--json", type=Path, help="write what was found to this file")
-    options = parser.parse_args(arguments)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--only": {"default": "", "help": "cells whose fault or exchange has this in it"},
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    run = runner.begin("rank_faults", __doc__, arguments, OPTIONS, quick="one cell of each fault")
+    options, console = run.options, run.console
     wanted = QUICK
     if not options.quick:
         every = ((fault, exchange) for exchange in EXCHANGES for fault in FAULTS)
         # that reduction has no inside where Python runs
         wanted = tuple(one for one in every if one != ("dies inside", "the reduction of a step"))
-    console = Console(width=150)
     found = []
     for fault, exchange in wanted:
         if options.only in f"{fault} {exchange}":
             found.append(cell(fault, exchange))
             console.print(f"{exchange} | {fault} | {_words(found[-1])}")
     console.print(_table(found))
-    if options.json is not None:
-        machine.keep(found, options.json)
+    if options.output is not None or not (run.quick or options.only):
+        good = sum(one["good"] for one in found)
+        run.keep({"count": len(found), "good": good, "cells": found}, details=("cells",))
     return 0 if found and all(one["good"] for one in found) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Are the fixes that a panel prints true? Each is written into the program, and training goes on.
 
-    python -m benchmarks.remedies [--only NAME ...] [--json OUT]
+    python -m benchmarks remedies [--only NAME ...] [--json OUT]
 
 For every incident of the zoo whose first finding offers a change of the user's own lines: the
 change is applied (in memory, as `stepguard fix` would on disk) and the scene is trained from the
@@ -10,30 +10,25 @@ loss and gradient is finite, and if the losses before the incident are those of 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-import warnings
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from zoo.case import Case, Scene
 from zoo.catalogue import chosen
 from zoo.plain import autocast, make_scaler
 from zoo.tools import run_guarded
 from zoo.trace import finite
 
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 from stepguard.locate.source import PatchError, with_edits
 
 STEPS = 50
 SAME = 1e-3
 """Losses that differ by less, relative, are the same."""
-RESULTS = machine.RESULTS / "remedies.json"
 
 
 def losses(scene: Scene, steps: int) -> tuple[list[float], bool]:
@@ -97,17 +92,12 @@ def judge(case: Case) -> dict[str, Any] | None:
     return row
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="cases or groups")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="write the rows to this file")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    console = Console(width=max(120, Console().width))
+def main(arguments: Sequence[str] | None = None) -> int:
+    run = runner.begin("remedies", __doc__, arguments, {"--only": runner.NAMES})
+    args, console = run.options, run.console
     cases = [case for case in chosen(args.only) if not case.control]
     rows = []
-    for case in track(cases, console=Console(stderr=True), transient=True):
+    for case in run.track(cases):
         row = judge(case)
         if row is not None:
             rows.append(row)
@@ -122,8 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"{len(cases)} incidents, {len(rows)} with a change of the program")
     for name, count in sorted(counts.items()):
         console.print(f"  {name}: {count}")
-    content = {"machine": machine.facts(), "counts": dict(counts), "rows": rows}
-    machine.keep(content, args.json, details=("rows",))
+    run.keep({"counts": dict(counts), "rows": rows}, details=("rows",))
     failed = [row for row in rows if row["tried"] and not (row["trains"] and row["same"])]
     return 1 if failed else 0
 

@@ -1,6 +1,6 @@
 """What the guard costs with many ranks: counted and timed on a few, modelled for many.
 
-    python -m benchmarks.scale [--quick]
+    python -m benchmarks scale [--quick]
 
 Measured here over gloo: collectives, bytes and requests to the store of a healthy step, a bad
 step, a healing, a comparison and a save at 2, 4 and 8 ranks, under DDP and FSDP2; the processor
@@ -35,11 +35,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 from stepguard import Guard, GuardConfig, Policy, Ranks, Snapshots
 from stepguard.ranks import agreement as rank_agreement
 
-RESULTS = machine.RESULTS / "scale.json"
 WIDTH, LAYERS, BATCH = 64, 12, 8
 WARMUP, STEPS, BLOCKS, COMPARED = 6, 20, 5, 12
 RANKS = (2, 4, 8)
@@ -311,11 +310,9 @@ def modelled(found: dict[str, int], ranks: int, request: float) -> dict[str, flo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="2 and 4 ranks only")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
+    hidden = {"--rank": {"type": Path, "help": argparse.SUPPRESS}}
+    run = runner.begin("scale", __doc__, arguments, hidden, quick="2 and 4 ranks only")
+    given = run.options
     if given.rank is not None:
         rank_main(given.rank)
     measured = [play(ranks) for ranks in (RANKS[:2] if given.quick else RANKS)]
@@ -326,14 +323,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             at = {str(ranks): modelled(found, ranks, request) for ranks in MODELLED}
             many[f"{engine}, {moment}"] = at
     data = {
-        "machine": machine.facts(),
         "latency (us)": 1e6 * LATENCY,
         "bandwidth (GB/s)": BANDWIDTH / 1e9,
         "measured": measured,
         "modelled": many,
     }
     show(data)
-    machine.keep(data, given.output)
+    run.keep(data)
     return 0
 
 

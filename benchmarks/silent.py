@@ -1,7 +1,7 @@
 """Silent failures: what trains wrongly with finite numbers, planted in small trainings. Does
 stepguard tell it, and does it keep quiet about the healthy twin?
 
-    python -m benchmarks.silent [--only SG902,transformer] [--families] [--quick]
+    python -m benchmarks silent [--only SG902,transformer] [--families] [--quick]
 
 Every mistake is planted in at least three trainings, each time in another way than on the page of
 its code, beside the healthy training that looks most like it. `found`: the code was told with
@@ -10,7 +10,7 @@ anything at all, with either. `curve`: the mean loss of the last 20 steps lies o
 the five twins. That is generous to a loss curve: nobody has five runs without the mistake to
 compare with.
 
-`--families` looks at every family of healthy training (benchmarks/healthy) as well, one seed each,
+`--families` looks at every family of healthy training (zoo/healthy) as well, one seed each,
 and lists what it was told.
 """
 
@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,17 +32,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from zoo.healthy import catalogue as healthy
+from zoo.healthy import drive
+from zoo.healthy.training import Family
+from zoo.silent.catalogue import chosen
+from zoo.silent.loops import Loop
+from zoo.silent.plant import Plant
 
 import stepguard
-from benchmarks.healthy import catalogue as healthy
-from benchmarks.healthy import drive
-from benchmarks.healthy.training import Family
-from benchmarks.parts import machine
-from benchmarks.silent_faults.catalogue import chosen
-from benchmarks.silent_faults.loops import Loop
-from benchmarks.silent_faults.plant import Plant
+from benchmarks.parts import runner
 
-RESULTS = machine.RESULTS / "silent.json"
 STEPS, LAST = 150, 20
 """Steps of a run, and those at its end whose mean loss is its result."""
 SEEDS, QUICK_SEEDS = 5, 1
@@ -213,20 +211,19 @@ def summary(results: Sequence[Result]) -> dict[str, int]:
     }
 
 
+OPTIONS: dict[str, Mapping[str, Any]] = {
+    "--only": {
+        "type": lambda text: text.split(","),
+        "help": "codes, trainings or names of mistakes",
+    },
+    "--families": {"action": "store_true", "help": "look at healthy families as well"},
+    "--jobs": runner.JOBS,
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", type=lambda text: text.split(","), help="codes, trainings or names of mistakes"
-    )
-    parser.add_argument("--families", action="store_true", help="look at healthy families as well")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SEEDS} twin of each")
-    parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side"
-    )
-    options = parser.parse_args(arguments)
+    run = runner.begin("silent", __doc__, arguments, OPTIONS, quick=f"{QUICK_SEEDS} twin of each")
+    options, console = run.options, run.console
     began = time.perf_counter()
     results = measure(judge_named, [one.name for one in chosen(options.only)], options)
     families: list[dict[str, Any]] = []
@@ -234,7 +231,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         looped = [one.name for one in healthy.chosen() if one.way in drive.LOOPED]
         families = measure(judge_family_named, looped, options)
     total = summary(results)
-    console = Console(width=max(150, Console().width))
     console.print(table(results))
     for row in families:
         if row["told"]:
@@ -247,9 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if options.output is not None or (options.only is None and not options.quick):
         rows = [{**asdict(one), "found": one.found} for one in results]
-        kept = {"schema": 1, "machine": machine.facts(), **total, "rows": rows}
-        content = {**kept, "families": families}
-        machine.keep(content, options.output or RESULTS, details=("rows", "families"))
+        content = {**total, "rows": rows, "families": families}
+        run.keep(content, details=("rows", "families"))
     return 0 if total["found"] >= min(GOAL, total["mistakes"]) and not total["false"] else 1
 
 

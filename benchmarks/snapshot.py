@@ -1,7 +1,7 @@
 """What a snapshot costs: the time training stands still for one, at 1M, 10M and 100M parameters,
 and amortised.
 
-    python -m benchmarks.snapshot [--quick]
+    python -m benchmarks snapshot [--quick]
 
 The state is that of AdamW (three numbers a parameter). Beside it the same by `copy.deepcopy` of the
 state dicts. Promise: under 0.5 % of the time of training at the cadence `auto` chooses, whatever a
@@ -10,24 +10,20 @@ step takes.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 from stepguard.state.run_state import RunState
 from stepguard.state.snapshot import Cadence, Ring
 
-RESULTS = machine.RESULTS / "snapshot.json"
 SIZES = {"1M": 1_000_000, "10M": 10_000_000, "100M": 100_000_000}
 LAYERS = 24
 STEP_SECONDS = (0.05, 0.5, 5.0)
@@ -116,21 +112,13 @@ def table(rows: dict[str, dict[str, Any]]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model, to try the benchmark itself"
-    )
-    parser.add_argument("--output", type=Path, default=None)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    run = runner.begin("snapshot", __doc__, arguments, quick="a tiny model: try the benchmark")
+    options = run.options
     sizes = {"10k": 10_000} if options.quick else SIZES
     rows = {name: measure(count, 3 if options.quick else 9) for name, count in sizes.items()}
-    Console().print(table(rows))
+    run.console.print(table(rows))
     if options.output is not None or not options.quick:
-        found = {"schema": 1, "machine": machine.facts(), "promise": Cadence.SHARE, "sizes": rows}
-        machine.keep(found, options.output or RESULTS)
+        run.keep({"promise": Cadence.SHARE, "sizes": rows})
     return 0
 
 

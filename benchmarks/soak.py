@@ -1,6 +1,6 @@
 """Two ranks train unattended for 20 000 steps while something goes wrong every 200 steps or so.
 
-    python -m benchmarks.soak [--steps 20000] [--seeds 5] [--guarded-seeds 1]
+    python -m benchmarks soak [--steps 20000] [--seeds 5] [--guarded-seeds 1]
 
 Two processes over gloo, DistributedDataParallel, AdamW, BatchNorm and dropout. Faults of eight
 kinds hit one rank or both: NaN in the data, in the forward, in the backward, in a weight, in an
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,10 +37,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.parts import machine
+from benchmarks.parts import machine, runner
 from stepguard import Guard, GuardConfig, Policy, TrainingHalted
 
-RESULTS = machine.RESULTS / "soak.json"
 FEATURES, HIDDEN, CLASSES, BATCH, LR, CLIP = 16, 32, 8, 32, 1e-3, 1.0
 EVERY = 200
 """Steps between two faults, on average."""
@@ -351,22 +350,26 @@ def _done(run: dict[str, Any]) -> str:
     return str(run.get("left_out", run.get("went_back", "")))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--seeds", type=int, default=5, help="of the run without a fault")
-    parser.add_argument("--guarded-seeds", type=int, default=1, help="of the others")
-    parser.add_argument("--keep", type=Path, default=RESULTS, help="where the figures go")
-    parser.add_argument("--rank-of", choices=STRATEGIES, help=argparse.SUPPRESS)
-    parser.add_argument("--every", type=int, default=EVERY, help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--steps": {"type": int, "default": 20_000},
+    "--seeds": {"type": int, "default": 5, "help": "of the run without a fault"},
+    "--guarded-seeds": {"type": int, "default": 1, "help": "of the others"},
+    "--rank-of": {"choices": STRATEGIES, "help": argparse.SUPPRESS},
+    "--every": {"type": int, "default": EVERY, "help": argparse.SUPPRESS},
+    "--seed": {"type": int, "default": 0, "help": argparse.SUPPRESS},
+    "--out": {"type": Path, "help": argparse.SUPPRESS},
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    run = runner.begin("soak", __doc__, arguments, OPTIONS)
+    given = run.options
     if given.rank_of is not None:
         rank_main(given.rank_of, given.seed, given.steps, given.every, given.out)
     else:
-        show(collect(given.steps, given.seeds, given.guarded_seeds, given.keep))
+        show(collect(given.steps, given.seeds, given.guarded_seeds, run.output))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

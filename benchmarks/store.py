@@ -1,8 +1,8 @@
 """What saving costs training: a store that writes in the background beside a blocking torch.save.
 
-    python -m benchmarks.store                     # 1M, 10M and 100M parameters, about 10 minutes
-    python -m benchmarks.store --only 1M           # one of them (the others keep their last result)
-    python -m benchmarks.store --quick             # a tiny model, seconds: shows that it runs
+    python -m benchmarks store                     # 1M, 10M and 100M parameters, about 10 minutes
+    python -m benchmarks store --only 1M           # one of them (the others keep their last result)
+    python -m benchmarks store --quick             # a tiny model, seconds: shows that it runs
 
 A round trains without saving, then offers a state and trains until it is on disk. What those steps
 took beyond as many steps without saving is the stall by the clock. Beside it the processor time of
@@ -13,7 +13,6 @@ loses. Not covered: copying the state out of the way.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -29,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.disk.states import GOOD
-from benchmarks.parts import machine
+from benchmarks.parts import machine, runner
 from stepguard.checkpoints import Background, Store
 
 CADENCE = 300.0
@@ -48,48 +47,28 @@ COLUMNS = (
 )
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--only": {"metavar": "NAME", "help": "one size: 1M, 10M, 100M"},
+    "--rounds": {"type": int, "help": "saves of each kind"},
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
-    console = Console()
-    torch.set_num_threads(1)
-    widths = {"tiny": 32} if options.quick else WIDTHS
+    run = runner.begin("store", __doc__, arguments, OPTIONS, quick="a tiny model and one round")
+    options, console = run.options, run.console
+    options.rounds = options.rounds or (1 if run.quick else 5)
+    options.seconds = 0.01 if run.quick else 1.0
+    widths = {"tiny": 32} if run.quick else WIDTHS
     if options.only is not None and options.only not in widths:
-        console.print(
-            f"--only {options.only}: not known; use one of {', '.join(widths)}.", style="red"
-        )
-        return 2
+        return run.refuse("--only", options.only, widths)
     rows = {}
     for name, width in widths.items():
         if options.only in (None, name):
             rows[name] = _measure(name, width, options, console)
-    before = (
-        json.loads(options.output.read_text(encoding="utf-8"))["rows"]
-        if options.output.exists()
-        else {}
-    )
-    rows = {name: (before | rows)[name] for name in widths if name in before or name in rows}
+    rows = run.with_earlier(rows, widths)
     console.print(painted(rows))
-    machine.keep(
-        {"schema": 1, "promise": PROMISE, "cadence_seconds": CADENCE, "rows": rows}, options.output
-    )
-    console.print(f"written to {options.output.name}")
+    run.keep({"promise": PROMISE, "cadence_seconds": CADENCE, "rows": rows})
     return 0
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.store", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and one round")
-    parser.add_argument("--only", metavar="NAME", help="one size: 1M, 10M, 100M")
-    parser.add_argument("--rounds", type=int, help="saves of each kind")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
-    options = parser.parse_args(arguments)
-    options.rounds = options.rounds or (1 if options.quick else 5)
-    options.seconds = 0.01 if options.quick else 1.0
-    name = "store-quick.json" if options.quick else "store.json"
-    options.output = options.output or machine.RESULTS / name
-    return options
 
 
 class Timed(Store):

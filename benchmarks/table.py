@@ -1,6 +1,6 @@
 """Put the measured overhead into docs/evidence.md, between its two markers.
 
-python -m benchmarks.table
+python -m benchmarks table
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ KEPT = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.table", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks table", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--results", type=Path, default=RESULTS / "overhead.json")
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     if not options.results.exists():
         return _refuse(
-            f"{options.results.name} does not exist; run python -m benchmarks.overhead first."
+            f"{options.results.name} does not exist; run python -m benchmarks overhead first."
         )
     text = options.page.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):

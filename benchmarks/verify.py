@@ -1,8 +1,8 @@
 """What reading a checkpoint costs: stepguard.verify, torch.load with an isnan loop, and merely
 reading the file.
 
-    python -m benchmarks.verify            # two files of 2 GB, warm and cold cache, about 5 minutes
-    python -m benchmarks.verify --quick    # 40 MB, seconds: shows that it runs, says nothing about
+    python -m benchmarks verify            # two files of 2 GB, warm and cold cache, about 5 minutes
+    python -m benchmarks verify --quick    # 40 MB, seconds: shows that it runs, says nothing about
     speed
 
 Every contender runs in a process of its own, in turns; times are without imports, memory is the
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 from benchmarks.parts.reading import CONTENDERS
 
 PROMISE, MEMORY = 0.8, 300.0
@@ -38,9 +38,18 @@ grow.
 FORMATS = ("torch zip", "safetensors")
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--megabytes": {"type": int, "help": "size of each file"},
+    "--rounds": {"type": int, "help": "turns of every contender"},
+    "--folder": {"type": Path, "help": "where files are made; the system's temporary folder"},
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
-    console = Console()
+    run = runner.begin("verify", __doc__, arguments, OPTIONS, quick="a small file and two rounds")
+    options, console = run.options, run.console
+    options.megabytes = options.megabytes or (40 if run.quick else 2000)
+    options.rounds = options.rounds or (2 if run.quick else 5)
     files = {}
     with tempfile.TemporaryDirectory(prefix="stepguard-verify-", dir=options.folder) as folder:
         for name in FORMATS:
@@ -53,37 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 path.unlink()
             for cache, rows in files[name].items():
                 console.print(painted(f"{name}, {options.megabytes} MB, cache {cache}", rows))
-    result = {
-        "schema": 1,
-        "promise": {"bandwidth": PROMISE, "megabytes": MEMORY},
-        "megabytes": options.megabytes,
-        "rounds": options.rounds,
-        "machine": machine.facts(),
-        "files": files,
-    }
-    machine.keep(result, options.output)
-    console.print(f"written to {options.output.name}")
+    promise = {"bandwidth": PROMISE, "megabytes": MEMORY}
+    measured = {"megabytes": options.megabytes, "rounds": options.rounds, "files": files}
+    run.keep({"promise": promise, **measured})
     return 0
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.verify", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="a small file and two rounds")
-    parser.add_argument("--megabytes", type=int, help="size of each file")
-    parser.add_argument("--rounds", type=int, help="turns of every contender")
-    parser.add_argument(
-        "--folder", type=Path, help="where the files are made; the system's temporary folder"
-    )
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
-    options = parser.parse_args(arguments)
-    options.megabytes = options.megabytes or (40 if options.quick else 2000)
-    options.rounds = options.rounds or (2 if options.quick else 5)
-    options.output = options.output or machine.RESULTS / (
-        "verify-quick.json" if options.quick else "verify.json"
-    )
-    return options
 
 
 def make(folder: Path, name: str, megabytes: int) -> Path:

@@ -1,13 +1,13 @@
 """How often is the right fix ranked first, of those that `guard.whatif()` tries?
 
-    python -m benchmarks.whatif [--seeds 5] [--quick] [--later STEPS]
+    python -m benchmarks whatif [--seeds 5] [--quick] [--later STEPS]
 
 On trainings whose failure was planted together with its cure, and on the cases of the zoo whose
 cure can be applied from outside (by the sample or the cause they are known for). Beside it: "always
 lower the learning rate", and a candidate drawn at random of those that were tried.
 
 A change of the case's own line that the panel offers as tried counts as right as well:
-`python -m benchmarks.remedies` shows that those train on.
+`python -m benchmarks remedies` shows that those train on.
 
 The ranking was corrected after a first run (one seed) of `planted` and `zoo`: 5 of 7 and 45 of 50
 were right then. `fresh` and `zoo, at once` were not looked at before: they are the honest figures.
@@ -15,30 +15,24 @@ were right then. `fresh` and `zoo, at once` were not looked at before: they are 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from zoo.case import Case, Scene
 from zoo.catalogue import chosen as zoo_cases
 from zoo.plain import autocast, make_scaler
 
 import stepguard
-from benchmarks.parts import machine
+from benchmarks.parts import runner
 from benchmarks.parts.known_fixes import FAILS, FRESH, PLANTED, Planted, Training, run
 from stepguard.records.probes import WhatIf
 
-RESULTS = machine.RESULTS / "whatif.json"
 SEEDS = 5
 QUICK = ("NaN in one sample", "learning rate jumps", "happens once")
 LOWER = frozenset({"lr x0.5", "lr x0.1"})
@@ -205,41 +199,34 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     return drawn
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--seeds": {"type": int, "default": SEEDS},
+    "--later": {
+        "type": int,
+        "default": 0,
+        "help": "steps trained on before the question; no zoo then",
+    },
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--quick", action="store_true", help="three trainings, one seed, no zoo")
-    parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument(
-        "--later", type=int, default=0, help="steps trained on before the question; no zoo then"
-    )
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    quick = "three trainings, one seed, no zoo"
+    run = runner.begin("whatif", __doc__, arguments, OPTIONS, quick=quick)
+    options, console = run.options, run.console
     chosen = [one for one in (*PLANTED, *FRESH) if not options.quick or one.name in QUICK]
     seeds = range(1 if options.quick else options.seeds)
     whole = not options.quick and not options.later
     cases = [case for case in zoo_cases() if cure(case)] if whole else []
-    stderr = Console(stderr=True)
     work = [(one, seed) for one in chosen for seed in seeds]
-    rows = [
-        planted(one, seed, options.later)
-        for one, seed in track(work, description="planted", console=stderr, transient=True)
-    ]
-    rows += [
-        of_zoo(case) for case in track(cases, description="zoo", console=stderr, transient=True)
-    ]
-    console = Console()
+    rows = [planted(one, seed, options.later) for one, seed in run.track(work, "planted")]
+    rows += [of_zoo(case) for case in run.track(cases, "zoo")]
     console.print(table(rows))
     shares = totals(rows)
     for kind, figures in shares.items():
         told = ", ".join(f"{name} {_shown(value)}" for name, value in figures.items())
         console.print(f"{kind}: {told}", markup=False)
     if options.output is not None or whole:
-        content = {"schema": 1, "machine": machine.facts(), "totals": shares, "rows": rows}
-        machine.keep(content, options.output or RESULTS, details=("rows",))
+        run.keep({"totals": shares, "rows": rows}, details=("rows",))
     return 0
 
 

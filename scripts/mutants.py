@@ -5,9 +5,11 @@
     python scripts/mutants.py --list               only show them
 
 Each mutant is one change of one line (a comparison turned round, a condition negated, a number off
-by one, `and` for `or`, a statement left out), in a copy of src. The tests of its package run
-against the copy until the first failure; a mutant that no test fails for has survived. The sample
-depends on the seed and on the source only, so two suites can be compared on one source.
+by one, `and` for `or`), in a copy of src. The tests that execute the changed line run against the
+copy until the first failure; a mutant that no test fails for has survived. Which tests execute
+which line is measured once (`--map FILE` keeps it). For a mutant of `ranks` that survives, the
+tests that start ranks are run too. The sample depends on the seed and on the source only, so two
+suites can be compared on one source.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from coverage import CoverageData
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("engine", "state", "locate", "ranks")
-TESTS = {
-    "engine": ("tests/guard", "tests/engine"),
-    "state": ("tests/state", "tests/guard", "tests/checkpoints"),
-    "locate": ("tests/locate", "tests/engine"),
-    "ranks": ("tests/distributed", "tests/engine"),
-}
+TESTS = ("engine", "guard", "state", "locate", "ranks", "sentinel", "tensors", "checkpoints")
+"""Folders below tests that run in the quick lane."""
+STARTING_RANKS = {"ranks": ("distributed", "ranks")}
+"""Folders that run whole for a mutant of this package: coverage does not see started processes."""
 OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE,
     ast.GtE: ast.Lt,
@@ -140,25 +142,70 @@ def sample(count: int, seed: int) -> list[Mutant]:
     return found
 
 
-def survives(mutant: Mutant, lane: str, seconds: float) -> bool:
-    """Do the tests of its package pass? A suite that hangs has noticed."""
+def statement_lines(mutant: Mutant) -> range:
+    """Lines of the innermost statement around the change, up to the change."""
+    tree = ast.parse(mutant.path.read_text(encoding="utf-8"))
+    around = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and node.lineno <= mutant.line <= (node.end_lineno or 0)
+    ]
+    return range(max(around), mutant.line + 1)
+
+
+def measure(lane: str, kept: Path) -> None:
+    """Run the tests once and write to `kept` which of them execute which line."""
+    tests = [f"tests/{name}" for name in TESTS if (ROOT / "tests" / name).is_dir()]
+    coverage = ["--cov=stepguard", "--cov-context=test", "--cov-report="]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", lane, "--timeout=0"]
+    subprocess.run(
+        [*pytest, *coverage, *tests],
+        cwd=ROOT,
+        env={**os.environ, "COVERAGE_FILE": str(kept), "PYTHONPATH": str(ROOT / "src")},
+        check=True,
+    )
+
+
+def covering(data: CoverageData, mutant: Mutant) -> list[str]:
+    """Tests that execute the changed line."""
+    contexts = data.contexts_by_lineno(str(mutant.path))
+    found = {name for line in statement_lines(mutant) for name in contexts.get(line, ())}
+    return sorted({name.rpartition("|")[0] for name in found} - {""})
+
+
+def survives(mutant: Mutant, data: CoverageData, lane: str, seconds: float) -> bool:
+    """Do the tests that execute its line pass? A suite that hangs has noticed."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source)
         (source / mutant.path.relative_to(ROOT / "src")).write_text(mutant.source, encoding="utf-8")
-        tests = [name for name in TESTS[mutant.package] if (ROOT / name).is_dir()]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-m", lane, *tests],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(source)},
-                capture_output=True,
-                timeout=seconds,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
+        runs = []
+        tests = covering(data, mutant)
+        if tests:
+            listed = Path(folder) / "tests.txt"
+            listed.write_text("\n".join(tests), encoding="utf-8")
+            runs.append(["-n", "0", "-m", lane, f"@{listed}"])
+        whole = [f"tests/{name}" for name in STARTING_RANKS.get(mutant.package, ())]
+        whole = [name for name in whole if (ROOT / name).is_dir()]
+        if whole:
+            runs.append(["-n", "2", *whole])
+        for given in runs:
+            try:
+                done = subprocess.run(
+                    [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *given],
+                    cwd=ROOT,
+                    env={**os.environ, "PYTHONPATH": str(source)},
+                    capture_output=True,
+                    timeout=seconds,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return False
+            if done.returncode not in (0, 1):
+                raise RuntimeError(done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:])
+            if done.returncode:
+                return False
+        return True
 
 
 def main() -> int:
@@ -166,23 +213,29 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lane", default="not process and not slow", help="pytest's -m")
-    parser.add_argument("--seconds", type=float, default=600, help="time for one mutant")
+    parser.add_argument("--seconds", type=float, default=900, help="time for one mutant")
+    parser.add_argument("--map", type=Path, help="file that keeps which tests execute which line")
     parser.add_argument("--list", action="store_true", help="only show them")
     given = parser.parse_args()
     chosen = sample(given.count, given.seed)
-    killed = 0
-    for number, mutant in enumerate(chosen, 1):
-        if given.list:
-            print(mutant)
-            continue
-        begun = time.perf_counter()
-        alive = survives(mutant, given.lane, given.seconds)
-        killed += not alive
-        state = "SURVIVED" if alive else "killed"
-        took = time.perf_counter() - begun
-        print(f"{number}/{len(chosen)} {state} in {took:.0f} s  {mutant}", flush=True)
-    if not given.list:
-        print(f"{killed} of {len(chosen)} mutants killed (seed {given.seed}, lane {given.lane!r})")
+    if given.list:
+        print(*chosen, sep="\n")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        kept = (given.map or Path(folder) / "coverage").resolve()
+        if not kept.exists():
+            measure(given.lane, kept)
+        data = CoverageData(str(kept))
+        data.read()
+        killed = 0
+        for number, mutant in enumerate(chosen, 1):
+            begun = time.perf_counter()
+            alive = survives(mutant, data, given.lane, given.seconds)
+            killed += not alive
+            state = "SURVIVED" if alive else "killed"
+            took = time.perf_counter() - begun
+            print(f"{number}/{len(chosen)} {state} in {took:.0f} s  {mutant}", flush=True)
+    print(f"{killed} of {len(chosen)} mutants killed (seed {given.seed}, lane {given.lane!r})")
     return 0
 
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from benchmarks.healthy.data import CLASSES, FEATURES, Clouds
+from zoo.healthy.data import CLASSES, FEATURES, Clouds
 
 STEPS, AT = 600, 300
 """Batches of a run, and the one at which something happens."""

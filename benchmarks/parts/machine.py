@@ -85,11 +85,10 @@ def _write(data: Any, path: Path) -> None:
 
 
 def laid_out(data: Any, indent: str = "") -> str:
-    """JSON in which what fits into a line, and every innermost list or object, is one line."""
+    """JSON in which what fits into a line is one line, and so is a row: numbers and intervals."""
     line = json.dumps(data, allow_nan=False)
     values = list(data.values()) if isinstance(data, dict) else data
-    nested = isinstance(values, list) and any(isinstance(v, dict | list) for v in values)
-    if len(line) <= LINE or not nested:
+    if len(line) <= LINE or not isinstance(values, list) or not any(map(_has_rows, values)):
         return line
     inner = indent + " "
     if isinstance(data, dict):
@@ -98,6 +97,12 @@ def laid_out(data: Any, indent: str = "") -> str:
         lines = [laid_out(value, inner) for value in data]
     begin, end = "{}" if isinstance(data, dict) else "[]"
     return f"{begin}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{end}"
+
+
+def _has_rows(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, dict | list) for item in value)
+    return isinstance(value, dict)
 
 
 def rounded(data: Any) -> Any:

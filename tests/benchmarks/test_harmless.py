@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.healthy import catalogue, drive, same
-from benchmarks.healthy.training import Family, Learner, Training, single
+from zoo.healthy import catalogue, drive, same
+from zoo.healthy.training import Family, Learner, Training, single
 
 from benchmarks import harmless
 

@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from benchmarks.silent_faults.catalogue import chosen
-from benchmarks.silent_faults.plant import Plant
+from zoo.silent.catalogue import chosen
+from zoo.silent.plant import Plant
 
 from benchmarks import silent
 from stepguard.diagnose import all_rules

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.healthy.drive import Left, Outcome
-from benchmarks.healthy.same import frozen
-from benchmarks.healthy.training import register
+from zoo.healthy.drive import Left, Outcome
+from zoo.healthy.same import frozen
+from zoo.healthy.training import register
 
 GROUP = "scripts"
 SCRIPTS = Path(__file__).parent / "scripts"

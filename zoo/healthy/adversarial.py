@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.healthy.data import mlp
-from benchmarks.healthy.training import Learner, Training, Update, family, register
+from zoo.healthy.data import mlp
+from zoo.healthy.training import Learner, Training, Update, family, register
 
 GROUP = "adversarial"
 NOISE, ROWS = 4, 32

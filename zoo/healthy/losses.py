@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.healthy.data import FEATURES, ROWS, Clouds, mlp, regression, squared
-from benchmarks.healthy.training import Learner, Training, Update, Way, family, register, single
+from zoo.healthy.data import FEATURES, ROWS, Clouds, mlp, regression, squared
+from zoo.healthy.training import Learner, Training, Update, Way, family, register, single
 
 GROUP = "losses"
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedules
 
-from benchmarks.healthy.data import Clouds, classified, mlp, regression, squared
-from benchmarks.healthy.training import Learner, Training, Update, Way, family, register, single
+from zoo.healthy.data import Clouds, classified, mlp, regression, squared
+from zoo.healthy.training import Learner, Training, Update, Way, family, register, single
 
 GROUP = "schedules"
 Make = Callable[[Optimizer], Any]

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.silent_faults.loops import LENGTH, Batch, Loop, next_token_loss
-from benchmarks.silent_faults.plant import plant
+from zoo.silent.loops import LENGTH, Batch, Loop, next_token_loss
+from zoo.silent.plant import plant
 
 # --- SG906: almost all targets are ignored --------------------------------------------------------
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.healthy.data import Clouds, classified, mlp, regression, squared
-from benchmarks.healthy.training import Learner, Training, family, single
+from zoo.healthy.data import Clouds, classified, mlp, regression, squared
+from zoo.healthy.training import Learner, Training, family, single
 
 GROUP = "state of the loss"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.silent_faults import wrong_data, wrong_losses, wrong_models, wrong_updates
-from benchmarks.silent_faults.plant import PLANTS, Plant
+from zoo.silent import wrong_data, wrong_losses, wrong_models, wrong_updates
+from zoo.silent.plant import PLANTS, Plant
 
 MODULES = (wrong_data, wrong_losses, wrong_models, wrong_updates)
 

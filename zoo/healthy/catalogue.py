@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from benchmarks.healthy.training import FAMILIES, Family
+from zoo.healthy.training import FAMILIES, Family
 
 MODULES = (
     "finetuning",
@@ -26,7 +26,7 @@ MODULES = (
 def load() -> dict[str, Family]:
     """All families by name."""
     for name in MODULES:
-        import_module(f"benchmarks.healthy.{name}")
+        import_module(f"zoo.healthy.{name}")
     return FAMILIES
 
 

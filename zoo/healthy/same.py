@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.healthy.training import Training
+from zoo.healthy.training import Training
 
 
 def state_of(training: Training) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.silent_faults.loops import WIDTH, Loop, next_token_loss
-from benchmarks.silent_faults.plant import plant
+from zoo.silent.loops import WIDTH, Loop, next_token_loss
+from zoo.silent.plant import plant
 
 # --- SG904: no gradient below some layer ----------------------------------------------------------
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.silent_faults.loops import (
+from zoo.silent.loops import (
     CLASSES,
     TOKENS,
     WIDTH,
@@ -14,7 +14,7 @@ from benchmarks.silent_faults.loops import (
     Loop,
     next_token_loss,
 )
-from benchmarks.silent_faults.plant import plant
+from zoo.silent.plant import plant
 
 # --- SG902: gradients zeroed at the wrong time ----------------------------------------------------
 

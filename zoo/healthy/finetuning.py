@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.healthy.data import Clouds, classified, mlp, pretrained
-from benchmarks.healthy.training import Learner, Training, Way, family, register, single
+from zoo.healthy.data import Clouds, classified, mlp, pretrained
+from zoo.healthy.training import Learner, Training, Way, family, register, single
 
 GROUP = "fine-tuning"
 Make = Callable[[Any], Optimizer]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.healthy.data import (
+from zoo.healthy.data import (
     CLASSES,
     FEATURES,
     ROWS,
@@ -21,7 +21,7 @@ from benchmarks.healthy.data import (
     regression,
     squared,
 )
-from benchmarks.healthy.training import Learner, Training, Way, family, register, single
+from zoo.healthy.training import Learner, Training, Way, family, register, single
 
 GROUP = "continual"
 CHANGE = 150

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import stepguard
-from benchmarks.healthy.same import differences, state_of
-from benchmarks.healthy.training import Calls, Family, Learner, Training, Update
 from stepguard.engine.drivers.schedule import needs_closure
+from zoo.healthy.same import differences, state_of
+from zoo.healthy.training import Calls, Family, Learner, Training, Update
 
 Anomalies = Literal["note", "act", "off"]
 MOST_NAMED = 5

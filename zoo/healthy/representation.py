@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.healthy.data import FEATURES, Clouds, copied, follow, mlp
-from benchmarks.healthy.training import Learner, Training, Update, family, single
+from zoo.healthy.data import FEATURES, Clouds, copied, follow, mlp
+from zoo.healthy.training import Learner, Training, Update, family, single
 
 GROUP = "self-supervised"
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, PolynomialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from benchmarks.silent_faults.loops import WIDTH, Loop
-from benchmarks.silent_faults.plant import plant
+from zoo.silent.loops import WIDTH, Loop
+from zoo.silent.plant import plant
 
 # --- SG901: updates lost to rounding --------------------------------------------------------------
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.healthy.data import CLASSES, FEATURES, Clouds, classified, mlp, pretrained
-from benchmarks.healthy.training import Learner, Training, Update, family, single
+from zoo.healthy.data import CLASSES, FEATURES, Clouds, classified, mlp, pretrained
+from zoo.healthy.training import Learner, Training, Update, family, single
 
 GROUP = "structure"
 

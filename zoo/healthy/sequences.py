@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.healthy.data import FEATURES, ROWS, Clouds, mlp
-from benchmarks.healthy.training import Learner, Training, Update, family, single
+from zoo.healthy.data import FEATURES, ROWS, Clouds, mlp
+from zoo.healthy.training import Learner, Training, Update, family, single
 
 GROUP = "sequences and meta-learning"
 WORDS, LENGTH = 12, 6

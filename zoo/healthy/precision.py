@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.healthy.data import Clouds, classified, mlp, regression, squared
-from benchmarks.healthy.training import Learner, Training, Way, family, register, single
+from zoo.healthy.data import Clouds, classified, mlp, regression, squared
+from zoo.healthy.training import Learner, Training, Way, family, register, single
 
 GROUP = "precision and optimizers"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.silent_faults.loops import TRAININGS, Loop
+from zoo.silent.loops import TRAININGS, Loop
 
 Change = Callable[[Loop, bool], None]
 

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.healthy.adversarial import Pair, Real, fooling, saturating
-from benchmarks.healthy.data import ROWS, Clouds, converged, mlp
-from benchmarks.healthy.drive import Left, Outcome, seed_all, tally
-from benchmarks.healthy.same import frozen, state_of
-from benchmarks.healthy.training import Calls, Learner, Training, register
 from stepguard import GuardConfig, TrainingHalted
+from zoo.healthy.adversarial import Pair, Real, fooling, saturating
+from zoo.healthy.data import ROWS, Clouds, converged, mlp
+from zoo.healthy.drive import Left, Outcome, seed_all, tally
+from zoo.healthy.same import frozen, state_of
+from zoo.healthy.training import Calls, Learner, Training, register
 
 GROUP = "frameworks"
 QUIET = GuardConfig(terminal="quiet")
