@@ -5,7 +5,7 @@
 
 Rules: a sentence of prose has at most 40 words, and none of the phrases below. They are how an
 earlier version of these pages spoke; the words of the field stand beside them. Tables, code and the
-project's history are not read for length.
+project's history are not read for length. All pages together have at most 22 000 words.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ def main(arguments: list[str]) -> int:
         found += problems(str(page.relative_to(ROOT)), text)
     for line in found:
         print(line)
-    if "--words" in arguments:
-        print(f"{count_words()} words; the goal is at most {MOST_WORDS}")
-    return 1 if found else 0
+    words = count_words()
+    if "--words" in arguments or words > MOST_WORDS:
+        print(f"{words} words; the pages may have at most {MOST_WORDS}")
+    return 1 if found or words > MOST_WORDS else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python scripts/page_pictures.py
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 import time
@@ -99,7 +100,8 @@ def _notebook(browser: Any, folder: Path) -> None:
 
 def _page(run: Path) -> Path:
     path = run / "report.html"
-    path.write_text(report_page(run, None), encoding="utf-8")
+    with contextlib.chdir(run.parents[1]):  # the page shows the path as it was typed
+        path.write_text(report_page(run.relative_to(run.parents[1]), None), encoding="utf-8")
     return path
 
 

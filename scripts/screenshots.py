@@ -32,7 +32,7 @@ from stepguard.report.summary import summarize
 
 REPORT = picture.ROOT / "docs" / "images" / "report.svg"
 LOOK = picture.ROOT / "docs" / "images" / "look.svg"
-LOOK_TITLE = "Deep looks of a run: room left in each dtype, updates, attention, with their history"
+LOOK_TITLE = "Health probes: room left in each dtype, updates, attention, with their history"
 LOOKED_STEPS = 72
 TITLE = "What happened in a run: counts, incidents with place and cause, what led to what"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 from mkdocs.utils import get_relative_url
+from scripts.docs_versions import source_version
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = (
@@ -34,7 +35,8 @@ CODE = re.compile(r"`[^`\n]+`")
 
 
 def on_config(config: Any) -> Any:
-    """List every finding below the page that lists them."""
+    """List every finding below the page that lists them; name the version at the foot."""
+    config.copyright = f"stepguard {source_version()}"
     for section in config.nav:
         for entry in next(iter(section.values())):
             if isinstance(entry, dict) and isinstance(entry.get("Findings"), list):

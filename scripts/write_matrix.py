@@ -60,15 +60,17 @@ def collected(declared: list[Any]) -> Cells:
 
 
 def table(cells: Cells, rows: tuple[str, ...], columns: tuple[str, ...]) -> str:
-    """The cells as a table of markdown."""
+    """The cells as a table of markdown; wrappers with the same outcomes share a row."""
     unknown = cells.keys() - set(rows)
     if unknown:
         raise SystemExit(f"tests/distributed/matrix.py has no row {min(unknown)!r}")
     lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    alike: dict[str, list[str]] = {}
     for wrapper in rows:
         row = cells.get(wrapper, {})
         words = [", ".join(sorted(row.get(column, {NOT_SHOWN}))) for column in columns]
-        lines.append(f"| {wrapper} | {' | '.join(words)} |")
+        alike.setdefault(" | ".join(words), []).append(wrapper)
+    lines += [f"| {'<br>'.join(wrappers)} | {words} |" for words, wrappers in alike.items()]
     return "\n".join(lines)
 
 

@@ -34,20 +34,19 @@ TOPICS = {
 FURTHER = "Further settings"
 INTRODUCTION = """# Configuration
 
-Written by `python scripts/write_reference.py` from the fields of `GuardConfig` and its groups. All
-have a default: `GuardConfig()` is a guard that watches, vetoes and explains, and writes nothing to
-disk.
+All fields have a default: `GuardConfig()` vetoes and explains, and writes nothing to disk. The page
+is written from the code by `python scripts/write_reference.py`.
 
 ```python
 policy = stepguard.Policy(max_total=20)
 probes = stepguard.Probes(anomalies="act")
-config = stepguard.GuardConfig(run_dir="runs/a", checkpoint_every=500, policy=policy, probes=probes)
+config = stepguard.GuardConfig(run_dir="runs/a", policy=policy, probes=probes)
 config = stepguard.GuardConfig.from_file("guard.toml")
 ```
 
-The same fields in a file, for scripts that stay as they are:
+The same fields in a file:
 [settings of a script](scripts.md#settings-of-a-script-that-stays-as-it-is). A value that cannot be
-meant is a `ConfigError` where it is built. `help(stepguard.GuardConfig)` shows the fields, too.
+meant is a `ConfigError`. `help(stepguard.GuardConfig)` shows the fields, too.
 """
 GROUPS = {
     Policy: "what may be done about an incident, and how much may be lost. "
@@ -80,6 +79,7 @@ def _fields(fields: dict[str, tuple[str, str]]) -> str:
     lines = ["| field | type and default | meaning |", "|---|---|---|"]
     for name, (declaration, text) in fields.items():
         kind = re.sub(r"field\(default_factory=(\w+)\)", r"\1()", declaration.partition(": ")[2])
+        kind = kind.replace("str | PathLike[str]", "path")
         lines.append(f"| `{name}` | `{_cell(kind)}` | {_cell(text)} |")
     return "\n".join(lines) + "\n"
 

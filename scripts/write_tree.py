@@ -1,4 +1,4 @@
-"""Write the tree of the source into docs/how-it-works.md: one line for each module.
+"""Write the tree of the source into docs/project/source-tree.md: one line for each module.
 
 `python scripts/write_tree.py` takes the line from the first sentence of the module's docstring;
 `--check` exits with 1 if the page is out of date.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stepguard"
-PAGE = ROOT / "docs" / "how-it-works.md"
+PAGE = ROOT / "docs" / "project" / "source-tree.md"
 BEGIN = "<!-- tree: written by scripts/write_tree.py -->\n"
 END = "<!-- end of the tree -->\n"
 WIDTH = 130
@@ -50,7 +50,7 @@ def main() -> int:
     new = page(text)
     if sys.argv[1:] == ["--check"]:
         if new != text:
-            print("docs/how-it-works.md is out of date: run python scripts/write_tree.py")
+            print("docs/project/source-tree.md is out of date: run python scripts/write_tree.py")
         return int(new != text)
     PAGE.write_text(new, encoding="utf-8")
     return 0

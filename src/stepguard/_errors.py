@@ -122,7 +122,7 @@ class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the de
         super().__init__(incident)
         self.incident = incident
         self.state = state
-        """Checkpoint that holds the newest good state; None where there is no folder to write to,
+        """Checkpoint that holds the newest good state; None without a folder to write to,
         or nothing good.
         """
         self.restart = restart

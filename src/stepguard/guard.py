@@ -132,7 +132,7 @@ class Port:
         return not (suspicious and self._rewinder.probation.divergence())
 
     def say(self, kind: str, summary: str) -> None:
-        """Tell one line, such as a save that was refused, to every output."""
+        """Send one line, such as a save that was refused, to every output."""
         self._context.outputs.note(kind, summary)
 
 

@@ -317,7 +317,7 @@ class RunRecord:
     """Step lines, oldest first, with non-finite floats restored."""
     incidents: list[Incident] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
-    """Deep looks at healthy steps, oldest first."""
+    """Health probes of healthy steps, oldest first."""
     notes: list[dict[str, Any]] = field(default_factory=list)
     """Everything else worth a line: notes, faults of the guard itself, the end of the run."""
     torn: int = 0

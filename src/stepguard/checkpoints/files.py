@@ -91,7 +91,7 @@ _EXPONENTS: dict[torch.dtype, tuple[int, int]] = {
     torch.float8_e4m3fn: (0x7F, 0x7F),
     torch.float8_e8m0fnu: (0xFF, 0xFF),
 }
-"""Mask of all bits but the sign, and the pattern from which on a number is not finite."""
+"""Mask of all bits but the sign, and the first pattern of a number that is not finite."""
 _ONE_NAN = {torch.float8_e4m3fnuz: 0x80, torch.float8_e5m2fnuz: 0x80}
 """Formats without infinities whose only NaN is minus zero."""
 

@@ -203,7 +203,7 @@ class Case:
     origin: Origin | None = None
     facts: RunFacts = field(default_factory=RunFacts)
     looks: tuple[Look, ...] = ()
-    """Deep looks of the run, oldest first, where a healthy run is examined."""
+    """Health probes of the run, oldest first, where a healthy run is examined."""
     recent: tuple[Reading, ...] = ()
     """The newest committed steps, oldest first, where a healthy run is examined."""
     ended: bool = False
@@ -396,7 +396,7 @@ class Case:
 
     @property
     def pair(self) -> tuple[Look, ...]:
-        """The newest two looks: what one alone shows may be the start of a run."""
+        """The newest two probes: what a single one shows may be the start of a run."""
         return self.looks[-2:]
 
     @property

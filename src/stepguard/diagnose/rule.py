@@ -498,7 +498,7 @@ class Rule:
     """Codes that go before this one where both are found with the same certainty."""
     shown_by: ShownBy
     looks: int
-    """How many looks there must be."""
+    """How many probes there must be."""
 
     @property
     def text(self) -> RuleText:

@@ -342,7 +342,7 @@ class Memory:
     anchor: tuple[Step, float] | None = None
     """A healthy step and its loss, to tell hurt weights from hard data."""
     missed: str = ""
-    """An update that this rank refused alone, in words; all ranks hear of it in the next step."""
+    """An update that this rank refused alone, in words; all ranks learn of it in the next step."""
     followed: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     """Values the user follows: name -> the step it was given in, and the value on its device."""
     habits: GradientHabits = field(default_factory=GradientHabits)

@@ -1,9 +1,9 @@
 """Where stepguard's own faults end: `with protect.region:` and `with protect.part("snapshots"):`.
 
 A region is guard code between two pieces of user code. What stands in it makes the verdict, so a
-fault there disarms the guard, with a warning, and the run goes on as if bare. A part is what the
-verdict does not need (a snapshot, a note, an explanation): a fault costs that part, told once, and
-the run stays protected. User code stands outside of both: its exceptions pass through untouched.
+fault there disarms the guard, with a warning, and the run continues unguarded. A part is what the
+verdict does not need (a snapshot, a note, an explanation): a fault costs that part, reported once,
+and the run stays protected. User code stands outside of both: its exceptions pass unchanged.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Protection:
         quiet_warning(message, GuardDisarmed)
 
     def part_failed(self, name: str, fault: Exception) -> None:
-        """Tell that a part is left out, the first time it is."""
+        """Report that a part is dropped, the first time it is."""
         if name in self._told:
             return
         self._told.add(name)
@@ -136,7 +136,7 @@ def explain_or_warn(
 
 
 def warn_not_explained(tell: Callable[[str], None], fault: str) -> None:
-    """Tell that a bad step is vetoed, but not explained."""
+    """Report that a bad step is vetoed, but not explained."""
     message = f"a bad step is not explained, by a fault of stepguard's own: {fault}"
     tell(message)
     quiet_warning(f"{message}. The run is still protected.", NotExplained)
@@ -197,7 +197,7 @@ def offer(context: Any, loss_fn: LossFn) -> None:
 
 
 RARELY = 64
-"""While an output fails, at least one of so many writes tries it again."""
+"""While an output fails, at least every Nth write tries it again."""
 
 
 class OutputLost(RuntimeWarning):
@@ -209,7 +209,7 @@ class SinkDropped(RuntimeWarning):
 
 
 class Outputs:
-    """The outputs of one guard, in the order in which they are told."""
+    """The outputs of one guard, in the order in which they are called."""
 
     def __init__(self, present_step: Callable[[], int] = lambda: 0) -> None:
         self._present_step = present_step
@@ -221,7 +221,7 @@ class Outputs:
         self.add(journal, "journal", f"the journal {journal.path}")
 
     def add(self, sink: Sink, kind: str, name: str) -> None:
-        """Tell `sink` from now on; its own failures are notes of this kind, under this name."""
+        """Call `sink` from now on; its own failures are notes of this kind, under this name."""
         self._outputs.append(Output(sink, name, partial(self.note, kind)))
 
     def add_user_sink(self, sink: Sink) -> None:
@@ -236,7 +236,7 @@ class Outputs:
         self._tell(lambda sink: sink.incident(incident))
 
     def note(self, kind: str, text: str, *, step: int | None = None, **facts: Any) -> None:
-        """Tell people and journal in one sentence; `facts` are for the journal and for sinks.
+        """Report to people and journal in one sentence; `facts` are for the journal and for sinks.
 
         `step` is the present one if not given. A long series of one kind is thinned out by the
         terminal, which knows what comes in series (see `report.terminal.THINNED_OUT`).

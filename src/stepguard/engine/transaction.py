@@ -2,8 +2,8 @@
 
 The drivers (engine/drivers) differ in who calls forward, backward and update; what happens between
 is here, one method a verb. `assess` is agree and judge. `respond` is veto to decide, for a bad
-step. `conclude` is apply and record, once the update is out of the way: what is told is what was
-done. An incident only ever gains fields on its way, so that a fault still leaves a valid one.
+step. `conclude` is apply and record, once the update is out of the way: what is reported is what
+was done. An incident only ever gains fields on its way, so that a fault still leaves a valid one.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Transaction:
         if self._alone and not verdict.finite_anomaly:
             # the others hear of it with the next step
             self.context.memory.missed = (
-                f"rank {incident.rank} has refused the update of step {incident.step} alone: "
+                f"rank {incident.rank} refused the update of step {incident.step} locally: "
                 f"{verdict.summary}"
             )
             incident = self.diagnose(incident)
@@ -287,7 +287,7 @@ class Transaction:
         return self.respond(step, reading, verdict, None, committed=True)
 
     def note(self, reading: Reading, verdict: Verdict) -> None:
-        """Tell a verdict that is worth a line, not an action, with the code of its cause."""
+        """Report a verdict that is worth a line, not an action, with the code of its cause."""
         if verdict.severity != "note":
             return
         with self.protect.part("notes"):

@@ -1,5 +1,5 @@
-"""Mistakes in how a guard is put into a loop, told at once: an error where it cannot be meant, a
-warning otherwise.
+"""Mistakes in how a guard is put into a loop, reported at once: an error where it cannot be meant,
+a warning otherwise.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def check_watched(config: object, optimizer: Any = None) -> None:
 
 
 def check_optimizer(model: object, optimizer: Any, modules: object) -> None:
-    """It is this model's, and no other guard uses it. What is no model and no optimizer is refused
+    """It is this model's, and no other guard uses it. Objects of other types are refused
     elsewhere.
     """
     optimizer = real_optimizer(optimizer)
@@ -170,13 +170,13 @@ def _modules() -> list[nn.Module]:
 
 _wirings: weakref.WeakSet[Wiring] = weakref.WeakSet()
 _hook: list[Callable[[], None]] = []
-"""Removes the one hook of the process by which wirings hear of every optimizer's step."""
+"""Removes the one hook of the process by which wirings observe every optimizer's step."""
 keeps_hearing: set[object] = set()
 """Who wants the hook to stay, with or without a guard."""
 
 
 def hear_optimizers() -> None:
-    """Hear of every optimizer's step from now on.
+    """Observe every optimizer's step from now on.
 
     One hook for all guards: torch goes through its hooks while guards are made, replaced and freed,
     and does not bear it if one comes or goes meanwhile.
@@ -459,7 +459,7 @@ class Wiring:
             )
 
     def update(self, missing: int) -> None:
-        """The watched optimizer steps; so many of its parameters have no gradient."""
+        """The watched optimizer steps; this many of its parameters have no gradient."""
         if self._steps == 0:
             self._look_for_anomaly_mode()
         self._steps += 1

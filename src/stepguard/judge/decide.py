@@ -136,7 +136,7 @@ def next_rewind(
 
 
 Fault = Literal["data", "state", "update", "anomaly"]
-"""`data`: born in the batch, the forward, the loss or the backward, on weights that are good.
+"""`data`: originated in the batch, forward, loss or backward, on weights that are good.
 `state`: a parameter, buffer or optimizer slot is damaged. `update`: the optimizer made it.
 `anomaly`: everything is finite.
 """

@@ -42,7 +42,7 @@ NEAR_SHARE = 0.25
 RUNAWAY = 10.0
 """Times every loss before it that a loss must be to count as running away."""
 RISEN_ABOVE_START = 1.0
-"""Times the loss a run began at, above it: worth a look at the weights where nothing is learned."""
+"""Times the loss a run began at, above it: the weights are inspected where nothing is learned."""
 FAR_ABOVE_START = 100.0
 """The same for a level that no run comes to by learning something else."""
 RUN_AWAY = 1e4
@@ -76,7 +76,7 @@ LEAST = 1e-7
 ZERO_STEPS = 5
 """Steps in a row with a loss and gradient of exactly 0 that are worth a line."""
 MATURE = 16
-"""Losses from which on the noise can be told from the trend."""
+"""Number of losses that tell the noise from the trend."""
 
 
 class Progress:
@@ -119,7 +119,7 @@ class Weights:
         return (self.moved, self.update, self.growth) != (None, None, None)
 
     def grown(self, times: float) -> str:
-        """Say how far they have grown, if it is so many times; empty if not."""
+        """Say how far they have grown, if by this factor; empty if not."""
         # written with `not`, so that NaN counts as far, here and below
         if self.growth is None or self.growth < times:
             return ""

@@ -154,7 +154,7 @@ def _has_diverged(reading: Reading, history: History) -> str:
 
 @cache
 def _rise_weights(count: int) -> tuple[float, ...]:
-    """What the rise by least squares multiplies each of so many values by."""
+    """The least-squares weights of N values, for the rise."""
     middle = (count - 1) / 2
     squares = sum((x - middle) ** 2 for x in range(count))
     return tuple((x - middle) * (count - 1) / squares for x in range(count))

@@ -103,7 +103,7 @@ def origin_of(found: FirstBad, traced: Tracer, step: Step) -> Origin:
 
 
 def _stored_origin(found: FirstBad, traced: Tracer, step: Step) -> Origin:
-    """Build the record of a tensor that was bad before the step, placed at its first consumer."""
+    """Build the record of a tensor that was bad before the step, located at its first consumer."""
     name = found.call.op
     kind = name.partition(":")[0]
     origin = Origin(

@@ -144,7 +144,7 @@ FEW = 0.05
 """Share of the rows that can be outliers; a single one always can."""
 FEWEST_ROWS = 3
 FEWEST_FOR_COLUMNS = 8
-"""Rows from which on single columns of a table are compared as well."""
+"""Number of rows above which single columns of a table are compared as well."""
 MOST_COLUMNS = 256
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 """The autograd node that adds a gradient to `.grad`: what overflows there is a sum of """
@@ -159,7 +159,7 @@ FRUITLESS = (
 def with_samples(origin: Origin, found: FirstBad, traced: Tracer, replayer: Replayer) -> Origin:
     """Name the samples that made the bad value, where samples can be guilty at all.
 
-    Not searched where earlier incidents have shown that none can be told.
+    Not searched where earlier incidents have shown that none can be named.
     """
     if origin.phase not in ("input", "forward", "loss", "backward"):
         return origin

@@ -282,7 +282,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = [] if function is None else function.reads
         call = self._opaque(tensor, found, kind, name, reads)
         if maker.stage != "backward" or call.sequence != maker.sequence:
-            # Whoever allocated it filled it, not whoever reads it now.
+            # The operation that allocated it filled it, not the one that reads it now.
             call.stage = maker.stage
             call.module = maker.module
             call.node = maker.node
@@ -536,7 +536,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             function.reads = self._read_all(values)
 
     def settle_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """Blame whoever allocated a gradient that is bad and that no operation read again."""
+        """Blame the operation that allocated a bad gradient which no operation read again."""
         with no_dispatch_modes():
             for tensor in gradients:
                 maker = self.maker_of(tensor)

@@ -1,1 +1,1 @@
-"""Deep looks, silent failures, forecasts, whatif: plug-ins that a guard gives to the engine."""
+"""Health probes, silent failures, forecasts, whatif: plug-ins that a guard gives to the engine."""

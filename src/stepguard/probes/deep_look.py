@@ -1,4 +1,4 @@
-"""One deep look: begin before the forward pass, end after the update, and get a record."""
+"""One health probe: begin before the forward pass, end after the update, and get a record."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ LEAST_ROWS = 8
 OFF_BY = 0.1
 """Logarithm of a sum of probabilities that is not 0 by rounding."""
 MOST_ROWS, MOST_QUERIES, MOST_KEYS = 2048, 64, 4096
-"""Of an attention that are looked at."""
+"""Of an attention that are inspected."""
 MASKED_BELOW = -1e4
 """Logits below are taken for masked positions."""
 SOFTMAX_TWICE = "softmax_twice"
@@ -608,7 +608,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "backward"
 
 
-# --- One deep look: begin before the forward pass, end after the update, and get a record.
+# --- One health probe: begin before the forward pass, end after the update, and get a record.
 
 
 MOST_ROWS_KEPT = 400

@@ -1,4 +1,4 @@
-"""Deep looks at a healthy run, and what they and the readings show: each silent failure and each
+"""Health probes of a healthy run, and what they and the readings show: each silent failure and each
 forecast is reported once.
 """
 
@@ -38,30 +38,30 @@ from stepguard.tensors.torch_private import (
     tree_flatten,
 )
 
-# --- At which steps a deep look is due: early ones within the first minutes, then ever fewer.
+# --- At which steps a health probe is due: early ones within the first minutes, then ever fewer.
 
 
 SHARE = 0.001
-"""Share of the run's time that looks may take, after the first minutes; half of it is saved for the
-time when a trend begins to show."""
+"""Share of the run's time that probes may take, after the first minutes; half of it is saved for
+the time when a trend begins to show."""
 EARLY_SHARE = 0.01
 EARLY_SECONDS = 300.0
-"""In the first minutes a look is worth more: what is wrong with a setup is wrong from the start."""
+"""In the first minutes a probe is worth more: a setup that is wrong is wrong from the start."""
 LEAST_SECONDS = 120.0
-"""A run is expected to last at least this long, so its first looks need not wait for the time."""
+"""A run is expected to last at least this long, so its first probes need not wait for the time."""
 GROWTH = 0.05
-"""A look is at least this share of all steps so far after the last one: ever more rarely."""
+"""A probe is at least this share of all steps so far after the last one: ever more rarely."""
 EARLY_GAPS = ((64, 5), (256, 16))
-"""Up to which step, and the most steps between two looks; after that at powers of two."""
+"""Up to which step, and the most steps between two probes; after that at powers of two."""
 HURRY_STEPS = 4
-"""Steps between two looks while a trend shows."""
+"""Steps between two probes while a trend shows."""
 FIRST = 2
 """Step of the first look: what torch.compile compiles has been compiled by then, and is left alone.
 """
 
 
 class LookSchedule:
-    """Says at which steps a look is due."""
+    """Says at which steps a probe is due."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class LookSchedule:
         self._asked = 0.0
         """When the schedule was last asked: that is once a step."""
         self._usual = 0.0
-        """Time of the newest step without a look."""
+        """Time of the newest step without a probe."""
         self._last: int | None = None
         """The step of the last look."""
         self._spent = 0.0
@@ -89,7 +89,7 @@ class LookSchedule:
         """False: the last look has cost what it says, and perhaps more."""
 
     def due(self, step: int) -> bool:
-        """True if this step is to be looked at."""
+        """True if this step is to be probed."""
         if self.every is None:
             return False
         now = self._clock()
@@ -129,7 +129,7 @@ class LookSchedule:
         return wanted and self._spent + self._cost <= allowed
 
     def took(self, step: int, seconds: float) -> None:
-        """A look has been taken."""
+        """A probe has been taken."""
         # the first one is always allowed: what it shows of the setup comes too late otherwise
         if self._last is not None:
             self._spent += seconds
@@ -281,7 +281,7 @@ class HostFacts:
 
 
 MOST = 64
-"""Looks and readings that are remembered, and steps between two checks that need no look."""
+"""Probes and readings that are remembered, and steps between two checks that need no look."""
 SAME_BATCH = "SG907"
 FADED = 1e-4
 """Learning rate, beside the highest of its group, at which nothing moves any more."""
@@ -305,7 +305,7 @@ class HealthCheck:
         self._recent: deque[Reading] = deque(maxlen=MOST)
         """Committed steps, and those that a GradScaler skipped."""
         self._marked: deque[Reading] = deque(maxlen=2 * MOST)
-        """Steps before looks and at changes of the loss scale, however long ago."""
+        """Steps before probes and at changes of the loss scale, however long ago."""
         self._told: dict[str, float] = {}
         """Code -> last step up to which it is not reported again."""
         self._steps = 0
@@ -319,7 +319,7 @@ class HealthCheck:
         """It is judged with the reading of its step, which comes after it."""
 
     def looked(self, look: Look) -> None:
-        """A deep look was taken."""
+        """A health probe was taken."""
         self._looks.append(look)
         self._look_is_new = True
         if self._recent:
@@ -473,7 +473,7 @@ AVERAGES = ("ema", "average", "averaging", "swa", "shadow", "polyak")
 
 
 class Looks(StepProbe):
-    """Deep looks, silent failures and forecasts of one guard.
+    """Health probes, silent failures and forecasts of one guard.
 
     A fault in here costs the look, never the step.
     """
@@ -486,7 +486,7 @@ class Looks(StepProbe):
         self._check = HealthCheck(context, self._host_facts, self.schedule)
         self._running: DeepLook | None = None
         self._left_behind: DeepLook | None = None
-        """A look that an optimizer inside the backward pass has ended: no more are taken."""
+        """A probe that an optimizer inside the backward pass has ended: no more are taken."""
         self._batches: Counter[str] = Counter()
         self._pair: tuple[SeenBatch, SeenBatch] | None = None
         """The batch of the last look and that of the step after it, until that step is over."""
@@ -496,7 +496,7 @@ class Looks(StepProbe):
         self._counted = itertools.count()
         self._closure = needs_closure(context.optimizer)
         self._said: set[str] = set()
-        """What was said already of looks that failed or could not be taken."""
+        """What was said already of probes that failed or could not be taken."""
         context.resources.callback(self.close)
 
     def begin(self) -> None:
@@ -687,7 +687,7 @@ class Looks(StepProbe):
             look.observer.paused = False
 
     def close(self) -> None:
-        """End a look that is under way, without a record."""
+        """End a probe that is under way, without a record."""
         for look in (self._running, self._left_behind):
             if look is not None:
                 look.observer.stop()
@@ -695,7 +695,7 @@ class Looks(StepProbe):
 
 
 def is_average(name: str, thing: Any) -> bool:
-    """Told by its type or by what it is called: a frozen teacher looks the same, and stays."""
+    """Recognised by its type or name: a frozen teacher looks the same, and stays."""
     if isinstance(thing, AveragedModel):
         return True
     called = f"{name} {type(thing).__name__}".lower()

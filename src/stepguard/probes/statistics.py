@@ -1,6 +1,6 @@
 """Statistics of tensors as small vectors on their device, read back together at the end.
 
-Nothing here waits for the device: a look must not add a sync to every operation.
+Nothing here waits for the device: a probe must not add a sync to every operation.
 """
 
 from __future__ import annotations

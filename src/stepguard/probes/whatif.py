@@ -761,7 +761,7 @@ def _rates(optimizer: Optimizer) -> tuple[float, ...]:
 
 
 Progress = Callable[[int, int, str], None]
-"""Told how many trials are done, of how many, and the name of the next."""
+"""Receives how many trials are done, of how many, and the name of the next."""
 
 
 def compare_candidates(

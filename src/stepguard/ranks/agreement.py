@@ -492,7 +492,7 @@ class Agreement:
         return self._meeting.word_of(about, seconds)
 
     def all_here(self, what: str, seconds: float = math.inf) -> bool:
-        """Do all ranks ask this now, or within so many seconds?"""
+        """Do all ranks ask this now, or within this many seconds?"""
         if self.size == 1:
             return True
         try:
@@ -511,7 +511,7 @@ class Agreement:
         dist.broadcast(tensor, src=source, group=self._group if group is None else group)
 
     def leave(self) -> None:
-        """Tell the other ranks that this one is disarmed, so that they do not wait for it."""
+        """Let the other ranks know that this one is disarmed, so that they do not wait for it."""
         self._remove_hooks()
         if self.size > 1:
             self._meeting.leave("has disarmed itself")

@@ -271,7 +271,7 @@ class Difference:
 
 
 class RankComparison:
-    """Compares weights, learning rates and data of the ranks every so many steps."""
+    """Compares weights, learning rates and data of the ranks every `compare_every` steps."""
 
     def __init__(
         self,

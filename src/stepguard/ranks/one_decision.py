@@ -1,8 +1,8 @@
 """One reading and one origin of a bad step on every rank: those of the rank that is to blame.
 
-An incident costs two exchanges. In the first each rank tells what it has read; in the second the
-ranks to blame tell where it originated, and the first rank decides for all (engine/incident). Only
-a way back takes a third one.
+An incident costs two exchanges. In the first each rank sends what it has read; in the second the
+ranks to blame report where it originated, and the first rank decides for all (engine/incident).
+Only a way back takes a third one.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ HELD = 4
 """A stored tensor is bad."""
 
 MOST_NAMES = 16
-"""Names of tensors of one kind that ranks tell each other."""
+"""Names of tensors of one kind that ranks send each other."""
 MOST_SAID = 200
-"""Characters of an error that ranks tell each other."""
+"""Characters of an error that ranks send each other."""
 MOST_FINDERS = 8
 """Ranks that look for a cause of their own; more of them say something about all."""
 MOST_NAMED = 8
@@ -56,7 +56,7 @@ NO_RANK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReading:
-    """What one rank tells of a bad step before anything is located."""
+    """What one rank reports of a bad step before anything is located."""
 
     reading: Reading
     trouble: int
@@ -72,7 +72,7 @@ class RankReading:
 
 
 class OneDecision:
-    """What the ranks of one guard have told of the bad step at hand."""
+    """What the ranks of one guard have reported of the bad step at hand."""
 
     def __init__(self, agreement: Agreement, shards: Sequence[nn.Module]) -> None:
         """`shards`: the modules of which no rank holds all parameters; empty if each does."""
@@ -101,7 +101,7 @@ class OneDecision:
             others = [str(r) for r in agreement.members if r != agreement.world_rank]
             raise RankAbsent(
                 f"of rank {', '.join(others[:MOST_NAMED])} one did not come to a step that "
-                f"rank {agreement.world_rank} has found bad alone: has it a guard?"
+                f"rank {agreement.world_rank} found bad locally: does it have a guard?"
             )
         # one that has disarmed keeps away from this step's update, too
         return agreement.somebody_left

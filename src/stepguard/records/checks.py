@@ -47,7 +47,7 @@ NOT_DAMAGE = ("lr", "diverged")
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, or worth a look, in one file.
+    """One thing that is wrong, or suspicious, in one file.
 
     For instance:
 
@@ -64,7 +64,7 @@ class Problem:
     detail: str = ""
     """A sentence with the numbers."""
     severity: Weight = "error"
-    """`error`, or `warning` for what is worth a look."""
+    """`error`, or `warning` for what is suspicious."""
     role: Role | None = None
     """What the tensor is: a parameter, a buffer, part of the optimizer, ..."""
 

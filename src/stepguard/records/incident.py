@@ -294,7 +294,7 @@ class Evidence:
     recomputed: bool = False
     """Seen only in the second forward of a checkpointed block."""
     inner_gradient: bool = False
-    """Born in a gradient that the forward itself computes (gradient penalty, forces)."""
+    """Originated in a gradient that the forward itself computes (gradient penalty, forces)."""
     intended_inf: bool = False
     """An infinity that was written on purpose (a mask) went in."""
     as_data: bool = False

@@ -1,4 +1,4 @@
-"""A deep look at one healthy step: how far its numbers are from what their dtypes can hold."""
+"""A health probe of one healthy step: how far its numbers are from what their dtypes can hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from stepguard.records.codec import documented
 
-# --- A deep look at one healthy step: how far its numbers are from what their dtypes can hold.
+# --- A health probe of one healthy step: how far its numbers are from what their dtypes can hold.
 
 
 Stage = Literal["stored", "forward", "backward"]
@@ -133,7 +133,7 @@ class StepFacts:
     batch: str = ""
     """Digest of the batch's tensors."""
     repeats: int = 0
-    """Looks before this one with the same batch."""
+    """Probes before this one with the same batch."""
     batch_after: NextBatch = "unknown"
     """What the step after the look before this one was given, beside that look's batch."""
     training: bool = True
@@ -255,7 +255,7 @@ class TrialOutcome:
     loss: float | None = None
     """Mean loss of batches of the window on the weights at the end."""
     held_out: float | None = None
-    """The same of batches that the trial was not trained on."""
+    """Losses of batches that the trial was not trained on."""
     distance: float | None = None
     """How far its weights ended from the good state that all trials begin with, over their norm."""
     losses: tuple[float, ...] = ()

@@ -29,22 +29,20 @@ class Policy:
     """
 
     actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "heal", "rewind", "stop")
-    """What is allowed. A bad step on good weights is retried if it failed by chance, else what is
-    proven guilty is dropped, else the step is skipped, in the order given here. Damaged state is
-    healed from a rank that holds a copy of it, else rewound. `stop` is always allowed. With `note`,
-    a state that is non-finite before the first step is reported and trained on; else the run stops.
+    """What is allowed, in this order: retry what failed by chance, leave out what is proven guilty,
+    skip the step; for damaged state, heal from a rank with a copy, else rewind. `stop` is always
+    allowed. With `note`, a state that is non-finite before the first step is reported and trained
+    on; else the run stops.
     """
     max_consecutive: int | None = None
-    """Incidents in a row after which the run stops; None does not count. A committed step resets
-    the count.
-    """
+    """Incidents in a row after which the run stops; None does not count."""
     max_total: int | None = None
     """Incidents in the whole run after which it stops; None does not count."""
     max_rewinds: int = 3
     """Rewinds in the whole run."""
     max_lost_share: float = 0.5
     """Share of the samples of the last 200 steps that may be dropped because data, forward or loss
-    were bad. Beyond it the run stops with the weights it has. It counts once 32 steps were lost.
+    were bad; beyond it the run stops. It counts once 32 steps were lost.
     """
     on_incident: Literal["decide", "whatif"] = "decide"
     """`whatif` trains recent steps again before a bad step is dropped or rewound, and does the
@@ -99,16 +97,13 @@ class Probes:
     the third step, then ever fewer, with at most 0.1 % of the time of training; None takes none.
     """
     locate_budget: float = 6.0
-    """How long locating one incident may take, in steps of the unguarded run; then what is known by
-    then is reported. 0 replays nothing.
-    """
+    """How long locating one incident may take, in unguarded steps. 0 replays nothing."""
     spike_sigmas: float | None = 6.0
-    """Robust deviations above the median that make a loss worth a line; None looks for no spikes.
-    """
+    """Robust deviations above the median that make a loss worth a line; None reports no spikes."""
     anomalies: Literal["note", "act", "off"] = "note"
-    """What a finite anomaly (a jump or slow rise of the loss) leads to. `note`: it is reported,
-    nothing is done and none of your code runs again. `act`: a rewind, where independent signs show
-    that the weights did it. `off`: nothing.
+    """What a jump or slow rise of a finite loss leads to. `note`: it is reported, and none of your
+    code runs again. `act`: a rewind, where independent signs show that the weights did it. `off`:
+    nothing.
     """
     outliers: Literal["note"] | None = None
     """Report a parameter's gradient that is far above all it has been, before it enters the
@@ -125,9 +120,9 @@ class Ranks:
     """How ranks wait for each other and are compared."""
 
     timeout: float = 60.0
-    """Seconds that a rank waits for the others once a step is bad, and at most 30 of them in `save`
-    and `restore`. Then the step stays vetoed, and the guard says which ranks did not come and ends.
-    After five times as long without any progress a line names the ranks that are behind.
+    """Seconds that a rank waits for the others once a step is bad (at most 30 in `save` and
+    `restore`). Then the step stays vetoed, and the guard names the missing ranks and ends. After
+    five times as long without any progress a line names the ranks that are behind.
     """
     compare_every: int | None = None
     """Steps between two comparisons of the ranks: weights of copies of one model, learning rates

@@ -9,12 +9,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import StringIO
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.rule import Rule
 from rich.segment import Segment
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -53,6 +55,11 @@ def wants_colour(stream: TextIO) -> bool:
     return is_tty(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def takes_links(stream: TextIO) -> bool:
+    """Whether a file name may be a link (OSC 8): in a terminal of a person, with colours."""
+    return wants_colour(stream) and os.environ.get("TERM") != "linux" and "CI" not in os.environ
+
+
 def takes_unicode(stream: TextIO) -> bool:
     """Whether box and bar characters survive this stream's encoding."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "").startswith("utf")
@@ -79,6 +86,9 @@ class CleanConsole(Console):
     The console's own styles and cursor movements are added after `render`, or marked as control.
     """
 
+    links = False
+    """Whether places in source files are links: `draw` says so for the stream it draws for."""
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
@@ -89,7 +99,7 @@ class CleanConsole(Console):
                 yield segment
 
 
-def paper(*, width: int, colour: bool, record: bool = False) -> Console:
+def paper(*, width: int, colour: bool, record: bool = False) -> CleanConsole:
     """A console that draws into memory and ignores the environment: same input, same text."""
     colours: Literal["truecolor", "standard"] | None = None
     if colour:
@@ -115,6 +125,7 @@ def paper(*, width: int, colour: bool, record: bool = False) -> Console:
 def draw(stream: TextIO, paint: Paint) -> str:
     """What `paint` prints, as text that fits this stream's width and colours."""
     console = paper(width=columns(stream), colour=wants_colour(stream))
+    console.links = takes_links(stream)
     with same_random_numbers():
         paint(console)
     return text_on(console)
@@ -191,6 +202,22 @@ class Unbroken:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield fitted(self.text, options.max_width)
+
+
+class Place(Unbroken):
+    """A text that names `train.py:15`, which is a link to the file where the console has links."""
+
+    def __init__(self, text: str, source: str | None) -> None:
+        super().__init__(text)
+        self._source = source or ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        name, _, line = self._source.rpartition(":")
+        path = Path(name).absolute()
+        if getattr(console, "links", False) and line.isdigit() and path.is_file():
+            link = Style(link=f"{path.as_uri()}#{line}")
+            self.text.highlight_words([self._source], style=link)
+        yield from super().__rich_console__(console, options)
 
 
 class Name(Unbroken):

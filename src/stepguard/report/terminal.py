@@ -121,7 +121,7 @@ def _fix(incident: Incident) -> list[RenderableType]:
 
 
 def _where(origin: Origin, unicode: bool) -> list[RenderableType]:
-    lines: list[RenderableType] = [Unbroken(place_and_phase(origin))]
+    lines: list[RenderableType] = [screen.Place(place_and_phase(origin), origin.source)]
     lines += [Padding(line, (0, 0, 0, 2)) for line in _source(origin, unicode)]
     rows = []
     for position, value in enumerate(origin.inputs[:MOST_OPERANDS]):

@@ -3,7 +3,7 @@
 A finite norm proves that every element is finite. Only a non-finite norm needs the slow exact test,
 because finite elements can overflow it. The norm is taken in fp32 for half-precision gradients; the
 norm that clips is rounded the way `torch.nn.utils.clip_grad_norm_` rounds it, so that a guarded run
-clips bit for bit as a bare one does.
+clips bit for bit as an unguarded one does.
 """
 
 from __future__ import annotations
@@ -526,7 +526,7 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     """Return one number that is NaN or Inf if a tensor holds NaN or +Inf; None for no tensors.
 
     A maximum is the cheapest pass that carries NaN. A lone -Inf passes it and is caught by the loss
-    or gradient it ruins one step later; half-precision groups, where updates overflow in earnest,
+    or gradient it spoils one step later; half-precision groups, where updates overflow in earnest,
     get the exact test instead.
     """
     found = list(tensors)

@@ -32,7 +32,7 @@ Update = Callable[[Any], None]
 
 
 class Listener(Protocol):
-    """Told about every backward and every clipping in the process, whosever they are."""
+    """Receives every backward and every clipping in the process, whosever they are."""
 
     def before_backward(self, root: Tensor) -> None: ...
     def after_backward(self, root: Tensor, *, failed: bool) -> None: ...
@@ -99,7 +99,7 @@ def _stop(reference: weakref.ref[Listener]) -> None:
 
 
 def _told() -> list[Listener]:
-    """A copy: a listener may stop listening while it is told."""
+    """A copy: a listener may stop listening while it is called."""
     found: list[Listener] = []
     for reference in _listeners:
         listener = reference()

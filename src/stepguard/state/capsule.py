@@ -334,7 +334,7 @@ def _signing_key(*, create: bool) -> bytes | None:
             try:
                 temporary.touch(mode=0o600, exist_ok=False)
                 temporary.write_bytes(secrets.token_bytes(32))
-                # Not a rename: whoever comes first wins, and all ranks sign with one key.
+                # Not a rename: the first writer wins, and all ranks sign with one key.
                 os.link(temporary, path)
             except FileExistsError:
                 pass

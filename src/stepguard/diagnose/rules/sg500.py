@@ -38,7 +38,7 @@ ABOVE_CONFIGURED = 2.0
 IN_ONE_STEP = 5.0
 """Times above the rate of the step before: a schedule that was thrown back."""
 CLIMB = 2.0
-"""Times above the first rate, or the declared one, from which on the schedule is worth a word."""
+"""Times above the first rate, or the declared one, at which the schedule is mentioned."""
 RISING = 10.0
 """Times the loss grew over the remembered steps."""
 

@@ -1,4 +1,4 @@
-"""SG901 to SG921: silent failures, from health probes (looks) and readings of a healthy run.
+"""SG901 to SG921: silent failures, from health probes and readings of a healthy run.
 SG951 to SG956: what such a run is heading for.
 """
 
@@ -19,7 +19,7 @@ Looks = Sequence[Look]
 
 
 def in_all(looks: Looks, names: Callable[[Look], set[str]]) -> list[str]:
-    """Names that every one of these looks gives, in the order of the alphabet."""
+    """Names that every one of these probes gives, in alphabetical order."""
     return sorted(set.intersection(*map(names, looks))) if looks else []
 
 
@@ -104,7 +104,7 @@ def sg903(case: Case) -> Proof | None:
 
 
 ENOUGH, LONG = 8, 32
-"""Looks, and steps between the first and the last, after which a gradient would have come."""
+"""Probes, and steps between the first and the last, after which a gradient would have come."""
 
 
 @rule()
@@ -401,7 +401,7 @@ CLIPPED_LOOKS = 6
 UPDATES = 16
 ALIKE = 1e-3
 LEAST_SCALE = 128.0
-"""Loss scale from which on a norm that carries it cannot be mistaken for one that does not."""
+"""Loss scale above which a norm that carries it cannot be mistaken for one that does not."""
 
 
 @rule()
@@ -442,7 +442,7 @@ def _norm(look: Look) -> float:
 
 
 LASTING, LASTING_STEPS = 6, 48
-"""Looks and steps after which a model that gives one answer has collapsed."""
+"""Probes and steps after which a model that gives one answer has collapsed."""
 NO_SPREAD = 1e-3
 """Deviation of the outputs between samples, beside their size and beside that of the beginning."""
 
@@ -484,7 +484,7 @@ def sg920(case: Case) -> Proof | None:
 
 
 TRAINED_LOOKS, TRAINED_STEPS = 8, 96
-"""Looks and steps after which something would have been learned."""
+"""Probes and steps after which something would have been learned."""
 BELOW, ABOVE = 0.98, 1.03
 """Mean loss, beside the entropy, of a model that knows no more; one that is trained on noise is a
 little above."""
@@ -674,7 +674,7 @@ close enough to that to be worth a forecast."""
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A quantity of the looks that must not reach its limit."""
+    """A quantity of the probes that must not reach its limit."""
 
     quantity: str
     figures: Callable[[Look], Figures]
@@ -770,7 +770,7 @@ def sg951(case: Case) -> Proof | None:
 
 
 SATURATED = 1000.0
-"""Largest logit from which on a softmax is one-hot in any precision."""
+"""Largest logit above which a softmax is one-hot in any precision."""
 HARMLESS = 20.0
 """Below, growth is learning."""
 
@@ -791,7 +791,7 @@ def sg952(case: Case) -> Proof | None:
 
 
 NEAR, NEAR_WIDE = 8.0, 64.0
-"""Bits of headroom of float16 from which on a trend is reported; of wider dtypes squares overflow
+"""Bits of headroom of float16 below which a trend is reported; of wider dtypes squares overflow
 from here on."""
 
 

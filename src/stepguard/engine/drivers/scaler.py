@@ -46,7 +46,7 @@ def hold_scaler(context: Context) -> None:
 
 
 def update_scaler(context: Context) -> None:
-    """End the scaler's step as the bare loop would."""
+    """End the scaler's step as the unguarded loop would."""
     if context.scaler is not None and context.scaling():
         context.scaler.update()
 

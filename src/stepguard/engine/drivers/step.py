@@ -178,7 +178,7 @@ class FusedUpdate:
             restore_scaler(context, self._scaler)
 
 
-# --- What a step goes through, whoever calls forward, backward and update.
+# --- What a step goes through, under every driver.
 
 
 SNAPSHOTS = "snapshots and checkpoints"
@@ -328,7 +328,7 @@ class UpdateNotMade:
 
 
 def unguarded_step(context: Context, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
-    """Forward, backward and update without a look at anything."""
+    """Forward, backward and update, with nothing inspected."""
     context.stepped.zero_grad(set_to_none=True)
     for batch in micro_batches:
         loss, _ = micro_loss(loss_fn(batch), batch, context)

@@ -96,7 +96,7 @@ class WatchDriver(Lifecycle):
         """What `_reading` was judged with."""
         self._incident: Incident | None = None
         self._traced = False
-        """The live tracer has to be told of this step."""
+        """The live tracer has to be notified of this step."""
         self._start_seen = False
         """A call of the model, or of a part of it, was seen to begin this step."""
         self.vetoing = False
@@ -354,7 +354,7 @@ class WatchDriver(Lifecycle):
     # --- a fused optimizer: the kernel takes the verdict, the host reads it later ----------------
 
     def _flag(self, pending: Pending) -> None:
-        """Tell the kernel and read later. The flag of a scaler is kept and joined."""
+        """Give the kernel the verdict, read it later. The flag of a scaler is kept and joined."""
         try:
             optimizer = self.context.optimizer
             fused = FusedUpdate(self.context, self._step(None), pending, StepResult())

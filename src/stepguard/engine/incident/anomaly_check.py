@@ -25,7 +25,7 @@ from stepguard.state.isolation import reevaluate
 from stepguard.state.sharded import CollectiveInReplayError
 
 TOLD_FOR = 64
-"""Steps after a runaway loss was told as an incident in which a further one is only a line."""
+"""Steps after a runaway loss was reported as an incident in which a further one is only a line."""
 
 
 ALIKE = 10.0

@@ -168,7 +168,7 @@ def agreed_trouble(context: Context, *, together: bool) -> tuple[str, ...]:
         return tuple(stored_trouble(context))
     try:
         told = context.agreement.together(
-            lambda: {"bad": stored_trouble(context)}, "a look at the weights", seconds=ASKED
+            lambda: {"bad": stored_trouble(context)}, "an inspection of the weights", seconds=ASKED
         )
     except RankFault:
         # a rank whose guard has disarmed itself does not take part
@@ -224,7 +224,7 @@ def overflows_by_scale(context: Context, step: Step, reading: Reading) -> bool:
 def _usual_for_a_scaler(context: Context, scale: float, norm: float | None) -> bool:
     """Is it a scaler that tries a higher scale? It overflows now and then in a healthy run.
 
-    An overflow leaves infinities, so the norm is infinite. A NaN may have been born as one, so the
+    An overflow leaves infinities, so the norm is infinite. A NaN may have been one before, so the
     step is run again, and so it is with a scale that keeps falling.
     """
     if context.scales.overflows_in_a_row >= LOOK_CLOSER_AFTER:

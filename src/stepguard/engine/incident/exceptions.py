@@ -121,7 +121,7 @@ class Exceptions:
             if not repeatable(error):
                 why_not = "memory or the device is exhausted"
             elif context.agreement.size > 1:
-                why_not = "ranks have to go on together"
+                why_not = "all ranks have to take the same steps"
             reason = f"no skip: {why_not}; the exception is raised again"
             if not why_not:
                 action = "skip"

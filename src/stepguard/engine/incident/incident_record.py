@@ -53,7 +53,7 @@ def keep_step(context: Context, incident: Incident, step: Step) -> Incident:
 
 
 def write_down(context: Context, incident: Incident, step: Step) -> Incident:
-    """Write what outlives the process first, and tell the outputs last."""
+    """Write what outlives the process first, and notify the outputs last."""
     incident = _with_capsule(context, incident, step)
     context.incidents.append(incident)
     if context.outputs.journal is not None and _keeps_folder(context, incident):
@@ -120,7 +120,7 @@ def incident_folder(run_dir: Path, name: str, rank: int) -> Path:
 def _folder(context: Context, incident: Incident) -> Path:
     assert context.config.run_dir is not None
     folder = incident_folder(Path(context.config.run_dir), incident.id, incident.rank)
-    with suppress(OSError):  # whoever writes into it says why it cannot be made
+    with suppress(OSError):  # the writer that needs it says why it cannot be made
         # for this user only: capsules hold training data
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

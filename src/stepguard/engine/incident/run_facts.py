@@ -53,7 +53,7 @@ def not_applied(incident: Incident) -> Incident:
 
 
 def change_settings(context: Context, decision: Decision) -> None:
-    """Go on with the rate, epsilon or clipping that was decided on."""
+    """Continue with the rate, epsilon or clipping that was decided on."""
     groups = context.optimizer.param_groups
     if decision.lr_factor is not None:
         factors = [decision.lr_factor] * len(groups)
@@ -67,7 +67,7 @@ def change_settings(context: Context, decision: Decision) -> None:
 
 
 def let_through(verdict: Verdict, incident: Incident | None) -> bool:
-    """A finite step that is only told, or that nothing could be decided on, is committed."""
+    """A finite step that is only reported, or that nothing could be decided on, is committed."""
     if not verdict.finite_anomaly:
         return False
     return incident is None or incident.decision is None or incident.decision.action == "note"

@@ -261,14 +261,14 @@ DISARMED = (
     "the state itself is damaged, and a fault of stepguard's own keeps it from being repaired"
 )
 VERIFY_FROM = 2
-"""Bad steps in a row from which on the weights are verified on an earlier batch."""
+"""Bad steps in a row after which the weights are verified on an earlier batch."""
 
 Find = Callable[[Step, Reading], Origin]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnPart:
-    """What one rank tells of an incident."""
+    """What one rank reports of an incident."""
 
     id: str
     """A name that is free here."""
@@ -313,10 +313,10 @@ class Decider:
         self._find = find
         self._reruns = reruns
         self._parts: list[OwnPart] = []
-        """What the ranks have told of the incident at hand."""
+        """What the ranks have reported of the incident at hand."""
 
     def locate(self, incident: Incident, step: Step, *, wanted: bool) -> Incident:
-        """Add the origin, where that is wanted: what all ranks tell, put together."""
+        """Add the origin, where that is wanted: what all ranks report, put together."""
         agreement = self._context.agreement
         self._rewinder.common = None
         told = agreement.together(
@@ -332,7 +332,7 @@ class Decider:
     def decide(self, incident: Incident, step: Step, *, committed: bool) -> Incident:
         """Add the decision. `committed`: the update was made before its verdict was read.
 
-        The first rank decides for all by what they have told, and nothing that can fail is between:
+        The first rank decides for all by what they reported, and nothing that can fail is between:
         so a fault on one of them costs an explanation, or at worst the step on all of them.
         """
         context = self._context

@@ -34,7 +34,7 @@ class Checkpoints:
         self._asked: Counter[int] = Counter()
         """How often a state of this step was to be saved by one rank for all."""
         self._told = ""
-        """Under which name this rank has told the others where the last one is."""
+        """Under which name this rank has published where the last one is."""
         self._seen = -1
         """The last step at which a checkpoint was due."""
         rewinder.after_commit.append(self.committed)

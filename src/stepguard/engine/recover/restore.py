@@ -416,7 +416,7 @@ def _open_together(
 def _opened(
     archive: Archive, which: str | Path, passed: Sequence[PassedOver]
 ) -> Opened | StoreError:
-    """Open a checkpoint; the error is returned, for the other ranks have to hear of it first."""
+    """Open a checkpoint; the error is returned, for the other ranks have to learn of it first."""
     try:
         return archive.store.open(which, select=archive.select(), but_not=passed)
     except StoreError as why:
@@ -464,7 +464,7 @@ def _resume_data(
 
 
 def _mention_newer(context: Context, store: Store, opened: Opened) -> None:
-    """Tell of a newer state that is complete and finite, but was not called good."""
+    """Report a newer state that is complete and finite, but was not called good."""
     for entry in store.list():
         if entry.good or entry.step <= opened.step:
             continue

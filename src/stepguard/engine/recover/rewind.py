@@ -390,7 +390,7 @@ class RewindPlanner:
         return found
 
     def _repeatable(self, steps: Iterable[int]) -> list[int]:
-        """Those from which on every step can be run again as it was."""
+        """Those after which every step can be run again as it was."""
         # not where parameters came later: the first steps had no use for them
         grown = {s.step for s in self._ring.snapshots if self._whole.grown_since(s.state)}
         return [s for s in steps if s not in grown and self._snapshots.kept.since(s) is not None]
@@ -530,7 +530,7 @@ class Rewinder:
             tell()
 
     def committed(self, done: int) -> None:
-        """So many steps are done: end probations that are over, and tell who waits for it."""
+        """After `done` steps: end probations that are over, and notify what waits for it."""
         self.probation.commit(done)
         for tell in self.after_commit:
             tell(done)

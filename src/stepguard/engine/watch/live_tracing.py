@@ -1,5 +1,5 @@
-"""After a bad step that could not be placed, a watched loop runs under the tracer, so that the next
-one can be.
+"""After a bad step that could not be located, a watched loop runs under the tracer, so that the
+next one can be.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stepguard.tensors.torch_private import (
     pretend_stepped,
 )
 
-# --- After a bad step that could not be placed, a watched loop runs under the tracer, so that the
+# --- After a bad step that could not be located, a watched loop runs under the tracer, so that the
 # next one can be.
 
 

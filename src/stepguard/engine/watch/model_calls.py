@@ -39,7 +39,7 @@ from stepguard.tensors.torch_private import graphs_compiled
 
 
 class Hearer(Protocol):
-    """Told about every call of one module."""
+    """Receives every call of one module."""
 
     def called(self, module: nn.Module, args: Any, kwargs: Any) -> None: ...
     def returned(self, module: nn.Module, output: Any) -> None: ...
@@ -134,7 +134,7 @@ class MicroBatches:
 
     @property
     def first(self) -> bool:
-        """Has nothing of the step been told yet?"""
+        """Has nothing of the step been reported yet?"""
         return not self._kept
 
     def hand_out(self, loss: Tensor) -> None:
@@ -170,7 +170,7 @@ class MicroBatches:
         return True
 
     def _unheard(self, loss_fn: LossFn) -> LossFn:
-        """In a replay the guard must not take what it hears for the next step."""
+        """In a replay the guard must not take what it receives for the next step."""
 
         def again(batch: Any) -> Tensor | Mapping[str, Tensor]:
             with self._deaf():
@@ -249,7 +249,7 @@ class ModelCalls:
         self._on_error = on_error
         self._paused = False
         self.off = False
-        """A framework tells the micro-batches, so the whole step can be run again and calls need
+        """A framework reports the micro-batches, so the whole step can be run again and calls need
         not be remembered.
         """
         self.calls: list[ModelCall] = []
@@ -349,8 +349,8 @@ class ModelCalls:
 def _received(
     capture: weakref.ref[ModelCalls], gradients: OutputGradients, index: int, gradient: Tensor
 ) -> None:
-    """Weak: whoever keeps a loss keeps its graph, and with it this hook, in C++ where no collector
-    looks.
+    """Weak: code that keeps a loss keeps its graph, and with it this hook, in C++, where no
+    collector finds it.
     """
     if capture() is not None:
         gradients.held[index] = gradient

@@ -1,7 +1,7 @@
 """Several optimizers that step from one backward pass take one decision: all update, or none.
 
-Which optimizers belong together is not told but seen: two that step after the same backward, with
-none in between. From then on the first one to step tests the gradients of the others as well
+Which optimizers belong together is not declared but seen: two that step after the same backward,
+with none in between. From then on the first one to step tests the gradients of the others as well
 (one more number in its packet, and they use the norm again), a veto of one drops the updates of
 all, and their snapshots are taken at the same moments, so that a rewind takes all of them back. A
 GAN's two halves step from backward passes of their own and stay apart.
