@@ -168,13 +168,13 @@ def test_data_alone_is_checked_as_far_as_it_goes(tmp_path: Path) -> None:
             "tinychat.training:build takes 'config'; give --config FILE",
         ),
         ("tinychat.training:loss_of", {"config": PROJECT / "config.json"}, "returned a function"),
+        ("tinychat.faults:_row", {"config": PROJECT / "config.json"}, "needs parts, index"),
         (
             "config.json",
             {"config": PROJECT / "config.json"},
             "is a configuration already; leave --config out",
         ),
         ("config.json", {"launcher": Path("no.yaml")}, "no.yaml cannot be read as a launcher"),
-        ("tinychat.faults:_lambda", {"config": PROJECT / "config.json"}, "needs config, factor"),
     ],
 )
 def test_unusable_target_is_one_clear_error(

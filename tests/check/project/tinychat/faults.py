@@ -1,28 +1,21 @@
-"""The healthy project with one thing wrong at a time; each function is a build function."""
+"""The healthy project with one thing wrong at a time; every name of FAULTS is a build function."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from tinychat.training import EOS, Chats, TinyChat, build, loss_of
+from tinychat.training import Chats, TinyChat, build, loss_of
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import stepguard
 
-
-def _with(config: Any, **changes: Any) -> dict[str, Any]:
-    return build(config) | changes
-
-
-def _retrained(
-    config: Any, model: nn.Module, dtype: torch.dtype, **settings: Any
-) -> dict[str, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, **settings)
-    return _with(
-        config, model=model, optimizer=optimizer, scheduler=None, loss_fn=loss_of(model, dtype)
-    )
+Parts = dict[str, Any]
+IGNORED = torch.full((10,), -100)
+WHOLE = torch.ones(10, dtype=torch.long)
 
 
 class _Accelerator:
@@ -45,81 +38,6 @@ class _Accelerator:
         return torch.autocast("cpu", dtype=dtype)
 
 
-# precision
-
-
-def float16_context(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    return parts | {"loss_fn": loss_of(parts["model"], torch.float16)}
-
-
-def fp16_ignored_on_cpu(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    return parts | {
-        "loss_fn": loss_of(parts["model"], torch.float32),
-        "autocast": _Accelerator("fp16"),
-    }
-
-
-def amp_without_a_dtype(config: Any) -> dict[str, Any]:
-    return _with(config, autocast=_Accelerator("no", native_amp=True))
-
-
-def launcher_overruled(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    return parts | {
-        "loss_fn": loss_of(parts["model"], torch.float32),
-        "autocast": _Accelerator("no"),
-    }
-
-
-def other_accumulation(config: Any) -> dict[str, Any]:
-    return _with(config, autocast=_Accelerator("bf16", native_amp=True, accumulation=8))
-
-
-def scaler_over_half_weights(config: Any) -> dict[str, Any]:
-    model = TinyChat(**config.model).half()
-    scaler = torch.amp.GradScaler("cpu")
-    return _retrained(config, model, torch.float32, eps=1e-4) | {"scaler": scaler}
-
-
-def scaler_without_need(config: Any) -> dict[str, Any]:
-    return _with(config, scaler=torch.amp.GradScaler("cpu"))
-
-
-# optimizer and layers
-
-
-def half_weights(config: Any) -> dict[str, Any]:
-    return _retrained(config, TinyChat(**config.model).half(), torch.float32)
-
-
-def optimizer_of_another_model(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    return parts | {"model": TinyChat(**config.model)}
-
-
-def head_left_out(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    chosen = [p for name, p in parts["model"].named_parameters() if not name.startswith("head")]
-    return parts | {
-        "optimizer": torch.optim.AdamW(chosen, lr=config.optimizer.lr),
-        "scheduler": None,
-    }
-
-
-def bfloat16_weights(config: Any) -> dict[str, Any]:
-    model = TinyChat(**config.model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0)
-    return _retrained(config, model.bfloat16(), torch.float32)
-
-
-def norm_without_eps(config: Any) -> dict[str, Any]:
-    return _retrained(config, TinyChat(norm=nn.RMSNorm(8, eps=1e-20)), torch.bfloat16)
-
-
 class HandNorm(nn.Module):
     """Adds its eps in the dtype of the tensor, where float16 loses it."""
 
@@ -131,215 +49,176 @@ class HandNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-def hand_written_norm(config: Any) -> dict[str, Any]:
-    return _retrained(config, TinyChat(norm=HandNorm()), torch.bfloat16)
-
-
-# learning rate
-
-
-def literal_rate(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    return parts | {
-        "optimizer": torch.optim.AdamW(parts["model"].parameters(), lr=5e-4),
-        "scheduler": None,
-    }
-
-
-def _lambda(config: Any, factor: Any) -> dict[str, Any]:
-    parts = build(config)
-    optimizer = torch.optim.AdamW(parts["model"].parameters(), lr=config.optimizer.lr)
-    return parts | {
-        "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
-    }
-
-
-def floor_as_a_factor(config: Any) -> dict[str, Any]:
-    total = config.training.num_train_steps
-    return _lambda(config, lambda step: min(1, step / 30) * max((1 - step / total) ** 0.96, 1e-6))
-
-
-def schedule_too_short(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        parts["optimizer"], max_lr=config.optimizer.lr, total_steps=100
-    )
-    return parts | {"scheduler": scheduler}
-
-
-# data
-
-
-def _changed(config: Any, index: int, **values: Any) -> dict[str, Any]:
-    parts = build(config)
-    parts["dataset"].rows[index] |= values
-    return parts
-
-
-def no_label_counts(config: Any) -> dict[str, Any]:
-    return _changed(
-        config, 5, labels=torch.full((10,), -100), attention_mask=torch.ones(10, dtype=torch.long)
-    )
-
-
-def class_out_of_range(config: Any) -> dict[str, Any]:
-    labels = torch.full((10,), -100)
-    labels[4] = 99
-    return _changed(config, 7, labels=labels)
-
-
-def answers_cut_off(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    for index in (2, 3):
-        ids = torch.arange(2, 12)
-        labels = ids.clone()
-        labels[: index + 1] = -100
-        assert int(ids[-1]) != EOS
-        whole = {
-            "input_ids": ids,
-            "labels": labels,
-            "attention_mask": torch.ones(10, dtype=torch.long),
-        }
-        parts["dataset"].rows[index] |= whole
-    return parts
-
-
-def nan_in_the_data(config: Any) -> dict[str, Any]:
-    sound = torch.randn(16)
-    sound[3] = torch.nan
-    return _changed(config, 17, sound=sound)
-
-
-def silence(config: Any) -> dict[str, Any]:
-    return _changed(config, 9, sound=torch.zeros(16))
-
-
-def wrong_unit(config: Any) -> dict[str, Any]:
-    return _changed(config, 11, sound=torch.randn(16) * 1e6)
-
-
-def outside_the_declared_range(config: Any) -> dict[str, Any]:
-    return _with(config, data_range={"sound": (-0.5, 0.5)})
-
-
-def value_missing(config: Any) -> dict[str, Any]:
-    return _changed(config, 13, sound=None)
-
-
 class _Broken(Chats):
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Parts:
         if index == 19:
             raise OSError("image file is truncated")
         return super().__getitem__(index)
 
 
-def unreadable_example(config: Any) -> dict[str, Any]:
-    return _with(config, dataset=_Broken())
+def _in(parts: Parts, dtype: torch.dtype, **more: Any) -> Parts:
+    return {"loss_fn": loss_of(parts["model"], dtype), **more}
 
 
-def repeated_example(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    parts["dataset"].rows[21] = parts["dataset"].rows[4] | {"id": "another name"}
-    return parts
+def _optimized(parts: Parts, chosen: Any = None, lr: float = 5e-5) -> Parts:
+    parameters = chosen or parts["model"].parameters()
+    return {"optimizer": torch.optim.AdamW(parameters, lr=lr), "scheduler": None}
 
 
-def leaked_example(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    parts["validation"].rows[2] = parts["dataset"].rows[6] | {"id": "validation-2"}
-    return parts
+def _retrained(model: nn.Module, dtype: torch.dtype = torch.float32, **settings: Any) -> Parts:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, **settings)
+    return {"optimizer": optimizer, "scheduler": None} | _in({"model": model}, dtype, model=model)
 
 
-# model
-
-
-def poisoned_weights(config: Any) -> dict[str, Any]:
-    parts = build(config)
+def _moved(model: TinyChat) -> TinyChat:
     with torch.no_grad():
-        parts["model"].head.weight[2, 3] = torch.nan
-    return parts
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    return model
 
 
-def poisoned_statistics(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    parts["model"].batch_norm.running_var[1] = torch.inf
-    return parts
+def _scheduled(parts: Parts, factor: Callable[[int], float]) -> Parts:
+    found = _optimized(parts)
+    return found | {"scheduler": LambdaLR(found["optimizer"], factor)}
 
 
-def loss_of_zero_over_zero(config: Any) -> dict[str, Any]:
-    parts = build(config)
+def _row(parts: Parts, index: int, **values: Any) -> Parts:
+    parts["dataset"].rows[index] |= values
+    return {}
+
+
+def _cut(parts: Parts) -> Parts:
+    ids = torch.arange(2, 12)
+    for index in (2, 3):
+        labels = torch.where(torch.arange(10) <= index, -100, ids)
+        _row(parts, index, input_ids=ids, labels=labels, attention_mask=WHOLE)
+    return {}
+
+
+def _set(tensor: Tensor, place: Any, value: float) -> Parts:
+    tensor.data[place] = value
+    return {}
+
+
+def _zero_over_zero(parts: Parts) -> Parts:
     inner, model = parts["loss_fn"], parts["model"]
 
     def loss(batch: Any) -> Tensor:
         mask = torch.zeros(4)
         return inner(batch)["text"] + (model.alpha * mask).sum() / mask.sum()
 
-    return parts | {"loss_fn": loss}
+    return {"loss_fn": loss}
 
 
-def infinite_slope(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    inner, model = parts["loss_fn"], parts["model"]
-    return parts | {
-        "loss_fn": lambda batch: inner(batch)["text"] + (model.alpha - model.alpha.detach()).sqrt()
-    }
-
-
-def runaway_scalar(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    with torch.no_grad():
-        parts["model"].alpha.fill_(88.7)
-    return parts
-
-
-# checklist
-
-
-def eps_without_effect(config: Any) -> dict[str, Any]:
-    parts = build(config)
+def _lost_eps(parts: Parts) -> Parts:
     inner = parts["loss_fn"]
 
     def loss(batch: Any) -> Tensor:
         counted = batch["labels"].ne(-100).float().sum().clamp(min=1) + 1e-8
         return inner(batch)["text"] / counted
 
-    return parts | {"loss_fn": loss}
+    return {"loss_fn": loss}
 
 
-def policy_without_rewind(config: Any) -> dict[str, Any]:
-    policy = stepguard.Policy(actions=("skip", "stop"))
-    return _with(
-        config, guard=stepguard.GuardConfig(clip_norm=0.5, checkpoint_every=100, policy=policy)
-    )
+def _steep(parts: Parts) -> Parts:
+    inner, alpha = parts["loss_fn"], parts["model"].alpha
+    return {"loss_fn": lambda batch: inner(batch)["text"] + (alpha - alpha.detach()).sqrt()}
 
 
-def rare_checkpoints(config: Any) -> dict[str, Any]:
-    return _with(config, guard=stepguard.GuardConfig(clip_norm=0.5, checkpoint_every=5000))
-
-
-def no_warmup(config: Any) -> dict[str, Any]:
-    return _lambda(config, lambda step: 1.0)
-
-
-def raw_latents(config: Any) -> dict[str, Any]:
-    parts = build(config)
+def _loud(parts: Parts) -> Parts:
     for row in parts["dataset"].rows:
         row["sound"] = row["sound"] * 300
-    return parts
+    return {}
 
 
-def clipping_with_sgd(config: Any) -> dict[str, Any]:
-    parts = build(config)
-    optimizer = torch.optim.SGD(parts["model"].parameters(), lr=config.optimizer.lr)
-    guard = stepguard.GuardConfig(clip_norm=5.0, checkpoint_every=100)
-    return parts | {"optimizer": optimizer, "scheduler": None, "guard": guard}
+def _guard(clip_norm: float = 0.5, every: int = 100, **more: Any) -> Parts:
+    return {"guard": stepguard.GuardConfig(clip_norm=clip_norm, checkpoint_every=every, **more)}
 
 
-def several_at_once(config: Any) -> dict[str, Any]:
+def _copied(rows: list[Parts], index: int, source: Parts, name: str) -> Parts:
+    rows[index] = source | {"id": name}
+    return {}
+
+
+def _several(parts: Parts) -> Parts:
     """What the picture in the docs shows."""
-    parts = half_weights(config)
-    chats = parts["dataset"]
-    chats.rows[5] |= {"labels": torch.full((10,), -100)}
-    chats.rows[17]["sound"][3] = torch.nan
-    chats.rows[21] = chats.rows[4] | {"id": "another name"}
-    return parts
+    _row(parts, 5, labels=IGNORED)
+    parts["dataset"].rows[17]["sound"][3] = torch.nan
+    _copied(parts["dataset"].rows, 21, parts["dataset"].rows[4], "another name")
+    return _retrained(TinyChat().half())
+
+
+FAULTS: dict[str, Callable[[Parts], Parts]] = {
+    "float16_context": lambda p: _in(p, torch.float16),
+    "fp16_ignored_on_cpu": lambda p: _in(p, torch.float32, autocast=_Accelerator("fp16")),
+    "amp_without_a_dtype": lambda p: {"autocast": _Accelerator("no", native_amp=True)},
+    "launcher_overruled": lambda p: _in(p, torch.float32, autocast=_Accelerator("no")),
+    "other_accumulation": lambda p: {
+        "autocast": _Accelerator("bf16", native_amp=True, accumulation=8)
+    },
+    "scaler_over_half_weights": lambda p: (
+        _retrained(TinyChat().half(), eps=1e-4) | {"scaler": torch.amp.GradScaler("cpu")}
+    ),
+    "scaler_without_need": lambda p: {"scaler": torch.amp.GradScaler("cpu")},
+    "half_weights": lambda p: _retrained(TinyChat().half()),
+    "optimizer_of_another_model": lambda p: {"model": TinyChat()},
+    "head_left_out": lambda p: _optimized(
+        p, [q for name, q in p["model"].named_parameters() if not name.startswith("head")]
+    ),
+    "bfloat16_weights": lambda p: _retrained(_moved(TinyChat()).bfloat16()),
+    "norm_without_eps": lambda p: _retrained(
+        TinyChat(norm=nn.RMSNorm(8, eps=1e-20)), torch.bfloat16
+    ),
+    "hand_written_norm": lambda p: _retrained(TinyChat(norm=HandNorm()), torch.bfloat16),
+    "literal_rate": lambda p: _optimized(p, lr=5e-4),
+    "floor_as_a_factor": lambda p: _scheduled(
+        p, lambda step: min(1, step / 30) * max((1 - step / 300) ** 0.96, 1e-6)
+    ),
+    "schedule_too_short": lambda p: {
+        "scheduler": OneCycleLR(p["optimizer"], max_lr=5e-5, total_steps=100)
+    },
+    "no_label_counts": lambda p: _row(p, 5, labels=IGNORED, attention_mask=WHOLE),
+    "class_out_of_range": lambda p: _row(p, 7, labels=torch.tensor([-100] * 9 + [99])),
+    "answers_cut_off": _cut,
+    "nan_in_the_data": lambda p: _row(
+        p, 17, sound=torch.randn(16).index_fill(0, torch.tensor(3), torch.nan)
+    ),
+    "silence": lambda p: _row(p, 9, sound=torch.zeros(16)),
+    "wrong_unit": lambda p: _row(p, 11, sound=torch.randn(16) * 1e6),
+    "outside_the_declared_range": lambda p: {"data_range": {"sound": (-0.5, 0.5)}},
+    "value_missing": lambda p: _row(p, 13, sound=None),
+    "unreadable_example": lambda p: {"dataset": _Broken()},
+    "repeated_example": lambda p: _copied(
+        p["dataset"].rows, 21, p["dataset"].rows[4], "another name"
+    ),
+    "leaked_example": lambda p: _copied(
+        p["validation"].rows, 2, p["dataset"].rows[6], "validation-2"
+    ),
+    "poisoned_weights": lambda p: _set(p["model"].head.weight, (2, 3), torch.nan),
+    "poisoned_statistics": lambda p: _set(p["model"].batch_norm.running_var, 1, torch.inf),
+    "loss_of_zero_over_zero": _zero_over_zero,
+    "infinite_slope": _steep,
+    "runaway_scalar": lambda p: _set(p["model"].alpha, ..., 88.7),
+    "eps_without_effect": _lost_eps,
+    "policy_without_rewind": lambda p: _guard(policy=stepguard.Policy(actions=("skip", "stop"))),
+    "rare_checkpoints": lambda p: _guard(every=5000),
+    "no_warmup": lambda p: _scheduled(p, lambda step: 1.0),
+    "raw_latents": _loud,
+    "clipping_with_sgd": lambda p: {
+        "optimizer": torch.optim.SGD(p["model"].parameters(), lr=5e-5),
+        "scheduler": None,
+        **_guard(clip_norm=5.0),
+    },
+    "several_at_once": _several,
+}
+
+
+def __getattr__(name: str) -> Callable[[Any], Parts]:
+    if name not in FAULTS:
+        raise AttributeError(name)
+
+    def fault(config: Any) -> Parts:
+        parts = build(config)
+        return parts | FAULTS[name](parts)
+
+    return fault
