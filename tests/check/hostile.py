@@ -24,6 +24,19 @@ def quad(number: int) -> bytes:
     return struct.pack("<Q", number)
 
 
+def code(*parts: str | bytes) -> bytes:
+    """Opcodes as they are, `module:name` as a name, other texts as texts."""
+    found = b""
+    for part in parts:
+        if isinstance(part, bytes):
+            found += part
+        elif ":" in part and "{" not in part:
+            found += named(*part.split(":"))
+        else:
+            found += text(part)
+    return found
+
+
 def runs_code(canary: Path) -> dict[str, bytes]:
     """Opcode or trick -> a pickle that would run code with `pickle.load`."""
     command = f"touch {canary}"

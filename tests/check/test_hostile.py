@@ -25,14 +25,13 @@ from safetensors.torch import save_file
 import forked
 import stepguard
 from check import hostile, saved
+from check.hostile import code
 from forked import FULL
 from stepguard.check.scan import Damaged, open_file
 from stepguard.checkpoints.seal import Health, Seal, SealedFile, digest_of, seal_bytes
 from stepguard.records.checks import Verification
 
 BOUND = 1 << 30
-
-
 """Bytes that a hostile file may add to a process: far below what it declares."""
 
 
@@ -289,28 +288,14 @@ def test_memory_is_bounded_for_large_files_and_for_the_worst_ones(tmp_path: Path
     assert second == [str(count), str(count - len(hostile.HARMLESS_GREEDY))]
 
 
-RUN = b"\x80\x04" + named("os", "system") + text("false") + b"\x85R."
-
-
+RUN = b"\x80\x04" + code("os:system", "false", b"\x85R.")
 HOSTILE = fuzz.zip_file(fuzz.archive(RUN))
-
-
 PICKLER: Any = pickle._Pickler
-
-
 """Typeshed does not know its parts."""
-
-
-SCALAR = named("numpy._core.multiarray", "scalar")
-
-
-OBJECT = named("numpy", "dtype") + text("O8") + b"\x89\x88\x87R"
-
-
-VOID = named("numpy", "dtype") + text("V8") + b"\x89\x88\x87R"
-
-
+OBJECT = code("numpy:dtype", "O8", b"\x89\x88\x87R")
+VOID = code("numpy:dtype", "V8", b"\x89\x88\x87R")
 EIGHT = raw(b"A" * 8)
+RECONSTRUCT = code("numpy._core.multiarray:_reconstruct", "numpy:ndarray")
 
 
 def state(
@@ -320,112 +305,87 @@ def state(
     return b"(K\x03" + text("|") + b"N" + names + fields + size + size + b"K\x00tb"
 
 
-def field(kind: bytes, offset: bytes) -> bytes:
-    return state(
-        names=text("a") + b"\x85", fields=b"}" + text("a") + kind + offset + b"\x86s", size=b"K\x08"
-    )
+def scalar(kind: bytes) -> bytes:
+    return code("numpy._core.multiarray:scalar", kind, EIGHT, b"\x86R")
 
 
-def config(value: str) -> bytes:
-    """A DictConfig of omegaconf with one value, as far as verify looks at it."""
-    return (
-        named("omegaconf.dictconfig", "DictConfig")
-        + b")\x81}"
-        + text("_content")
-        + b"}"
-        + text("activation")
-        + text(value)
-        + b"ssb"
-    )
+def field(offset: bytes) -> bytes:
+    fields = code(b"}", "a", OBJECT, offset, b"\x86s")
+    return VOID + state(names=code("a", b"\x85"), fields=fields, size=b"K\x08")
 
 
-LAZY = config("${eval:1}")
-
-
-TENSOR_ARGUMENTS = (
-    b"((" + text("storage") + named("torch", "FloatStorage") + text("0") + text("cpu")
-    + b"K\x01tQK\x00))\x89" + named("collections", "OrderedDict") + b")Rt"
-)  # fmt: skip
-
-
+# a DictConfig of omegaconf with one value, as far as verify looks at it
+LAZY = code(
+    "omegaconf.dictconfig:DictConfig",
+    b")\x81}",
+    "_content",
+    b"}",
+    "activation",
+    "${eval:1}",
+    b"ssb",
+)
+STORAGE = code(b"(", "storage", "torch:FloatStorage", "0", "cpu")
+TENSOR_ARGUMENTS = code(b"(", STORAGE, b"K\x01tQK\x00))\x89", "collections:OrderedDict", b")Rt")
 PICKLES = {
-    "bytes as an object, in a scalar": SCALAR + OBJECT + state() + EIGHT + b"\x86R",
-    "bytes as an object, in an array": named("numpy._core.multiarray", "_reconstruct")
-    + named("numpy", "ndarray")
-    + b"K\x00\x85"
-    + raw(b"b")
-    + b"\x87R(K\x01K\x01\x85"
-    + OBJECT
-    + state()
-    + b"\x89"
-    + EIGHT
-    + b"tb",
-    "bytes as an object, from a buffer": named("numpy._core.numeric", "_frombuffer")
-    + b"("
-    + EIGHT
-    + OBJECT
-    + state()
-    + b"K\x01\x85"
-    + text("C")
-    + b"tR",
-    "field outside of its element": SCALAR
-    + VOID
-    + field(OBJECT, b"J\x00\x00\x10\x00")
-    + EIGHT
-    + b"\x86R",
-    "field of objects": SCALAR + VOID + field(OBJECT, b"K\x00") + EIGHT + b"\x86R",
-    "byte order of everybody's float64": named("numpy", "dtype")
-    + text("f8")
-    + b"\x89\x89\x87R"
-    + state(),
-    "array of a terabyte": named("numpy._core.multiarray", "_reconstruct")
-    + named("numpy", "ndarray")
-    + b"\x8a\x06"
-    + (1 << 40).to_bytes(6, "little")
-    + b"\x85"
-    + raw(b"b")
-    + b"\x87R",
-    "attributes of a tensor by a mapping": named("torch._tensor", "_rebuild_from_type_v2")
-    + b"("
-    + named("torch._utils", "_rebuild_tensor_v2")
-    + named("torch", "Tensor")
-    + TENSOR_ARGUMENTS
-    + named("lightning.fabric.utilities.data", "AttributeDict")
-    + b")\x81"
-    + text("__reduce_ex__")
-    + named("torch.nn.functional", "relu")
-    + b"stR",
-    "resolver, by a search": named("torch.nn.modules.transformer", "TransformerEncoderLayer")
-    + b")\x81}"
-    + text("_parameters")
-    + LAZY
-    + b"sb",
-    "resolver, by a loop": named("torch.distributed.device_mesh", "DeviceMesh")
-    + b")\x81}"
-    + text("_dim_group_names")
-    + LAZY
-    + b"sb",
+    "bytes as an object, in a scalar": scalar(OBJECT + state()),
+    "bytes as an object, in an array": code(
+        RECONSTRUCT,
+        b"K\x00\x85",
+        raw(b"b"),
+        b"\x87R(K\x01K\x01\x85",
+        OBJECT,
+        state(),
+        b"\x89",
+        EIGHT,
+        b"tb",
+    ),
+    "bytes as an object, from a buffer": code(
+        "numpy._core.numeric:_frombuffer", b"(", EIGHT, OBJECT, state(), b"K\x01\x85", "C", b"tR"
+    ),
+    "field outside of its element": scalar(field(b"J\x00\x00\x10\x00")),
+    "field of objects": scalar(field(b"K\x00")),
+    "byte order of everybody's float64": code("numpy:dtype", "f8", b"\x89\x89\x87R", state()),
+    "array of a terabyte": code(
+        RECONSTRUCT, b"\x8a\x06", (1 << 40).to_bytes(6, "little"), b"\x85", raw(b"b"), b"\x87R"
+    ),
+    "attributes of a tensor by a mapping": code(
+        "torch._tensor:_rebuild_from_type_v2",
+        b"(",
+        "torch._utils:_rebuild_tensor_v2",
+        "torch:Tensor",
+        TENSOR_ARGUMENTS,
+        "lightning.fabric.utilities.data:AttributeDict",
+        b")\x81",
+        "__reduce_ex__",
+        "torch.nn.functional:relu",
+        b"stR",
+    ),
+    "resolver, by a search": code(
+        "torch.nn.modules.transformer:TransformerEncoderLayer",
+        b")\x81}",
+        "_parameters",
+        LAZY,
+        b"sb",
+    ),
+    "resolver, by a loop": code(
+        "torch.distributed.device_mesh:DeviceMesh", b")\x81}", "_dim_group_names", LAZY, b"sb"
+    ),
     "resolver, by a key": b"}(" + LAZY + b"N" + LAZY + b"Nu",
     "resolver, by a key in a key": b"}(" + LAZY + b"\x85\x85NK\x01Nu",
     "resolver, in a set": b"\x8f(" + LAZY + LAZY + b"\x90",
     "resolver, in a frozenset": b"(" + LAZY + LAZY + b"\x91",
-    "resolver, in a set of a list": named("builtins", "set") + b"](" + LAZY + LAZY + b"e\x85R",
-    "resolver, counted": named("collections", "Counter") + b"](" + LAZY + LAZY + b"e\x85R",
-    "resolver, in a sparse tensor": named("torch._utils", "_rebuild_sparse_tensor")
-    + named("torch.serialization", "_get_layout")
-    + text("torch.sparse_coo")
-    + b"\x85R("
-    + LAZY
-    + LAZY
-    + LAZY
-    + b"t\x86R",
-    "number of a billion digits": named("fractions", "Fraction") + text("1e999999999") + b"\x85R",
-    "storage that is longer than its record": b"("
-    + text("storage")
-    + named("torch", "FloatStorage")
-    + text("0")
-    + text("cpu")
-    + b"J\x00\x00\x00\x01tQ0N",
+    "resolver, in a set of a list": code("builtins:set", b"](", LAZY, LAZY, b"e\x85R"),
+    "resolver, counted": code("collections:Counter", b"](", LAZY, LAZY, b"e\x85R"),
+    "resolver, in a sparse tensor": code(
+        "torch._utils:_rebuild_sparse_tensor",
+        "torch.serialization:_get_layout",
+        "torch.sparse_coo",
+        b"\x85R(",
+        3 * LAZY,
+        b"t\x86R",
+    ),
+    "number of a billion digits": code("fractions:Fraction", "1e999999999", b"\x85R"),
+    "storage that is longer than its record": STORAGE + b"J\x00\x00\x00\x01tQ0N",
 }
 
 
@@ -450,8 +410,6 @@ GOES_ON = {
     "long integer": b"\x8b" + struct.pack("<i", 2000) + b"\0" * 2000 + b"0",
     "long line": b"V" + b"a" * 70_000 + b"\n0",
 }
-
-
 """What the C unpickler takes and the one here does not."""
 
 

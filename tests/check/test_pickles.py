@@ -237,8 +237,6 @@ def test_what_would_replace_or_run_a_method_is_hostile(tmp_path: Path, stream: b
 
 
 FLOATS = Global("torch", "FloatStorage")
-
-
 STORAGE = StorageRecord("0", "float32", 12)
 
 
@@ -366,8 +364,6 @@ def call() -> Callable[..., Any]:
 
 
 SYSTEM = Global("os", "system")
-
-
 BIT_GENERATOR = "numpy.random._pickle.__bit_generator_ctor"
 
 

@@ -23,11 +23,7 @@ from stepguard.check.subject import files_below, read_framework, read_source, su
 from stepguard.records.checks import Verification
 
 ITEMS = ("checklist.loss_checked", "checklist.norms", "checklist.recovery")
-
-
 GUARDED = ("pass", "pass", "pass")
-
-
 UNGUARDED = ("warn", "warn", "warn")
 
 
