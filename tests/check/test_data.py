@@ -18,7 +18,7 @@ from check.asking import said
 from stepguard import ConfigError
 from stepguard.check.data import as_tensors
 from stepguard.check.preflight import Subject, check
-from stepguard.records.checks import Preflight
+from stepguard.records.checks import Outcome, Preflight
 
 
 def scan(path: Path) -> Preflight:
@@ -54,17 +54,11 @@ def test_bad_values_are_named_by_file_key_and_place(folder: Path) -> None:
     assert "1 files of other kinds" in said(result, "data.unreadable")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("nothing", "data nothing does not exist"), ("empty", "holds no file that can be read")],
-)
-def test_data_that_is_not_there_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
-) -> None:
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        scan(Path(name))
+def test_data_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing does not exist"):
+        scan(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="holds no file that can be read"):
+        scan(tmp_path)
 
 
 class Stream(IterableDataset[Any]):
@@ -77,38 +71,33 @@ class Stream(IterableDataset[Any]):
             index += 1
 
 
-def test_stream_is_read_up_to_the_given_number() -> None:
-    result = check(Subject(dataset=Stream(), examples=10), only=["data.finite"])
-    assert "10 examples" in said(result, "data.finite") and "5 [x]: NaN at [1]" in said(
-        result, "data.finite"
-    )
+def finding(item: str, **parts: Any) -> Outcome:
+    return check(Subject(**parts), only=[item]).outcome(item)
 
 
-def test_loader_of_a_stream_is_read_row_by_row() -> None:
+def test_stream_and_its_loader_are_read_up_to_the_given_number() -> None:
+    (found,) = finding("data.finite", dataset=Stream(), examples=10).evidence
+    assert "10 examples" in found and "5 [x]: NaN at [1]" in found
     loader = DataLoader(Stream(), batch_size=4)
-    result = check(Subject(loader=loader, examples=8), only=["data.finite"])
-    assert "batch 1, row 1 [x]: NaN at [1]" in said(result, "data.finite")
+    (found,) = finding("data.finite", loader=loader, examples=8).evidence
+    assert "batch 1, row 1 [x]: NaN at [1]" in found
 
 
 def test_same_content_under_two_names_is_a_duplicate_and_a_leak(tmp_path: Path) -> None:
-    for split in ("train", "validation"):
-        (tmp_path / split).mkdir()
-    np.save(tmp_path / "train" / "a.npy", np.arange(20.0))
-    np.save(tmp_path / "train" / "b.npy", np.arange(20.0))
-    np.save(tmp_path / "validation" / "c.npy", np.arange(20.0))
-    result = check(
-        Subject(data=tmp_path / "train", validation=tmp_path / "validation"), only=["data"]
-    )
+    train, validation = tmp_path / "train", tmp_path / "validation"
+    for path in (train / "a.npy", train / "b.npy", validation / "c.npy"):
+        path.parent.mkdir(exist_ok=True)
+        np.save(path, np.arange(20.0))
+    result = check(Subject(data=train, validation=validation), only=["data"])
     assert "b.npy = a.npy" in said(result, "data.duplicates")
     assert "c.npy = a.npy" in said(result, "data.leak")
 
 
 def test_input_beyond_the_dtype_of_the_step_fails() -> None:
-    model = torch.nn.Linear(2, 1).half()
     rows = [{"x": torch.tensor([1.0, 7e4])}]
-    result = check(Subject(model=model, dataset=rows), only=["data.range"])
-    assert result.outcome("data.range").status == "fail"
-    assert "7e+04 in 0 is infinite in float16" in said(result, "data.range")
+    found = finding("data.range", model=torch.nn.Linear(2, 1).half(), dataset=rows)
+    assert found.status == "fail"
+    assert "7e+04 in 0 is infinite in float16" in found.evidence[0]
 
 
 def test_progress_and_scope_follow_the_examples() -> None:
@@ -205,24 +194,18 @@ def test_everything_numeric_of_an_example_is_a_tensor_by_its_dotted_key() -> Non
 
 def test_labels_of_a_jsonl_file_are_counted(tmp_path: Path) -> None:
     rows = [{"labels": [-100, 3]}, {"labels": [-100, -100]}, {"labels": [4, 5]}]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = check(Subject(data=tmp_path / "chats.jsonl"), only=["labels"])
-    assert "1 example of 3 without a target other than -100: chats.jsonl:2" in said(
-        result, "labels.empty"
-    )
-    assert "3 of 6 targets count" in said(result, "labels.empty")
-    assert "1 example of 3" in said(
-        check(Subject(data=tmp_path, label_key="labels"), only=["labels"]), "labels.empty"
-    )
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = finding("labels.empty", data=path).evidence
+    assert first == "1 example of 3 without a target other than -100: chats.jsonl:2"
+    assert second == "3 of 6 targets count"
+    given = finding("labels.empty", data=tmp_path, label_key="labels")
+    assert "1 example of 3" in given.evidence[0]
 
 
 def test_packed_text_is_not_called_truncated() -> None:
-    rows = [
-        {"input_ids": torch.arange(8) + index, "labels": torch.arange(8) + index}
-        for index in range(4)
-    ]
-    result = check(Subject(dataset=rows), only=["labels.truncated"])
-    assert result.outcome("labels.truncated").status == "not_applicable"
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(32).view(4, 8)]
+    assert finding("labels.truncated", dataset=rows).status == "not_applicable"
 
 
 def test_left_padding_does_not_hide_a_cut_answer() -> None:
@@ -230,13 +213,9 @@ def test_left_padding_does_not_hide_a_cut_answer() -> None:
         labels = torch.tensor([-100, -100, 5, 6 + index])
         return {"input_ids": labels.clamp_min(0), "labels": labels, "attention_mask": torch.ones(4)}
 
-    result = check(
-        Subject(dataset=[row(0), row(1)], config={"max_length": 4, "eos_token_id": 6}),
-        only=["labels"],
-    )
-    assert "1 answer of 2 run into the limit without the end token 6: 1" in said(
-        result, "labels.truncated"
-    )
+    config = {"max_length": 4, "eos_token_id": 6}
+    found = finding("labels.truncated", dataset=[row(0), row(1)], config=config)
+    assert "1 answer of 2 run into the limit without the end token 6: 1" in found.evidence[0]
 
 
 def text(length: int, *, used: int) -> torch.Tensor:
@@ -255,7 +234,7 @@ def test_a_row_that_is_all_padding_is_a_constant_input(as_dict: bool) -> None:
             {"ids": ids, "attention_mask": (ids > 0).long(), "types": 0 * ids, "labels": label}
             for ids, label in rows
         ]
-    outcome = check(Subject(dataset=rows), only=["data.constant"]).outcome("data.constant")
+    outcome = finding("data.constant", dataset=rows)
     assert outcome.status == "warn" and "17" in outcome.evidence[0]
     assert "= 0 in all 12 places" in outcome.evidence[0]
     assert outcome.evidence[0].startswith("1 input in")
@@ -267,19 +246,12 @@ def test_masks_types_and_class_maps_may_be_constant() -> None:
         ids = text(16, used=16)
         background = torch.full((16,), 3) if number % 2 else ids
         rows.append({"ids": ids, "mask": ids * 0 + 1, "types": ids * 0, "map": background})
-    assert check(Subject(dataset=rows), only=["data.constant"]).outcome("data.constant").status == (
-        "pass"
-    )
+    assert finding("data.constant", dataset=rows).status == "pass"
 
 
 @pytest.mark.parametrize("between", [(), (torch.tensor(7),)])
 def test_the_last_part_of_a_tuple_is_the_target(between: tuple[torch.Tensor, ...]) -> None:
     rows = [(torch.rand(4), *between, torch.tensor(n % 3)) for n in range(12)]
-    result = check(Subject(dataset=rows), only=["labels.range"])
-    assert "targets span 0 to 2" in result.outcome("labels.range").evidence[0]
-
-
-def test_real_targets_of_a_tuple_are_not_classes() -> None:
-    rows = [(torch.rand(4), torch.rand(1)) for _ in range(12)]
-    outcome = check(Subject(dataset=rows), only=["labels.range"]).outcome("labels.range")
-    assert outcome.status == "not_applicable"
+    assert "targets span 0 to 2" in finding("labels.range", dataset=rows).evidence[0]
+    real = [(torch.rand(4), torch.rand(1)) for _ in range(12)]
+    assert finding("labels.range", dataset=real).status == "not_applicable"
