@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 from benchmarks.parts import fuzz
-from benchmarks.parts.fuzz import named, raw, text
+from benchmarks.parts.fuzz import named, raw
 
 P2 = b"\x80\x02"
 P4 = b"\x80\x04"
@@ -22,6 +22,12 @@ MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 def quad(number: int) -> bytes:
     return struct.pack("<Q", number)
+
+
+def text(value: str) -> bytes:
+    """SHORT_BINUNICODE, which fuzz does not use."""
+    data = value.encode()
+    return b"\x8c" + bytes([len(data)]) + data
 
 
 def code(*parts: str | bytes) -> bytes:
@@ -33,7 +39,7 @@ def code(*parts: str | bytes) -> bytes:
         elif ":" in part and "{" not in part:
             found += named(*part.split(":"))
         else:
-            found += text(part)
+            found += fuzz.text(part)
     return found
 
 
@@ -51,7 +57,7 @@ def runs_code(canary: Path) -> dict[str, bytes]:
     changed = b"ccollections\nOrderedDict\nN}" + text("__setitem__") + b"cbuiltins\nlist\ns\x86b."
     return {
         "REDUCE": reduced,
-        "STACK_GLOBAL": P4 + named("os", "system") + run + b"\x85R.",
+        "STACK_GLOBAL": P4 + text("os") + text("system") + b"\x93" + run + b"\x85R.",
         "INST": b"(S'" + command.encode() + b"'\nios\nsystem\n.",
         "OBJ": b"(cos\nsystem\n" + run + b"o.",
         "NEWOBJ": b"\x80\x02csubprocess\nPopen\n" + run + b"\x85\x81.",
@@ -119,9 +125,9 @@ def by_name(full: str) -> bytes:
     return P4 + named(module, name) + text("x") + b"\x85R."
 
 
-def listed(*parts: bytes) -> bytes:
+def listed(*parts: str | bytes) -> bytes:
     """A list of one value."""
-    return P4 + b"]" + b"".join(parts) + b"a."
+    return P4 + b"]" + code(*parts) + b"a."
 
 
 def evasions(canary: Path) -> dict[str, bytes]:
@@ -129,58 +135,40 @@ def evasions(canary: Path) -> dict[str, bytes]:
     run = runs_code(canary)["STACK_GLOBAL"]
     shown = listed(fuzz.TENSOR)
     old = fuzz.in_legacy(run)
-    load = named("torch.storage", "_load_from_bytes")
+    load = "torch.storage:_load_from_bytes"
     numbers = b"".join(b"K" + bytes([byte]) for byte in old)
-    system = named("os", "system")
     told = text(f"touch {canary}")
+    data = "torch.utils.data"
     numpy = "numpy.random._pickle"
     bare = fuzz.zip_file(fuzz.archive(shown))
     both = fuzz.archive(shown)
-    wrapper = named("torch.utils.data.datapipes.datapipe", "_IterDataPipeSerializationWrapper")
     deep = listed(load, raw(old), b"\x85R")
+    wrapper = f"{data}.datapipes.datapipe:_IterDataPipeSerializationWrapper"
+    again = f"{data}.dataloader:multiprocessing.popen_fork.os.system"
+    attributes = code(
+        "lightning.fabric.utilities.data:AttributeDict", b")\x81", text("__setstate__")
+    )
     pickles = {
         "c: datapipe that unpickles its state": listed(wrapper, b")\x81", raw(run), b"\x89\x86b"),
-        "c: name that another module exports again": listed(
-            named("torch.utils.data.dataloader", "multiprocessing.popen_fork.os.system"),
-            told,
-            b"\x85R",
-        ),
-        "c: class of a trusted package": listed(
-            named("torch.utils.data.dataloader", "Generic"), b")R"
-        ),
-        "d: bytes of numbers": listed(
-            load, named("builtins", "bytes"), b"](", numbers, b"e\x85R\x85R"
-        ),
-        "d: bytearray that grows": listed(
-            load, named("builtins", "bytearray"), b")R(", numbers, b"e\x85R"
-        ),
+        "c: name that another module exports again": listed(again, told, b"\x85R"),
+        "c: class of a trusted package": listed(f"{data}.dataloader:Generic", b")R"),
+        "d: bytes of numbers": listed(load, "builtins:bytes", b"](", numbers, b"e\x85R\x85R"),
+        "d: bytearray that grows": listed(load, "builtins:bytearray", b")R(", numbers, b"e\x85R"),
         "d: bytearray of numbers": listed(
-            load, named("builtins", "bytearray"), b"](", numbers, b"e\x85R\x85R"
+            load, "builtins:bytearray", b"](", numbers, b"e\x85R\x85R"
         ),
         "d: pickle in a pickle in a pickle": listed(load, raw(fuzz.in_legacy(deep)), b"\x85R"),
         "d: encoded text": listed(
-            load,
-            named("_codecs", "encode"),
-            text(old.decode("latin1")),
-            text("latin1"),
-            b"\x86R\x85R",
+            load, "_codecs:encode", fuzz.text(old.decode("latin1")), "latin1", b"\x86R\x85R"
         ),
-        "f: __generator_ctor": listed(named(numpy, "__generator_ctor"), told, system, b"\x86R"),
-        "f: __randomstate_ctor": listed(named(numpy, "__randomstate_ctor"), told, system, b"\x86R"),
+        "f: __generator_ctor": listed(f"{numpy}:__generator_ctor", told, "os:system", b"\x86R"),
+        "f: __randomstate_ctor": listed(f"{numpy}:__randomstate_ctor", told, "os:system", b"\x86R"),
         "f: __bit_generator_ctor": listed(
-            named(numpy, "__bit_generator_ctor"), named("mine", "Trainer"), b"\x85R"
+            f"{numpy}:__bit_generator_ctor", "mine:Trainer", b"\x85R"
         ),
-        "object of a class of one's own": listed(named("mine", "Trainer"), b")\x81}b"),
-        "items that answer as attributes": listed(
-            named("lightning.fabric.utilities.data", "AttributeDict"),
-            b")\x81",
-            text("__setstate__"),
-            load,
-            b"s",
-            raw(old),
-            b"b",
-        ),
-        "argument across the end of a frame": (P4 + b"\x95" + quad(4) + b"]c_codecs\nencode\na."),
+        "object of a class of one's own": listed("mine:Trainer", b")\x81}b"),
+        "items that answer as attributes": listed(attributes, load, b"s", raw(old), b"b"),
+        "argument across the end of a frame": P4 + b"\x95" + quad(4) + b"]c_codecs\nencode\na.",
     }
     return {
         "a: two directories": fuzz.two_directories(shown, run),
@@ -272,7 +260,7 @@ def tensors_without_end(count: int) -> bytes:
     )
     head = P4 + b"ctorch._utils\n_rebuild_tensor_v2\nq\x000" + storage + b"q\x010}("
     one = b"h\x00(h\x01K\x00))\x89}tR"
-    return head + b"".join(text(str(n)) + one for n in range(count)) + b"u."
+    return head + b"".join(fuzz.text(str(n)) + one for n in range(count)) + b"u."
 
 
 def in_zip(pickle: bytes, folder: str = "archive", **records: bytes) -> bytes:

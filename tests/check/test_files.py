@@ -188,26 +188,20 @@ def test_parts_steps_and_odd_numbers_of_a_checkpoint_are_told_apart(tmp_path: Pa
     ]
 
 
-@pytest.mark.parametrize(
-    ("key", "role"),
-    [
-        ("optimizer_state_dict", "optimizer"),
-        ("lr_schedulers", "scheduler"),
-        ("grad_scaler", "scaler"),
-        ("model_ema.block.weight", "ema"),
-        ("torch_rng_state", "rng"),
-        ("hyper_parameters", "other"),
-        ("model", None),
-        ("system.weight", None),
-        (3, None),
-    ],
-)
-def test_part_is_told_by_its_name(key: object, role: str | None) -> None:
-    assert scan.role_of_part(key) == role
-
-
-def test_file_is_told_by_its_name() -> None:
-    roles = {
+def test_parts_and_files_are_told_by_their_names() -> None:
+    parts = {
+        "optimizer_state_dict": "optimizer",
+        "lr_schedulers": "scheduler",
+        "grad_scaler": "scaler",
+        "model_ema.block.weight": "ema",
+        "torch_rng_state": "rng",
+        "hyper_parameters": "other",
+        "model": None,
+        "system.weight": None,
+        3: None,
+    }
+    assert {key: scan.role_of_part(key) for key in parts} == parts
+    files = {
         "optimizer.pt": "optimizer",
         "zero_pp_rank_0_mp_rank_00_optim_states.pt": "optimizer",
         "rng_state_0.pth": "rng",
@@ -215,7 +209,7 @@ def test_file_is_told_by_its_name() -> None:
         "training_args.bin": "other",
         "model.safetensors": None,
     }
-    assert {name: scan.role_of_file(name) for name in roles} == roles
+    assert {name: scan.role_of_file(name) for name in files} == files
 
 
 def test_empty_and_foreign_files_say_what_they_are(tmp_path: Path) -> None:

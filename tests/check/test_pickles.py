@@ -21,6 +21,7 @@ from benchmarks.parts.fuzz import named, raw, text
 
 import stepguard
 from check import hostile, saved
+from check.hostile import code
 from forked import FULL
 from stepguard.check import allowed_globals, inert_pickle
 from stepguard.check.allowed_globals import Global, trust
@@ -138,25 +139,13 @@ def test_work_that_is_asked_for_again_and_again_is_limited(
 ) -> None:
     count = 2000
     monkeypatch.setattr(inert_pickle, "MOST_WORK", 200_000)
-    head = (
-        P4
-        + b"]\x94("
-        + b"NN\x86" * count
-        + b"e0"
-        + named("collections", "OrderedDict")
-        + b"\x940}\x94("
-        + b"".join(b"J" + struct.pack("<i", n) + b"N" for n in range(count))
-        + b"u0("
-        + b"N" * count
-        + b"t\x940"
-        + named("argparse", "Namespace")
-        + b"\x940"
-        + named("_codecs", "encode")
-        + b"\x940"
-        + text("x" * 60_000)
-        + b"\x940"
-        + text("latin1")
-        + b"\x940"
+    numbers = b"".join(b"J" + struct.pack("<i", n) + b"N" for n in range(count))
+    # a list, a class, a dict, a tuple, a class, a function and two texts
+    head = code(
+        code(P4, b"]\x94(", b"NN\x86" * count, b"e0", "collections:OrderedDict", b"\x940"),
+        code(b"}\x94(", numbers, b"u0(", b"N" * count, b"t\x940"),
+        code("argparse:Namespace", b"\x940", "_codecs:encode", b"\x940"),
+        code("x" * 60_000, b"\x940", "latin1", b"\x940"),
     )
     assert refused(tmp_path, head + again * 400 + b"N.").kind == "limit"
 
@@ -204,14 +193,8 @@ def test_frames_of_a_real_pickle_are_read(tmp_path: Path) -> None:
         b"\x80\x05\x96" + struct.pack("<Q", 2) + b"ab(K\x01e.",
         P4 + b"](K\x01\x90.",
         P4 + named("torch", "Size") + b")R}b.",
-        P4
-        + named("lightning.fabric.utilities.data", "AttributeDict")
-        + b")\x81"
-        + text("__setstate__")
-        + named("torch.storage", "_load_from_bytes")
-        + b"s"
-        + raw(b"N.")
-        + b"b.",
+        code(P4, "lightning.fabric.utilities.data:AttributeDict", b")\x81", "__setstate__")
+        + code("torch.storage:_load_from_bytes", b"s", raw(b"N."), b"b."),
     ],
 )
 def test_method_of_what_was_built_is_never_reached(tmp_path: Path, stream: bytes) -> None:
