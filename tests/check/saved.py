@@ -6,12 +6,14 @@ import json
 import os
 import pickle
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
@@ -46,11 +48,8 @@ def trained(steps: int = 3) -> dict[str, Any]:
         model(torch.randn(8, 16)).square().mean().backward()
         optimizer.step()
         scheduler.step()
-    ema = {
-        name: value.clone()
-        for name, value in model.state_dict().items()
-        if value.is_floating_point()
-    }
+    state = model.state_dict()
+    ema = {name: value.clone() for name, value in state.items() if value.is_floating_point()}
     scaler = {
         "scale": 65536.0,
         "growth_factor": 2.0,
@@ -59,7 +58,7 @@ def trained(steps: int = 3) -> dict[str, Any]:
         "_growth_tracker": 0,
     }
     return {
-        "state_dict": model.state_dict(),
+        "state_dict": state,
         "optimizer": optimizer.state_dict(),
         "lr_scheduler": scheduler.state_dict(),
         "scaler": scaler,
@@ -114,36 +113,26 @@ def save_trainer(folder: Path, everything: dict[str, Any]) -> Path:
     save_safetensors(folder / "model.safetensors", everything["state_dict"])
     torch.save(everything["optimizer"], folder / "optimizer.pt")
     torch.save(everything["lr_scheduler"], folder / "scheduler.pt")
-    torch.save(
-        {"python": (3, tuple(range(20)), None), "cpu": everything["rng_state"]},
-        folder / "rng_state.pth",
-    )
+    rng = {"python": (3, tuple(range(20)), None), "cpu": everything["rng_state"]}
+    torch.save(rng, folder / "rng_state.pth")
     torch.save(everything["scaler"], folder / "scaler.pt")
-    history = [
-        {"loss": 2.0, "grad_norm": 1.0, "step": 1},
-        {"loss": 1.5, "grad_norm": 0.9, "step": 2},
-    ]
-    (folder / "trainer_state.json").write_text(
-        json.dumps({"global_step": 3, "log_history": history})
-    )
+    history = [{"loss": 2.0 / step, "grad_norm": 1.0, "step": step} for step in (1, 2)]
+    state = {"global_step": 3, "log_history": history}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
     (folder / "config.json").write_text("{}")
     return folder
 
 
 def lightning(everything: dict[str, Any]) -> dict[str, Any]:
     """The dict that Lightning's Trainer puts into a `.ckpt`."""
+    best = torch.tensor(float("inf"))
     return {
         "epoch": 1,
         "global_step": everything["global_step"],
         "pytorch-lightning_version": "2.6.6",
         "state_dict": everything["state_dict"],
         "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}},
-        "callbacks": {
-            "EarlyStopping{'monitor': 'val'}": {
-                "wait_count": 0,
-                "best_score": torch.tensor(float("inf")),
-            }
-        },
+        "callbacks": {"EarlyStopping{'monitor': 'val'}": {"wait_count": 0, "best_score": best}},
         "optimizer_states": [everything["optimizer"]],
         "lr_schedulers": [everything["lr_scheduler"]],
         "hparams_name": "kwargs",
@@ -152,10 +141,6 @@ def lightning(everything: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_dcp(folder: Path, value: dict[str, Any]) -> Path:
-    import warnings
-
-    import torch.distributed.checkpoint as dcp
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(value, checkpoint_id=folder, no_dist=True)
@@ -163,10 +148,6 @@ def save_dcp(folder: Path, value: dict[str, Any]) -> Path:
 
 
 def load_dcp(folder: Path, state: dict[str, Any]) -> None:
-    import warnings
-
-    import torch.distributed.checkpoint as dcp
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=folder, no_dist=True)

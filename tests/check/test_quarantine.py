@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from check import hostile, saved
 from stepguard._errors import StoreError
 from stepguard.check import quarantine
-from stepguard.check.verify import file_digest
+from stepguard.check.verify import check_checkpoint, file_digest
 from stepguard.records.checks import Problem, Verification
 
 
@@ -56,31 +55,25 @@ def test_crash_in_between_loses_nothing(
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(KeyboardInterrupt) if survived < 2 else pytest.MonkeyPatch.context():
         checkpoints = quarantine.checkpoints_below(run)
-        bad = [found for found in _checked(checkpoints) if quarantine.is_bad(found)]
+        checked = [check_checkpoint(each, lambda count: None) for each in checkpoints]
+        bad = [found for found in checked if quarantine.is_bad(found)]
         quarantine.apply(run, quarantine.plan(run, checkpoints, bad))
     monkeypatch.undo()
     quarantine.undo(run)
     assert snapshot(run) == before
 
 
-def _checked(checkpoints: Any) -> list[Any]:
-    from stepguard.check.verify import check_checkpoint
-
-    return [check_checkpoint(each, lambda count: None) for each in checkpoints]
+def forge(folder: Path, original: str, place: str, digests: dict[str, str]) -> None:
+    """A manifest that nobody has written by moving something."""
+    entry = {"original": original, "place": place, "reasons": [], "digests": digests, "size": 1}
+    manifest = folder / "quarantine" / "manifest.json"
+    manifest.parent.mkdir(exist_ok=True)
+    manifest.write_text(json.dumps({"schema": 1, "moves": [entry]}))
 
 
 @pytest.mark.parametrize("place", ["../x", "/etc/x", "good.pt", ""])
 def test_manifest_that_leads_out_is_refused(run: Path, place: str) -> None:
-    (run / "quarantine").mkdir()
-    entry = {
-        "original": "bad2.pt",
-        "place": place,
-        "reasons": [],
-        "digests": {},
-        "size": 1,
-        "moved": "",
-    }
-    (run / "quarantine" / "manifest.json").write_text(json.dumps({"schema": 1, "moves": [entry]}))
+    forge(run, "bad2.pt", place, {})
     with pytest.raises(StoreError):
         quarantine.undo(run)
 
@@ -94,11 +87,10 @@ def test_only_what_is_shown_to_be_bad_is_bad() -> None:
 
 def test_reasons_are_listed_in_part_and_counted(tmp_path: Path) -> None:
     path = saved.save_zip(tmp_path / "m.pt", {"w": torch.ones(2)})
-    errors = [
-        Problem(file=str(path), kind="nan", detail=f"{number} NaN", tensor="w")
-        for number in range(14)
+    nan = [
+        Problem(file="m", kind="nan", detail=f"{number} NaN", tensor="w") for number in range(14)
     ]
-    found = Verification(path=str(path), format="torch zip", problems=tuple(errors))
+    found = Verification(path=str(path), format="torch zip", problems=tuple(nan))
     checkpoints = quarantine.checkpoints_below(tmp_path)
     (move,) = quarantine.plan(tmp_path, checkpoints, [found])
     assert len(move.reasons) == 11
@@ -122,10 +114,7 @@ def test_forged_manifest_does_not_put_a_file_where_a_program_looks(
     place.parent.mkdir(parents=True)
     place.write_bytes(content)
     digest = file_digest(place) if original != "model.pt" else "0" * 32
-    entry = {"original": original, "place": f"quarantine/{original}", "reasons": [], "size": 1}
-    entry["digests"] = {place.name: digest}
-    manifest = tmp_path / "quarantine" / "manifest.json"
-    manifest.write_text(json.dumps({"schema": 1, "moves": [entry]}))
+    forge(tmp_path, original, f"quarantine/{original}", {place.name: digest})
     back, stays = quarantine.undo(tmp_path)
     assert not back and [move.original for move, _ in stays] == [original]
     assert place.exists() and not (tmp_path / original).exists()
@@ -135,9 +124,7 @@ def test_forged_manifest_cannot_choose_the_goal(run: Path) -> None:
     place = run / "quarantine" / "harmless.pt"
     place.parent.mkdir()
     place.write_bytes((run / "good.pt").read_bytes())
-    entry = {"original": "latest.pt", "place": "quarantine/harmless.pt", "reasons": [], "size": 1}
-    entry["digests"] = {"harmless.pt": file_digest(place)}
-    (run / "quarantine" / "manifest.json").write_text(json.dumps({"schema": 1, "moves": [entry]}))
+    forge(run, "latest.pt", "quarantine/harmless.pt", {"harmless.pt": file_digest(place)})
     with pytest.raises(StoreError, match="not written by stepguard"):
         quarantine.undo(run)
     assert place.exists() and not (run / "latest.pt").exists()
