@@ -46,55 +46,54 @@ from stepguard.state.capsule import import_function, importable
 __all__ = ["Subject", "Tracked", "check"]
 
 
-_TITLES = """
-    precision.configured: every place asks for the same precision
-    precision.effective: the step really runs in the configured precision
-    precision.unnamed: mixed precision names its dtype
-    precision.weights: parameters have the configured dtype
-    scaler.missing: float16 has a loss scale
-    scaler.fits: the GradScaler is on and fits the dtypes
-    optimizer.eps: the optimizer's eps survives the parameters' dtype
-    optimizer.parameters: the optimizer holds the model's parameters
-    optimizer.stalled: updates of size lr survive the weights' dtype
-    norm.eps: norm layers survive a row of zeros
-    lr.config: the optimizer has the configured learning rate
-    lr.schedule: the schedule keeps to the configured rates to the end
-    lr.checkpoint: loading the checkpoint keeps the configured learning rate
-    config.types: numbers are numbers
-    config.values: values are possible
-    config.unread: every key of the configuration is read
-    config.changed: the configuration equals the checkpoint's
-    launcher.agrees: launcher and program agree
-    labels.empty: every example has a target that counts
-    labels.range: targets are classes of the loss
-    labels.truncated: answers are not cut off
-    data.finite: inputs are finite
-    data.missing: no value is missing
-    data.constant: inputs vary
-    data.range: values lie where they are expected
-    data.unreadable: every example can be read
-    data.duplicates: no example is repeated
-    data.leak: training and validation data are disjoint
-    model.stored_finite: stored weights and state are finite
-    model.fresh_forward: one step of the model is finite
-    scalars.limit: watched values are within their limits
-    checkpoint.sound: the checkpoint is whole and finite
-    checkpoint.fits: the checkpoint fits the model
-    code.current: code and versions in use
-    disk.space: the disk holds the checkpoints
-    memory.estimate: the step fits into memory
-    checklist.lr: learning rate suits the size (5e-5 or lower)
-    checklist.clip: gradients are clipped (to 0.5 or lower; under Adam to any norm)
-    checklist.loss_checked: the loss is validated before the update
-    checklist.divisions: divisors stay away from 0
-    checklist.latents: latents are normalised before the squared error
-    checklist.warmup: warmup is long enough (2000 steps or 1 %)
-    checklist.accumulation: gradient accumulation (2 to 4) is in effect
-    checklist.norms: gradient norms are monitored
-    checklist.checkpoints: checkpoints every 1000 steps or more often
-    checklist.recovery: automatic recovery from the last good state
-"""
-TITLES = dict(row.strip().split(": ", 1) for row in _TITLES.strip().splitlines())
+TITLES = {
+    "precision.configured": "every place asks for the same precision",
+    "precision.effective": "the step really runs in the configured precision",
+    "precision.unnamed": "mixed precision names its dtype",
+    "precision.weights": "parameters have the configured dtype",
+    "scaler.missing": "float16 has a loss scale",
+    "scaler.fits": "the GradScaler is on and fits the dtypes",
+    "optimizer.eps": "the optimizer's eps survives the parameters' dtype",
+    "optimizer.parameters": "the optimizer holds the model's parameters",
+    "optimizer.stalled": "updates of size lr survive the weights' dtype",
+    "norm.eps": "norm layers survive a row of zeros",
+    "lr.config": "the optimizer has the configured learning rate",
+    "lr.schedule": "the schedule keeps to the configured rates to the end",
+    "lr.checkpoint": "loading the checkpoint keeps the configured learning rate",
+    "config.types": "numbers are numbers",
+    "config.values": "values are possible",
+    "config.unread": "every key of the configuration is read",
+    "config.changed": "the configuration equals the checkpoint's",
+    "launcher.agrees": "launcher and program agree",
+    "labels.empty": "every example has a target that counts",
+    "labels.range": "targets are classes of the loss",
+    "labels.truncated": "answers are not cut off",
+    "data.finite": "inputs are finite",
+    "data.missing": "no value is missing",
+    "data.constant": "inputs vary",
+    "data.range": "values lie where they are expected",
+    "data.unreadable": "every example can be read",
+    "data.duplicates": "no example is repeated",
+    "data.leak": "training and validation data are disjoint",
+    "model.stored_finite": "stored weights and state are finite",
+    "model.fresh_forward": "one step of the model is finite",
+    "scalars.limit": "watched values are within their limits",
+    "checkpoint.sound": "the checkpoint is whole and finite",
+    "checkpoint.fits": "the checkpoint fits the model",
+    "code.current": "code and versions in use",
+    "disk.space": "the disk holds the checkpoints",
+    "memory.estimate": "the step fits into memory",
+    "checklist.lr": "learning rate suits the size (5e-5 or lower)",
+    "checklist.clip": "gradients are clipped (to 0.5 or lower; under Adam to any norm)",
+    "checklist.loss_checked": "the loss is validated before the update",
+    "checklist.divisions": "divisors stay away from 0",
+    "checklist.latents": "latents are normalised before the squared error",
+    "checklist.warmup": "warmup is long enough (2000 steps or 1 %)",
+    "checklist.accumulation": "gradient accumulation (2 to 4) is in effect",
+    "checklist.norms": "gradient norms are monitored",
+    "checklist.checkpoints": "checkpoints every 1000 steps or more often",
+    "checklist.recovery": "automatic recovery from the last good state",
+}
 """Ids in the order they are shown, and what is expected. The function of `lr.config` is `lr_config`
 in one of the modules of items; `checklist` and the other first parts are what `--only` selects by.
 """
