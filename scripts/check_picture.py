@@ -16,7 +16,7 @@ from stepguard.report.checks import paint_preflight
 from stepguard.report.screen import paper
 
 PICTURE = ROOT / "docs" / "images" / "check.svg"
-PROJECT = ROOT / "tests" / "preflight" / "project"
+PROJECT = ROOT / "tests" / "check" / "project"
 SHOWN = (
     "precision.*",
     "scaler.missing",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from preflight.asking import PROJECT
+from check.asking import PROJECT
 from stepguard.cli.app import app
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from check import saved
 from stepguard.cli import _results
-from verification import saved
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import stepguard
-from preflight.doctored import project_in
+from check import saved
+from check.asking import project_in
 from stepguard.cli.app import app
-from verification import saved
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from check import hostile, saved
 from stepguard.cli.app import app
-from verification import hostile, saved
 
 
 @pytest.fixture

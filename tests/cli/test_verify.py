@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from check import saved
 from cli.journals import run_stepguard
 from stepguard import Guard, GuardConfig, Snapshots, verify
 from stepguard.cli.app import app
-from verification import saved
 
 
 @pytest.fixture

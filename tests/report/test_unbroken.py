@@ -11,13 +11,13 @@ import torch
 from rich.text import Text
 from typer.testing import CliRunner
 
+from check import saved
 from cli.journals import write_run
 from report import literals
 from stepguard.cli.app import app
 from stepguard.report import screen
 from stepguard.report.screen import CUT, Unbroken, fitted, middle
 from stepguard.report.terminal import paint_incident
-from verification import saved
 
 WIDTHS = [40, 60, 80, 120]
 TENSOR = "transformer.encoder.layers.0.self_attention.query_key_value.weight"

@@ -20,7 +20,6 @@ from stepguard.check.scan import (
     FileLayout,
     FileSlice,
     Progress,
-    first_few,
     is_shape,
     open_file,
     parse_json,
@@ -49,7 +48,9 @@ from stepguard.checkpoints.seal import (
     read_rank_seals,
     read_seal,
 )
+from stepguard.diagnose.case import words
 from stepguard.records.checks import Problem, Role
+from stepguard.report.phrases import first_few
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def check_dcp(whole: FileLayout, files: Sequence[Path], progress: Progress) -> l
     metadata = check_file(folder / METADATA, progress, read=read)
     layouts = [metadata]
     for name, pieces in sorted(stored.items()):
-        what = f"says that {first_few(piece.name for piece in pieces)} is in"
+        what = f"says that {first_few([piece.name for piece in pieces], 5)} is in"
         if _is_in_folder(folder, name, what, metadata):
             layouts.append(check_file(folder / name, progress, read=read))
     # what a library keeps beside it (`common.pt`, the metadata of one rank) is loaded as well
@@ -240,10 +241,10 @@ NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.(sa
 INDEX_SUFFIX = ".index.json"
 TRAINER_STATE = "trainer_state.json"
 JSON_FILES = ("config.json", "adapter_config.json", "generation_config.json", TRAINER_STATE)
-SIDE_FILES = frozenset({
-    "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin",
-    "training_args.bin", "adapter_config.json", "config.json", "random_states_0.pkl", "scaler.pt",
-})  # fmt: skip
+SIDE_FILES = words(
+    "trainer_state.json optimizer.pt optimizer.bin scheduler.pt scheduler.bin training_args.bin "
+    "adapter_config.json config.json random_states_0.pkl scaler.pt"
+)
 """Files that make one checkpoint of a folder with weights."""
 
 
@@ -324,7 +325,7 @@ def _check_homes(
             homes.setdefault(tensor.name, []).append(shard)
     for name, held in homes.items():
         if len(held) > 1:
-            whole.add("duplicate", f"is in {first_few(held)}", tensor=name)
+            whole.add("duplicate", f"is in {first_few(held, 5)}", tensor=name)
         elif name not in shards:
             detail = f"is in {held[0]} but not in {index}"
             whole.add("index", detail, tensor=name, severity="warning")
@@ -350,7 +351,7 @@ def _check_shard_numbers(names: Mapping[str, FileLayout], whole: FileLayout) -> 
         if missing:
             whole.add(
                 "missing",
-                f"of the {total} shards of {stem}, number {first_few(missing)} is not there",
+                f"of the {total} shards of {stem}, number {first_few(missing, 5)} is not there",
             )
 
 
@@ -364,7 +365,7 @@ def _check_trainer_state(data: dict[str, Any], whole: FileLayout) -> int | None:
             if isinstance(value, float) and not math.isfinite(value):
                 bad.append(key)
         if bad:
-            detail = f"{first_few(bad)} not finite at step {entry.get('step')}"
+            detail = f"{first_few(bad, 5)} not finite at step {entry.get('step')}"
             whole.add("loss", f"{TRAINER_STATE}: {detail}", severity="warning")
             break
     step = data.get("global_step")

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import xxhash
 
+from stepguard.diagnose.case import words
 from stepguard.records.checks import Problem, ProblemKind, Rate, Role, Weight
 
 try:
@@ -43,16 +44,16 @@ SIZES: dict[str, int] = {
 """Bytes of one element, of those types that this torch has."""
 
 
-def _table(text: str) -> dict[str, str]:
+def table(text: str) -> dict[str, str]:
     """Parse words of `name=torch_name`."""
     return dict(word.split("=") for word in text.split())
 
 
-ALIASES = _table(
+ALIASES = table(
     "float=float32 double=float64 half=float16 long=int64 int=int32 short=int16 "
     "cfloat=complex64 cdouble=complex128 chalf=complex32"
 )
-STORAGES = _table(
+STORAGES = table(
     """
     FloatStorage=float32 DoubleStorage=float64 HalfStorage=float16 BFloat16Storage=bfloat16
     LongStorage=int64 IntStorage=int32 ShortStorage=int16 CharStorage=int8 ByteStorage=uint8
@@ -61,7 +62,7 @@ STORAGES = _table(
     QUInt4x2Storage=quint4x2 QUInt2x4Storage=quint2x4
     """
 )
-SAFETENSORS = _table(
+SAFETENSORS = table(
     """
     F64=float64 F32=float32 F16=float16 BF16=bfloat16 F8_E4M3=float8_e4m3fn F8_E5M2=float8_e5m2
     F8_E8M0=float8_e8m0fnu F8_E4M3FNUZ=float8_e4m3fnuz F8_E5M2FNUZ=float8_e5m2fnuz C64=complex64
@@ -70,7 +71,7 @@ SAFETENSORS = _table(
 )
 SAFETENSORS_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 """Bits of types that are packed below a byte: their size is checked, their values are not."""
-NUMPY = _table(
+NUMPY = table(
     """
     f8=float64 f4=float32 f2=float16 c16=complex128 c8=complex64 i8=int64 i4=int32 i2=int16 i1=int8
     u8=uint64 u4=uint32 u2=uint16 u1=uint8 b1=bool
@@ -120,13 +121,6 @@ def clean(text: str, longest: int) -> str:
     if len(shown) > longest:
         return shown[: longest - 3] + "..."
     return shown
-
-
-def first_few(items: Iterable[object]) -> str:
-    """List the first five items, and how many more there are."""
-    listed = list(map(str, items))
-    more = len(listed) - 5
-    return ", ".join(listed[:5]) + (f" and {more} more" if more > 0 else "")
 
 
 class FileSlice(io.RawIOBase):
@@ -349,9 +343,7 @@ RUN = 16 << 20
 WORKERS = min(4, os.cpu_count() or 1)
 OVERLAP = 4
 """How many times the bytes of a storage may be measured for tensors that share it."""
-WIDENED = frozenset(
-    {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"}
-)
+WIDENED = words("float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu")
 """Types for which torch has no aminmax; they are converted to float32."""
 PARTS = {"complex128": torch.float64, "complex64": torch.float32, "complex32": torch.float16}
 """Complex numbers are read as pairs of these."""
@@ -623,10 +615,10 @@ LEARNED: frozenset[Role] = frozenset({"parameter", "ema"})
 STRICT: frozenset[Role] = frozenset({"parameter", "ema", "optimizer", "scaler", "scheduler"})
 FEWEST = 64
 """Elements below which being constant says nothing."""
-FINITE_SETTINGS = frozenset({
-    "lr", "initial_lr", "max_lr", "min_lr", "base_lrs", "_last_lr", "eps", "weight_decay",
-    "momentum", "betas", "scale", "_scale", "dampening", "alpha",
-})  # fmt: skip
+FINITE_SETTINGS = words(
+    "lr initial_lr max_lr min_lr base_lrs _last_lr eps weight_decay momentum betas scale _scale "
+    "dampening alpha"
+)
 """Settings that must be finite. Others may be infinite, such as `best` of ReduceLROnPlateau."""
 
 

@@ -113,53 +113,69 @@ def unread(settings: Tracked) -> list[str]:
 
 # --- One table of settings by their many names.
 
-NAMES = {
-    "lr": "learning_rate lr max_lr peak_lr base_lr",
-    "min_lr": "min_lr min_learning_rate lr_min final_lr eta_min",
-    "clip": "clip_norm grad_clip grad_clip_norm clip_grad_norm max_grad_norm gradient_clip_val "
-    "gradient_clipping grad_norm_clip clip_grad",
-    "warmup": "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters warmup",
-    "steps": "num_train_steps max_steps train_num_steps total_steps num_steps train_steps "
-    "max_iters steps",
-    "epochs": "num_train_epochs max_epochs num_epochs epochs",
-    "accumulation": "gradient_accumulation_steps gradient_accumulate_every "
-    "accumulate_grad_batches accumulation_steps grad_accum grad_accum_steps accum_steps",
-    "save_every": "checkpoint_every save_every save_steps save_every_n_steps save_interval "
-    "checkpoint_interval ckpt_every every_n_train_steps save_and_sample_every save_freq "
-    "checkpointing_steps",
-    "keep": "save_total_limit checkpoints_total_limit total_limit keep_last max_checkpoints "
-    "save_top_k keep",
-    "run_dir": "run_dir output_dir save_dir checkpoint_dir results_folder",
-    "batch_size": "train_batch_size per_device_train_batch_size micro_batch_size batch_size",
-    "max_length": "max_length max_seq_length max_seq_len model_max_length block_size "
-    "context_length seq_len",
-    "mixed_precision": "mixed_precision precision amp_dtype autocast_dtype",
-    "weights": "torch_dtype model_dtype param_dtype weights_dtype dtype",
-    "fp16": "fp16 use_fp16 half",
-    "bf16": "bf16 use_bf16",
-    "amp": "amp use_amp native_amp",
-    "loss_scale": "loss_scale",
-    "eos": "eos_token_id eos_id",
-    # Groups of settings that are treated alike.
-    "rate": "learning_rate lr max_lr peak_lr base_lr init_lr",
-    "positive": "lr learning_rate max_lr peak_lr base_lr init_lr batch_size train_batch_size "
-    "gradient_accumulation_steps eps adam_epsilon epochs num_epochs num_train_epochs hidden_size "
-    "num_layers",
-    "share": "beta1 beta2 adam_beta1 adam_beta2 dropout ema_decay momentum label_smoothing",
-    "text": "mixed_precision precision save_strategy eval_strategy version id name seed_name tag",
-    "of_one_start": "output_dir run_dir logging_dir resume resume_from_checkpoint checkpoint "
-    "run_name",
-    "shown": "learning_rate lr max_lr peak_lr base_lr init_lr batch_size grad_clip clip_norm "
-    "max_grad_norm amp fp16 bf16 mixed_precision precision min_lr weight_decay optimizer "
-    "scheduler model_type seed",
-}
+
+def _named(text: str) -> dict[str, list[str]]:
+    """Parse `meaning: name name ...`; a line without a meaning continues the one above."""
+    found: dict[str, list[str]] = {}
+    for word in text.split():
+        if word.endswith(":"):
+            names = found.setdefault(word[:-1], [])
+        else:
+            names.append(word)
+    return found
+
+
+NAMES = _named(
+    """
+    lr: learning_rate lr max_lr peak_lr base_lr
+    min_lr: min_lr min_learning_rate lr_min final_lr eta_min
+    clip: clip_norm grad_clip grad_clip_norm clip_grad_norm max_grad_norm gradient_clip_val
+        gradient_clipping grad_norm_clip clip_grad
+    warmup: warmup_steps num_warmup_steps lr_warmup_steps warmup_iters warmup
+    steps: num_train_steps max_steps train_num_steps total_steps num_steps train_steps max_iters
+        steps
+    epochs: num_train_epochs max_epochs num_epochs epochs
+    accumulation: gradient_accumulation_steps gradient_accumulate_every accumulate_grad_batches
+        accumulation_steps grad_accum grad_accum_steps accum_steps
+    save_every: checkpoint_every save_every save_steps save_every_n_steps save_interval
+        checkpoint_interval ckpt_every every_n_train_steps save_and_sample_every save_freq
+        checkpointing_steps
+    keep: save_total_limit checkpoints_total_limit total_limit keep_last max_checkpoints
+        save_top_k keep
+    run_dir: run_dir output_dir save_dir checkpoint_dir results_folder
+    batch_size: train_batch_size per_device_train_batch_size micro_batch_size batch_size
+    max_length: max_length max_seq_length max_seq_len model_max_length block_size context_length
+        seq_len
+    mixed_precision: mixed_precision precision amp_dtype autocast_dtype
+    weights: torch_dtype model_dtype param_dtype weights_dtype dtype
+    fp16: fp16 use_fp16 half
+    bf16: bf16 use_bf16
+    amp: amp use_amp native_amp
+    loss_scale: loss_scale
+    eos: eos_token_id eos_id
+
+    rate: learning_rate lr max_lr peak_lr base_lr init_lr
+    positive: lr learning_rate max_lr peak_lr base_lr init_lr batch_size train_batch_size
+        gradient_accumulation_steps eps adam_epsilon epochs num_epochs num_train_epochs
+        hidden_size num_layers
+    share: beta1 beta2 adam_beta1 adam_beta2 dropout ema_decay momentum label_smoothing
+    text: mixed_precision precision save_strategy eval_strategy version id name seed_name tag
+    of_one_start: output_dir run_dir logging_dir resume resume_from_checkpoint checkpoint
+        run_name
+    shown: learning_rate lr max_lr peak_lr base_lr init_lr batch_size grad_clip clip_norm
+        max_grad_norm amp fp16 bf16 mixed_precision precision min_lr weight_decay optimizer
+        scheduler model_type seed
+    """
+)
 """Meaning -> names of the last part of a key, most telling first; case does not matter."""
-SPELLINGS = {
-    "float32": "no none false 32 32-true fp32 float32 float",
-    "float16": "16 fp16 float16 half 16-mixed 16-true",
-    "bfloat16": "bf16 bfloat16 bf16-mixed bf16-true",
-    "float64": "64 64-true fp64 float64 double",
-}
+SPELLINGS = _named(
+    """
+    float32: no none false 32 32-true fp32 float32 float
+    float16: 16 fp16 float16 half 16-mixed 16-true
+    bfloat16: bf16 bfloat16 bf16-mixed bf16-true
+    float64: 64 64-true fp64 float64 double
+    """
+)
 """dtype -> how accelerate, Lightning, transformers and plain scripts spell it."""
 # Not `float`, which takes "nan" and "infinity" for numbers as well.
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -176,7 +192,7 @@ class Setting(NamedTuple):
 
     def means(self, meaning: str) -> bool:
         """Is the last part of the key one of the names in the table?"""
-        return self.name in NAMES[meaning].split()
+        return self.name in NAMES[meaning]
 
     @property
     def name(self) -> str:
@@ -198,7 +214,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[Setting]:
 
 def find(settings: Mapping[str, Any], meaning: str) -> Setting | None:
     """Find the setting with this meaning: the most telling name, and the nearest to the root."""
-    names = NAMES[meaning].split()
+    names = NAMES[meaning]
     found = [leaf for leaf in flat(settings) if leaf.value is not None and leaf.means(meaning)]
     return min(found, key=lambda leaf: (names.index(leaf.name), leaf.key.count(".")), default=None)
 
@@ -233,7 +249,7 @@ def configured_rate(path: Path) -> float:
         if leaf.means("rate") and rate is not None:
             rates[leaf.key] = rate
     if not rates:
-        names = ", ".join(NAMES["rate"].split())
+        names = ", ".join(NAMES["rate"])
         raise ConfigError(f"--config {path} names no learning rate ({names}); give --lr.")
     if len(set(rates.values())) > 1:
         listed = ", ".join(f"{name}={rate:g}" for name, rate in rates.items())
@@ -251,7 +267,7 @@ def meant(word: object) -> str | None:
     """`bf16-mixed` -> `bfloat16`; None for what is not a precision. Case does not matter."""
     plain_word = str(word).removeprefix("torch.").strip().lower()
     for dtype, spellings in SPELLINGS.items():
-        if plain_word in spellings.split():
+        if plain_word in spellings:
             return dtype
     return None
 

@@ -35,7 +35,6 @@ from stepguard.check.scan import (
     FileLayout,
     FileSlice,
     Progress,
-    first_few,
     is_shape,
     judge,
     open_file,
@@ -45,8 +44,10 @@ from stepguard.check.scan import (
     role_of_tensor,
     scan,
     structural,
+    table,
 )
 from stepguard.records.checks import Rate, Role
+from stepguard.report.phrases import first_few
 
 # --- The directory of a zip, read as torch reads it, and only where no two readers could differ.
 
@@ -217,13 +218,9 @@ def _record(source: FileSlice, info: zipfile.ZipInfo) -> ZipRecord:
 NEEDLESS = "which a checkpoint of tensors does not need"
 MOST_DEPTH = 100
 """Containers inside containers."""
-RATES: dict[str, Any] = {
-    "lr": "lr",
-    "initial_lr": "initial_lr",
-    "max_lr": "max_lr",
-    "base_lrs": "base_lr",
-    "_last_lr": "last_lr",
-}
+RATES: dict[str, Any] = table(
+    "lr=lr initial_lr=initial_lr max_lr=max_lr base_lrs=base_lr _last_lr=last_lr"
+)
 """Keys of optimizer and scheduler states -> what kind of learning rate stands there."""
 STEPS = ("global_step", "step", "iteration", "iter", "num_steps", "steps")
 CONTAINERS = (dict, list, tuple, set, frozenset, PickledObject)
@@ -253,7 +250,7 @@ def read_value(reader: PickleReader, layout: FileLayout, *, scripted: bool = Fal
         if "unknown" in names:
             layout.add(
                 "global",
-                f"names {first_few(names['unknown'])}, {NEEDLESS}; loading it with pickle would "
+                f"names {first_few(names['unknown'], 5)}, {NEEDLESS}; loading it with pickle would "
                 "import and run code that is not on the list of stepguard. Where it is your own, "
                 "save the state_dict instead of the object",
             )
@@ -409,7 +406,7 @@ def read_zip(source: FileSlice, layout: FileLayout, role: Role | None, prefix: s
     """Fill the layout from the pickle and the records of its storages, each with its CRC."""
     records = zip_records(source)
     if PICKLE_NAME not in records:
-        names = first_few(sorted(records))
+        names = first_few(sorted(records), 5)
         raise Damaged(
             "format", f"the zip holds no {PICKLE_NAME} but {names}: it is not from torch.save"
         )

@@ -1,0 +1,473 @@
+"""What `check` takes: build functions, targets, configurations; and it leaves them as they were."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stepguard
+from check.asking import CONFIG, PROJECT, ask, inside, written
+from house.fresh import FRAMEWORKS, HEAVY, run_code
+from stepguard import ConfigError
+from stepguard.check.inspection import read_checkpoint_facts
+from stepguard.check.preflight import Subject, check, resolve, selected
+from stepguard.check.settings import (
+    Tracked,
+    as_number,
+    configured_rate,
+    find,
+    flat,
+    number,
+    plain,
+    read_launcher,
+    read_settings,
+    unread,
+    wanted,
+)
+from stepguard.check.subject import subject_of
+
+MODEL = nn.Linear(2, 2)
+FILE = PROJECT / "config.json"
+
+# --- A Subject from whatever a build function returns.
+
+
+@pytest.mark.parametrize(
+    ("built", "message"),
+    [
+        (None, "build returned a NoneType; return (model, optimizer, loss_fn, loader)"),
+        ((1, 2), "build returned a tuple of 2"),
+        ({"modell": MODEL}, "the key 'modell', which is not known; use model, optimizer"),
+        ({"model": "x"}, "build: model is a str, not a Module"),
+        ((MODEL, "x"), "part 2 is a str, which is not a part of a run"),
+        ((MODEL, abs, max), "part 3 is a builtin_function_or_method, a second loss_fn"),
+        ({"model": MODEL, "optimizer": "x"}, "build: optimizer is a str, not a Optimizer"),
+        ({"loss_fn": 3}, "build: loss_fn is a int; give a function of a batch"),
+    ],
+)
+def test_unusable_result_of_a_build_function_is_one_clear_error(built: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        subject_of(built, "build")
+    assert message in str(error.value)
+
+
+def test_each_part_of_a_tuple_is_known_by_what_it_is() -> None:
+    parts = {"model": MODEL, "optimizer": torch.optim.SGD(MODEL.parameters(), lr=0.1)}
+    wrapped = type("AcceleratedOptimizer", (), {"optimizer": parts["optimizer"]})()
+    assert subject_of((MODEL, wrapped, abs), "build") == Subject(**parts, loss_fn=abs)
+    assert subject_of({"model": MODEL}, "build") == subject_of(Subject(model=MODEL), "build")
+    parts |= {
+        "loader": DataLoader(TensorDataset(torch.ones(4, 2))),
+        "scheduler": torch.optim.lr_scheduler.LinearLR(parts["optimizer"]),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "guard": stepguard.GuardConfig(clip_norm=0.5),
+    }
+    assert subject_of(tuple(parts.values()), "build") == Subject(**parts)
+    model = nn.Linear(2, 2)
+    model.optimizer = parts["optimizer"]
+    assert subject_of((model, None), "build").model is model
+
+
+@pytest.mark.parametrize("in_a_tuple", [False, True])
+def test_a_guard_is_taken_with_the_objects_it_was_made_for(in_a_tuple: bool) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    settings = stepguard.GuardConfig(clip_norm=0.5, terminal="quiet")
+    with stepguard.Guard(model, optimizer, scheduler=schedule, config=settings) as guard:
+        subject = subject_of((model, guard) if in_a_tuple else guard, "build")
+        assert subject == Subject(model=model, optimizer=optimizer, scheduler=schedule, guard=guard)
+        result = check(subject, only=["checklist"])
+    judged = {name: result.outcome(f"checklist.{name}") for name in ("clip", "recovery", "norms")}
+    assert {outcome.status for outcome in judged.values()} == {"pass"}
+    assert judged["clip"].evidence == ("GuardConfig.clip_norm=0.5",)
+    assert "the returned `guard`" in judged["norms"].evidence[0]
+
+
+# --- TARGET.
+
+
+def test_configuration_alone_is_checked_as_far_as_it_goes(tmp_path: Path) -> None:
+    config = written(tmp_path, warmup_steps=2000, grad_clip=0.5)
+    result = ask(str(config), config=None)
+    assert result.outcome("config.types").status == "pass"
+    assert result.outcome("precision.configured").status == "pass"
+    assert result.alignment == "unproven"
+    outcome = result.outcome("optimizer.eps")
+    assert outcome.status == "not_checked"
+    assert outcome.evidence[0].endswith("module:function whose function returns the optimizer")
+    points = [o for o in result.outcomes if o.id.startswith("checklist.")]
+    judged = {o.id.partition(".")[2]: o.status for o in points if o.status != "not_checked"}
+    # Which of the folder's programs it is for cannot be known, so nothing is said of their code.
+    assert judged == dict.fromkeys(("lr", "clip", "warmup", "accumulation", "checkpoints"), "pass")
+    assert "may belong to another program" in result.outcome("checklist.norms").evidence[0]
+
+
+def test_data_alone_is_checked_as_far_as_it_goes(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x\n1.5\nnan\n")
+    result = ask(str(tmp_path), config=None, launcher=None)
+    assert [o.id for o in result.of("fail")] == ["data.finite"]
+
+
+@pytest.mark.parametrize(
+    ("target", "more", "message"),
+    [
+        ("nothing", {}, "'nothing' is neither a file nor a folder here, nor 'module:function'"),
+        ("a/b:c", {}, "is neither a file"),
+        ("json:loads", {}, "json:loads lies outside the current directory"),
+        ("no_module:build", {}, "there is no module 'no_module' below the current directory"),
+        ("tinychat.training:nothing", {}, "has no function 'nothing'"),
+        ("tinychat.training:build", {}, "build takes 'config'; give --config FILE"),
+        ("tinychat.training:loss_of", {"config": FILE}, "returned a function"),
+        ("tinychat.faults:_row", {"config": FILE}, "needs parts, index"),
+        ("config.json", {"config": FILE}, "is a configuration already; leave --config out"),
+        ("config.json", {"launcher": Path("no.yaml")}, "no.yaml cannot be read as a launcher"),
+    ],
+)
+def test_unusable_target_is_one_clear_error(
+    target: str, more: dict[str, Any], message: str
+) -> None:
+    with inside(PROJECT), pytest.raises(ConfigError) as error:
+        resolve(target, **more)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_build_function_that_raises_is_told_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "a.doc").touch()
+    (tmp_path / "c.yaml").write_text("lr: 2e-3\n")
+    (tmp_path / "broken_build.py").write_text(
+        "def build():\n    raise RuntimeError('no GPU here')\n"
+        "def half(config):\n    return config['lr'] * 0.5\n"
+    )
+    with inside(tmp_path):
+        with pytest.raises(ConfigError, match=r"files of kind \.doc are not known"):
+            resolve("a.doc")
+        with pytest.raises(ConfigError, match="broken_build:build raised RuntimeError: no GPU"):
+            resolve("broken_build:build")
+        # what YAML reads as text is named where the program fails on it
+        with pytest.raises(ConfigError, match=r"raised TypeError: .*'float' \(lr: 2e-3 is text"):
+            resolve("broken_build:half", Path("c.yaml"))
+
+
+# --- A check, and what it leaves behind.
+
+
+def test_items_are_chosen_by_id_section_or_pattern() -> None:
+    assert selected(("lr",), ()) == ["lr.config", "lr.schedule", "lr.checkpoint"]
+    assert selected(("lr.*",), ("lr.config", "*.checkpoint")) == ["lr.schedule"]
+    with pytest.raises(ConfigError, match=r"'lrr' is not an item; use an id such as 'lr\.config'"):
+        selected(("lrr",), ())
+
+
+def test_item_that_raises_does_not_hide_the_others(tmp_path: Path) -> None:
+    class Strange(nn.Linear):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            raise LookupError("odd model")
+
+    subject = Subject(model=Strange(2, 2), config={"lr": 1.0})
+    with inside(tmp_path):
+        result = check(subject, only=["model.stored_finite", "config.types"])
+    outcome = result.outcome("model.stored_finite")
+    assert outcome.status == "warn"
+    assert "this check itself failed: LookupError: odd model" in outcome.evidence[0]
+    assert result.outcome("config.types").status == "pass"
+
+
+class Stateful(nn.Module):
+    """Moves a buffer, a counter, a weight and every generator in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        random.random()
+        np.random.rand()
+        return self.linear(nn.functional.dropout(self.norm(x.add_(1.0))))
+
+
+def test_model_optimizer_batch_loader_and_generators_stay(tmp_path: Path) -> None:
+    model = Stateful()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.linear.bias.grad = grad = torch.full((3,), 7.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=50)
+    generator = torch.Generator().manual_seed(3)
+    data = [{"x": torch.randn(4), "y": torch.tensor(index % 3)} for index in range(8)]
+    loader = DataLoader(data, batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
+    loss = nn.CrossEntropyLoss()
+    subject = Subject(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        loss_fn=lambda batch: loss(model(batch["x"]), batch["y"]),
+        run_dir=tmp_path,
+    )
+
+    def everything() -> Any:
+        states = [each.state_dict() for each in (model, optimizer, scheduler)]
+        chance = (generator.get_state(), torch.get_rng_state(), list(np.random.get_state()[1]))
+        return copy.deepcopy((states, chance, random.getstate(), data))
+
+    before = everything()
+    with inside(tmp_path):
+        result = check(subject)
+    assert result.outcome("model.fresh_forward").status == "pass"
+    assert _equal(before, everything())
+    assert model.linear.bias.grad is grad
+    assert model.calls == 0
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return _equal(list(first.items()), list(second.items()))
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    return bool(first == second)
+
+
+def test_reading_the_configuration_counts_no_read(tmp_path: Path) -> None:
+    tracked = Tracked(CONFIG)
+    with inside(tmp_path):
+        check(Subject(config=tracked), only=["lr", "config", "precision", "checklist"])
+    assert len(unread(tracked)) == 11
+
+
+# --- Settings by their meaning, whatever their keys are called.
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"trainer": {"lr": 1e-5}}, "trainer.lr"),
+        ({"LEARNING_RATE": 1e-5}, "LEARNING_RATE"),
+        ({"a": {"b": {"lr": 1.0}}, "optim": {"lr": 1e-5}}, "optim.lr"),
+        ({"lr": 1.0, "optimizer": {"learning_rate": 1e-5}}, "optimizer.learning_rate"),
+        ({"optim": {"lr": "1e-5"}}, "optim.lr"),
+    ],
+)
+def test_learning_rate_is_found_by_its_meaning(settings: dict[str, object], key: str) -> None:
+    found = find(settings, "lr")
+    assert found is not None
+    assert (found.key, number(settings, "lr")) == (key, 1e-5)
+
+
+def test_leaves_of_nested_mappings_and_lists_have_dotted_keys() -> None:
+    settings = {"a": {"b": 1, "empty": {}}, "stages": [{"lr": 2}, {"lr": 3}], "sizes": [4, 5]}
+    leaves = {"a.b": 1, "a.empty": {}, "stages.0.lr": 2, "stages.1.lr": 3, "sizes": [4, 5]}
+    assert {leaf.key: leaf.value for leaf in flat(settings)} == leaves
+
+
+def test_text_that_spells_a_number_is_one() -> None:
+    spelled = {"1e-4": 1e-4, "1_000": 1000.0, " 2 ": 2.0, 3: 3.0, "1e-4x": None}
+    assert {text: as_number(text) for text in spelled} == spelled
+    for value in (True, float("nan"), float("inf"), None, [1]):
+        assert as_number(value) is None
+
+
+def test_environment_of_the_launcher_wins_and_the_conflict_is_told() -> None:
+    environment = {"ACCELERATE_MIXED_PRECISION": "fp16", "WORLD_SIZE": "4"}
+    found = read_launcher({"mixed_precision": "bf16", "other": 1}, "launch.yaml", environment)
+    assert (found.dtype, as_number(found.values["num_processes"])) == ("float16", 4)
+    assert found.conflicts == [
+        "launch.yaml says mixed_precision=bf16, the environment ACCELERATE_MIXED_PRECISION=fp16",
+    ]
+    assert found.said["num_processes"] == "num_processes=4 in WORLD_SIZE"
+    assert "other" not in found.values
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rate"),
+    [
+        ("a.json", '{"trainer": {"learning_rate": 1e-4}}', 1e-4),
+        ("a.toml", "[trainer]\nlearning_rate = 1e-4\n", 1e-4),
+        ("a.yaml", "trainer:\n  lr: 1e-4\n  steps: 10\n", 1e-4),
+        ("a.py", "import os\nclass Config:\n    LEARNING_RATE: float = 1e-4\n", 1e-4),
+        ("a.yaml", "steps: 10\n", "names no learning rate"),
+        ("a.yaml", "lr: fast\n", "names no learning rate"),
+        ("a.yaml", "lr: 1\nhead:\n  init-lr: 2\n", "several learning rates (lr=1, head.init-lr=2)"),
+        ("a.json", "{", "a.json is not valid json"),
+        ("a.json", "[1, 2]", "holds a list; a configuration is a mapping"),
+        ("a.json", "\udcff", "cannot be read as a configuration"),
+        ("a.toml", "a =", "a.toml is not valid toml"),
+        ("a.py", "def (:", "a.py is not valid py"),
+        ("a.ini", "lr = 1", ".ini is not a configuration file; use one of .json, .toml, .yaml"),
+    ],
+)
+def test_rate_of_a_configuration_is_found_or_one_clear_error(
+    tmp_path: Path, name: str, text: str, rate: float | str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    if isinstance(rate, float):
+        assert configured_rate(path) == pytest.approx(rate)
+        return
+    with pytest.raises(ConfigError) as error:
+        configured_rate(path)
+    assert rate in str(error.value)
+
+
+def test_python_file_of_constants_is_parsed_and_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    path = tmp_path / "config.py"
+    path.write_text(
+        f"import os\nopen({str(marker)!r}, 'w').close()\nLEARNING_RATE = 1e-4\nWIDTH: int = 8\n"
+        "STEPS = 10 * LEARNING_RATE\nclass Train:\n    accum_steps = 2\n"
+    )
+    assert read_settings(path) == {"LEARNING_RATE": 1e-4, "WIDTH": 8, "Train": {"accum_steps": 2}}
+    assert not marker.exists()
+
+
+def test_yaml_tags_that_would_run_code_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "evil.yaml"
+    path.write_text(f"a: !!python/object/apply:os.mkdir ['{tmp_path / 'made'}']\n")
+    with pytest.raises(ConfigError, match="is not valid yaml"):
+        read_settings(path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_reading_a_configuration_imports_no_torch(tmp_path: Path) -> None:
+    seen = run_code(tmp_path, "import stepguard.check.settings")
+    assert "yaml" in seen.modules
+    assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "contradicts"),
+    [
+        ({"mixed_precision": "bf16"}, "bfloat16", False),
+        ({"precision": "16-mixed"}, "float16", False),
+        ({"trainer": {"fp16": True}}, "float16", False),
+        ({"bf16": True, "fp16": False}, "bfloat16", False),
+        ({"amp": True, "fp16": False}, None, False),
+        ({"amp": False}, "float32", False),
+        ({"mixed_precision": "no"}, "float32", False),
+        ({"mixed_precision": "fp16", "fp16": True}, "float16", False),
+        ({"mixed_precision": "bf16", "fp16": True}, "bfloat16", True),
+        ({"fp16": True, "bf16": True}, "bfloat16", True),
+    ],
+)
+def test_precision_is_understood(
+    settings: dict[str, object], dtype: str | None, contradicts: bool
+) -> None:
+    found = wanted(settings)
+    assert found is not None and found.dtype == dtype
+    assert found.contradiction.endswith("exclude each other" * contradicts)
+    assert bool(found.contradiction) is contradicts
+    assert wanted({"lr": 1.0, "precision": "high"}) is None
+
+
+# --- Which keys of a configuration were read, by every way of reading.
+
+VALUES: dict[str, Any] = {
+    "lr": 1.0,
+    "model": {"width": 8, "depth": 2},
+    "stages": [{"a": 1}, {"a": 2}],
+    "empty": {},
+}
+ALL = ["lr", "model.width", "model.depth", "stages.0.a", "stages.1.a", "empty"]
+
+
+@pytest.mark.parametrize(
+    ("read", "taken"),
+    [
+        (lambda c: c["lr"], ["lr"]),
+        (lambda c: c.lr, ["lr"]),
+        (lambda c: c.get("lr"), ["lr"]),
+        (lambda c: c.pop("lr"), ["lr"]),
+        (lambda c: c.model.width, ["model.width"]),
+        (lambda c: c["model"]["width"], ["model.width"]),
+        (lambda c: {**c.model}, ["model.width", "model.depth"]),
+        (lambda c: dict(c.model), ["model.width", "model.depth"]),
+        (lambda c: list(c.model.items()), ["model.width", "model.depth"]),
+        (lambda c: list(c.model.values()), ["model.width", "model.depth"]),
+        (lambda c: c.stages[1].a, ["stages.1.a"]),
+        (lambda c: copy.deepcopy(c).lr, ["lr"]),
+        (lambda c: copy.copy(c).model.width, ["model.width"]),
+        (lambda c: ("lr" in c, len(c), list(c), c.model.keys(), repr(c)), []),
+        (lambda c: c.model, []),
+        (lambda c: getattr(c, "nothing", None), []),
+    ],
+)
+def test_reads_are_counted(read: Any, taken: list[str]) -> None:
+    config = Tracked(VALUES)
+    read(config)
+    assert unread(config) == [key for key in ALL if key not in taken]
+
+
+def test_it_behaves_as_a_mapping_with_attributes() -> None:
+    config = Tracked(VALUES)
+    config.model.width = 16
+    config["new"] = 1
+    assert (config.model["width"], config.new, plain(config)["lr"]) == (16, 1, 1.0)
+    assert VALUES["model"]["width"] == 8
+    with pytest.raises(AttributeError, match=r"the configuration has no model\.nothing"):
+        _ = config.model.nothing
+    with pytest.raises(KeyError):
+        config["nothing"]
+
+
+# --- Shapes, configuration and versions from checkpoints of every layout, without running them.
+
+WEIGHTS = {"head.weight": torch.ones(3, 2)}
+
+
+def test_file_with_state_configuration_and_versions_is_read(tmp_path: Path) -> None:
+    content = {
+        "state_dict": WEIGHTS,
+        "hyper_parameters": Namespace(lr=0.1, layers=[1, 2], path=Path("x")),
+        "versions": {"torch": "2.0"},
+    }
+    torch.save(content, tmp_path / "last.ckpt")
+    facts = read_checkpoint_facts(tmp_path / "last.ckpt")
+    assert facts.shapes == {"head.weight": (3, 2)}
+    assert facts.config == {"lr": 0.1, "layers": [1, 2]}
+    assert facts.versions == {"torch": "2.0"}
+
+
+def test_folders_give_the_shapes_of_their_model_and_name_what_is_damaged(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    torch.save({"state": torch.ones(9)}, tmp_path / "optimizer.pt")
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    (tmp_path / "training_args.json").write_text('{"lr": 0.1}')
+    (tmp_path / "a.pt").write_bytes(b"rubbish")
+    facts = read_checkpoint_facts(tmp_path)
+    assert facts.shapes == {"head.weight": (3, 2)}
+    assert facts.config == {"lr": 0.1}
+    assert [line.partition(":")[0] for line in facts.unread] == ["a.pt"]
+
+
+def test_sealed_checkpoint_gives_the_model_among_all_tensors(tmp_path: Path) -> None:
+    save_file({"model/w": torch.ones(2), "rng/0": torch.ones(4)}, tmp_path / "a.safetensors")
+    (tmp_path / "facts.json").write_text(json.dumps({"versions": {"torch": "2.0"}}))
+    facts = read_checkpoint_facts(tmp_path)
+    assert (facts.shapes, facts.versions) == ({"w": (2,)}, {"torch": "2.0"})
+
+
+def test_configuration_that_hydra_keeps_beside_a_checkpoint_is_found(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("optim:\n  lr: 0.1\n")
+    torch.save(WEIGHTS, tmp_path / "a.pt")
+    facts = read_checkpoint_facts(tmp_path / "a.pt")
+    assert (facts.shapes, facts.config) == ({"head.weight": (3, 2)}, {"optim": {"lr": 0.1}})
