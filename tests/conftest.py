@@ -57,6 +57,7 @@ NOT_QUICK = ("benchmarks", "integrations", "recipes")
 """Folders below tests that `make quick` does not even import: that alone takes half a minute."""
 FULL_LENGTH = "full: only at full length, with STEPGUARD_FULL=1 (`make test-all`)"
 _left_out = 0
+_full_length = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,8 +79,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # before pytest's own hook, which deselects by marker
     processes.mark(items)
+    global _full_length
     long = [] if FULL else [item for item in items if item.get_closest_marker("full")]
     if long:
+        _full_length = len(long)
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
 
@@ -93,12 +96,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     # under xdist the workers collect, and the process that prints does not
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = _left_out
+        session.config.workeroutput["full_length"] = _full_length
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    global _left_out
-    _left_out = getattr(node, "workeroutput", {}).get("left_out", _left_out)
+    global _left_out, _full_length
+    said = getattr(node, "workeroutput", {})
+    _left_out = said.get("left_out", _left_out)
+    _full_length = said.get("full_length", _full_length)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -106,8 +112,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         folders = ", ".join(f"tests/{name}" for name in NOT_QUICK)
         said = f"LEFT OUT: {_left_out} tests that start a process or are slow, and {folders}"
         terminalreporter.write_line(f"{said}; `make test` runs them too", yellow=True)
-    elif not FULL and _left_out and not config.option.markexpr and not config.option.keyword:
-        said = f"LEFT OUT: {_left_out} tests at full length; `make test-all` runs them too"
+    elif _full_length:
+        said = f"LEFT OUT: {_full_length} tests at full length; `make test-all` runs them too"
         terminalreporter.write_line(said, yellow=True)
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
     if any(NO_SITE in reason for reason in skipped):

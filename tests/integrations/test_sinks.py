@@ -1,4 +1,4 @@
-"""Loggers, each with its real library: which steps a sink sends, and what is said about a missing one."""
+"""Loggers, each with its real library, in a run whose fourth batch is NaN."""
 
 from __future__ import annotations
 

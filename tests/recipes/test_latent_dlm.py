@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from forked import TORCHRUN
 from recipe_process import RECIPES, TINY, run, variables
 from stepguard import Policy
 from stepguard.check.settings import unread
@@ -587,7 +588,7 @@ def test_the_command_of_the_report_survives_a_bad_sample_with_equal_weights_on_b
     )
     bad = "model.schedule_dtype=model training.train_batch_size=32 training.seed=1"
     words = (*given.split(), *SMALL, *places(tmp_path), *bad.split(), "training.check=false")
-    ended = run("latent_dlm", *words, ranks=2)
+    ended = run("latent_dlm", *TORCHRUN, "--nproc_per_node=2", *words)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "ERROR: Invalid loss at step " in ended.stdout
@@ -620,7 +621,7 @@ def test_one_variable_of_the_script_chooses_the_version(tmp_path: Path) -> None:
     def ended(version: str) -> subprocess.CompletedProcess[str]:
         own = {"NPROC_PER_NODE": "1", "LOG_FOLDER": str(tmp_path / "logs")}
         return subprocess.run(
-            ["bash", str(script), *SMALL, *places(tmp_path), "training.check=false"],
+            ["bash", str(script), *SMALL, *places(tmp_path)],
             env={**variables(), **own, "TRAIN_VERSION": version},
             capture_output=True,
             text=True,
@@ -654,11 +655,12 @@ def raise_rate(loop: Any, step: int, micro: list[Any]) -> None:
             group["lr"] *= 1e6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
         (spoil_sample, {"leave out"}),
-        pytest.param(raise_rate, {"keep lr", "lr x0.1"}, marks=pytest.mark.full),
+        (raise_rate, {"keep lr", "lr x0.1"}),
     ],
 )
 def test_known_fix_is_ranked_first(folder: Path, wrong: Any, right: set[str]) -> None:

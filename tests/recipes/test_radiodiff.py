@@ -114,6 +114,7 @@ def test_a_lower_limit_of_the_weights_acts_and_is_reported(
     assert "weight_limit" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_run_whose_batches_are_all_bad_stops(folder: Path) -> None:
     from stepguard import TrainingHalted
 
