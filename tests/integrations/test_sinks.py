@@ -12,10 +12,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from integrations.sink_run import BAD, STEPS, train, without_bad
-from stepguard import ConfigError
+import stepguard
+from stepguard import ConfigError, GuardConfig
 from stepguard.integrations.sinks import ScalarSink
+
+STEPS = 6
+BAD = 3
+
+
+def train(*sinks: Any) -> list[float]:
+    """A small run whose fourth batch is NaN; returns the losses."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = GuardConfig(terminal="quiet", sinks=sinks)
+    losses = []
+
+    def loss_fn(batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    with stepguard.Guard(model, optimizer, config=config) as guard:
+        for step in range(STEPS):
+            batch = torch.full((2, 3), math.nan if step == BAD else 1.0)
+            losses.append(float(guard.step(loss_fn, batch).loss or 0.0))
+    return losses
+
+
+def without_bad(values: list[float]) -> list[float]:
+    return [value for step, value in enumerate(values) if step != BAD]
 
 
 class Kept(ScalarSink):
@@ -191,7 +218,7 @@ os.environ.update(TRACKIO_DIR={folder!r}, HF_HUB_OFFLINE="1")
 sys.path.insert(0, {tests!r})
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
-from integrations.sink_run import train
+from integrations.test_sinks import train
 from stepguard.integrations.sinks import TrackioSink
 trackio.init(project="p", name="r", embed=False, auto_log_cpu=False)
 trackio.log({{"mine": 1.0}})
@@ -204,7 +231,7 @@ print("TOLD " + json.dumps(told))
 
 
 def test_trackio_gets_every_step_as_it_was_and_an_alert(tmp_path: Path) -> None:
-    script = TRACKIO.format(tests=str(Path(__file__).parents[2]), folder=str(tmp_path))
+    script = TRACKIO.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
@@ -234,7 +261,7 @@ def test_trackio_without_a_run_says_what_to_do() -> None:
 WANDB = """
 import json, sys, wandb
 sys.path.insert(0, {tests!r})
-from integrations.sink_run import train
+from integrations.test_sinks import train
 from stepguard.integrations.sinks import WandbSink
 run = wandb.init(mode="offline", dir={folder!r}, settings=wandb.Settings(silent=True))
 run.log({{"mine": 1.0}})
@@ -247,7 +274,7 @@ run.finish()
 
 
 def test_wandb_gets_finite_numbers_on_an_axis_of_their_own(tmp_path: Path) -> None:
-    script = WANDB.format(tests=str(Path(__file__).parents[2]), folder=str(tmp_path))
+    script = WANDB.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )

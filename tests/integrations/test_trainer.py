@@ -403,7 +403,7 @@ def in_a_plain_loop(model: nn.Module, rows: list[Any], **optimizer: Any) -> tupl
         return plain.incidents
 
 
-SAME_INCIDENTS = {
+SAME_INCIDENTS: dict[str, tuple[Any, ...]] = {
     "nan row": (regression, numbers(24, nan_at=9), {"optim": "adamw_torch"}, 1),
     "half weights": (lambda: llama().half(), texts(24), FP16, 2),
     "no labels": (llama, texts(24, masked_batch), {"optim": "adamw_torch"}, 1),
