@@ -22,8 +22,8 @@ from examples.demo import main as demo  # noqa: E402
 import stepguard  # noqa: E402
 from browser import opened, started  # noqa: E402
 from cli.journals import run_stepguard  # noqa: E402
-from house.test_notebook import LOOP, SETUP, WATCH  # noqa: E402
-from house.test_notebook import run as run_notebook  # noqa: E402
+from house.test_fresh_process import LOOP, SETUP, WATCH  # noqa: E402
+from house.test_fresh_process import run_cells as run_notebook  # noqa: E402
 from report.real_runs import restarted, rewound  # noqa: E402
 from report.two_ranks import two_ranks  # noqa: E402
 from serve.served import serving  # noqa: E402

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from examples import demo
 from rich.color import parse_rgb_hex
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from examples import demo
 from stepguard.report.screen import paper
 from stepguard.report.terminal import paint_incident
 

@@ -17,6 +17,8 @@ import pytest
 
 NO_BROWSER = "no Chromium"
 """What the reason of every skipped browser test begins with."""
+NO_SITE = "the build of docs/, for mkdocs is not installed: pip install '.[docs]'"
+"""What is said where docs/ cannot be built as a site."""
 SIZE = {"width": 1400, "height": 1000}
 PATIENCE = 20_000
 """Milliseconds until a page that does not answer fails its test."""

@@ -21,8 +21,8 @@ import torch
 from tqdm import tqdm
 
 import processes
-from browser import NO_BROWSER
-from house.left_out import NO_SITE
+from browser import NO_BROWSER, NO_SITE
+from forked import FULL
 from leaks import leaks_since, look, seed, unseed
 
 pytest_plugins = ["pytester"]
@@ -55,13 +55,16 @@ QUICK = "not process and not slow"
 """The marker expression of `make quick`."""
 NOT_QUICK = ("benchmarks", "integrations", "recipes")
 """Folders below tests that `make quick` does not even import: that alone takes half a minute."""
+FULL_LENGTH = "full: only at full length, with STEPGUARD_FULL=1 (`make test-all`)"
 _left_out = 0
+_full_length = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts the suite in the background ignores Ctrl+C, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.addinivalue_line("markers", FULL_LENGTH)
     if config.option.markexpr == QUICK:
         processes.watch_for_processes()
 
@@ -73,9 +76,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # before pytest's own hook, which deselects by marker
     processes.mark(items)
+    global _full_length
+    long = [] if FULL else [item for item in items if item.get_closest_marker("full")]
+    if long:
+        _full_length = len(long)
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -87,12 +96,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     # under xdist the workers collect, and the process that prints does not
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = _left_out
+        session.config.workeroutput["full_length"] = _full_length
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    global _left_out
-    _left_out = getattr(node, "workeroutput", {}).get("left_out", _left_out)
+    global _left_out, _full_length
+    said = getattr(node, "workeroutput", {})
+    _left_out = said.get("left_out", _left_out)
+    _full_length = said.get("full_length", _full_length)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -100,6 +112,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         folders = ", ".join(f"tests/{name}" for name in NOT_QUICK)
         said = f"LEFT OUT: {_left_out} tests that start a process or are slow, and {folders}"
         terminalreporter.write_line(f"{said}; `make test` runs them too", yellow=True)
+    elif _full_length:
+        said = f"LEFT OUT: {_full_length} tests at full length; `make test-all` runs them too"
+        terminalreporter.write_line(said, yellow=True)
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
     if any(NO_SITE in reason for reason in skipped):
         terminalreporter.write_line(f"LEFT OUT: {NO_SITE}", red=True)

@@ -1,11 +1,20 @@
-"""What is not imported, seen from a fresh interpreter: commands that only read start at once."""
+"""A fresh interpreter and a notebook's kernel: what is not imported, and that a guard draws from no
+generator of the program.
+"""
 
 from __future__ import annotations
 
+import os
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
+import stepguard
+from forked import FULL
 from house.fresh import FRAMEWORKS, HEAVY, run_cli, run_code
 from stepguard.journal import Journal
 from stepguard.records import Decision, Finding, Incident, Origin, Reading, Verdict
@@ -39,16 +48,9 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_import_brings_no_torch_and_no_framework(tmp_path: Path) -> None:
-    seen = run_code(tmp_path, "import stepguard; stepguard.__version__; stepguard.TrainingHalted")
+    names = "import stepguard.records, stepguard.judge.decide, stepguard.journal"
+    seen = run_code(tmp_path, f"{names}; stepguard.__version__; stepguard.TrainingHalted")
     assert "stepguard" in seen.modules
-    assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
-
-
-def test_records_and_journal_bring_no_torch(tmp_path: Path) -> None:
-    seen = run_code(
-        tmp_path,
-        "import stepguard.records, stepguard.judge.decide, stepguard.journal",
-    )
     assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
 
 
@@ -58,33 +60,28 @@ def test_guard_brings_torch_and_no_framework(tmp_path: Path) -> None:
     assert seen.modules & FRAMEWORKS == frozenset()
 
 
-def test_help_starts_without_torch(tmp_path: Path) -> None:
-    seen = run_cli(tmp_path, "--help")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--help"], "report"), (["explain", "SG204"], "SG204")],
+    ids=["help", "explain"],
+)
+def test_command_that_reads_no_run_starts_without_torch(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    seen = run_cli(tmp_path, *words)
     assert seen.code == 0, seen.stderr
-    assert "report" in seen.stdout and "explain" in seen.stdout
+    assert said in seen.stdout
     assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
 
 
-def test_explain_starts_without_torch(tmp_path: Path) -> None:
-    seen = run_cli(tmp_path, "explain", "SG204")
-    assert seen.code == 0, seen.stderr
-    assert "SG204" in seen.stdout
-    assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
-
-
-def test_report_starts_without_torch(tmp_path: Path, run_dir: Path) -> None:
-    seen = run_cli(tmp_path, "report", str(run_dir))
-    assert seen.code == 0, seen.stderr
-    assert "SG204" in seen.stdout
-    assert "torch" not in seen.modules
-
-
-def test_report_as_json_starts_without_torch(tmp_path: Path, run_dir: Path) -> None:
-    seen = run_cli(tmp_path, "report", str(run_dir), "--json")
+@pytest.mark.parametrize("words", [[], ["--json"]], ids=["text", "json"])
+def test_report_starts_without_torch(tmp_path: Path, run_dir: Path, words: list[str]) -> None:
+    seen = run_cli(tmp_path, "report", str(run_dir), *words)
     assert seen.code == 0, seen.stderr
     assert "SG204" in seen.stdout
     # the columns of a story are numpy's
-    assert seen.modules & (FRAMEWORKS | HEAVY) <= {"numpy"}
+    assert not words or seen.modules & (FRAMEWORKS | HEAVY) <= {"numpy"}
+    assert "torch" not in seen.modules
 
 
 def test_import_of_torch_would_be_caught(tmp_path: Path) -> None:
@@ -142,10 +139,14 @@ moved("closed")
 """
 
 
+FILES = "run_dir='run', human_log='log', checkpoint_every=1"
+
+
 @pytest.mark.parametrize(
-    "settings", ["", "run_dir='run', human_log='log', checkpoint_every=1"], ids=["bare", "files"]
+    ("kind", "settings"),
+    [*product(KINDS, ("", FILES))] if FULL else [("guard", FILES), ("watch", "")],
+    ids=lambda value: value if value in KINDS else "files" if value else "bare",
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_guard_draws_from_no_random_generator_of_the_program(
     tmp_path: Path, kind: str, settings: str
 ) -> None:
@@ -184,3 +185,94 @@ def test_a_warning_shown_once_is_not_shown_again_after_an_incident(tmp_path: Pat
     seen = run_code(tmp_path, "import runpy; runpy.run_path('train.py')")
     assert seen.stderr.count("UserWarning: said once a run") == 1
     assert seen.stdout.split() == ["3"]
+
+
+SETUP = """
+import torch, stepguard
+from torch import nn
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+WATCH = """
+none = stepguard.Snapshots(count=0)
+guard = stepguard.watch(
+    model, optimizer, config=stepguard.GuardConfig(run_dir="run_cells", snapshots=none)
+)
+"""
+LOOP = """
+def loss_fn(batch):
+    ratio = model(batch).square() / batch[:, :1]
+    return ratio.mean()
+
+for step in range(4):
+    batch = torch.ones(4, 3)
+    if step == 2:
+        batch[1, 0] = 0.0
+    optimizer.zero_grad()
+    guard.loss(loss_fn, batch).backward()
+    optimizer.step()
+"""
+HOOKS = "print(len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))"
+
+
+def run_cells(folder: Path, *cells: str) -> list[Any]:
+    """The outputs of each cell."""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
+    os.environ["PYTHONPATH"] = str(Path(stepguard.__file__).parents[1])
+    client = NotebookClient(
+        book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute()
+    nbformat.write(book, folder / "executed.ipynb")
+    return [cell.outputs for cell in book.cells]
+
+
+def texts(outputs: Any) -> str:
+    return "".join(output.get("text", "") for output in outputs)
+
+
+@pytest.fixture
+def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("_environment")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore:Proactor event loop:RuntimeWarning")
+def test_a_notebook_names_its_cells_shows_records_and_replaces_the_guard_of_a_cell_run_again(
+    tmp_path: Path,
+) -> None:
+    cells = [SETUP, WATCH, HOOKS, WATCH, HOOKS, LOOP]
+    shown = ["guard", "guard.incidents[0]", "guard.incidents[0].origin", "print(guard)"]
+    outputs = run_cells(tmp_path, *cells, *shown)
+    first, second = texts(outputs[2]), texts(outputs[4])
+    assert first == second != "", "a cell that runs again puts no second pair of hooks"
+    assert "this guard ends here" in texts(outputs[3])
+    panel = texts(outputs[5])
+    assert "cell [6], line 2" in panel
+    assert "ipykernel" not in panel
+    assert "stepguard explain SG201" in panel
+    assert "stepguard replay" not in panel, "nothing names a program to run_cells the capsule with"
+    for number, words in ((6, "1 incident"), (7, "cell [6], line 2"), (8, "batch[:, :1]")):
+        data = outputs[number][0]["data"]
+        assert words in data["text/html"], data
+        assert len(data["text/plain"]) < 400
+    assert texts(outputs[9]).startswith("<Guard of ")
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("_environment")
+def test_the_quickstart_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    book = nbformat.read(Path(__file__).parents[2] / "examples" / "quickstart.ipynb", 4)
+    shown = run_cells(tmp_path, *(cell.source for cell in book.cells if cell.cell_type == "code"))
+    assert "unguarded: nan" in texts(shown[2])
+    assert "guarded: 1." in texts(shown[3])
+    assert "aten.div" in texts(shown[5])
+    assert "SG201" in texts(shown[5])
+    assert "tensor([0., 0., 0.," in shown[6][0]["data"]["text/plain"]
+    assert "1 skipped" in texts(shown[7])

@@ -1,7 +1,10 @@
-"""An accelerate script under a guard: accumulation, schedule, saves, several optimizers, replay."""
+"""An accelerate script under a guard: accumulation, schedule, saves, several optimizers, replay.
+Two gloo ranks of a script and of a Trainer skip, name and refuse together.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -12,19 +15,23 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from distributed.launch import launch
 from integrations.trainers import (
     HALTING,
     WHOLE_STEPS,
     bad_tensors,
     facts,
+    llama,
     numbers,
     quiet,
     regression,
+    texts,
 )
-from stepguard import ConfigError, Guard, GuardConfig
-from stepguard.integrations.accelerate import SaveRefused, guard
+from stepguard import ConfigError, Guard, GuardConfig, TrainingHalted
+from stepguard.integrations.accelerate import AcceleratorGuard, SaveRefused, guard
 
 
 @dataclass
@@ -154,8 +161,6 @@ def test_an_optimizer_made_nan_is_taken_back_and_named() -> None:
 
 # --- saves
 # --------------------------------------------------------------------------------------------------
-
-
 def test_a_bad_state_is_not_saved_and_nothing_is_rotated_away_for_it(tmp_path: Path) -> None:
     script = Script(folder=tmp_path)
     with guard(script.accelerator, quiet()) as watching:
@@ -176,8 +181,6 @@ def test_a_bad_state_is_not_saved_and_nothing_is_rotated_away_for_it(tmp_path: P
 
 # --- wraps and settings
 # --------------------------------------------------------------------------------------------
-
-
 def test_close_gives_back_accelerator_and_optimizer_as_they_were() -> None:
     script = Script()
     accelerator, optimizer = dict(vars(script.accelerator)), dict(vars(script.optimizer))
@@ -229,8 +232,6 @@ def test_settings_that_belong_to_the_loop_are_refused() -> None:
 
 # --- what accelerate is told
 # ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
 def test_a_vetoed_update_counts_as_skipped_for_accelerate_and_a_committed_one_does_not(
     scaled: bool,
@@ -253,3 +254,164 @@ def test_a_vetoed_update_counts_as_skipped_for_accelerate_and_a_committed_one_do
             said.append(accelerator.optimizer_step_was_skipped)
     assert said == [False, True, False]
     assert accelerator.optimizer_step_was_skipped is False
+
+
+class Saving:
+    """Trains a few steps and saves its state after each."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        half: bool = False,
+        masked: Any = lambda row: False,
+        eps: float = 1e-8,
+    ) -> None:
+        self.folder, self.accelerator = folder, Accelerator(cpu=True)
+        model = llama().half() if half else llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, eps=eps)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        loader = torch.utils.data.DataLoader(texts(16, masked), batch_size=4)
+        prepared = self.accelerator.prepare(model, optimizer, loader, schedule)
+        self.model, self.optimizer, self.loader, self.schedule = prepared
+        self.losses: list[float] = []
+
+    def loss_fn(self, batch: Any) -> Any:
+        return self.model(**batch).loss
+
+    def train(self, watching: AcceleratorGuard | None = None) -> None:
+        for number, batch in enumerate(self.loader):
+            loss = (
+                watching.loss(self.loss_fn, batch) if watching is not None else self.loss_fn(batch)
+            )
+            self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            self.losses.append(float(loss.detach()))
+            self.accelerator.save_state(str(self.folder / f"step-{number}"))
+
+    def bad_saves(self) -> list[int]:
+        saved = sorted(self.folder.glob("step-*/model.safetensors"))
+        return [
+            sum(not bool(torch.isfinite(t).all()) for t in load_file(path).values())
+            for path in saved
+        ]
+
+
+OPTIMIZER_FAULTS = {"fp16 weights": {"half": True}, "no epsilon": {"eps": 0.0}}
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_FAULTS)
+def test_an_optimizer_made_nan_ruins_an_unguarded_script_and_its_saves(
+    tmp_path: Path, name: str
+) -> None:
+    script = Saving(tmp_path, **OPTIMIZER_FAULTS[name])
+    script.train()
+    assert math.isfinite(script.losses[0]) and all(math.isnan(loss) for loss in script.losses[1:])
+    assert len(script.bad_saves()) == 4 and all(script.bad_saves())
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_FAULTS)
+def test_an_optimizer_made_nan_is_taken_back_named_and_never_saved(
+    tmp_path: Path, name: str
+) -> None:
+    script = Saving(tmp_path, **OPTIMIZER_FAULTS[name])
+    with (
+        guard(script.accelerator, quiet(policy=HALTING)) as watching,
+        pytest.raises(TrainingHalted),
+    ):
+        script.train(watching)
+    first = watching.incidents[0]
+    assert first.origin is not None
+    assert (first.step, first.origin.phase, first.origin.op) == (0, "optimizer", "aten.addcdiv_")
+    assert first.findings[0].code == "SG502"
+    assert [i.decision.action for i in watching.incidents if i.decision] == [
+        "undo",
+        "undo",
+        "undo",
+        "stop",
+    ]
+    assert bad_tensors(script.model) == 0
+    assert set(script.bad_saves()) <= {0}
+    assert script.schedule.scheduler.last_epoch == 0
+
+
+def test_a_batch_without_labels_gives_a_nan_loss_and_is_skipped_under_a_guard(
+    tmp_path: Path,
+) -> None:
+    def masked(row: int) -> bool:
+        return 8 <= row < 12
+
+    bare = Saving(tmp_path / "bare", masked=masked)
+    bare.train()
+    assert [math.isnan(loss) for loss in bare.losses] == [False, False, True, False]
+    assert bare.schedule.scheduler.last_epoch == 4
+    script = Saving(tmp_path / "guarded", masked=masked)
+    with guard(script.accelerator, quiet()) as watching:
+        script.train(watching)
+    (incident,) = watching.incidents
+    assert (incident.step, incident.findings[0].code) == (2, "SG102")
+    assert incident.origin is not None and incident.origin.reproduced
+    assert script.schedule.scheduler.last_epoch == 3
+    assert script.bad_saves() == [0, 0, 0, 0]
+
+
+IMPORTS = ("accelerate", "transformers.trainer")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What both ranks say, by part, in the order of ranks."""
+    script = Path(__file__).with_name("rank_worker.py")
+    code, log = launch(script, folder, ["frameworks"], 240, imports=IMPORTS)
+    assert code == 0, log[-3000:]
+    parts = ("accelerate", "trainer")
+    return {
+        part: [json.loads((folder / f"{part}-{rank}.json").read_text()) for rank in (0, 1)]
+        for part in parts
+    }
+
+
+def test_ranks_of_an_accelerate_script_skip_and_name_together(
+    said: dict[str, list[dict[str, Any]]],
+) -> None:
+    first, second = said["accelerate"]
+    expected = [{"step": 2, "rank": 1, "micro": 1, "samples": [1], "tensor": "batch:x"}]
+    assert first["incidents"] == second["incidents"] == expected
+    assert first["bad"] == second["bad"] == 0
+    assert first["weights"] == second["weights"]
+    assert first["schedule"] == second["schedule"] == 6  # accelerate steps it once a rank
+
+
+def test_a_save_is_refused_on_all_ranks_if_one_has_bad_state(
+    said: dict[str, list[dict[str, Any]]], folder: Path
+) -> None:
+    assert [line["refused"] for line in said["accelerate"]] == [True, True]
+    assert not (folder / "state").exists()
+
+
+def test_ranks_of_a_trainer_skip_name_and_log_together(
+    said: dict[str, list[dict[str, Any]]], folder: Path
+) -> None:
+    first, second = said["trainer"]
+    assert len(first["incidents"]) == 1
+    assert first["incidents"] == second["incidents"]
+    (place,) = first["incidents"]
+    assert (place["step"], place["rank"], place["tensor"], place["samples"]) == (
+        2,
+        1,
+        "batch:x",
+        [1],
+    )
+    assert first["bad"] == second["bad"] == 0
+    assert first["weights"] == second["weights"]
+    assert first["schedule"] == second["schedule"] == 5
+    assert first["nan"] == second["nan"] == [False, False, True, False, False, False]
+    assert (folder / "out" / "checkpoint-6" / "model.safetensors").is_file()

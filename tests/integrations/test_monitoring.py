@@ -1,16 +1,20 @@
-"""The weaker forms: a callback alone, and a `compute_loss` that drops unusable samples."""
+"""The weaker forms: a callback alone, and a `compute_loss` that drops unusable samples. Also the
+precision that a machine gets, and the versions of a framework that work.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from integrations.trainers import (
     bad_in_checkpoints,
@@ -25,17 +29,19 @@ from integrations.trainers import (
     trainer,
 )
 from stepguard import ConfigError
+from stepguard.integrations._parts import Framework
 from stepguard.integrations.transformers import (
+    CPU_SIGNS,
     GradientMonitoringCallback,
     MicroBatchDropped,
     guard,
+    half_precision,
     safe_compute_loss,
 )
 
+
 # --- the callback
 # --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("logging_steps", [1, 3])
 def test_the_callback_alone_vetoes_reports_and_holds_the_schedule(
     tmp_path: Path, logging_steps: int
@@ -205,8 +211,6 @@ def test_the_callback_leaves_nothing_behind(tmp_path: Path) -> None:
 
 # --- safe_compute_loss
 # ---------------------------------------------------------------------------------------------
-
-
 def safe(made: Any) -> Any:
     made.compute_loss = functools.partial(safe_compute_loss, made)
     return made
@@ -294,3 +298,111 @@ def test_under_a_guard_the_loss_is_left_to_the_guard(tmp_path: Path) -> None:
     with guard(made, quiet()) as watching:
         made.train()
     assert [incident.step for incident in watching.incidents] == [2]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "native", "cpu", "expected"),
+    [
+        (True, True, False, {"bf16": True}),
+        (True, False, True, {"fp16": True}),
+        (False, False, True, {"bf16": True, "use_cpu": True}),
+        (False, False, False, {}),
+    ],
+    ids=["gpu with bf16", "gpu that emulates bf16", "cpu with bf16", "cpu without"],
+)
+def test_bf16_is_chosen_only_where_the_hardware_has_it(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, native: bool, cpu: bool, expected: dict[str, bool]
+) -> None:
+    def supported(including_emulation: bool = True) -> bool:
+        return native or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    cpu_with_bf16(monkeypatch, cpu)
+    assert half_precision() == expected
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+@pytest.mark.parametrize("cpu", [True, False], ids=["cpu with bf16", "cpu without"])
+def test_transformers_takes_the_precision_that_is_chosen_for_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu: bool
+) -> None:
+    cpu_with_bf16(monkeypatch, cpu)
+    made = TrainingArguments(output_dir=str(tmp_path), **half_precision())
+
+    assert made.bf16 is cpu
+    assert made.device.type == "cpu"
+
+
+def test_an_accelerator_that_is_not_cuda_is_not_traded_for_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cpu_with_bf16(monkeypatch, True)
+    assert half_precision() == {}
+
+
+def cpu_with_bf16(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
+    for sign in CPU_SIGNS:
+        found: Any = lambda: present  # noqa: E731
+        monkeypatch.setattr(torch.cpu, sign, found)
+
+
+KNOWN = Framework("transformers", first="5.0", before="6.0", tested="5.22.2", without=("5.3.1",))
+
+
+@pytest.mark.parametrize(
+    ("version", "works"),
+    [
+        ("5.0.0", True),
+        ("5.22.2", True),
+        ("5.0.0rc1", True),
+        ("5.4+local", True),
+        ("4.57.6", False),
+        ("6.0", False),
+        ("5.3.1", False),
+    ],
+)
+def test_versions_that_work_are_known_by_their_numbers(version: str, works: bool) -> None:
+    assert KNOWN.supports(version) is works
+
+
+def test_a_framework_that_is_missing_is_named_with_the_versions_that_work() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no-such-framework is not installed; .* 1\.0 up to, not including, 2\.0"
+    ):
+        Framework("no-such-framework", first="1.0", before="2.0", tested="1.1").require()
+
+
+def test_an_unknown_version_is_named_with_the_versions_that_work() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"pytest \d.* is not known .* 0\.1 up to, not including, 0\.2 \(tested with 0\.1\)",
+    ):
+        Framework("pytest", first="0.1", before="0.2", tested="0.1").require()
+
+
+def test_a_missing_method_is_a_clear_message_and_no_attribute_error(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    made = trainer(tmp_path, regression(), numbers(4))
+    monkeypatch.delattr("transformers.Trainer._save_checkpoint")
+    with pytest.raises(
+        ConfigError, match=r"Trainer has no _save_checkpoint, .* works with transformers 5"
+    ):
+        guard(made)
+
+
+def test_importing_an_integration_of_an_unknown_version_says_so_before_anything_else() -> None:
+    code = """
+import importlib.metadata as metadata
+real = metadata.version
+metadata.version = lambda name: "4.57.6" if name == "transformers" else real(name)
+import stepguard.integrations.transformers
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1
+    last = ran.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "stepguard._errors.ConfigError: transformers 4.57.6 is not known to this guard"
+    )
+    assert "transformers 5" in last

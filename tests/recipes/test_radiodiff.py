@@ -9,27 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_process import run
+from recipe_process import TINY, run
 from stepguard import verify
 from stepguard.check.settings import unread
 from stepguard.journal import read_run
 
-TINY = (
-    "model.image_size=16",
-    "model.first_stage.steps=2",
-    "model.unet.dim=8",
-    "data.batch_size=4",
-    "trainer.train_num_steps=6",
-    "trainer.ema_update_after_step=1",
-    "trainer.save_and_sample_every=3",
-    "trainer.log_freq=3",
-)
+SMALL = TINY["radiodiff"].split()
 
 
 def settings(folder: Path, *overrides: str, file: str = "radio_train_m.yaml") -> Any:
     from denoising_diffusion_pytorch.settings import load_config
 
-    return load_config(folder / "configs" / file, (*TINY, *overrides))
+    return load_config(folder / "configs" / file, (*SMALL, *overrides))
 
 
 def started(folder: Path, *overrides: str) -> Any:
@@ -123,6 +114,7 @@ def test_a_lower_limit_of_the_weights_acts_and_is_reported(
     assert "weight_limit" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_run_whose_batches_are_all_bad_stops(folder: Path) -> None:
     from stepguard import TrainingHalted
 
@@ -286,7 +278,7 @@ def test_the_command_of_the_report_refuses_its_own_precision_settings(tmp_path: 
         "bf16",
     ]
     script = ("train_cond_ldm.py", "--cfg", "configs/radio_report.yaml")
-    ended = run("radiodiff", *command, *script, *TINY, f"trainer.results_folder={tmp_path}")
+    ended = run("radiodiff", *command, *script, *SMALL, f"trainer.results_folder={tmp_path}")
 
     assert ended.returncode != 0
     assert "Configuration is NOT aligned" in ended.stdout
@@ -303,7 +295,7 @@ def test_two_processes_leave_out_the_same_steps_and_end_with_the_same_weights(
         "model.timesteps=20",
         f"trainer.results_folder={tmp_path}",
     )  # a time of 0 in 21 draws
-    ended = run("radiodiff", *torchrun, worker, str(tmp_path), *TINY, *often)
+    ended = run("radiodiff", *torchrun, worker, str(tmp_path), *SMALL, *often)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     first, second = ((tmp_path / f"rank{rank}").read_text() for rank in range(2))

@@ -1,13 +1,19 @@
-"""The fixture that catches leaks really catches each of them."""
+"""What the tests themselves rest on: leaks are caught, processes are found, a forked Python ends as
+a fresh one, and a shortened product keeps its pairs.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +21,14 @@ import pytest
 import torch
 from torch.optim import optimizer as optim_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
+import forked
 import leaks
+from pairwise import pairs, pairwise
+from processes import reaches_process
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
-
 never = threading.Event()
 
 
@@ -146,3 +155,129 @@ def test_leaking_test_fails_and_its_successor_does_not(pytester: pytest.Pytester
     result.stdout.fnmatch_lines(
         ["*the test leaks*", "*os.environ: STEPGUARD_LEAKED*", "*default dtype:*float64*"]
     )
+
+
+def _runs() -> None:
+    subprocess.run(["true"], check=True)
+
+
+def _forks() -> int:
+    return os.fork()
+
+
+def _workers() -> DataLoader[int]:
+    return DataLoader([1, 2], num_workers=1)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _managed() -> Iterator[None]:
+    _runs()
+    yield
+
+
+class _Runner:
+    def start(self) -> None:
+        _runs()
+
+
+def _nested() -> None:
+    def inside() -> None:
+        _runs()
+
+    inside()
+
+
+def _by_class() -> None:
+    _Runner().start()
+
+
+def _itself(depth: int) -> int:
+    return _itself(depth - 1) if depth else 0
+
+
+def _plain() -> str:
+    return os.fspath("a")
+
+
+@pytest.mark.parametrize(
+    "function", [_runs, _forks, _workers, _managed, _nested, _by_class, partial(_runs)]
+)
+def test_function_that_leads_to_a_process_is_found(function: object) -> None:
+    assert reaches_process(function)
+
+
+@pytest.mark.parametrize("function", [_plain, _itself, len, None, 3, partial(_plain)])
+def test_other_function_is_not(function: object) -> None:
+    assert not reaches_process(function)
+
+
+SCRIPT = """
+import atexit, sys
+atexit.register(print, "at the end")
+print(__name__, __file__, sys.argv, sys.path[0], sys.stdin.read())
+"""
+WORDS: dict[str, list[str]] = {
+    "script": ["script.py", "one", "-x"],
+    "module": ["-m", "script", "one"],
+    "command": ["-c", "import sys; print(sys.argv, __name__, repr(sys.path[0]))", "one"],
+    "exit": ["-c", "raise SystemExit(7)"],
+    "message": ["-c", "import sys; sys.exit('said')"],
+    "error": ["broken.py"],
+    "killed": ["-c", "import os; os.kill(os.getpid(), 9)"],
+    "interrupted": ["-c", "import os, signal; signal.raise_signal(signal.SIGTERM)"],
+    "warning": ["-W", "error", "-c", "import warnings; warnings.warn('loud')"],
+    "cause": ["-c", "import sys, atexit; atexit.register(lambda: print(sys.last_value)); 1 / 0"],
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_forked_python_ends_as_a_fresh_one(name: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "broken.py").write_text("def fail():\n    raise KeyError('x')\n\n\nfail()\n")
+    ends = [
+        forked.python(WORDS[name], folder=tmp_path, given="given", fresh=fresh)
+        for fresh in (False, True)
+    ]
+    assert vars(ends[0]) == vars(ends[1])
+
+
+def test_torch_is_there_before_the_first_line_and_a_fresh_one_starts_without() -> None:
+    words = ["-c", "import sys; print('torch' in sys.modules)"]
+    assert forked.python(words, fresh=True).stdout == "False\n"
+    if not forked.FULL:
+        assert forked.python(words).stdout == "True\n"
+
+
+def test_process_that_takes_too_long_is_killed_and_the_next_one_is_served() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        forked.python(["-c", "import time; time.sleep(100)"], seconds=0.1)
+    assert forked.python(["-c", "print(1)"]).stdout == "1\n"
+
+
+def test_failing_rank_ends_the_others() -> None:
+    code = "import os, time; os.environ['RANK'] == '1' and os._exit(3); time.sleep(100)"
+    ended = forked.python(["-c", code], ranks=2)
+    assert ended.returncode == 1
+    if not forked.FULL:
+        assert "rank 1 ended with exit code 3" in ended.stderr
+
+
+ROWS = list(product("abcdefgh", (1, 2), (False, True), (None, 0.5, 1.0)))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_pair_is_left_and_most_rows_are_not(seed: int) -> None:
+    chosen = pairwise(ROWS, seed=seed, full=False)
+    assert frozenset().union(*map(pairs, chosen)) == frozenset().union(*map(pairs, ROWS))
+    assert set(chosen) < set(ROWS) and 8 * 3 <= len(chosen) <= len(ROWS) // 3
+    assert chosen == sorted(chosen, key=ROWS.index) == pairwise(ROWS, seed=seed, full=False)
+
+
+def test_rows_that_cannot_be_are_not_invented() -> None:
+    possible = [row for row in ROWS if row[:2] != ("a", 2)]
+    assert set(pairwise(possible, full=False)) < set(possible)
+
+
+def test_product_of_two_stays_whole_and_so_does_everything_in_the_long_run() -> None:
+    assert pairwise(product("ab", (1, 2)), full=False) == list(product("ab", (1, 2)))
+    assert pairwise(ROWS, full=True) == ROWS
