@@ -1,12 +1,10 @@
-"""Odd but ordinary objects never crash or disarm the guard, and a healthy run with them stays as it
-is.
-"""
+"""Odd but ordinary objects never crash or disarm the guard, and healthy runs stay as they are."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import stepguard
 from scenes import CLASSES, FEATURES, Batch, batches, difference, plain_net, poisoned, quiet
 from stepguard import Guard
 from stepguard.journal import read_run
+from stepguard.records import Incident
 
 DATA = batches(40)
 LOOPS = ["step", "watch"]
@@ -102,18 +101,6 @@ def test_buffers_of_every_dtype_are_guarded_vetoed_saved_and_rewound(
     assert [i.step for i in guard.incidents] == [9]
     assert model.moving.tolist() == [13.0] * 4  # the vetoed step did not count
     assert not [n for n in read_run(tmp_path).notes if "no snapshots" in str(n.get("summary"))]
-
-
-def test_eight_bit_buffers_come_back_from_a_checkpoint(tmp_path: Path) -> None:
-    model = WithBuffers()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    with Guard(model, optimizer, config=quiet(run_dir=tmp_path, on_signal="off")) as guard:
-        for batch in DATA[:6]:
-            guard.step(_loss(model), batch)
-        assert guard.save() is not None
-        model.float8_e4m3fn.zero_()
-        guard.restore()
-    assert model.float8_e4m3fn.float().tolist() == [6.0] * 4
 
 
 def test_nan_in_an_eight_bit_statistic_is_seen() -> None:
@@ -215,18 +202,6 @@ def test_checkpoint_goes_into_a_lazy_model_that_was_never_called(tmp_path: Path)
     assert difference(dict(fresh.state_dict()), dict(model.state_dict())) == ""
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_save_before_a_lazy_model_was_called_is_refused_with_the_reason(tmp_path: Path) -> None:
-    model = _lazy_net()
-    config = quiet(run_dir=tmp_path, on_signal="off")
-    with Guard(model, torch.optim.SGD(model.parameters(), 0.1), config=config) as guard:
-        assert guard.save() is None
-    assert any(
-        "no shape before the model is called" in str(n.get("summary"))
-        for n in read_run(tmp_path).notes
-    )
-
-
 class WithoutRate(Optimizer):
     """Finds its own step size: no `lr` in its groups."""
 
@@ -311,10 +286,6 @@ def test_shared_frozen_and_empty_parameters_are_no_trouble() -> None:
         assert difference(dict(model.state_dict()), dict(bare.state_dict())) == ""
 
 
-# --- parameters that come in mid-run
-# -----------------------------------------------------------------------------
-
-
 class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -363,3 +334,149 @@ def test_state_loaded_into_the_optimizer_in_mid_run_stays_right(how: str) -> Non
         return model
 
     assert difference(dict(train(True).state_dict()), dict(train(False).state_dict())) == ""
+
+
+@pytest.mark.parametrize("what", ["module", "group"])
+@pytest.mark.parametrize("hard", [None, 18])
+def test_rewind_to_before_an_adapter_came_leaves_the_adapter_alone(
+    what: str, hard: int | None
+) -> None:
+    model = Adapted()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    new: list[Tensor] = []
+    with Guard(model, optimizer, config=quiet(snapshot_every=8, probation=4)) as guard:
+        for index, batch in enumerate(DATA[:34]):
+            inputs = batch[0] * 50 if index == hard else batch[0]
+            if index == 26:
+                new = _inject(model, optimizer, what)
+            if index == 30:
+                kept = copy.deepcopy([(p, optimizer.state.get(p)) for p in new])
+                with torch.no_grad():
+                    model.a.weight[0, 0] = math.nan
+            guard.step(_loss(model), (inputs, batch[1]))
+            if index == 30:
+                assert difference([(p, optimizer.state.get(p)) for p in new], kept) == ""
+        assert guard.armed
+    (incident,) = guard.incidents
+    assert incident.decision is not None
+    assert (incident.decision.action, incident.decision.data) == ("rewind", "skip")
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_damaged_adapter_is_not_rewound_to_a_state_that_lacks_it() -> None:
+    model = Adapted()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with Guard(model, optimizer, config=quiet(snapshot_every=8, probation=4)) as guard:
+        for index, batch in enumerate(DATA[:27]):
+            if index == 26:
+                (weight, _) = _inject(model, optimizer, "module")
+                before = copy.deepcopy(model.a.state_dict())
+                with torch.no_grad():
+                    weight[0, 0] = math.nan
+            try:
+                guard.step(_loss(model), batch)
+            except stepguard.TrainingHalted:
+                assert index == 26
+    (incident,) = guard.incidents
+    assert incident.decision is not None and incident.decision.action != "rewind"
+    assert difference(dict(model.a.state_dict()), dict(before)) == ""
+
+
+# --- compiled models and compiled updates
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.log(self.inner(x).relu() + x.sum(1, keepdim=True).abs()))
+
+
+class Loop:
+    """Eight steps; in a bad one, sample 2 is all zeros and the model takes the logarithm of it."""
+
+    def __init__(self, *, bad: tuple[int, ...] = (), settings: Any = None) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.bad, self.settings = bad, settings
+        self.incidents: tuple[Incident, ...] = ()
+
+    def run(self, compile_it: Callable[[Loop], tuple[Any, Any]], *, guarded: bool = True) -> Loop:
+        """`compile_it` gives the model to call and the update to make, once the guard is there."""
+        settings = self.settings or quiet(locate=True)
+        guard = stepguard.watch(self.model, self.optimizer, config=settings) if guarded else None
+        call, update = compile_it(self)
+        for step in range(8):
+            x = torch.randn(6, 4)
+            if step in self.bad:
+                x[2] = 0.0
+            self.optimizer.zero_grad()
+            call(x).pow(2).mean().backward()
+            update()
+        if guard is not None:
+            self.incidents = guard.incidents
+            assert guard.armed
+            guard.close()
+        return self
+
+
+def compiled_update(loop: Loop) -> tuple[Any, Any]:
+    return loop.model, torch.compile(loop.optimizer.step, backend="eager")
+
+
+def compiled_in_place(loop: Loop) -> tuple[Any, Any]:
+    loop.model.compile(backend="eager")
+    return loop.model, loop.optimizer.step
+
+
+def compiled_afterwards(loop: Loop) -> tuple[Any, Any]:
+    return torch.compile(loop.model, backend="eager"), loop.optimizer.step
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("compile_it", [compiled_update, compiled_in_place, compiled_afterwards])
+def test_a_healthy_run_has_the_same_bits_and_as_many_graphs_as_bare(compile_it: Any) -> None:
+    bare = Loop().run(compile_it, guarded=False)
+    count = graphs()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    guarded = Loop().run(compile_it)
+    assert graphs() == count > 0
+    for left, right in zip(bare.model.parameters(), guarded.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("compile_it", [compiled_update, compiled_in_place])
+def test_a_bad_step_is_vetoed_and_placed(compile_it: Any) -> None:
+    loop = Loop(bad=(4,)).run(compile_it)
+    (incident,) = loop.incidents
+    assert incident.origin is not None
+    assert (incident.origin.op, incident.origin.samples) == ("aten.log", (2,))
+    assert all(bool(p.isfinite().all()) for p in loop.model.parameters())
+
+
+def test_a_model_compiled_after_the_guard_is_protected_and_told_how_to_be_placed(
+    tmp_path: Path,
+) -> None:
+    loop = Loop(bad=(4,), settings=quiet(locate=True, run_dir=tmp_path)).run(compiled_afterwards)
+    assert len(loop.incidents) == 1
+    assert all(bool(p.isfinite().all()) for p in loop.model.parameters())
+    (note,) = [
+        note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "tracing"
+    ]
+    assert "give stepguard.watch what torch.compile returned" in note
