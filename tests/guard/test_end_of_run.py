@@ -298,6 +298,8 @@ class DivergesLater(Program):
 
 
 class DividesByZero(Program):
+    policy = Policy(max_consecutive=3)
+
     def loss(self, batch: Batch, step: int) -> Tensor:
         loss = super().loss(batch, step)
         return loss / torch.zeros(()) if step >= 20 else loss

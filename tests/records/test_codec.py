@@ -18,16 +18,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stepguard.records import (
-    Decision,
     Evidence,
     Finding,
     Incident,
-    Operand,
     Origin,
     Policy,
     Reading,
-    Remedy,
-    Verdict,
 )
 from stepguard.records.codec import (
     LineFile,
