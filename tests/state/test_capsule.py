@@ -405,10 +405,10 @@ def test_without_a_checkpoint_the_weights_of_the_build_function_are_used(tmp_pat
     again = stepguard.replay(capsule_of(tmp_path, first), build=lambda: (model, optimizer, loss_fn))
     assert again.origin is not None
     assert (again.origin.op, again.origin.samples) == ("aten.log", (4,))
-    assert "the weights are those of the build_large function" in again.origin.remarks[-1]
+    assert "the weights are those of the build function" in again.origin.remarks[-1]
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, mine[name]), name
-    with pytest.raises(CapsuleError, match=r"holds no weights .*capsule_limit.*Pass --build_large"):
+    with pytest.raises(CapsuleError, match=r"holds no weights .*capsule_limit.*Pass --build"):
         stepguard.replay(capsule_of(tmp_path, first), script="train.py")
 
 
@@ -439,7 +439,7 @@ def test_a_lost_checkpoint_is_replaced_by_the_last_good_one(tmp_path: Path, how:
         stepguard.replay(folder, script="train.py")
     again = stepguard.replay(folder, build=build_large)
     assert again.origin is not None
-    assert "the weights are those of the build_large function" in again.origin.remarks[-1]
+    assert "the weights are those of the build function" in again.origin.remarks[-1]
 
 
 def test_a_batch_above_the_limit_is_not_kept(tmp_path: Path) -> None:
@@ -507,4 +507,4 @@ def test_fresh_process_without_a_checkpoint_says_what_is_needed(tmp_path: Path) 
     done = replayed(tmp_path, SCRIPT.replace("EVERY", "None"))
     assert done.returncode == 2
     assert "holds no weights" in done.stderr
-    assert "--build_large" in done.stderr
+    assert "--build" in done.stderr
