@@ -1,4 +1,4 @@
-"""The journal is readable after any crash: whole lines are never lost, torn ones are counted."""
+"""Journal and ledger are readable after any crash: whole lines are kept, torn ones counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from stepguard._errors import JournalError
 from stepguard.journal import SCHEMA, Journal, journal_path, read_run
+from stepguard.ledger import Ledger, ledger_path, read_ledger
 from stepguard.records import Decision, Finding, Incident, Origin, Reading, Verdict
+from stepguard.records.checks import BadSamples
 
 NAN = math.nan
 INCIDENT = Incident(
@@ -84,25 +86,6 @@ def test_every_line_is_strict_json_with_a_schema(tmp_path: Path) -> None:
     records = [json.loads(line, parse_constant=refuse) for line in lines]
     assert len(records) == 5
     assert all(record["v"] == SCHEMA and record["type"] for record in records)
-
-
-def test_step_line_carries_only_what_was_seen(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.step(Reading(step=0, loss=0.0, grad_norm=0.0), committed=True)
-    journal.close()
-    line = {
-        "v": SCHEMA,
-        "type": "step",
-        "attempt": 1,
-        "branch": 1,
-        "from_step": 0,
-        "by": "restart",
-        "step": 0,
-        "loss": 0.0,
-        "grad_norm": 0.0,
-        "committed": True,
-    }
-    assert json.loads(journal.path.read_text()) == line
 
 
 @pytest.mark.slow
@@ -215,13 +198,6 @@ def test_line_without_sense_is_counted_and_passed_over(tmp_path: Path, line: str
     assert read_run(path).torn == 1
 
 
-def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: whole(fd, data[:7]))
-    _write_run(tmp_path)
-    assert _counts(tmp_path) == (True, 2, 1, 1)
-
-
 def test_record_after_a_full_disk_starts_on_its_own_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,12 +269,6 @@ def test_newer_schema_is_refused_rather_than_misread(tmp_path: Path, version: ob
         read_run(tmp_path)
 
 
-def test_closing_twice_is_harmless(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.close()
-    journal.close()
-
-
 def test_unknown_fields_of_a_later_minor_version_are_ignored(tmp_path: Path) -> None:
     path = _write_run(tmp_path)
     path.write_text(path.read_text().replace('"id":"i1"', '"id":"i1","mood":"grim"'))
@@ -322,3 +292,96 @@ def test_lines_of_two_threads_stay_whole(tmp_path: Path) -> None:
     found = read_run(tmp_path)
     assert found.torn == 0
     assert len(found.notes) == 600
+
+
+# --- the ledger of bad samples
+
+
+ENTRY = BadSamples(
+    step=48,
+    run="r1",
+    attempt=2,
+    time=10.0,
+    micro_batch=1,
+    samples=(3, 15),
+    count=2,
+    of=64,
+    indices=(17, 48211),
+    ids=("größe\u2028.png", 7),
+    epoch=0,
+    batch=300,
+    left_out="sample",
+    cause="SG101",
+    place="input: batch:x, samples 3, 15",
+    incident="00000048-nonfinite_input",
+)
+
+
+def test_entry_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    Ledger(tmp_path / "new" / "run").append(ENTRY)
+    assert read_ledger(tmp_path / "new" / "run") == ([ENTRY], 0)
+
+
+def test_line_has_the_documented_fields_and_a_version(tmp_path: Path) -> None:
+    Ledger(tmp_path).append(ENTRY)
+    text = ledger_path(tmp_path).read_text(encoding="utf-8")
+    assert text.count("\n") == 1
+    line = json.loads(text)
+    assert line["v"] == 1 and line["indices"] == [17, 48211] and line["left_out"] == "sample"
+    assert set(line) >= {
+        "run",
+        "attempt",
+        "time",
+        "step",
+        "micro_batch",
+        "samples",
+        "count",
+        "of",
+        "ids",
+    }
+    assert set(line) >= {"epoch", "batch", "cause", "place", "incident"}
+
+
+def test_run_that_lost_nothing_has_no_file(tmp_path: Path) -> None:
+    Ledger(tmp_path)
+    assert list(tmp_path.iterdir()) == [] and read_ledger(tmp_path) == ([], 0)
+
+
+def test_torn_last_line_is_counted_and_ended_by_the_next(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.append(ENTRY)
+    with ledger.path.open("ab") as file:
+        file.write(b'{"v":1,"step":4')
+    assert read_ledger(tmp_path) == ([ENTRY], 1)
+    ledger.append(ENTRY)
+    assert read_ledger(tmp_path) == ([ENTRY, ENTRY], 1)
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "3", '{"v":1}', '{"v":1,"step":"x"}', '{"v":1,"step":1,"left_out":"all"}']
+)
+def test_line_that_is_no_entry_is_counted(line: str, tmp_path: Path) -> None:
+    ledger_path(tmp_path).write_text(line + "\n\n", encoding="utf-8")
+    assert read_ledger(tmp_path) == ([], 1)
+
+
+def test_newer_schema_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    ledger_path(tmp_path).write_text('{"v":99,"step":1}\n', encoding="utf-8")
+    with pytest.raises(JournalError, match=r"line 1 has schema 99.*upgrade"):
+        read_ledger(tmp_path)
+
+
+def test_every_rank_has_its_own_file_and_all_are_read_together(tmp_path: Path) -> None:
+    for rank in (0, 1, 11):
+        Ledger(tmp_path, rank).append(BadSamples(step=5, rank=rank, time=float(rank)))
+    (tmp_path / "bad_samples.old.jsonl").write_text("{}\n", encoding="utf-8")
+    assert [entry.rank for entry in read_ledger(tmp_path)[0]] == [0, 1, 11]
+    assert [entry.rank for entry in read_ledger(tmp_path, 11)[0]] == [11]
+    assert ledger_path(tmp_path, 11).name == "bad_samples.rank11.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("cause", "again"), [("SG101", True), ("SG204", True), ("SG402", True), ("SG301", False)]
+)
+def test_only_what_the_data_or_the_loss_did_would_fail_again(cause: str, again: bool) -> None:
+    assert BadSamples(step=0, cause=cause).would_fail_again is again

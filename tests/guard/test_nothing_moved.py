@@ -1,13 +1,14 @@
-"""A vetoed step leaves everything as it was before its forward pass; what the loop did before that
-stays.
+"""A vetoed step leaves everything as it was before its forward pass, in any optimizer; what the
+loop did before that stays.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,18 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stepguard
+from guard.judging import everything, loop_step
+from guard.optimizers import OPTIMIZERS as PUBLIC
+from guard.optimizers import SAM
+from pairwise import pairwise
 from scenes import (
     CLASSES,
     FEATURES,
     QUIET,
     Batch,
+    Scene,
     batches,
+    calm_net,
     difference,
     plain_net,
     poisoned,
@@ -32,6 +39,14 @@ from stepguard import Guard
 
 DATA = batches(16)
 BAD = 9
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, nesterov=True),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    "AdamW-fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "Muon": lambda ps: torch.optim.Muon(ps, lr=1e-2),
+    "LBFGS": lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3),
+    **PUBLIC,
+}
 
 
 @contextmanager
@@ -43,6 +58,109 @@ def watching(
         yield guard
     finally:
         guard.close()
+
+
+# --- every optimizer: parameters, the whole state, plain attributes, inner optimizers
+
+
+def _scene(name: str) -> Scene:
+    model = calm_net()
+    return Scene(model, OPTIMIZERS[name](model.parameters()))
+
+
+def half_steps(scene: Scene, micro: Sequence[Any]) -> None:
+    """SAM by its two halves."""
+    assert isinstance(scene.optimizer, SAM)
+    scene.optimizer.zero_grad()
+    scene.loss_fn(micro[0]).backward()
+    scene.optimizer.first_step(zero_grad=True)
+    scene.loss_fn(micro[0]).backward()
+    scene.optimizer.second_step()
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "driver"),
+    [
+        *(
+            pytest.param(*row, marks=[pytest.mark.slow] if row[0] == "adamw-8bit" else [])
+            for row in pairwise(product(OPTIMIZERS, [True, False], ["step", "watch"]))
+        ),
+        ("sam", True, "halves"),
+        ("sam", False, "halves"),
+    ],
+)
+def test_vetoed_step_of_any_optimizer_moves_nothing(name: str, first: bool, driver: str) -> None:
+    scene, at = _scene(name), 0 if first else 4
+    step = half_steps if driver == "halves" else loop_step
+    data = [poisoned(batch) if index == at else batch for index, batch in enumerate(DATA[:8])]
+    make = Guard if driver == "step" else stepguard.watch
+    with make(scene.model, scene.optimizer, config=QUIET) as guard:
+        for index, batch in enumerate(data):
+            bad, before = index == at, everything(scene)
+            if driver == "step":
+                assert guard.step(scene.loss_fn, batch).committed is not bad
+            else:
+                step(scene, (batch,))
+                assert guard.port.dropped is bad
+            after = everything(scene)
+            if bad and driver == "halves":
+                # the first half keeps a copy of the weights for the second, by its own design
+                after["held"]["state"] = before["held"]["state"]
+                after["optimizer"]["state"] = before["optimizer"]["state"]
+            assert (difference(after, before) == "") is bad
+        assert [incident.step for incident in guard.incidents] == [at]
+    fresh = _scene(name)
+    for batch in (batch for index, batch in enumerate(data) if index != at):
+        step(fresh, (batch,))
+    assert difference(everything(scene)["model"], everything(fresh)["model"]) == ""
+
+
+def test_gradient_that_is_bad_at_the_worst_point_only_is_vetoed() -> None:
+    """SAM's second evaluation overflows where the first one does not."""
+    scene = _scene("sam")
+    with stepguard.watch(scene.model, scene.optimizer, config=QUIET) as guard:
+        for batch in DATA[:3]:
+            loop_step(scene, (batch,))
+        before = everything(scene)
+        scene.optimizer.zero_grad()
+        scene.loss_fn(DATA[3]).backward()
+        scene.optimizer.step(lambda: scene.loss_fn(poisoned(DATA[3])).backward())
+        assert guard.port.dropped
+        assert difference(everything(scene), before) == ""
+        loop_step(scene, (DATA[4],))
+        assert not guard.port.dropped
+
+
+class Fragile(torch.optim.SGD):
+    """Divides by the norm of its gradients on the host, so that an update without any raises."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        grads = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        for group in self.param_groups:
+            group["lr"] = 0.01 / float(torch.stack([g.norm() for g in grads]).sum())
+        return super().step(closure)
+
+
+def test_optimizer_that_raises_in_a_vetoed_step_is_put_back_before_the_next_one() -> None:
+    def scene() -> Scene:
+        model = calm_net()
+        return Scene(model, Fragile(model.parameters(), lr=0.01, momentum=0.9))
+
+    guarded, reference = scene(), scene()
+    with stepguard.watch(guarded.model, guarded.optimizer, config=QUIET) as guard:
+        for batch in DATA[:3]:
+            loop_step(guarded, (batch,))
+        with pytest.raises(ZeroDivisionError):
+            loop_step(guarded, (poisoned(DATA[3]),))
+        loop_step(guarded, (DATA[4],))
+    assert [incident.step for incident in guard.incidents] == [3]
+    for batch in (*DATA[:3], DATA[4]):
+        loop_step(reference, (batch,))
+    after, wanted = (dict(one.model.state_dict()) for one in (guarded, reference))
+    assert difference(after["0.weight"], wanted["0.weight"]) == ""
+    assert all(bool(tensor.isfinite().all()) for tensor in after.values())
 
 
 # --- what the loop does between two steps
@@ -94,51 +212,11 @@ def test_what_the_loop_did_before_the_forward_stays(fused: bool, by_method: bool
     assert (model.temperature, model.phase, float(model.seen)) == (0.5, "cold", 5.0)
 
 
-def test_model_that_is_trained_in_eval_mode_keeps_what_the_loop_did() -> None:
-    model = Annealed().eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with watching(model, optimizer) as guard:
-        for index, batch in enumerate(DATA[:6]):
-            if index == 4:
-                model.mask[:2] = 0.0
-            optimizer.zero_grad()
-            model.loss(poisoned(batch) if index == 4 else batch).backward()
-            optimizer.step()
-            assert guard.port.dropped is (index == 4)
-    assert model.mask.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
-    assert float(model.seen) == 5.0
-
-
-def test_model_that_is_only_called_by_its_methods_has_snapshots() -> None:
-    model = Annealed(by_method=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with watching(model, optimizer, snapshot_every=4) as guard:
-        for batch in DATA[:10]:
-            optimizer.zero_grad()
-            model.loss(batch).backward()
-            optimizer.step()
-        assert [snapshot.step for snapshot in guard._rewinder.snapshots.ring.snapshots] == [4, 8]
-
-
-def test_average_in_the_loop_takes_in_the_weights_once() -> None:
+@pytest.mark.parametrize(("every", "updates"), [(1, 7), (4, 2)])
+def test_average_takes_in_the_weights_once(every: int, updates: int) -> None:
+    """Each step, without the bad one; or once an epoch, whatever its last step was."""
     model = plain_net()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watching(model, optimizer):
-        for index, batch in enumerate(DATA[:6]):
-            optimizer.zero_grad()
-            given = poisoned(batch) if index == 3 else batch
-            nn.functional.cross_entropy(model(given[0]), given[1]).backward()
-            optimizer.step()
-            before = {name: tensor.clone() for name, tensor in average.state_dict().items()}
-            average.update_parameters(model)
-            assert (difference(dict(average.state_dict()), before) == "") is (index == 3)
-    assert int(average.n_averaged) == 5
-
-
-def test_average_once_an_epoch_is_taken_whatever_the_last_step_was() -> None:
-    model = plain_net()
-    average = AveragedModel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(model, optimizer):
         for index, batch in enumerate(DATA[:8]):
@@ -146,9 +224,9 @@ def test_average_once_an_epoch_is_taken_whatever_the_last_step_was() -> None:
             given = poisoned(batch) if index == 7 else batch
             nn.functional.cross_entropy(model(given[0]), given[1]).backward()
             optimizer.step()
-            if index in (3, 7):
+            if index % every == every - 1:
                 average.update_parameters(model)
-    assert int(average.n_averaged) == 2
+    assert int(average.n_averaged) == updates
 
 
 # --- state of modules that is no buffer
@@ -231,19 +309,6 @@ def test_bad_batch_does_not_poison_attributes_of_modules(way: str) -> None:
     assert [incident.step for incident in guard.incidents] == [BAD]
     reference, _ = run([batch for index, batch in enumerate(DATA) if index != BAD], guarded=False)
     assert difference(state_of(model), state_of(reference)) == ""
-
-
-def test_replay_starts_from_the_attributes_before_the_step() -> None:
-    model = Stateful()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Guard(model, optimizer, config=quiet(locate=True)) as guard:
-        for index, batch in enumerate(DATA[:5]):
-            given = poisoned(batch) if index == 4 else batch
-            guard.step(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), given)
-        (incident,) = guard.incidents
-    assert incident.origin is not None
-    assert (incident.origin.phase, incident.origin.tensor) == ("input", "batch:0")
-    assert incident.origin.samples == (0,)
 
 
 def test_tensor_of_the_last_graph_is_not_held_alive() -> None:

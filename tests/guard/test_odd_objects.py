@@ -1,6 +1,4 @@
-"""Odd but ordinary objects never crash or disarm the guard, and a healthy run with them stays as it
-is.
-"""
+"""Odd but ordinary objects never crash or disarm the guard, and healthy runs stay as they are."""
 
 from __future__ import annotations
 
@@ -104,18 +102,6 @@ def test_buffers_of_every_dtype_are_guarded_vetoed_saved_and_rewound(
     assert not [n for n in read_run(tmp_path).notes if "no snapshots" in str(n.get("summary"))]
 
 
-def test_eight_bit_buffers_come_back_from_a_checkpoint(tmp_path: Path) -> None:
-    model = WithBuffers()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    with Guard(model, optimizer, config=quiet(run_dir=tmp_path, on_signal="off")) as guard:
-        for batch in DATA[:6]:
-            guard.step(_loss(model), batch)
-        assert guard.save() is not None
-        model.float8_e4m3fn.zero_()
-        guard.restore()
-    assert model.float8_e4m3fn.float().tolist() == [6.0] * 4
-
-
 def test_nan_in_an_eight_bit_statistic_is_seen() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -215,18 +201,6 @@ def test_checkpoint_goes_into_a_lazy_model_that_was_never_called(tmp_path: Path)
     assert difference(dict(fresh.state_dict()), dict(model.state_dict())) == ""
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_save_before_a_lazy_model_was_called_is_refused_with_the_reason(tmp_path: Path) -> None:
-    model = _lazy_net()
-    config = quiet(run_dir=tmp_path, on_signal="off")
-    with Guard(model, torch.optim.SGD(model.parameters(), 0.1), config=config) as guard:
-        assert guard.save() is None
-    assert any(
-        "no shape before the model is called" in str(n.get("summary"))
-        for n in read_run(tmp_path).notes
-    )
-
-
 class WithoutRate(Optimizer):
     """Finds its own step size: no `lr` in its groups."""
 
@@ -311,10 +285,6 @@ def test_shared_frozen_and_empty_parameters_are_no_trouble() -> None:
         assert difference(dict(model.state_dict()), dict(bare.state_dict())) == ""
 
 
-# --- parameters that come in mid-run
-# -----------------------------------------------------------------------------
-
-
 class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -363,3 +333,49 @@ def test_state_loaded_into_the_optimizer_in_mid_run_stays_right(how: str) -> Non
         return model
 
     assert difference(dict(train(True).state_dict()), dict(train(False).state_dict())) == ""
+
+
+@pytest.mark.parametrize("what", ["module", "group"])
+@pytest.mark.parametrize("hard", [None, 18])
+def test_rewind_to_before_an_adapter_came_leaves_the_adapter_alone(
+    what: str, hard: int | None
+) -> None:
+    model = Adapted()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    new: list[Tensor] = []
+    with Guard(model, optimizer, config=quiet(snapshot_every=8, probation=4)) as guard:
+        for index, batch in enumerate(DATA[:34]):
+            inputs = batch[0] * 50 if index == hard else batch[0]
+            if index == 26:
+                new = _inject(model, optimizer, what)
+            if index == 30:
+                kept = copy.deepcopy([(p, optimizer.state.get(p)) for p in new])
+                with torch.no_grad():
+                    model.a.weight[0, 0] = math.nan
+            guard.step(_loss(model), (inputs, batch[1]))
+            if index == 30:
+                assert difference([(p, optimizer.state.get(p)) for p in new], kept) == ""
+        assert guard.armed
+    (incident,) = guard.incidents
+    assert incident.decision is not None
+    assert (incident.decision.action, incident.decision.data) == ("rewind", "skip")
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_damaged_adapter_is_not_rewound_to_a_state_that_lacks_it() -> None:
+    model = Adapted()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with Guard(model, optimizer, config=quiet(snapshot_every=8, probation=4)) as guard:
+        for index, batch in enumerate(DATA[:27]):
+            if index == 26:
+                (weight, _) = _inject(model, optimizer, "module")
+                before = copy.deepcopy(model.a.state_dict())
+                with torch.no_grad():
+                    weight[0, 0] = math.nan
+            try:
+                guard.step(_loss(model), batch)
+            except stepguard.TrainingHalted:
+                assert index == 26
+    (incident,) = guard.incidents
+    assert incident.decision is not None and incident.decision.action != "rewind"
+    assert difference(dict(model.a.state_dict()), dict(before)) == ""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
-from statistics import fmean, pstdev
+from collections.abc import Iterable
 from typing import Any
 
 from stepguard.judge import History, judge
@@ -85,37 +84,3 @@ def slow_rise(seed: int, start: int = 200, steps: int = 60, slope: float = 0.03)
         2.0 + 2.0 * math.exp(-i / 40) + slope * max(0, i - start) + noise.gauss(0, 0.08)
         for i in range(start + steps)
     ]
-
-
-# What others use, reduced to the rule: the steps at which each would speak up.
-
-
-def largest_so_far(losses: Sequence[float]) -> list[int]:
-    """Megatron-LM: ten times the largest loss seen."""
-    return [i for i in range(1, len(losses)) if losses[i] > 10 * max(losses[:i])]
-
-
-def running_mean(losses: Sequence[float]) -> list[int]:
-    """llm-foundry: twice the mean of the last 100."""
-    return [i for i in range(10, len(losses)) if losses[i] > 2 * fmean(losses[max(0, i - 100) : i])]
-
-
-def moving_z_score(losses: Sequence[float]) -> list[int]:
-    """Lightning style: six deviations above an exponential moving mean."""
-    found, mean, variance = [], losses[0], 0.0
-    for i, loss in enumerate(losses):
-        away = loss - mean
-        if i > 20 and away > 6 * math.sqrt(variance):
-            found.append(i)
-        mean += 0.02 * away
-        variance = 0.98 * (variance + 0.02 * away * away)
-    return found
-
-
-def window_sigma(losses: Sequence[float]) -> list[int]:
-    """OLMo: six standard deviations above the mean of the last 128."""
-    windows = ((i, losses[max(0, i - 128) : i]) for i in range(64, len(losses)))
-    return [i for i, window in windows if losses[i] > fmean(window) + 6 * pstdev(window)]
-
-
-PEERS = (largest_so_far, running_mean, moving_z_score, window_sigma)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -20,12 +20,15 @@ from stepguard.judge.decide import (
     allows_continuing,
     budget_from,
     decide,
+    next_rewind,
 )
 from stepguard.records import Action, Decision, Policy
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 FAULTS: tuple[Fault, ...] = get_args(Fault)
-BACK = RewindPlan(target=RewindTarget(step=0), data="skip")
+BACK = RewindPlan(target=RewindTarget(step=640), data="repeat")
+STATE: dict[str, Any] = {"fault": "state", "rewind": BACK}
+ANOMALY: dict[str, Any] = {"fault": "anomaly", "rewind": BACK}
 policies = st.builds(
     Policy,
     actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=5).map(tuple),
@@ -56,16 +59,63 @@ def _play(policy: Policy, count: int, **facts: object) -> list[Decision]:
     return decisions
 
 
-def test_bad_step_on_good_weights_is_never_rewound() -> None:
-    actions = {decision.action for decision in _play(Policy(), LEAST_LOST - 1, rewind=BACK)}
-    assert actions == {"skip"}
+def only(*actions: Action) -> Policy:
+    return Policy(actions=actions)
 
 
-def test_what_is_proven_guilty_is_left_out() -> None:
+@pytest.mark.parametrize(
+    ("policy", "facts", "actions"),
+    [
+        # a bad step on good weights is never rewound
+        (Policy(), {"rewind": BACK}, ["skip"] * (LEAST_LOST - 1)),
+        (only("rewind", "stop"), {"rewind": BACK}, ["rewind"]),
+        (only("rewind", "stop"), {}, ["stop"]),
+        # what is proven guilty is left out, by its share of the step
+        (Policy(), {"leave_out": "sample 5", "lost_share": 0.1}, ["leave_out"] * 500),
+        (only("skip"), {"leave_out": "sample 5"}, ["skip"]),
+        # what an earlier attempt lost is not counted again
+        (Policy(), {"known": True}, ["skip"] * 500),
+        # damaged state is rewound, or the run stops
+        (Policy(), STATE, ["rewind"]),
+        (Policy(), {"fault": "state"}, ["stop"]),
+        (Policy(), {"fault": "state", "can_retry": True}, ["stop"]),
+        # a damaged rank is healed before anything is rewound, and not for ever
+        (Policy(), {"fault": "state", "no_heal": ""}, ["heal"] * MOST_HEALS + ["stop"]),
+        (only("skip", "stop"), {"fault": "state", "no_heal": ""}, ["stop"]),
+        (Policy(), {"fault": "data", "no_heal": ""}, ["skip"]),
+        # what the optimizer made is undone
+        (Policy(), {"fault": "update", "rewind": BACK}, ["undo"]),
+        # a finite run is never halted
+        (Policy(), {"fault": "anomaly"}, ["note"] * 200),
+        (Policy(), ANOMALY, ["note"]),
+        (Policy(), {**ANOMALY, "may_act": True}, ["rewind"] * 3 + ["note"] * 2),
+        (only("stop"), {"fault": "anomaly"}, ["note"]),
+        # a step that failed by chance is run again first
+        (Policy(), {"can_retry": True}, ["retry"]),
+        (only("skip", "stop"), {"can_retry": True}, ["skip"]),
+        # state that was bad before the first step
+        (Policy(), {"at_start": True}, ["stop"]),
+        (only("skip", "stop", "note"), {"at_start": True}, ["note"]),
+    ],
+)
+def test_fault_decides_the_action(
+    policy: Policy, facts: dict[str, Any], actions: list[Action]
+) -> None:
+    assert [decision.action for decision in _play(policy, len(actions), **facts)] == actions
+
+
+def test_decision_says_what_is_done_why_and_how_often() -> None:
     (decision,) = _play(Policy(), 1, leave_out="sample 5")
-    assert (decision.action, decision.left_out) == ("leave_out", "sample 5")
-    (decision,) = _play(Policy(actions=("skip",)), 1, leave_out="sample 5")
-    assert (decision.action, decision.left_out) == ("skip", "the step")
+    assert decision.left_out == "sample 5"
+    assert _play(only("skip"), 1, leave_out="sample 5")[0].left_out == "the step"
+    (decision,) = _play(Policy(), 1, **STATE)
+    assert (decision.rewound_to, decision.data) == (640, "repeat")
+    (decision,) = _play(Policy(), 1, fault="state")
+    assert "the state itself is damaged; no rewind: no good snapshot" in decision.reason
+    (decision,) = _play(Policy(), 1, fault="state", no_rewind="all tried at step 64")
+    assert "all tried at step 64" in decision.reason
+    assert _play(Policy(), 1, new_scale=512.0)[0].new_scale == 512.0
+    assert [(d.consecutive, d.total) for d in _play(Policy(), 3)] == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_share_of_lost_samples_stops_the_run() -> None:
@@ -77,11 +127,6 @@ def test_share_of_lost_samples_stops_the_run() -> None:
     )
 
 
-def test_lost_samples_count_by_their_share_of_the_step() -> None:
-    actions = {d.action for d in _play(Policy(), 500, leave_out="sample 0", lost_share=0.1)}
-    assert actions == {"leave_out"}
-
-
 def test_good_steps_make_room_for_bad_ones() -> None:
     policy, budget = Policy(), Budget()
     for step in range(1000):
@@ -91,96 +136,37 @@ def test_good_steps_make_room_for_bad_ones() -> None:
     assert len(budget.lost) <= LOST_WINDOW
 
 
-def test_step_that_an_earlier_attempt_lost_is_not_counted_again() -> None:
-    assert {d.action for d in _play(Policy(), 500, known=True)} == {"skip"}
-
-
-def test_damaged_state_is_rewound_or_the_run_stops() -> None:
-    assert _play(Policy(), 1, fault="state", rewind=BACK)[0].action == "rewind"
-    (decision,) = _play(Policy(), 1, fault="state")
-    assert decision.action == "stop"
-    assert "the state itself is damaged; no rewind: no good snapshot" in decision.reason
-
-
-def test_rewind_says_where_it_goes_and_what_becomes_of_the_data() -> None:
-    back = RewindPlan(target=RewindTarget(step=640), data="repeat")
-    (decision,) = _play(Policy(), 1, fault="state", rewind=back)
-    assert (decision.rewound_to, decision.data) == (640, "repeat")
-
-
-def test_what_the_optimizer_made_is_undone() -> None:
-    assert _play(Policy(), 1, fault="update", rewind=BACK)[0].action == "undo"
-
-
-def test_finite_run_is_never_halted() -> None:
-    assert {d.action for d in _play(Policy(), 200, fault="anomaly")} == {"note"}
-    acting = _play(Policy(), 5, fault="anomaly", rewind=BACK, may_act=True)
-    assert [d.action for d in acting] == ["rewind"] * 3 + ["note"] * 2
-    assert _play(Policy(), 1, fault="anomaly", rewind=BACK)[0].action == "note"
-    assert _play(Policy(actions=("stop",)), 1, fault="anomaly")[0].action == "note"
-
-
-def test_policy_that_only_allows_rewinds_gets_them() -> None:
-    assert _play(Policy(actions=("rewind", "stop")), 1, rewind=BACK)[0].action == "rewind"
-    assert _play(Policy(actions=("rewind", "stop")), 1)[0].action == "stop"
-
-
-def test_step_that_failed_by_chance_is_run_again_first() -> None:
-    assert _play(Policy(), 1, can_retry=True)[0].action == "retry"
-    assert _play(Policy(actions=("skip", "stop")), 1, can_retry=True)[0].action == "skip"
-    assert _play(Policy(), 1, can_retry=True, fault="state")[0].action == "stop"
-
-
-def test_reason_for_no_rewind_is_passed_on() -> None:
-    (decision,) = _play(
-        Policy(), 1, fault="state", no_rewind="every rewind has been tried at step 64"
-    )
-    assert decision.action == "stop" and "tried at step 64" in decision.reason
-
-
-def test_state_that_was_bad_before_the_first_step_stops_the_run_unless_told_otherwise() -> None:
-    assert _play(Policy(), 1, at_start=True)[0].action == "stop"
-    assert _play(Policy(actions=("skip", "stop", "note")), 1, at_start=True)[0].action == "note"
-
-
-def test_decision_counts_the_incident_it_answers() -> None:
-    decisions = _play(Policy(), 3)
-    assert [(d.consecutive, d.total) for d in decisions] == [(1, 1), (2, 2), (3, 3)]
-
-
-def test_scale_that_is_known_to_work_is_passed_on() -> None:
-    assert _play(Policy(), 1, new_scale=512.0)[0].new_scale == 512.0
-
-
 def test_rewind_forgives_the_row_but_keeps_the_total() -> None:
     spent = Budget(consecutive=3, total=5, seen=9, lost=((8, 1.0),))
-    _, budget = decide(Situation(step=9, fault="state", rewind=BACK), Policy(), spent)
+    _, budget = decide(Situation(step=9, **STATE), Policy(), spent)
     assert (budget.consecutive, budget.total, budget.rewinds, budget.lost) == (0, 6, 1, ((8, 1.0),))
 
 
 def test_limits_the_user_sets_end_the_run() -> None:
-    policy = Policy(max_total=7)
-    assert [d.action for d in _play(policy, 8)] == ["skip"] * 7 + ["stop"]
-    assert [d.action for d in _play(Policy(max_consecutive=2), 3)] == ["skip"] * 2 + ["stop"]
+    for policy, most, said in (
+        (Policy(max_total=7), 7, "8 incidents in this run, 7 are allowed"),
+        (Policy(max_consecutive=2), 2, "3 incidents in a row, 2 are allowed"),
+        (Policy(max_consecutive=0), 0, "1 incident in a row, 0 are allowed"),
+    ):
+        decisions = _play(policy, most + 1)
+        assert [d.action for d in decisions] == ["skip"] * most + ["stop"]
+        assert said in decisions[-1].reason
+
+
+def test_committed_step_forgives_the_row_but_not_the_total() -> None:
+    budget = Budget().spend().spend().committed()
+    assert (budget.consecutive, budget.total) == (0, 2)
 
 
 def test_budget_survives_a_checkpoint() -> None:
     budget = Budget(consecutive=1, total=2, rewinds=1, seen=7, lost=((5, 0.5), (7, 1.0)))
-    facts = {
-        "consecutive": 1,
-        "recent": [3, 4],
-        "total": 2,
-        "rewinds": 1,
-        "seen": 7,
-        "lost": [[5, 0.5], [7, 1.0]],
-    }
-    assert budget_from(facts) == budget
+    facts = {"consecutive": 1, "recent": [3, 4], "total": 2, "rewinds": 1, "seen": 7}
+    assert budget_from({**facts, "lost": [[5, 0.5], [7, 1.0]]}) == budget
     assert budget_from({"consecutive": 1, "recent": [], "total": 1, "rewinds": 0}).lost == ()
 
 
-@pytest.mark.slow
 @given(policies, situations)
-def test_decision_is_one_of_the_policy_and_the_same_on_every_rank(
+def test_decision_is_allowed_and_the_same_on_every_rank(
     policy: Policy, situation: Situation
 ) -> None:
     budget = Budget(consecutive=1, total=2)
@@ -188,20 +174,8 @@ def test_decision_is_one_of_the_policy_and_the_same_on_every_rank(
     assert (decision, after) == decide(situation, policy, budget)
     assert decision.action in {*policy.actions, "stop", "note", "undo"}
     assert after.total == budget.total + 1
-
-
-@given(policies, situations)
-def test_damaged_state_is_never_trained_on_silently(policy: Policy, situation: Situation) -> None:
-    decision, _ = decide(situation, policy, Budget())
     if situation.fault == "state" and not situation.at_start:
         assert decision.action in ("rewind", "stop")
-
-
-@given(policies, situations)
-def test_only_an_anomaly_or_a_bad_start_is_let_through(
-    policy: Policy, situation: Situation
-) -> None:
-    decision, _ = decide(situation, policy, Budget())
     if decision.action == "rewind":
         only_rewinds = not {"leave_out", "skip", "note"} & set(policy.actions)
         assert situation.fault in ("state", "anomaly") or only_rewinds
@@ -210,26 +184,36 @@ def test_only_an_anomaly_or_a_bad_start_is_let_through(
 @pytest.mark.parametrize("action", ACTIONS)
 def test_every_action_alone_in_a_policy_is_decided_on(action: Action) -> None:
     for fault in FAULTS:
-        (decision,) = _play(Policy(actions=(action,)), 1, fault=fault, rewind=BACK, leave_out="x")
+        (decision,) = _play(only(action), 1, fault=fault, rewind=BACK, leave_out="x")
         assert decision.action in {action, "stop", "note", "undo"}
+    assert allows_continuing(only(action)) == (action in ("leave_out", "skip", "note"))
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-def test_only_actions_that_go_on_without_the_step_make_a_policy_continue(action: Action) -> None:
-    continues = action in ("leave_out", "skip", "note")
-    assert allows_continuing(Policy(actions=(action,))) == continues
+# --- which state to go back to
 
 
-def test_damaged_rank_is_healed_before_anything_is_rewound() -> None:
-    situation = Situation(step=3, fault="state", no_heal="")
-    decision, budget = decide(situation, Policy(), Budget())
-    assert (decision.action, budget.heals, budget.rewinds) == ("heal", 1, 0)
+@pytest.mark.parametrize(
+    ("repeatable", "plans"),
+    [
+        (False, [(48, "skip"), (32, "skip"), (16, "skip")]),
+        (True, [(48, "repeat"), (48, "skip"), (32, "skip"), (16, "skip")]),
+    ],
+)
+def test_each_further_rewind_for_the_same_fault_goes_further_back_and_then_there_is_none(
+    repeatable: bool, plans: list[tuple[int, str]]
+) -> None:
+    targets = [RewindTarget(step=step) for step in (48, 32, 16)]
+    tried: list[RewindPlan] = []
+    for _ in plans:
+        plan = next_rewind(targets, tried, repeatable=repeatable)
+        assert plan is not None
+        tried.append(plan)
+    assert [(plan.target.step, plan.data) for plan in tried] == plans
+    assert next_rewind(targets, tried, repeatable=repeatable) is None
+    assert next_rewind([], [], repeatable=repeatable) is None
 
 
-def test_healing_is_bounded_and_up_to_the_policy() -> None:
-    situation = Situation(step=3, fault="state", no_heal="")
-    assert decide(situation, Policy(), Budget(heals=MOST_HEALS))[0].action == "stop"
-    assert decide(situation, Policy(actions=("skip", "stop")), Budget())[0].action == "stop"
-    assert (
-        decide(Situation(step=3, fault="data", no_heal=""), Policy(), Budget())[0].action == "skip"
-    )
+def test_state_of_the_same_step_on_a_later_timeline_is_another_target() -> None:
+    tried = [RewindPlan(target=RewindTarget(step=48), data="skip")]
+    again = next_rewind([RewindTarget(step=48, timeline=1)], tried, repeatable=False)
+    assert again is not None and again.target.timeline == 1

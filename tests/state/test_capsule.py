@@ -1,12 +1,11 @@
-"""A bad step on disk: what is written, what comes back, and what is refused with one clear
-sentence.
-"""
+"""A bad step on disk: what is written, what comes back, and what is refused with one sentence."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import stepguard
+from cli.scripts import HEAD, line_of, python, write
+from engine.parts import step_of
+from scenes import batches, difference
+from settings_of import config_of
 from state.capsules import Built, build, capsule_of, guarded, healthy
-from stepguard import Guard, GuardConfig, Incident, Origin
-from stepguard._errors import CapsuleError
+from stepguard import CapsuleError, Guard, GuardConfig, Incident, Origin
 from stepguard.journal import read_run
-from stepguard.state.capsule import read_capsule
+from stepguard.probes.whatif import copied_state
+from stepguard.state.capsule import Window, read_capsule, read_window, window_step, write_window
+from stepguard.state.run_state import RunState
 
 NAN = math.nan
 
@@ -45,10 +50,6 @@ def same_origin(again: Incident, first: Incident) -> Origin:
     assert {f: getattr(left, f) for f in fields} == {f: getattr(right, f) for f in fields}
     assert [f.code for f in again.findings][:1] == [f.code for f in first.findings][:1]
     return left
-
-
-# --- there and back
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_capsule_run_again_on_other_weights_gives_the_same_origin(tmp_path: Path) -> None:
@@ -161,14 +162,6 @@ def test_a_step_under_a_gradscaler_is_reproduced_with_its_scale(tmp_path: Path) 
     same_origin(stepguard.replay(folder, build=build), first)
 
 
-def test_a_bad_input_is_named_again(tmp_path: Path) -> None:
-    batch = healthy()
-    batch["x"][2, 1] = NAN
-    first = guarded(tmp_path, build(), [(healthy(),), (batch,)])
-    origin = same_origin(stepguard.replay(capsule_of(tmp_path, first), build=build), first)
-    assert (origin.phase, origin.tensor, origin.samples) == ("input", "batch:x", (2,))
-
-
 def test_complex_and_sparse_tensors_survive_the_disk(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3, dtype=torch.complex64)
@@ -189,10 +182,6 @@ def test_complex_and_sparse_tensors_survive_the_disk(tmp_path: Path) -> None:
     assert torch.equal(batch["x"], x)
     assert torch.equal(batch["graph"].to_dense(), torch.eye(3))
     assert batch["graph"].is_sparse
-
-
-# --- what is kept
-# --------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,3 +239,272 @@ def test_a_tensor_safetensors_does_not_take_costs_only_the_capsule(
     record = read_run(tmp_path)
     assert [line["committed"] for line in record.steps][-1]
     assert any("strange dtype" in str(note.get("summary")) for note in record.notes)
+
+
+# --- the steps before a bad one
+
+
+PLENTY = 2**30
+
+
+def window() -> Window:
+    step = step_of(*batches(2), index=7, scale=8.0, clip_norm=0.5)
+    state = copied_state(RunState(step.named_roots(), step.optimizer))
+    return Window(state, [window_step(step, 0.25, (0.1,))], [window_step(step, None, ())])
+
+
+def test_window_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    given = window()
+    assert write_window(tmp_path, given, PLENTY) == ""
+    found = read_window(tmp_path)
+    assert found is not None
+    assert found.first == 7
+    assert difference(found.start.tensors, given.start.tensors) == ""
+    assert found.start.facts == given.start.facts
+    for before, after in zip(given.steps + given.others, found.steps + found.others, strict=True):
+        assert difference(after.micro_batches, before.micro_batches) == ""
+        assert (after.loss, after.lr) == (before.loss, before.lr)
+        assert (after.scale, after.clip_norm) == (8.0, 0.5)
+        assert all(map(torch.equal, (r.cpu for r in after.rng), (r.cpu for r in before.rng)))
+
+
+def test_window_that_is_too_large_or_not_plain_is_refused_in_words(tmp_path: Path) -> None:
+    assert "are left for them" in write_window(tmp_path, window(), 10)
+    odd = window()
+    odd.steps[0].micro_batches = (object(),)
+    assert "object" in write_window(tmp_path, odd, PLENTY)
+    assert read_window(tmp_path) is None
+
+
+def test_damaged_window_is_one_clear_error(tmp_path: Path) -> None:
+    write_window(tmp_path, window(), PLENTY)
+    (tmp_path / "window" / "window.json").write_text('{"schema": 1}', encoding="utf-8")
+    with pytest.raises(CapsuleError, match="damaged"):
+        read_window(tmp_path)
+
+
+# --- a step above `capsule_limit` is kept without weights
+
+
+LIMIT = 20_000
+"""Bytes: room for batch and random numbers of a step, not for the state of the model."""
+
+
+class LargeNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = (
+            nn.Linear(4, 512),
+            nn.BatchNorm1d(512),
+            nn.Linear(512, 3),
+        )
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        hidden: Tensor = self.norm(self.inner(x)) + torch.log(shift)[:, None]
+        out: Tensor = self.outer(F.relu(hidden))
+        return out
+
+
+def build_large(seed: int = 0) -> Built:
+    torch.manual_seed(seed)
+    model = LargeNet()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, lambda b: F.cross_entropy(model(b["x"], b["shift"]), b["y"])
+
+
+def kept(
+    run: Path, *, save_at: int | None = None, bad_at: int = 3, shift: float = -1.0
+) -> tuple[Incident, dict[str, torch.Tensor]]:
+    """The incident of the last step, and the parameters it began from."""
+    model, optimizer, loss_fn = build_large()
+    config = config_of(run_dir=run, terminal="quiet", capsule_limit=LIMIT)
+    with Guard(model, optimizer, config=config) as guard:
+        for step in range(bad_at):
+            if step == save_at:
+                assert guard.save() is not None
+            guard.step(loss_fn, healthy())
+        optimizer.param_groups[0]["lr"] = 0.123
+        if save_at == bad_at:
+            assert guard.save() is not None
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        guard.step(loss_fn, healthy(shift))
+    return guard.incidents[-1], before
+
+
+def notes(run: Path) -> str:
+    return "\n".join(note.get("summary", "") for note in read_run(run).notes)
+
+
+def test_it_holds_batch_and_random_numbers_and_names_the_checkpoint(tmp_path: Path) -> None:
+    first, _ = kept(tmp_path, save_at=2)
+    folder = capsule_of(tmp_path, first)
+    names = {name.partition("/")[0] for name in load_file(folder / "tensors.safetensors")}
+    assert names == {"batch", "micro_rng"}
+    facts = json.loads((folder / "capsule.json").read_text())
+    assert facts["without_weights"]["checkpoint"] == "checkpoints/step-2"
+    assert facts["without_weights"]["step"] == 2
+    assert (tmp_path / "checkpoints" / "step-2" / "seal.json").is_file()
+    said = notes(tmp_path)
+    assert "more than 20 kB (GuardConfig.capsule_limit)" in said
+    assert "takes them from checkpoints/step-2" in said
+
+
+def test_a_checkpoint_of_the_bad_step_makes_the_replay_exact(tmp_path: Path) -> None:
+    first, before = kept(tmp_path, save_at=3)
+    model, optimizer, loss_fn = build_large(seed=99)
+    again = stepguard.replay(capsule_of(tmp_path, first), build=lambda: (model, optimizer, loss_fn))
+    assert again.origin is not None and first.origin is not None
+    assert (again.origin.op, again.origin.samples) == ("aten.log", (4,))
+    assert again.origin.source == first.origin.source
+    assert again.origin.reproduced is True
+    assert again.origin.remarks == first.origin.remarks
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    assert optimizer.param_groups[0]["lr"] == 0.123
+    assert optimizer.state[next(model.parameters())]["step"] == 3
+
+
+def test_an_older_checkpoint_is_named_with_both_steps(tmp_path: Path) -> None:
+    first, _ = kept(tmp_path, save_at=1)
+    model, optimizer, loss_fn = build_large(seed=99)
+    again = stepguard.replay(capsule_of(tmp_path, first), build=lambda: (model, optimizer, loss_fn))
+    assert again.origin is not None
+    assert (again.origin.op, again.origin.samples) == ("aten.log", (4,))
+    assert again.origin.reproduced is True
+    assert again.origin.remarks[-1] == (
+        "weights of step 1, the bad step was 3: the origin may differ"
+    )
+    # hyperparameters are those of the bad step
+    assert optimizer.param_groups[0]["lr"] == 0.123
+
+
+def test_older_weights_on_which_the_step_is_finite_are_no_transient_fault(tmp_path: Path) -> None:
+    """The weights had become so large by then that the loss overflowed."""
+    model, optimizer, loss_fn = build_large()
+    config = config_of(run_dir=tmp_path, terminal="quiet", capsule_limit=LIMIT)
+    with Guard(model, optimizer, config=config) as guard:
+        guard.step(loss_fn, healthy())
+        guard.save()
+        guard.step(loss_fn, healthy())
+        with torch.no_grad():
+            model.outer.weight.fill_(3e38)  # type: ignore[union-attr,operator]
+        guard.step(loss_fn, healthy())
+    again = stepguard.replay(capsule_of(tmp_path, guard.incidents[0]), build=build_large)
+    assert again.origin is not None
+    assert again.origin.reproduced is None
+    assert "weights of step 1, the bad step was 2" in again.origin.remarks[-1]
+    assert "SG702" not in [finding.code for finding in again.findings]
+
+
+def test_without_a_checkpoint_the_weights_of_the_build_function_are_used(tmp_path: Path) -> None:
+    first, _ = kept(tmp_path)
+    assert not first.replayable
+    assert "no checkpoint of this run is sealed yet" in notes(tmp_path)
+    model, optimizer, loss_fn = build_large(seed=99)
+    mine = {name: p.detach().clone() for name, p in model.named_parameters()}
+    again = stepguard.replay(capsule_of(tmp_path, first), build=lambda: (model, optimizer, loss_fn))
+    assert again.origin is not None
+    assert (again.origin.op, again.origin.samples) == ("aten.log", (4,))
+    assert "the weights are those of the build function" in again.origin.remarks[-1]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, mine[name]), name
+    with pytest.raises(CapsuleError, match=r"holds no weights .*capsule_limit.*Pass --build"):
+        stepguard.replay(capsule_of(tmp_path, first), script="train.py")
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_a_lost_checkpoint_is_replaced_by_the_last_good_one(tmp_path: Path, how: str) -> None:
+    model, optimizer, loss_fn = build_large()
+    config = config_of(run_dir=tmp_path, terminal="quiet", capsule_limit=LIMIT)
+    with Guard(model, optimizer, config=config) as guard:
+        guard.step(loss_fn, healthy())
+        guard.save()
+        guard.step(loss_fn, healthy(-1.0))
+        guard.step(loss_fn, healthy())
+        guard.save()
+    folder = capsule_of(tmp_path, guard.incidents[0])
+    named = tmp_path / "checkpoints" / "step-1"
+    if how == "gone":
+        shutil.rmtree(named)
+    else:
+        file = next(named.glob("*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    again = stepguard.replay(folder, build=build_large)
+    assert again.origin is not None
+    assert "weights of step 3, the bad step was 1" in again.origin.remarks[-1]
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(CapsuleError, match="no sealed checkpoint has them"):
+        stepguard.replay(folder, script="train.py")
+    again = stepguard.replay(folder, build=build_large)
+    assert again.origin is not None
+    assert "the weights are those of the build function" in again.origin.remarks[-1]
+
+
+def test_a_batch_above_the_limit_is_not_kept(tmp_path: Path) -> None:
+    first = guarded(tmp_path, build_large(), [(healthy(-1.0),)], {"capsule_limit": 100})
+    assert first.capsule is None
+    assert not list(tmp_path.rglob("capsule*"))
+    assert "GuardConfig.capsule_limit allows 100" in notes(tmp_path)
+
+
+SCRIPT = (
+    HEAD
+    + """
+import stepguard
+
+
+class LargeNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 512), nn.Linear(512, 3)
+
+    def forward(self, x, shift):
+        return self.outer(self.inner(x) + torch.log(shift)[:, None])  # BORN HERE
+
+
+model = LargeNet()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+config = stepguard.GuardConfig(
+    run_dir="run", terminal="quiet", capsule_limit=20_000, checkpoint_every=EVERY,
+    snapshots=stepguard.Snapshots(probation=1),
+)
+with stepguard.Guard(model, optimizer, config=config) as guard:
+    for step in range(7):
+        shift = torch.ones(6)
+        if step == 6:
+            shift[4] = -1.0
+        batch = {"x": torch.randn(6, 4), "y": torch.randint(3, (6,)), "shift": shift}
+        guard.step(
+            lambda b: nn.functional.cross_entropy(model(b["x"], b["shift"]), b["y"]), batch
+        )
+"""
+)
+
+
+def replayed(folder: Path, script: str) -> Any:
+    write(folder, script)
+    done = python(folder, "train.py")
+    assert done.returncode == 0, done.stderr
+    capsule = next(folder.glob("run/incidents/*/capsule")).relative_to(folder)
+    return python(folder, "-m", "stepguard", "replay", "--yes", "--json", str(capsule))
+
+
+@pytest.mark.process
+def test_fresh_process_finds_operation_line_and_sample(tmp_path: Path) -> None:
+    script = SCRIPT.replace("EVERY", "4")
+    done = replayed(tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    origin = json.loads(done.stdout)["origin"]
+    assert (origin["op"], origin["samples"]) == ("aten.log", [4])
+    assert origin["source"] == f"train.py:{line_of(script)}"
+    assert "weights of step 4, the bad step was 6: the origin may differ" in origin["remarks"][-1]
+
+
+@pytest.mark.process
+def test_fresh_process_without_a_checkpoint_says_what_is_needed(tmp_path: Path) -> None:
+    done = replayed(tmp_path, SCRIPT.replace("EVERY", "None"))
+    assert done.returncode == 2
+    assert "holds no weights" in done.stderr
+    assert "--build" in done.stderr

@@ -1,10 +1,9 @@
-"""Capsules that are damaged, too new, foreign or hostile: refused with one clear sentence, and
-nothing is run.
-"""
+"""Capsules that are damaged, too new, foreign or hostile are refused with one sentence."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,21 @@ from state.capsules import Built, build, capsule_of, guarded, healthy
 from stepguard._errors import CapsuleError
 
 
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with one capsule, which no test changes."""
+    run = tmp_path_factory.mktemp("good")
+    guarded(run, build(), [(healthy(-1.0),)])
+    return run
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A good capsule, in a project of its own."""
     monkeypatch.chdir(tmp_path)
-    return capsule_of(tmp_path, guarded(tmp_path, build(), [(healthy(-1.0),)]))
+    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
+    (found,) = tmp_path.glob("incidents/*/capsule")
+    return found
 
 
 def edit(folder: Path, **facts: Any) -> None:

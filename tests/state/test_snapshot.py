@@ -1,13 +1,15 @@
-"""The ring of snapshots and its cadence: what is kept, what it may take, what it may cost."""
+"""The ring of snapshots and its cadence; the seam to the disk and to the host's memory."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.disk.faults import Failing, Recorder
 
-from stepguard.state.files import free_memory
+from stepguard.state.files import DISK, free_memory, new_folder, write_file
 from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 
@@ -108,25 +110,6 @@ def test_state_that_does_not_fit_twice_is_refused_with_the_sizes_and_the_way_out
     assert whose in why and "checkpoints still are" in why and "memory=BYTES" in why
 
 
-def test_free_memory_is_known_and_within_the_containers_limit(tmp_path: Path) -> None:
-    folder, meminfo = tmp_path, tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 99 kB\nMemAvailable:    1000 kB\n")
-    assert free_memory(folder, meminfo) == 1_024_000
-    for name, text in (
-        ("memory.max", "5000"),
-        ("memory.current", "4500"),
-        ("memory.stat", "inactive_file 100"),
-    ):
-        (folder / name).write_text(text)
-    assert free_memory(folder, meminfo) == 600
-    (folder / "memory.max").write_text("max")
-    assert free_memory(folder, meminfo) == 1_024_000
-
-
-# --- cadence
-# --------------------------------------------------------------------------------------------------
-
-
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -159,10 +142,6 @@ def test_amortised_stall_stays_below_half_a_percent(copy_time: float) -> None:
     assert copy_time * len(later) <= 0.005 * 0.01 * (later[-1] - taken[3])
 
 
-def test_cheap_snapshots_stay_on_the_finest_grid() -> None:
-    assert _run(64, step_time=1.0, copy_time=0.001) == [1, *range(8, 64, 8)]
-
-
 def test_grids_of_two_speeds_share_their_steps() -> None:
     slow, fast = (set(_run(5000, step_time=t, copy_time=0.004)) for t in (0.01, 0.03))
     assert slow - {1, 8, 16, 24} <= fast and len(slow) > 4
@@ -188,3 +167,105 @@ def test_ranks_with_different_losses_keep_the_same_steps(levels: tuple[float, ..
         snapshot.standing = "good"
         ring.keep_best()
     assert _steps(ring) == [24, 32, 40]
+
+
+# --- available memory, within the limit of a container
+
+
+def files(tmp_path: Path, **content: str) -> tuple[Path, Path]:
+    for name, text in content.items():
+        (tmp_path / name.replace("_", ".")).write_text(text)
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 900 kB\nMemAvailable: 100 kB\n")
+    return tmp_path, meminfo
+
+
+def test_without_a_container_the_machine_counts(tmp_path: Path) -> None:
+    assert free_memory(*files(tmp_path)) == 100 * 1024
+
+
+def test_no_limit_is_written_as_max(tmp_path: Path) -> None:
+    assert free_memory(*files(tmp_path, memory_max="max", memory_current="5")) == 100 * 1024
+
+
+def test_a_limit_counts_what_is_used_but_not_cached_files(tmp_path: Path) -> None:
+    content = {"memory_max": "5000", "memory_current": "4000", "memory_stat": "inactive_file 300"}
+    assert free_memory(*files(tmp_path, **content)) == 1300
+
+
+def test_a_full_container_has_nothing_left(tmp_path: Path) -> None:
+    assert free_memory(*files(tmp_path, memory_max="10", memory_current="50")) == 0
+
+
+# --- the disk: one change at a time, in one step
+
+
+def test_file_is_replaced_and_no_sibling_stays(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "er" / "file.json"
+    write_file(path, b"old")
+    write_file(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [p.name for p in path.parent.iterdir()] == ["file.json"]
+
+
+@pytest.mark.parametrize("kind", ["create", "write", "sync", "rename"])
+def test_failing_replacement_leaves_the_old_file_and_nothing_else(
+    kind: str, tmp_path: Path
+) -> None:
+    write_file(tmp_path / "file", b"old")
+    with pytest.raises(OSError, match="No space left on device"):
+        write_file(tmp_path / "file", b"new", Failing(kind, code=errno.ENOSPC))
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_content_is_synced_before_the_rename_and_the_folder_after_it(tmp_path: Path) -> None:
+    disk = Recorder()
+    write_file(tmp_path / "file", b"content", disk)
+    assert [op.kind for op in disk.operations] == [
+        "create",
+        "write",
+        "sync",
+        "rename",
+        "sync_folder",
+    ]
+
+
+def test_new_folders_are_made_durable_from_above(tmp_path: Path) -> None:
+    disk = Recorder()
+    disk.make_folders(tmp_path / "a" / "b")
+    assert [(op.kind, op.path.name) for op in disk.operations] == [
+        ("mkdir", "a"),
+        ("sync_folder", tmp_path.name),
+        ("mkdir", "b"),
+        ("sync_folder", "a"),
+    ]
+
+
+def test_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "made") as inside:
+        (inside / "file").write_text("x")
+        assert not (tmp_path / "made").exists()
+    with pytest.raises(KeyError), new_folder(tmp_path / "broken") as inside:
+        (inside / "file").write_text("x")
+        raise KeyError
+    assert [p.name for p in tmp_path.iterdir()] == ["made"]
+
+
+def test_new_file_never_goes_through_a_link_or_over_a_file(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("there", "link"):
+        with pytest.raises(FileExistsError):
+            DISK.new_file(tmp_path / name)
+    assert (tmp_path / "there").read_text() == "mine" and not (tmp_path / "elsewhere").exists()
+
+
+def test_tree_is_removed_without_following_links(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("x")
+    (tmp_path / "tree" / "deep").mkdir(parents=True)
+    (tmp_path / "tree" / "deep" / "link").symlink_to(tmp_path / "mine")
+    disk = Recorder()
+    disk.rmtree(tmp_path / "tree")
+    assert [op.kind for op in disk.operations] == ["unlink", "rmdir", "rmdir"]
+    assert (tmp_path / "mine" / "file").exists()

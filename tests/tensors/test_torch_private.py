@@ -144,16 +144,6 @@ def test_every_spelling_of_clipping_calls_the_wrapped_norm() -> None:
     )
 
 
-def test_foreach_functions_compute_what_their_names_say() -> None:
-    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([2.0])]
-    assert [n.item() for n in private.foreach_norm(tensors)] == [5.0, 2.0]
-    assert [m.item() for m in private.foreach_max(tensors)] == [4.0, 2.0]
-    private.foreach_mul_(tensors, 2.0)
-    copies = [torch.zeros(2), torch.zeros(1)]
-    private.foreach_copy_(copies, tensors)
-    assert [c.tolist() for c in copies] == [[6.0, 8.0], [4.0]]
-
-
 def test_the_running_node_is_known_in_a_backward_pass_only() -> None:
     seen = []
     value = torch.ones(1, requires_grad=True)
@@ -162,12 +152,6 @@ def test_the_running_node_is_known_in_a_backward_pass_only() -> None:
     result.backward()
     assert seen[0] is not None
     assert private.current_autograd_node() is None
-
-
-def test_sequence_numbers_grow_with_every_node() -> None:
-    before = private.next_sequence_number()
-    torch.ones(1, requires_grad=True) * 2
-    assert private.next_sequence_number() == before + 1
 
 
 def test_custom_functions_are_observed_even_where_apply_was_taken_before() -> None:
@@ -195,18 +179,6 @@ def test_custom_functions_are_observed_even_where_apply_was_taken_before() -> No
     assert early(torch.ones(1)).item() == 2.0 and seen == [Twice]
 
 
-def test_tracing_and_transforming_are_told() -> None:
-    seen = []
-
-    def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append((private.tracing(), private.transforming()))
-        return x * 1.0
-
-    look(torch.ones(1))
-    torch.func.grad(lambda x: look(x).sum())(torch.ones(1))
-    assert seen == [(False, False), (False, True)]
-
-
 def test_a_scaler_shows_its_tensors_once_it_was_used() -> None:
     scaler = GradScaler("cpu", init_scale=4.0)
     assert private.scaler_tensors(scaler) is None
@@ -215,20 +187,6 @@ def test_a_scaler_shows_its_tensors_once_it_was_used() -> None:
     tensors = private.scaler_tensors(scaler)
     assert tensors is not None
     assert [t.item() for t in tensors] == [8.0, 3]
-
-
-def test_a_schedule_does_not_warn_after_a_pretended_step() -> None:
-    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    schedule = ConstantLR(optimizer)
-    private.pretend_stepped(optimizer)
-    schedule.step()  # warnings are errors here
-
-
-def test_a_finished_collective_can_be_awaited() -> None:
-    if not torch.distributed.is_available():
-        pytest.skip("this torch has no distributed package")
-    assert private.finished_work() is not None
-    assert callable(torch.distributed.distributed_c10d._get_default_store)
 
 
 @pytest.mark.slow

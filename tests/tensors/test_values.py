@@ -1,12 +1,27 @@
-"""Values of tensors that are not dense float32, and the exact finite test."""
+"""Names and values of tensors, marks of in-place writes, and wrappers that go away again."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from stepguard.tensors.values import dense_real, dense_values, elements, is_finite, is_lazy
+from stepguard.tensors.names import (
+    named_buffers,
+    named_modules,
+    named_parameters,
+    parameter_names,
+    wrap,
+)
+from stepguard.tensors.values import (
+    is_finite,
+    versions,
+    written_since,
+)
 
 INF = float("inf")
 NAN = float("nan")
@@ -57,18 +72,69 @@ def test_an_uncoalesced_gradient_is_judged_by_its_sums() -> None:
     assert not is_finite(gradient)
 
 
-def test_plain_tensors_are_returned_as_they_are() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    assert dense_real(weight) is weight
-    assert dense_values(weight) is weight
+def test_only_tensors_written_in_place_are_listed() -> None:
+    kept = torch.zeros(2)
+    changed = torch.zeros(2)
+    marks = versions([kept, changed])
+    assert written_since([kept, changed], marks) == []
+    changed.add_(1.0)
+    assert [t is changed for t in written_since([kept, changed], marks)] == [True]
 
 
-def test_complex_numbers_become_pairs() -> None:
-    assert dense_real(torch.tensor([1 + 2j])).tolist() == [[1.0, 2.0]]
+# --- names
 
 
-def test_a_lazy_parameter_has_no_elements_yet() -> None:
-    weight = nn.LazyLinear(2).weight
-    assert is_lazy(weight)
-    assert elements(weight) == 0
-    assert elements(torch.ones(2, 3)) == 6
+def test_names_carry_the_prefix_of_their_root() -> None:
+    roots = {"": nn.Sequential(nn.BatchNorm1d(2)), "criterion": nn.Linear(2, 1, bias=False)}
+    parameters = [name for name, _ in named_parameters(roots)]
+    buffers = [name for name, _ in named_buffers(roots)]
+    modules = [name for name, _ in named_modules(roots)]
+    assert parameters == ["0.weight", "0.bias", "criterion.weight"]
+    assert buffers == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+    assert modules == ["", "0", "criterion"]
+
+
+def test_a_parameter_outside_every_module_is_named_by_its_group() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    loose = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [loose]}], lr=0.1)
+    names = [name for _, name in parameter_names({"": model}, optimizer)]
+    assert names == ["weight", "group1[0]"]
+
+
+# --- wrappers
+
+
+class Counter:
+    def count(self) -> int:
+        return 1
+
+
+def plus_one(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: original(*args) + 1
+
+
+def test_wrapping_an_instance_leaves_nothing_behind() -> None:
+    counter = Counter()
+    with ExitStack() as undo:
+        wrap(undo, counter, "count", plus_one)
+        assert counter.count() == 2
+    assert counter.count() == 1
+    assert "count" not in vars(counter)
+
+
+def test_wrapping_a_class_puts_its_own_method_back() -> None:
+    before = vars(Counter)["count"]
+    with ExitStack() as undo:
+        wrap(undo, Counter, "count", plus_one)
+        assert Counter().count() == 2
+    assert vars(Counter)["count"] is before
+
+
+def test_a_later_wrapper_is_not_thrown_away() -> None:
+    counter = Counter()
+    with ExitStack() as undo:
+        wrap(undo, counter, "count", plus_one)
+        later = plus_one(counter.count)
+        counter.count = later  # type: ignore[method-assign]
+    assert counter.count is later

@@ -1,8 +1,9 @@
-"""The indices behind a batch, observed without changing the batches or any random number."""
+"""The indices behind a batch, a loader's position, and batches that are passed over."""
 
 from __future__ import annotations
 
 import gc
+import json
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,10 +21,13 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    TensorDataset,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from stepguard.state.batch import tree_from_json, tree_to_json
 from stepguard.state.loader import ResumableLoader, observe_loaders, stop_observing
+from stepguard.state.rng import capture_rng
 from stepguard.tensors.torch_private import LoaderIterator
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
@@ -310,12 +314,6 @@ def test_batch_that_the_loop_has_packed_anew_is_known_by_its_tensors(
         assert feed.indices_of(again(x, y)) == whole and feed.where(again(x, y)) == (0, number)
 
 
-def test_every_micro_batch_of_a_step_is_known() -> None:
-    feed = _feed(DataLoader(Noisy(), BATCH, shuffle=True))
-    batches = list(feed)
-    assert [feed.indices_of(b) for b in batches] == [b[:, 0].int().tolist() for b in batches]
-
-
 @pytest.mark.parametrize("part", [slice(4, 8), slice(0, 3), slice(5, None, 3)])
 def test_slice_of_a_batch_has_the_indices_of_its_rows(part: slice) -> None:
     feed = _feed(DataLoader(Noisy(), 11, shuffle=True))
@@ -410,3 +408,194 @@ def test_rows_of_a_split_are_those_of_the_whole_data_set() -> None:
         feed = _feed(DataLoader(data, 3, shuffle=True))
         for batch in feed:
             assert feed.indices_of(batch) == batch[:, 0].int().tolist()
+
+
+# --- a loader's position
+
+
+PASS = -(-SIZE // BATCH)
+
+
+class Calm(Noisy):
+    """Draws nothing: torchdata does not bring the generators of its workers back."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, 1.0, 2.0, 3.0], dtype=torch.float64)
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(SIZE)
+
+
+def _loader_of(kind: str) -> Any:
+    if kind == "list":
+        return [torch.tensor([float(i)]) for i in range(PASS)]
+    if kind == "iterable":
+        return DataLoader(Endless(), batch_size=BATCH)
+    if kind == "generator":
+        return DataLoader(
+            Noisy(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
+    maker = StatefulDataLoader if kind.startswith("stateful") else DataLoader
+    workers = 2 if kind.endswith("workers") else 0
+    return maker(
+        Calm() if kind == "stateful-workers" else Noisy(),
+        batch_size=BATCH,
+        shuffle=True,
+        num_workers=workers,
+    )
+
+
+def _feed_of(kind: str, said: list[str] | None = None) -> ResumableLoader:
+    return ResumableLoader(
+        _loader_of(kind), lambda: None, (said if said is not None else []).append
+    )
+
+
+def _through_a_file(position: dict[str, Any]) -> dict[str, Any]:
+    tensors: dict[str, Tensor] = {}
+    structure = json.loads(json.dumps(tree_to_json(position, tensors, "loader/0")))
+    found: dict[str, Any] = tree_from_json(
+        structure, {name: t.clone() for name, t in tensors.items()}
+    )
+    return found
+
+
+def _draws(feed: ResumableLoader, count: int) -> list[Tensor]:
+    """The next batches over as many passes as needed, with a draw of the loop's after each."""
+    found: list[Tensor] = []
+    while len(found) < count:
+        for batch in feed:
+            found.append(
+                torch.cat([torch.as_tensor(batch).double().flatten(), torch.rand(1).double()])
+            )
+            if len(found) == count:
+                break
+    return found
+
+
+POSITIONED = [
+    "list",
+    "plain",
+    "iterable",
+    "generator",
+    "plain-workers",
+    "stateful",
+    "stateful-workers",
+]
+
+
+# workers of a stateful loader start slowly, and its second pass is no different
+STOPS = [(kind, 3) for kind in POSITIONED] + [
+    (kind, PASS + 2) for kind in POSITIONED if kind != "stateful-workers"
+]
+
+
+@pytest.mark.parametrize(("kind", "stop"), STOPS)
+def test_loop_that_stops_and_goes_on_elsewhere_sees_what_one_that_never_stopped_sees(
+    kind: str, stop: int
+) -> None:
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    feed, kept = _feed_of(kind), {}
+
+    def note() -> None:
+        if feed.epoch * PASS + feed.delivered == stop and not kept:
+            kept["position"], kept["rng"] = _through_a_file(feed.position()), capture_rng()
+
+    feed._between = note
+    whole = _draws(feed, PASS * 2 - 1)
+    torch.manual_seed(99), random.seed(99), np.random.seed(99)
+    other = _feed_of(kind)
+    other.go_to(kept["position"], kept["rng"])
+    rest = _draws(other, PASS * 2 - 1 - stop)
+    feed._between = other._between  # no circle: workers end with their loader
+    assert all(torch.equal(a, b) for a, b in zip(rest, whole[stop:], strict=True))
+
+
+def test_skipping_is_said_and_a_loader_with_its_own_position_needs_none() -> None:
+    for kind, lines in (("plain", 1), ("stateful", 0)):
+        said: list[str] = []
+        feed = _feed_of(kind)
+        iterator = iter(feed)
+        next(iterator), next(iterator)
+        other = _feed_of(kind, said)
+        other.go_to(feed.position(), None)
+        next(iter(other))
+        assert len(said) == lines
+        assert all("2 batches were fetched again by seed and dropped" in line for line in said)
+
+
+def test_loader_that_has_become_shorter_is_said() -> None:
+    said: list[str] = []
+    feed = ResumableLoader([1, 2], lambda: None, said.append)
+    begun = _feed_of("list")
+    next(iter(begun))
+    feed.go_to({**begun.position(), "delivered": 5}, None)
+    assert list(feed) == []
+    assert "3 batches early" in said[0]
+
+
+def test_position_that_was_gone_to_is_kept_until_the_loop_begins() -> None:
+    feed, other = _feed_of("plain"), _feed_of("plain")
+    next(iter(feed))
+    other.go_to(feed.position(), None)
+    assert other.position() == feed.position()
+
+
+def test_loaders_own_attributes_are_there() -> None:
+    feed = ResumableLoader(
+        DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2), lambda: None, print
+    )
+    assert len(feed) == 4 and feed.batch_size == 2 and len(feed.dataset) == 8
+    with pytest.raises(AttributeError):
+        _ = feed.nothing
+
+
+# --- batches that were left out before
+
+
+def _feed_and_said(size: int = 10, loader: Any = None) -> tuple[ResumableLoader, list[str]]:
+    said: list[str] = []
+    return ResumableLoader(
+        loader if loader is not None else list(range(size)), lambda: None, said.append
+    ), said
+
+
+def test_one_line_for_each_stretch_names_it_and_the_cause() -> None:
+    feed, said = _feed_and_said()
+    places = [(0, n) for n in (2, 3, 4, 7, 9)]
+    feed.pass_over(places, causes={(0, 2): "SG101", (0, 4): "SG101", (0, 7): "SG202"})
+    list(feed)
+    assert said == [
+        "skipping batches 2-4 of pass 0: dropped before as SG101",
+        "skipping batch 7 of pass 0: dropped before as SG202",
+        "skipping batch 9 of pass 0: dropped before",
+    ]
+
+
+def test_batch_without_indices_is_passed_over_only_in_the_pass_the_loader_is_at() -> None:
+    feed, said = _feed_and_said(3)
+    feed.pass_over({(0, 1), (1, 1)})
+    assert [list(feed), list(feed)] == [[0, 2], [0, 1, 2]] and len(said) == 1
+
+
+def test_batch_made_of_other_samples_is_delivered() -> None:
+    loader = DataLoader(torch.arange(12), batch_sampler=[[0, 1, 2], [3, 4, 5], [6, 7, 8]])
+    feed, said = _feed_and_said(loader=loader)
+    known = {(0, 0): [1], (0, 1): [99], (0, 2): [6, 1], (1, 1): [3, 4, 5]}
+    feed.pass_over(known, indices=known)
+    assert [batch.tolist() for batch in feed] == [[3, 4, 5], [6, 7, 8]]
+    assert [batch.tolist() for batch in feed] == [[0, 1, 2], [6, 7, 8]]
+    assert len(said) == 2
+
+
+def test_position_in_the_middle_of_a_stretch_goes_on_behind_it() -> None:
+    feed, _ = _feed_and_said()
+    feed.pass_over({(0, 1), (0, 2)})
+    iterator = iter(feed)
+    assert [next(iterator), next(iterator)] == [0, 3]
+    other, _ = _feed_and_said()
+    other.go_to(feed.position(), None)
+    other.pass_over({(0, 1), (0, 2), (0, 5)})
+    assert list(other) == [4, 6, 7, 8, 9]
