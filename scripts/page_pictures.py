@@ -23,9 +23,12 @@ from browser import opened, started  # noqa: E402
 from cli.journals import run_stepguard  # noqa: E402
 from house.test_notebook import LOOP, SETUP, WATCH  # noqa: E402
 from house.test_notebook import run as run_notebook  # noqa: E402
-from report.real_runs import restarted, rewound  # noqa: E402
-from report.two_ranks import two_ranks  # noqa: E402
-from serve.served import serving  # noqa: E402
+from report.real_runs import (  # noqa: E402
+    restarted,
+    rewound,
+    two_ranks,
+)
+from report.served import serving  # noqa: E402
 from stepguard.cli.runs import report_page  # noqa: E402
 from stepguard.journal import Journal  # noqa: E402
 from stepguard.records import Reading  # noqa: E402
