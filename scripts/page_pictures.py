@@ -5,6 +5,8 @@ python scripts/page_pictures.py
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 import tempfile
 import time
@@ -71,8 +73,13 @@ def _live(browser: Any, runs: Path) -> None:
         reading = Reading(step=step, loss=2.0 * 0.97**step, grad_norm=0.5, lr=(1e-3,))
         journal.step(reading, committed=True)
     journal.close()
+    # the same run as if it were not over: the process that its journal names is this one
+    training = shutil.copytree(runs / "rewound", runs / "training") / "journal.jsonl"
+    lines = training.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["type"] != "end"]
+    training.write_text("".join(kept), encoding="utf-8")
     with serving(runs) as address:
-        _picture(browser, f"{address}runs/rewound", "page-live.png")
+        _picture(browser, f"{address}runs/training", "page-live.png")
         context = browser.new_context(viewport={"width": 1000, "height": 420})
         page = context.new_page()
         page.goto(address)

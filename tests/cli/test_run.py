@@ -450,9 +450,9 @@ def test_a_checkpoint_sealed_at_ctrl_c_is_used_by_the_unmodified_script(tmp_path
     assert second.stdout.splitlines() == whole[sealed : sealed + 8]
     other = resumed(3).replace("Net()", "nn.Linear(4, 3)").replace("\n", "\n    ")
     write(tmp_path, f"try:\n    {other}\nexcept Exception:\n    pass\n")
-    done = guarded(tmp_path, "--run-dir", "run", "--restore", "last-good", "train.py")
-    assert (done.returncode, done.stdout) == (2, ""), "a model that does not fit"
-    assert "stepguard: error: --restore last-good: the saved state does not fit" in done.stderr
+    unfit = guarded(tmp_path, "--run-dir", "run", "--restore", "last-good", "train.py")
+    assert (unfit.returncode, unfit.stdout) == (2, ""), "a model that does not fit"
+    assert "stepguard: error: --restore last-good: the saved state does not fit" in unfit.stderr
 
 
 def test_where_the_guard_comes_with_the_first_update_that_update_is_left_out(

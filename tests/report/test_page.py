@@ -123,7 +123,7 @@ def test_card_tells_what_where_why_and_what_was_done(tmp_path: Path) -> None:
     assert shown["steps committed"] == ("11", "of 12 seen")
     assert shown["updates dropped"] == ("1", "")
     assert shown["loss"] == ("0.9", "best 0.9")
-    assert run["verdict"] == {"text": "running, 1 incident", "weight": "note"}
+    assert run["verdict"] == {"text": "running, 1 incident", "weight": "note", "over": False}
     row = overview(story)
     assert (row["steps"], row["incidents"], row["last"]) == ("11", "1", "11")
 

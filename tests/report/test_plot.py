@@ -18,7 +18,9 @@ from stepguard._errors import ConfigError
 from stepguard.report.plot import draw_run, draw_trials, write_png
 from stepguard.report.story import read_story
 
-pytest.importorskip("matplotlib")
+# On a fresh machine matplotlib starts `fc-list` to find the fonts. It does so now, while tests are
+# collected, because a test of the quick lane that starts a process fails.
+pytest.importorskip("matplotlib.font_manager")
 
 
 def marks(figure: Any) -> dict[str, list[int]]:

@@ -370,8 +370,16 @@ def test_rows_and_incidents_arrive_while_the_page_is_open(browser: Any, tmp_path
         assert seen.ask("stepguardPage.live.rows") == 21
         assert seen.ask("stepguardPage.live.lost") == 0
         assert seen.page.locator("#live-state").inner_text() == "live"
+        assert seen.page.locator("#verdict").inner_text() == "running, 1 incident"
+        journal.write("end", {})
+        seen.page.wait_for_selector("#live-state", state="hidden")
+        assert seen.page.locator("#verdict").inner_text() == "ended, 1 incident"
         assert seen.troubles == []
-    journal.close()
+        journal.close()
+        with opened(browser, f"{address}runs/run") as again:
+            again.page.wait_for_selector("#live-state.good", state="attached")
+            assert again.page.locator("#verdict").inner_text() == "ended, 1 incident"
+            assert again.page.locator("#live-state").is_hidden(), "what has ended is not live"
 
 
 def test_new_run_in_the_folder_takes_the_page_over(browser: Any, tmp_path: Path) -> None:

@@ -493,7 +493,7 @@ def test_streams_of_every_kind_are_written_to(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "length"),
-    pairwise(product([40, 60, 80, 120], [1, 2, 3, 30, 90]))[:: 1 if FULL else 4],
+    list(product([40, 60, 80, 120], [1, 2, 3, 30, 90]))[:: 1 if FULL else 4],
 )
 def test_verify_shows_every_file_name_on_one_line(tmp_path: Path, width: int, length: int) -> None:
     folder = tmp_path / ("x" * length)
