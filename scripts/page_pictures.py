@@ -6,6 +6,8 @@ python scripts/page_pictures.py
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
 import sys
 import tempfile
 import time
@@ -24,9 +26,8 @@ from browser import opened, started  # noqa: E402
 from cli.journals import run_stepguard  # noqa: E402
 from house.test_fresh_process import LOOP, SETUP, WATCH  # noqa: E402
 from house.test_fresh_process import run_cells as run_notebook  # noqa: E402
-from report.real_runs import restarted, rewound  # noqa: E402
-from report.two_ranks import two_ranks  # noqa: E402
-from serve.served import serving  # noqa: E402
+from report.real_runs import restarted, rewound, two_ranks  # noqa: E402
+from report.served import serving  # noqa: E402
 from stepguard.cli.runs import report_page  # noqa: E402
 from stepguard.journal import Journal  # noqa: E402
 from stepguard.records import Reading  # noqa: E402
@@ -69,8 +70,13 @@ def _live(browser: Any, runs: Path) -> None:
         reading = Reading(step=step, loss=2.0 * 0.97**step, grad_norm=0.5, lr=(1e-3,))
         journal.step(reading, committed=True)
     journal.close()
+    # the same run as if it were not over: the process that its journal names is this one
+    training = shutil.copytree(runs / "rewound", runs / "training") / "journal.jsonl"
+    lines = training.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["type"] != "end"]
+    training.write_text("".join(kept), encoding="utf-8")
     with serving(runs) as address:
-        _picture(browser, f"{address}runs/rewound", "page-live.png")
+        _picture(browser, f"{address}runs/training", "page-live.png")
         context = browser.new_context(viewport={"width": 1000, "height": 420})
         page = context.new_page()
         page.goto(address)

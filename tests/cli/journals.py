@@ -1,13 +1,17 @@
-"""A small run on disk, and the command line in a process of its own."""
+"""A small run on disk, and the command line: in this process, or in one of its own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
 
 import forked
 import stepguard
+from stepguard.cli.app import app
 from stepguard.journal import Journal
 from stepguard.records import Decision, Finding, Incident, Origin, Reading, Verdict
 
@@ -55,3 +59,8 @@ def run_stepguard(*words: str, **settings: str) -> subprocess.CompletedProcess[s
     source = str(Path(stepguard.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": source, "COLUMNS": "100", **settings}
     return forked.python(["-m", "stepguard", *words], variables=env)
+
+
+def invoke(*words: str | Path, given: str | None = None, **variables: str) -> Any:
+    """`stepguard WORDS` in this process: exit code, stdout and stderr."""
+    return CliRunner().invoke(app, list(map(str, words)), input=given, env=variables)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import forked
 import stepguard
+from cli.journals import invoke
 from stepguard.journal import read_run
 from stepguard.records import Incident, Origin
+from stepguard.run.guarded_script import as_main
 
 SOURCE = str(Path(stepguard.__file__).parents[1])
 
@@ -89,9 +97,45 @@ def python(
     )
 
 
-def guarded(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`python -m stepguard run WORDS` in `folder`."""
-    return python(folder, "-m", "stepguard", "run", *words, **variables)
+class Ran(NamedTuple):
+    """How a command in this process ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """The current directory, from which modules are imported; they are forgotten at the end."""
+    with chdir(folder):
+        yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(f"{folder}{os.sep}"):
+            del sys.modules[name]
+
+
+def stepguard_in(
+    folder: Path, *words: str | Path, given: str | None = None, **variables: str
+) -> Ran:
+    """`stepguard WORDS` in `folder`, in this process."""
+    with inside(folder):
+        done = invoke(*words, given=given, COLUMNS="140", **variables)
+    return Ran(done.exit_code, done.stdout, done.stderr)
+
+
+def guarded(folder: Path, *words: str, **variables: str) -> Ran:
+    """`stepguard run WORDS` in `folder`, in this process."""
+    gc.collect()  # a GradScaler of an earlier test is none of this script's
+    return stepguard_in(folder, "run", *words, **variables)
+
+
+def unguarded(folder: Path, script: str, *arguments: str) -> str:
+    """What the script prints without a guard, run in this process."""
+    out = StringIO()
+    with inside(folder), redirect_stdout(out), as_main(script, list(arguments)) as start:
+        start()
+    return out.getvalue()
 
 
 def write(folder: Path, text: str, name: str = "train.py") -> str:

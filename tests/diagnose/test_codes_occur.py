@@ -25,7 +25,7 @@ NOT_COUNTED = {"SG803"}
 """A loss of 0 or a step without labels is told as a note: nothing is wrong with its numbers."""
 ELSEWHERE = {
     "SG208": "tests/benchmarks/test_zoo.py",
-    "SG701": "tests/report/story/test_story.py",
+    "SG701": "tests/report/test_story.py",
     "SG702": "tests/locate/test_impurity.py",
     "SG704": "tests/distributed/test_compare.py",
     "SG705": "tests/distributed/test_compare.py",

@@ -1,16 +1,25 @@
-"""Short guarded runs that end up in a folder: a rewind, a restart, a second run, part of a step."""
+"""Short guarded runs that end up in a folder: a rewind, a restart, a second run, part of a step.
+
+As a worker it is one of two ranks of DDP with a NaN in the data of rank 1 at step 5:
+torchrun --standalone --nproc-per-node 2 real_runs.py OUT
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import stepguard
+from distributed.launch import launch
+from process_group import gloo
 from settings_of import config_of
 from stepguard import Guard, GuardConfig, Probes
 
@@ -103,3 +112,34 @@ def silently_wrong(folder: Path) -> Path:
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
     return folder
+
+
+def train_rank(folder: Path) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = GuardConfig(run_dir=folder, terminal="quiet")
+    guard = Guard(model, optimizer, config=config)
+    for step in range(8):
+        x = torch.full((2, 4), 1.0 + dist.get_rank())
+        if step == 5 and dist.get_rank() == 1:
+            x[0, 0] = math.nan
+
+        def loss_fn(x: Tensor) -> Tensor:
+            return model(x).pow(2).mean()
+
+        guard.step(loss_fn, x)
+    guard.close()
+
+
+def two_ranks(folder: Path) -> Path:
+    """Train in two processes over gloo; both ranks write into the folder that is returned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    code, log = launch(Path(__file__), folder, [], 120)
+    assert code == 0, log[-2000:]
+    return folder / "run"
+
+
+if __name__ == "__main__":
+    with gloo():
+        train_rank(Path(sys.argv[1]) / "run")

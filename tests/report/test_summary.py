@@ -1,11 +1,11 @@
-"""A run summed up, from a journal written down as a literal."""
+"""A run summed up for terminal, Markdown and JSON, and two runs side by side."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
-
-import pytest
+from typing import Any
 
 from report.literals import (
     BARE,
@@ -19,9 +19,16 @@ from report.literals import (
     told,
     troubled_run,
 )
-from stepguard.records import Decision, Incident, Policy
-from stepguard.report.run_report import render_markdown, render_terminal
-from stepguard.report.summary import Event, RunSummary, longest_stretch, summarize
+from stepguard.records import Decision, Finding, Incident, Origin, Policy, Reading, Verdict
+from stepguard.report.run_report import render_comparison, render_markdown, render_terminal
+from stepguard.report.summary import (
+    Event,
+    RunComparison,
+    RunSummary,
+    summarize,
+    timeline,
+)
+from stepguard.report.summary import compare as compare_runs
 
 SCREEN = """\
 stepguard report: runs/demo/journal.jsonl ──────────────────────────────────────
@@ -81,22 +88,6 @@ def test_screen_of_a_troubled_run() -> None:
     assert render_terminal(summary_of(timeless(troubled_run())), width=80) == SCREEN
 
 
-@pytest.mark.parametrize("width", [60, 80, 110])
-def test_screen_keeps_within_the_window(width: int) -> None:
-    lines = render_terminal(summary_of(troubled_run()), width=width).splitlines()
-    assert max(len(line) for line in lines if " next " not in line) <= width
-
-
-def test_screen_without_unicode_is_ascii() -> None:
-    assert render_terminal(summary_of(troubled_run()), unicode=False).isascii()
-
-
-def test_screen_is_plain_unless_colour_is_asked_for() -> None:
-    summary = summary_of(troubled_run())
-    assert "\x1b" not in render_terminal(summary)
-    assert "\x1b[" in render_terminal(summary, colour=True)
-
-
 def test_calibrations_are_not_counted_as_skipped() -> None:
     summary = summary_of(troubled_run())
     assert (summary.steps, summary.committed, summary.skipped, summary.calibrations) == (
@@ -122,13 +113,6 @@ def test_long_silent_stretch_is_counted_even_without_incidents() -> None:
     run = Written(steps=[step_line(s, NAN, committed=False) for s in range(92261, 92461)])
     summary = summary_of(run)
     assert (summary.first_bad, summary.last_bad, summary.longest_stretch) == (92261, 92460, 200)
-
-
-@pytest.mark.parametrize(
-    ("steps", "longest"), [([], 0), ([5], 1), ([1, 2, 3, 7, 8], 3), ([1, 3, 5], 1)]
-)
-def test_longest_stretch(steps: list[int], longest: int) -> None:
-    assert longest_stretch(steps) == longest
 
 
 def test_incidents_of_one_kind_are_one_group() -> None:
@@ -196,30 +180,120 @@ def test_empty_journal_is_no_error() -> None:
     assert json.loads(as_json(summary))["steps"] == 0
 
 
-def test_healthy_run_says_so() -> None:
-    events = summary_of(Written(steps=[step_line(s) for s in range(3)])).timeline
-    assert events[-1].text == "3 steps committed, no incident" and events[-1].weight == "good"
-
-
-def test_run_that_ended_in_the_incident_says_so() -> None:
-    steps = [step_line(0), step_line(1, NAN, committed=False)]
-    events = summary_of(Written(steps=steps, incidents=[masked_row(1, "stop")])).timeline
-    assert events[-1].text == "no step was committed after the last incident"
-
-
-def test_flat_norm_is_no_part_of_the_story() -> None:
-    steps = [step_line(s, grad_norm=0.5) for s in range(48)]
-    events = summary_of(Written(steps=steps, incidents=[MASKED_ROW])).timeline
-    assert not any("gradient norm" in event.text for event in events)
-
-
 def test_long_chain_is_cut_in_the_middle() -> None:
     incidents: list[Incident] = [masked_row(s) for s in range(0, 200, 2)]
     text = render_terminal(summary_of(Written(incidents=incidents)))
     assert "60 events omitted" in text and "step 0 " in text and "step 198" in text
 
 
-def test_event_names_its_steps() -> None:
-    assert Event(step=3, text="").steps == "step 3"
-    assert Event(step=3, last_step=3, text="").steps == "step 3"
-    assert Event(step=3, last_step=5, text="").steps == "steps 3-5"
+def _events(
+    steps: list[dict[str, Any]],
+    incidents: Sequence[Incident] = (),
+    notes: Sequence[dict[str, Any]] = (),
+) -> tuple[Event, ...]:
+    return timeline(told(Written(steps=steps, incidents=list(incidents), notes=list(notes))))
+
+
+def test_incidents_in_a_row_with_the_same_answer_are_one_event() -> None:
+    steps = [step_line(step, 1.0, committed=step not in (5, 6, 7)) for step in range(10)]
+    incidents = [masked_row(5), masked_row(6), masked_row(7, "stop")]
+    events = [e for e in _events(steps, incidents, []) if e.weight == "incident"]
+    assert [event.steps for event in events] == ["steps 5-6", "step 7"]
+    assert events[0].text.endswith("skipped 2 times")
+    assert "originated in forward" in events[0].text and "originated in" not in events[1].text
+
+
+def compare(first: Written, second: Written) -> RunComparison:
+    return compare_runs(told(first), told(second))
+
+
+def _ten_steps(bad: int, *, committed: bool) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": n,
+            "loss": NAN if n == bad else 2.0 - n / 10,
+            "grad_norm": 1.0,
+            "committed": n != bad or committed,
+        }
+        for n in range(10)
+    ]
+
+
+def _log_of_zero() -> Incident:
+    return Incident(
+        id="5-0",
+        step=5,
+        verdict=Verdict(kind="nonfinite_loss", severity="incident", summary="loss is nan"),
+        reading=Reading(step=5),
+        origin=Origin(step=5, phase="forward", module="emb", op="aten.log", source="m.py:3"),
+        findings=(Finding(code="SG202", title="log of a non-positive value", certainty="certain"),),
+        decision=Decision(action="skip"),
+    )
+
+
+ORIGINAL = Written("runs/original/journal.jsonl", steps=_ten_steps(5, committed=True))
+STABLE = Written(
+    "runs/stable/journal.jsonl",
+    header={"config": {"clip_norm": 0.5}},
+    steps=_ten_steps(5, committed=False),
+    incidents=[_log_of_zero()],
+)
+
+
+def _row(aspect: str) -> Any:
+    return next(row for row in compare(ORIGINAL, STABLE).rows if row.aspect == aspect)
+
+
+def test_a_bad_step_that_was_committed_is_counted_against_its_run() -> None:
+    row = _row("bad steps committed")
+    assert (row.first, row.second, row.better) == ("1", "0", "second")
+
+
+def test_what_was_done_and_the_cause_are_named_for_each_run() -> None:
+    assert _row("what was done").second == "skipped 1"
+    assert "SG202" in _row("first origin and cause").second
+    assert _row("first origin and cause").first == "-"
+    assert _row("best loss").better == "same"
+
+
+def test_settings_that_differ_are_listed_with_both_values() -> None:
+    assert compare(ORIGINAL, STABLE).settings == {"clip_norm": (None, 0.5)}
+
+
+def test_the_table_carries_both_runs_names_and_every_aspect() -> None:
+    comparison = compare(ORIGINAL, STABLE)
+    text = render_comparison(comparison)
+    assert "original" in text.splitlines()[0]
+    assert "stable" in text.splitlines()[0]
+    assert all(row.aspect in text for row in comparison.rows)
+    assert "default" in text
+    assert "0 of 0 committed" in render_comparison(compare(Written("empty"), STABLE))
+
+
+def test_screen_fits_the_window_the_encoding_and_the_colours() -> None:
+    summary = summary_of(troubled_run())
+    for width in (60, 80, 110):
+        lines = render_terminal(summary, width=width).splitlines()
+        assert max(len(line) for line in lines if " next " not in line) <= width
+    assert render_terminal(summary, unicode=False).isascii()
+    assert "\x1b" not in render_terminal(summary)
+    assert "\x1b[" in render_terminal(summary, colour=True)
+
+
+def test_the_end_of_the_chain_says_how_it_stands() -> None:
+    healthy = summary_of(Written(steps=[step_line(s) for s in range(3)])).timeline
+    assert (healthy[-1].text, healthy[-1].weight) == ("3 steps committed, no incident", "good")
+    assert healthy[0].text == "the run began, loss 1"
+    steps = [step_line(0), step_line(1, NAN, committed=False)]
+    stopped = summary_of(Written(steps=steps, incidents=[masked_row(1, "stop")])).timeline
+    assert stopped[-1].text == "no step was committed after the last incident"
+    flat = [step_line(s, grad_norm=0.5) for s in range(48)]
+    events = summary_of(Written(steps=flat, incidents=[MASKED_ROW])).timeline
+    assert not any("gradient norm" in event.text for event in events)
+
+
+def test_an_unguarded_loop_has_judged_no_loss_before_the_update() -> None:
+    alone = Written("a/journal.jsonl", {"guarded": False}, _ten_steps(5, committed=True))
+    guarded = Written("b/journal.jsonl", steps=_ten_steps(5, committed=False))
+    rows = {row.aspect: (row.first, row.second) for row in compare(alone, guarded).rows}
+    assert rows["losses judged before the update"] == ("0", "10")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.parts.fuzz import named
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -315,3 +316,12 @@ def test_webhook_address_that_cannot_be_used_is_not_repeated(url: str) -> None:
     with pytest.raises(StepguardError) as caught:
         WebhookSink(url)
     assert "SECRET" not in str(caught.value)
+
+
+def test_error_about_a_pickled_object_names_its_class_and_no_address(tmp_path: Path) -> None:
+    built = named("torch.nn", "Linear") + b")\x81"
+    for value in (built, b"](" + built + b"e"):
+        path = tmp_path / "model.pt"
+        path.write_bytes(b"\x80\x04" + named("numpy", "dtype") + value + b"\x85R.")
+        detail = " ".join(invoke("verify", path).output.split())
+        assert "an object of torch.nn.Linear" in detail and "0x" not in detail

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
-from reprlib import repr as shorten
+from reprlib import Repr
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,10 @@ DEEPEST_NESTED = 3
 """Pickles inside pickles."""
 STRIDE = 1024
 """Operations between two checks of the size of stack and memo."""
+_SHORT = Repr()
+_SHORT.maxother = 80
+shorten = _SHORT.repr
+"""`repr` of a value of the file in a line of an error, cut to a few words."""
 FAULTS = (
     pickle.UnpicklingError,
     struct.error,
@@ -91,6 +95,9 @@ class PickledObject:
     items: Any = ()
     entries: Any = ()
     """A list and a dict where the stream put something in; a file may hold millions of objects."""
+
+    def __repr__(self) -> str:
+        return f"an object of {self.what}"
 
     def append(self, item: Any) -> None:
         self.extend([item])

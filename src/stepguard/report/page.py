@@ -523,8 +523,11 @@ MOST_POINTS = 60
 """Points of a small curve: of a table of looks the newest, of a loss spread over the run."""
 
 
-def verdict(run: Run) -> dict[str, str]:
-    """State and incidents of the run: the worst of its optimizers, and the sum over them."""
+def verdict(run: Run) -> dict[str, Any]:
+    """State and incidents of the run: the worst of its optimizers, and the sum over them.
+
+    `over`: no process trains any more, so the live page does not call the run live.
+    """
     ending = worst_ending(run)
     text = STATES[ending]
     weight = WEIGHTS.get(ending, "bad")
@@ -538,7 +541,7 @@ def verdict(run: Run) -> dict[str, str]:
     words = "no incident"
     if acted:
         words = phrases.count(acted, "incident")
-    return {"text": f"{text}, {words}", "weight": weight}
+    return {"text": f"{text}, {words}", "weight": weight, "over": ending != "running"}
 
 
 def tiles(summary: RunSummary) -> list[list[str]]:

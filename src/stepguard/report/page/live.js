@@ -85,7 +85,8 @@ class Live {
   show(state) {
     this.state = state;
     const host = document.getElementById("live-state");
-    host.hidden = false;
+    // A run that has ended is still followed, for it may be started again, but it is not live.
+    host.hidden = state === "live" && this.page.runs[0].verdict.over;
     host.className = `chip ${state === "live" ? "good" : "note"}`;
     host.textContent = state;
   }

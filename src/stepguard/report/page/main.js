@@ -53,6 +53,7 @@ class Page {
     verdict.hidden = this.compares;
     verdict.textContent = run.verdict.text;
     verdict.className = `chip ${run.verdict.weight}`;
+    for (const live of this.lives || []) live.show(live.state);
     this.buildTiles(run);
     const unread = byId("unread");
     unread.hidden = !this.runs.some((one) => one.unread);

@@ -13,13 +13,14 @@ import pytest
 
 from report import real_runs
 from report.literals import NAN, Written, masked_row, step_line, told, troubled_run
-from report.test_whatif import FOUND
+from report.test_tables import FOUND
 from stepguard._errors import ConfigError
-from stepguard.report.plot import draw_run, draw_trials, replace_file, write_png
+from stepguard.report.plot import draw_run, draw_trials, write_png
 from stepguard.report.story import read_story
-from stepguard.report.summary import stretches
 
-pytest.importorskip("matplotlib")
+# On a fresh machine matplotlib starts `fc-list` to find the fonts. It does so now, while tests are
+# collected, because a test of the quick lane that starts a process fails.
+pytest.importorskip("matplotlib.font_manager")
 
 
 def marks(figure: Any) -> dict[str, list[int]]:
@@ -44,26 +45,13 @@ def test_run_with_trouble_has_two_panels_and_a_mark_for_each_kind() -> None:
     assert [text.get_text() for text in figure.axes[0].texts] == ["SG204 at step 48 (x4)"]
 
 
-def test_no_mark_covers_another(tmp_path: Path) -> None:
-    """The step that was rewound from is one whose update was dropped."""
-    figure = draw_run(read_story(real_runs.rewound(tmp_path / "run")).latest, "")
-    assert set(marks(figure)["rewound"]) & set(marks(figure)["update dropped"])
-    places = []
-    for collection in figure.axes[0].collections:
-        places += [(float(x), float(y)) for x, y in collection.get_offsets()]
-    assert len(set(places)) == len(places)
-
-
-def test_incident_that_was_let_through_is_not_a_veto() -> None:
-    run = Written(steps=[step_line(48, 1.0)], incidents=[masked_row(48, "note")])
-    assert marks(draw_run(told(run), "")) == {"let through": [48]}
-
-
 def test_run_without_a_finite_number_has_an_empty_loss_panel_and_nothing_else() -> None:
     run = told(Written(steps=[step_line(0, NAN, lr=[1e-3], grad_norm=None)]))
     (loss,) = draw_run(run, "").axes
     assert [text.get_text() for text in loss.texts] == ["no finite loss"]
     assert marks(draw_run(run, "")) == {"not finite": [0]}
+    let_through = Written(steps=[step_line(48, 1.0)], incidents=[masked_row(48, "note")])
+    assert marks(draw_run(told(let_through), "")) == {"let through": [48]}
 
 
 def test_learning_rate_is_shown_only_where_it_changes() -> None:
@@ -85,10 +73,6 @@ def test_scale_falls_back_where_a_logarithm_cannot_show_the_values(
     assert draw_run(told(Written(steps=steps)), "").axes[0].get_yscale() == scale
 
 
-def test_stretches_are_steps_without_a_gap() -> None:
-    assert stretches([1, 2, 3, 7, 9, 10]) == [(1, 3), (7, 7), (9, 10)]
-
-
 @pytest.mark.slow
 def test_png_is_written_whole_and_leaves_pyplot_alone(tmp_path: Path) -> None:
     path = tmp_path / "deep/loss_curve.png"
@@ -99,20 +83,6 @@ def test_png_is_written_whole_and_leaves_pyplot_alone(tmp_path: Path) -> None:
     assert ("matplotlib.pyplot" in sys.modules) == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "losses", [[NAN], [1.0], [-1.0, 0.0, 2.0], [0.0, 0.0], [None], [-1.0, 1.0, 1e6]]
-)
-@pytest.mark.parametrize("norm", [1.0, None])
-def test_odd_runs_are_drawn(tmp_path: Path, losses: list[float | None], norm: float | None) -> None:
-    steps = [
-        step_line(step, loss, lr=[1e-4 * (step + 1)], grad_norm=norm)
-        for step, loss in enumerate(losses)
-    ]
-    write_png(draw_run(told(Written(steps=steps)), ""), tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 1000
-
-
 def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
@@ -121,23 +91,47 @@ def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
         draw_run(told(Written(steps=[step_line(0)])), "")
 
 
-def test_file_is_replaced_and_its_folder_is_made(tmp_path: Path) -> None:
-    path = tmp_path / "deep/a.txt"
-    for content in (b"old", b"new"):
-        replace_file(path, content)
-    assert path.read_bytes() == b"new"
-    assert [entry.name for entry in path.parent.iterdir()] == ["a.txt"]
-
-
 @pytest.mark.parametrize("largest", [2.0, 1e6, math.inf])
 def test_picture_of_every_trial_is_written(tmp_path: Path, largest: float) -> None:
     first = replace(FOUND.outcomes[0], losses=(1.0, 0.5, largest))
     found = replace(FOUND, outcomes=(first, *FOUND.outcomes[1:]))
     write_png(draw_trials(found), tmp_path / "whatif.png")
+    write_png(draw_trials(replace(FOUND, outcomes=())), tmp_path / "nothing.png")
     content = (tmp_path / "whatif.png").read_bytes()
     assert content.startswith(b"\x89PNG") and len(content) > 10_000
 
 
-def test_nothing_tried_is_still_a_picture(tmp_path: Path) -> None:
-    write_png(draw_trials(replace(FOUND, outcomes=())), tmp_path / "whatif.png")
-    assert (tmp_path / "whatif.png").exists()
+@pytest.fixture(scope="module")
+def rewound(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = real_runs.rewound(tmp_path_factory.mktemp("plot") / "rewound")
+    return draw_run(read_story(folder).latest, "")
+
+
+def test_dropped_updates_are_never_called_let_through(rewound: Any) -> None:
+    marked = marks(rewound)
+    assert "let through" not in marked
+    assert set(range(30, 34)) < set(marked["update dropped"])
+    assert marked["made without a part of the batch"][0] == 20
+    assert marked["rewound"] == [40] and 40 in marked["update dropped"]
+    places = []
+    for collection in rewound.axes[0].collections:
+        places += [(float(x), float(y)) for x, y in collection.get_offsets()]
+    assert len(set(places)) == len(places), "no mark covers another"
+
+
+def test_curves_never_run_backwards(rewound: Any) -> None:
+    styles = set()
+    for axes in rewound.axes:
+        for line in axes.lines:
+            styles.add(line.get_linestyle())
+            assert (np.diff(line.get_xdata()) > 0).all()
+    assert styles == {"-", ":"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("losses", [[NAN], [1.0], [-1.0, 0.0, 2.0], [0.0, 0.0], [None]])
+def test_odd_runs_are_drawn(tmp_path: Path, losses: list[float | None]) -> None:
+    steps = [step_line(n, loss, lr=[1e-4 * (n + 1)]) for n, loss in enumerate(losses)]
+    steps[0]["grad_norm"] = 1.0 if len(losses) > 1 else None
+    write_png(draw_run(told(Written(steps=steps)), ""), tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
