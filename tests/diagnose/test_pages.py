@@ -75,6 +75,7 @@ def test_every_page_is_complete_and_in_order() -> None:
 
 FOLDER = Path(rules.__file__).parent
 MODULES = sorted(FOLDER.glob("sg*.py"))
+PROOFS = ("certain", "likely", "possible", "prove")
 FILLED_IN = {"who", "in_batch", "statement", "no_line"}
 """Fields that every remedy of an incident can have (remedies.py)."""
 
@@ -95,9 +96,9 @@ def test_pages_say_what_their_rules_find_and_know_their_fields() -> None:
         words = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         called = set()
         for node in nodes:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                if node.func.id in ("certain", "likely", "possible", "prove"):
-                    called |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+            name = node.func if isinstance(node, ast.Call) else None
+            if isinstance(name, ast.Name) and name.id in PROOFS:
+                called |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
         said = {name for page in pages_of(module).values() for name in page.evidence}
         assert called <= said and said - {""} <= words, module
         known = {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}

@@ -17,7 +17,6 @@ from diagnose.literals import (
     check_comes_first,
     check_fires,
     check_stays_silent,
-    codes,
     found,
     number,
     spans,
