@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import stepguard
-from forked import FULL
 from stepguard import GuardConfig, Probes, Snapshots
 from stepguard.diagnose import Rule, all_rules
 from stepguard.diagnose.engine import FORECAST_SERIES, SERIES, forecasts, silent_findings
@@ -24,12 +23,11 @@ FORECASTS = [rule for rule in all_rules() if rule.code.startswith(FORECAST_SERIE
 
 
 def cures(rules: list[Rule]) -> list[Any]:
-    """The first remedy of each rule, and the others with STEPGUARD_FULL=1."""
+    """Every remedy of each rule."""
     return [
         pytest.param(rule, remedy.snippet, id=f"{rule.code}-{number}")
         for rule in rules
         for number, remedy in enumerate(rule.ordered)
-        if FULL or number == 0
     ]
 
 
