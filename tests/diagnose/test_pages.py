@@ -96,8 +96,9 @@ def test_pages_say_what_their_rules_find_and_know_their_fields() -> None:
         words = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         called = set()
         for node in nodes:
-            name = node.func if isinstance(node, ast.Call) else None
-            if isinstance(name, ast.Name) and name.id in PROOFS:
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            if node.func.id in PROOFS:
                 called |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
         said = {name for page in pages_of(module).values() for name in page.evidence}
         assert called <= said and said - {""} <= words, module
