@@ -1,4 +1,4 @@
-"""Losses over masks: equal to torch where torch is right, finite and counted where torch is not."""
+"""Losses over masks, micro-batches and diffusion times: right where torch is, finite where not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 import stepguard
 from stepguard import numerics
 from stepguard.numerics import Events
+
+# --- losses over masks: equal to torch where torch is right, finite and counted where torch is not
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -140,3 +142,106 @@ def test_a_soft_limit_changes_nothing_below_and_keeps_the_gradient_above() -> No
 
 def test_a_soft_limit_lets_nan_through() -> None:
     assert torch.isnan(numerics.soft_limit(torch.tensor(torch.nan), 1.0))
+
+
+# --- micro-batches weighed by the labels they hold
+
+
+def test_a_common_denominator_makes_two_micro_batches_equal_to_one_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64)
+    targets = torch.randint(7, (2, 5), generator=generator)
+    targets[0, 2:] = -100
+    whole = numerics.masked_cross_entropy(logits, targets)
+    share = numerics.token_share([targets[:1], targets[1:]], numerics.count_labels)
+    halves = [
+        numerics.masked_cross_entropy(logits[i : i + 1], targets[i : i + 1], denominator=share)
+        for i in (0, 1)
+    ]
+    assert float(sum(halves)) == pytest.approx(float(whole), rel=1e-6)
+    means = [numerics.masked_cross_entropy(logits[i : i + 1], targets[i : i + 1]) for i in (0, 1)]
+    assert float(sum(means) / 2) != pytest.approx(float(whole), rel=1e-3)
+
+
+def test_labels_are_counted_without_those_ignored_or_masked() -> None:
+    targets = torch.tensor([1, -100, 2, 3])
+    assert int(numerics.count_labels(targets)) == 3
+    mask = torch.tensor([True, True, False, True])
+    assert int(numerics.count_labels(targets, mask=mask)) == 2
+
+
+def test_no_micro_batch_is_refused_and_no_label_gives_one() -> None:
+    with pytest.raises(stepguard.ConfigError, match="no micro-batch"):
+        numerics.token_share([], numerics.count_labels)
+    empty = torch.full((3,), -100)
+    assert float(numerics.token_share([empty], numerics.count_labels)) == 1.0
+
+
+# --- times, schedules and weights of diffusion losses are finite on the whole interval
+
+
+def test_the_same_schedule_in_bfloat16_is_infinite_at_one() -> None:
+    t = torch.tensor(0.999, dtype=torch.bfloat16)
+    assert float(t) == 1.0
+    assert torch.isinf(-torch.log1p(-(1 - 1e-4) * t))
+
+
+def test_times_are_never_zero_and_follow_their_generator() -> None:
+    first = numerics.sample_times(10000, generator=torch.Generator().manual_seed(3))
+    again = numerics.sample_times(10000, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(first, again)
+    assert float(first.min()) >= 1e-4
+    assert float(first.max()) <= 1.0
+
+
+@pytest.mark.parametrize("predicts", ["noise", "data", "velocity"])
+def test_snr_weights_are_bounded_at_both_ends(predicts: str) -> None:
+    alphas = torch.tensor([0.0, 1e-30, 0.5, 1.0 - 1e-7, 1.0])
+    weights = numerics.min_snr_weight(alphas, predicts=predicts, gamma=5.0)
+    assert torch.isfinite(weights).all()
+    assert float(weights.max()) <= 5.0
+    assert float(weights.min()) >= 0.0
+
+
+def test_snr_weights_equal_their_definition_in_the_middle() -> None:
+    alphas = torch.tensor([0.3, 0.9, 0.99], dtype=torch.float64)
+    snr = alphas / (1 - alphas)
+    capped = snr.clamp(max=5.0)
+    for predicts, wanted in {
+        "data": capped,
+        "noise": capped / snr,
+        "velocity": capped / (snr + 1),
+    }.items():
+        assert torch.allclose(
+            numerics.min_snr_weight(alphas, predicts=predicts).double(), wanted, rtol=1e-6
+        ), predicts
+
+
+@pytest.mark.parametrize("kind", ["exponential", "root"])
+def test_decoupled_weights_are_finite_at_both_ends(kind: str) -> None:
+    for weight in numerics.ddm_weights(torch.tensor([0.0, 0.5, 1.0]), kind=kind, limit=50.0):
+        assert torch.isfinite(weight).all()
+        assert float(weight.max()) <= 50.0
+
+
+def test_a_limit_of_the_decoupled_weights_that_acts_is_counted() -> None:
+    counted = Events()
+    numerics.ddm_weights(
+        torch.tensor([0.0, 0.5, 1.0]), kind="exponential", limit=100.0, count=counted
+    )
+    assert counted.counts() == {}
+    numerics.ddm_weights(torch.tensor([0.0, 0.5, 1.0]), kind="root", limit=100.0, count=counted)
+    assert counted.counts() == {"ddm_weights.limited": 2}
+
+
+# --- counters of what the functions left out or limited
+
+
+def test_events_add_up_until_they_are_cleared() -> None:
+    counted = Events()
+    counted.add("a", torch.tensor([True, True, False]))
+    counted.add("a", torch.tensor(3))
+    counted.add("b", torch.tensor(False))
+    assert counted.counts() == {"a": 5}
+    counted.clear()
+    assert counted.counts() == {}
