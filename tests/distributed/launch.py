@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 import forked
 from forked import PATHS, TESTS, TORCHRUN
+from stepguard.ranks import agreement
 
 __all__ = ["PATHS", "TESTS", "launch", "on_ranks", "run_cases"]
 
@@ -189,8 +190,9 @@ def main(out: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     rank = dist.get_rank()
     for number, case in enumerate(Case(*each) for each in cases):
-        # guards are named by attempt and number: one that only one rank has made shifts no others
+        # guards are named by attempt and number: those of one test are none of another's business
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        agreement._numbers.clear()
         torch.manual_seed(1234)
         function = getattr(tests, case.function)
         values = dict(case.values)
@@ -199,10 +201,12 @@ def main(out: Path) -> None:
             values[FOLDER].mkdir(exist_ok=True)
         try:
             found = function(**values)
-        except BaseException:
-            (out / f"{number}.{rank}").write_bytes(
-                pickle.dumps((f"rank {rank}: {traceback.format_exc()}", None))
-            )
+        except BaseException as error:
+            if error.__traceback__ is not None:
+                error = error.with_traceback(error.__traceback__.tb_next)
+            told = traceback.TracebackException.from_exception(error, capture_locals=True)
+            words = f"rank {rank}: {''.join(told.format())}"
+            (out / f"{number}.{rank}").write_bytes(pickle.dumps((words[-6000:], None)))
             os._exit(1)
         (out / f"{number}.{rank}").write_bytes(pickle.dumps(("", found)))
         gc.collect()

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -243,6 +242,9 @@ def train(
     model = MODELS[kind]()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     if kind == "zero":
+        # its import warns
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
     torch.manual_seed(50 + dist.get_rank())
     loader: Any = None
