@@ -27,8 +27,8 @@ ELSEWHERE = {
     "SG208": "tests/benchmarks/test_opaque.py",
     "SG701": "tests/report/story/test_story.py",
     "SG702": "tests/locate/test_impurity.py",
-    "SG704": "tests/distributed/test_compare.py",
-    "SG705": "tests/distributed/test_compare.py",
+    "SG704": "tests/distributed/test_copies.py",
+    "SG705": "tests/distributed/test_copies.py",
     "SG801": "tests/engine/incident/test_run_facts.py",
 }
 """Real runs of other tests: two ranks, a fault that a replay does not show, a launcher's dtype."""

@@ -1,4 +1,4 @@
-"""What the ranks of tests train: data of their own, three loops (bare, step, watch), their state."""
+"""What the ranks of tests train: own data, three loops (bare, step, watch), their state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def local(value: Any) -> Any:
     return local_part(value).detach().clone() if isinstance(value, Tensor) else value
 
 
-def state_of(model: nn.Module, optimizer: Any, part: Callable[[Any], Any] = local) -> dict[str, Any]:
+def state_of(
+    model: nn.Module, optimizer: Any, part: Callable[[Any], Any] = local
+) -> dict[str, Any]:
     """What this rank holds of it all."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     state = {f"model.{name}": part(value) for name, value in tensors}
@@ -168,4 +170,6 @@ def disarmings(said: list[Any]) -> list[str]:
 
 
 def is_finite(state: dict[str, Any]) -> bool:
-    return all(bool(value.isfinite().all()) for value in state.values() if isinstance(value, Tensor))
+    return all(
+        bool(value.isfinite().all()) for value in state.values() if isinstance(value, Tensor)
+    )

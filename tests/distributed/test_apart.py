@@ -88,7 +88,7 @@ def assert_same_weights(run: Run) -> None:
     ("kind", "loop", "wrap"), pairwise(product(["none", "buffer", "rate"], LOOPS, WRAPS))
 )
 def test_what_one_rank_sees_is_an_incident_on_all(kind: str, loop: str, wrap: str) -> None:
-    """A plain buffer or a learning rate turns NaN; a buffer that is infinite on purpose does not."""
+    """A plain buffer or a learning rate turns NaN; one that is infinite on purpose does not."""
     model, optimizer = built(wrap, sentinel=True)
     inner = model.module if wrap == "ddp" else model
     with Run(loop, model, optimizer) as run:
@@ -260,12 +260,15 @@ def test_ranks_that_make_steps_of_their_own_are_not_guarded(how: str, loop: str)
     """Rank 1 has more batches than rank 0, the last one bad; or backward exchanges nothing."""
     model, optimizer = built()
     steps = 3 if how == "joined" and dist.get_rank() != BAD_RANK else STEPS
-    with warned() as said, Run(loop, model, optimizer, **SHORT) as run:
-        with Join([model]) if how == "joined" else nullcontext():
-            for step in range(steps):
-                with model.no_sync() if how == "local" and step else nullcontext():
-                    bad = step == 4 if how == "joined" else here(step)
-                    run.step(data(step, bad=bad))
+    with (
+        warned() as said,
+        Run(loop, model, optimizer, **SHORT) as run,
+        Join([model]) if how == "joined" else nullcontext(),
+    ):
+        for step in range(steps):
+            with model.no_sync() if how == "local" and step else nullcontext():
+                bad = step == 4 if how == "joined" else here(step)
+                run.step(data(step, bad=bad))
     assert not run.armed and is_finite(run.weights())
     why = "torch's Join" if how == "joined" else "reduced no gradients (no_sync, local SGD)"
     assert any(why in told for told in disarmings(said))

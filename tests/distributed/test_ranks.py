@@ -160,9 +160,7 @@ def test_trouble_of_one_rank_is_skipped_by_all(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("loop", "wrap", "why"), pairwise(product(LOOPS, WRAPS, ["data", "rate"]))
-)
+@pytest.mark.parametrize(("loop", "wrap", "why"), pairwise(product(LOOPS, WRAPS, ["data", "rate"])))
 def test_jump_of_one_ranks_loss_hangs_nobody(loop: str, wrap: str, why: str) -> None:
     jumps = dict.fromkeys((BAD_STEP, BAD_STEP + 1), "spike")
     jump_at = BAD_STEP - 1 if why == "rate" else -1

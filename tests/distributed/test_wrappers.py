@@ -298,9 +298,7 @@ def test_clipping_is_that_of_a_bare_loop(kind: str, loop: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(("kind", "loop"), cells("save", "restore", loops=STEPPED))
-def test_restored_run_goes_on_as_the_one_that_was_saved(
-    kind: str, loop: str, folder: Path
-) -> None:
+def test_restored_run_goes_on_as_the_one_that_was_saved(kind: str, loop: str, folder: Path) -> None:
     first = engine(kind)
     with first.run(loop, run_dir=folder, locate=False) as run:
         for step in range(STEPS):
@@ -349,19 +347,19 @@ def test_nan_in_a_weight_of_one_rank_is_undone_on_all(kind: str, loop: str) -> N
 
 @on_ranks(2)
 @pytest.mark.parametrize(("kind", "loop"), cells("signal", loops=STEPPED))
-def test_sigterm_ends_all_ranks_with_a_whole_checkpoint(
-    kind: str, loop: str, folder: Path
-) -> None:
+def test_sigterm_ends_all_ranks_with_a_whole_checkpoint(kind: str, loop: str, folder: Path) -> None:
     made = engine(kind)
-    with pytest.raises(SystemExit) as ended:
-        with made.run(loop, run_dir=folder, locate=False) as run:
-            for step in range(STEPS):
-                if step == 2:
-                    run.guard.save()
-                if step == 3:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                run.step(*made.batches(step, bad=False))
-            # the loop is shorter than ranks take to agree on a step: then it acts at the end
+    with (
+        pytest.raises(SystemExit) as ended,
+        made.run(loop, run_dir=folder, locate=False) as run,
+    ):
+        for step in range(STEPS):
+            if step == 2:
+                run.guard.save()
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.step(*made.batches(step, bad=False))
+        # the loop is shorter than ranks take to agree on a step: then it acts at the end
     dist.barrier()
     assert ended.value.code == 143 and stepguard.verify(folder / "checkpoints").ok
 
@@ -382,9 +380,11 @@ def test_model_that_is_wrapped_after_its_guard_was_built_is_refused() -> None:
 )
 def test_ranks_that_do_not_make_every_step_together_are_refused(kind: str) -> None:
     wrapped = Wrapped(kind)
-    with Join([wrapped.ddp]) if kind == "join" else nullcontext():
-        with pytest.raises(ConfigError) as raised:
-            Guard(wrapped.guarded, wrapped.optimizer, config=GuardConfig(terminal="quiet"))
+    with (
+        Join([wrapped.ddp]) if kind == "join" else nullcontext(),
+        pytest.raises(ConfigError) as raised,
+    ):
+        Guard(wrapped.guarded, wrapped.optimizer, config=GuardConfig(terminal="quiet"))
     assert REFUSED[kind][1] in str(raised.value)
 
 
