@@ -31,6 +31,6 @@ def test_stop_of_the_policy_is_not_repeated_at_the_same_batches(tmp_path: Path) 
     assert code == 0, said[-4000:]
     # one stop, and one start that goes past it: the third one is not needed
     assert (tmp_path / "halt.1.0").exists() and not (tmp_path / "halt.2.0").exists()
-    assert "training halted at step 7" in said
+    assert "training halted at step 7" in said and "(exitcode: 3)" in said
     first, second = [torch.load(tmp_path / f"halt.{r}.pt", weights_only=False) for r in (0, 1)]
     assert difference(first["model"], second["model"]) == "" and first["done"] < STEPS

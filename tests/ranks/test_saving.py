@@ -1,6 +1,6 @@
 """What one rank has of its own is put beside rank 0's state, and taken out again.
 
-Real ranks: tests/distributed/test_rank_state.py.
+Real ranks: tests/distributed/test_copies.py.
 """
 
 from __future__ import annotations
