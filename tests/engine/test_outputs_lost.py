@@ -26,11 +26,7 @@ from stepguard.journal import read_run
 from stepguard.records import Reading, Sink
 
 SCRIPT = Path(__file__).with_name("full_disk_run.py")
-
-
 DATA = batches(12)
-
-
 TINY = (
     "mount -t tmpfs -o size=256k tmpfs {folder} && exec {python} {script} {mode} {folder}/out full"
 )

@@ -5,6 +5,7 @@ disarms with one warning, and training goes on as if unguarded.
 from __future__ import annotations
 
 import io
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,23 +21,6 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
-import stepguard
-import stepguard.engine.drivers.step
-import stepguard.engine.incident.incident_record
-import stepguard.engine.incident.situation
-import stepguard.engine.protect
-import stepguard.engine.reader
-import stepguard.engine.recover.rewind
-import stepguard.engine.recover.snapshots
-import stepguard.engine.transaction
-import stepguard.engine.watch.live_tracing
-import stepguard.engine.watch.observed_loss
-import stepguard.journal
-import stepguard.judge
-import stepguard.report.sinks
-import stepguard.report.terminal
-import stepguard.sentinel.gradients
-import stepguard.state.buffers
 from engine.parts import each
 from forked import FULL
 from pairwise import pairwise
@@ -74,60 +58,45 @@ from stepguard.engine.protect import (
 from stepguard.journal import read_run
 
 DATA = batches(16)
-
-
 STEPS = grouped(DATA, 2)
-
-
-GRADIENTS = (stepguard.engine.reader, stepguard.engine.watch.observed_loss)
-"""The modules that take the norm of the gradients."""
-
-
-WEAK_SPOTS: dict[str, tuple[Any, str]] = {
-    "norm": (GRADIENTS, "gradient_norm"),
-    "look at the weights": (stepguard.engine.reader, "largest"),
-    "reading": (stepguard.sentinel.gradients.Packet, "fetch"),
-    "buffers": (stepguard.state.buffers.BufferKeeper, "remember"),
-    "judging": (stepguard.engine.transaction, "judge_reading"),
-    "history": (stepguard.judge.History, "add"),
+WEAK_SPOTS: dict[str, str] = {
+    "norm": "stepguard.engine.reader.gradient_norm "
+    "stepguard.engine.watch.observed_loss.gradient_norm",
+    "look at the weights": "stepguard.engine.reader.largest",
+    "reading": "stepguard.sentinel.gradients.Packet.fetch",
+    "buffers": "stepguard.state.buffers.BufferKeeper.remember",
+    "judging": "stepguard.engine.transaction.judge_reading",
+    "history": "stepguard.judge.History.add",
 }
-
-
-SPARED: dict[str, tuple[Any, str]] = {
-    "journal": (stepguard.journal.Journal, "step"),
-    "readable log": (stepguard.report.sinks.HumanLog, "step"),
-    "snapshots": (stepguard.engine.recover.snapshots.SnapshotKeeper, "_snapshot_due"),
-    "probation": (stepguard.engine.recover.rewind.Rewinder, "committed"),
+SPARED: dict[str, str] = {
+    "journal": "stepguard.journal.Journal.step",
+    "readable log": "stepguard.report.sinks.HumanLog.step",
+    "snapshots": "stepguard.engine.recover.snapshots.SnapshotKeeper._snapshot_due",
+    "probation": "stepguard.engine.recover.rewind.Rewinder.committed",
 }
 """Parts that no verdict needs."""
-
-
-AFTER_THE_VERDICT: dict[str, tuple[Any, str]] = {
-    "closer look": (stepguard.engine.transaction, "examine"),
-    "locating": (stepguard.engine.transaction, "locate"),
-    "locating a watched step": (stepguard.engine.watch.live_tracing, "locate"),
-    "diagnosing": (stepguard.engine.transaction, "find_causes"),
-    "facts of the run": (stepguard.engine.transaction, "run_facts"),
-    "deciding": (stepguard.engine.incident.situation, "choose_remedy"),
-    "planning": (stepguard.engine.recover.rewind.Rewinder, "plan"),
-    "probation": (stepguard.engine.recover.snapshots.Probation, "incident"),
-    "recording": (stepguard.engine.incident.incident_record, "write_down"),
-    "capsule": (stepguard.engine.incident.incident_record, "write_capsule"),
-    "folder of the incident": (stepguard.engine.incident.incident_record, "write_file"),
-    "journal": (stepguard.journal.Journal, "incident"),
-    "step line": (stepguard.journal.Journal, "step"),
-    "readable log": (stepguard.report.sinks.HumanLog, "incident"),
-    "terminal": (stepguard.report.terminal, "paint_incident"),
-    "sink": (stepguard.engine.protect.Outputs, "incident"),
-    "applying": (stepguard.engine.transaction.Transaction, "apply"),
-    "verdict": (stepguard.engine.transaction, "judge_reading"),
+AFTER_THE_VERDICT: dict[str, str] = {
+    "closer look": "stepguard.engine.transaction.examine",
+    "locating": "stepguard.engine.transaction.locate",
+    "locating a watched step": "stepguard.engine.watch.live_tracing.locate",
+    "diagnosing": "stepguard.engine.transaction.find_causes",
+    "facts of the run": "stepguard.engine.transaction.run_facts",
+    "deciding": "stepguard.engine.incident.situation.choose_remedy",
+    "planning": "stepguard.engine.recover.rewind.Rewinder.plan",
+    "probation": "stepguard.engine.recover.snapshots.Probation.incident",
+    "recording": "stepguard.engine.incident.incident_record.write_down",
+    "capsule": "stepguard.engine.incident.incident_record.write_capsule",
+    "folder of the incident": "stepguard.engine.incident.incident_record.write_file",
+    "journal": "stepguard.journal.Journal.incident",
+    "step line": "stepguard.journal.Journal.step",
+    "readable log": "stepguard.report.sinks.HumanLog.incident",
+    "terminal": "stepguard.report.terminal.paint_incident",
+    "sink": "stepguard.engine.protect.Outputs.incident",
+    "applying": "stepguard.engine.transaction.Transaction.apply",
+    "verdict": "stepguard.engine.transaction.judge_reading",
 }
 """Everything that runs once a step is known to be bad."""
-
-
 TOLD = (GuardDisarmed, NotExplained, OutputLost, PartFailed)
-
-
 KINDS = ["plain", "fused", "scaled", "fused-scaled"]
 
 
@@ -145,12 +114,9 @@ def _scene(kind: str, clip: float | None = 0.5) -> Scene:
     return Scene(model, optimizer, scheduler, scaler, autocast=autocast, clip_norm=clip, ema=ema)
 
 
-def _failing(monkeypatch: pytest.MonkeyPatch, spot: tuple[Any, str], after: int) -> list[int]:
+def _failing(monkeypatch: pytest.MonkeyPatch, spots: str, after: int) -> list[int]:
     """The guard's own part works `after` times and fails from then on."""
-    places, name = spot
-    owners = places if isinstance(places, tuple) else (places,)
-    original = getattr(owners[0], name)
-    calls = [0]
+    original, calls = pkgutil.resolve_name(spots.split()[0]), [0]
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -158,8 +124,8 @@ def _failing(monkeypatch: pytest.MonkeyPatch, spot: tuple[Any, str], after: int)
             raise ArithmeticError("a fault of the guard's own")
         return original(*args, **kwargs)
 
-    for owner in owners:
-        monkeypatch.setattr(owner, name, fail)
+    for spot in spots.split():
+        monkeypatch.setattr(spot, fail)
     return calls
 
 
@@ -232,23 +198,19 @@ def test_fault_in_what_no_verdict_needs_costs_that_part_and_not_the_protection(
 def test_step_known_to_be_bad_stays_vetoed_whatever_fails_afterwards(
     spot: str, kind: str, loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    owner, name = AFTER_THE_VERDICT[spot]
     scene, bad = _scene("plain") if kind != "fused" else _scene("fused"), (poisoned(DATA[2]),)
     if kind == "closure":
         scene = Scene(scene.model, torch.optim.LBFGS(scene.model.parameters(), lr=0.1, max_iter=3))
     LOOPS[loop](scene, STEPS[:1], quiet())
     before = state_of(scene)
-    _failing(monkeypatch, (owner, name), 0)
+    calls = _failing(monkeypatch, AFTER_THE_VERDICT[spot], 0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         monkeypatch.setattr(sys, "stderr", io.StringIO())
-        whole = Policy(
-            actions=("skip", "stop")
-        )  # else the good samples of the step make their update
-        config = quiet(
-            run_dir=tmp_path, human_log=tmp_path / "log", locate=True, terminal="auto", policy=whole
-        )
+        log, whole = tmp_path / "log", Policy(actions=("skip", "stop"))
+        config = quiet(run_dir=tmp_path, human_log=log, locate=True, terminal="auto", policy=whole)
         LOOPS[loop](scene, [bad], config)
+    assert calls[0] or spot == "planning"  # which is asked for where the state is damaged
     assert all(w.category in TOLD and "ArithmeticError" in str(w.message) for w in said)
     assert difference(dict(scene.model.state_dict()), before["model"]) == ""
     assert difference(scene.optimizer.state_dict()["state"], before["optimizer"]["state"]) == ""
@@ -296,9 +258,8 @@ def test_crash_while_explaining_costs_the_explanation_and_not_the_protection(
     torch.manual_seed(3)
     whole = Policy(actions=("skip", "stop"))  # a sample that is named would be left out of its step
     LOOPS[loop](reference, [STEPS[0], bad, STEPS[1], bad], quiet(policy=whole))
-    for module in (stepguard.engine.transaction, stepguard.engine.watch.live_tracing):
-        if hasattr(module, part):
-            _failing(monkeypatch, (module, part), 0)
+    modules = ("transaction", "watch.live_tracing") if part == "locate" else ("transaction",)
+    _failing(monkeypatch, " ".join(f"stepguard.engine.{name}.{part}" for name in modules), 0)
     torch.manual_seed(3)
     with pytest.warns(NotExplained, match=r"ArithmeticError.*still protected"):
         LOOPS[loop](
@@ -328,12 +289,7 @@ def test_loss_is_none_once_disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- a fault at any call inside any protected region
 
 
-DATA_protect = batches(8)
-
-
-BAD = [(DATA_protect[0],), (poisoned(DATA_protect[1]),), (DATA_protect[2],)]
-
-
+BAD = [(DATA[0],), (poisoned(DATA[1]),), (DATA[2],)]
 Call = tuple[str, int, str]
 """File and line of the calling statement, and the name of the function it calls."""
 
@@ -343,11 +299,7 @@ class Regions:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened_by: list[FrameType | None] = []
-        for kind in (Shield,):
-            self._watch(monkeypatch, kind)
-
-    def _watch(self, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-        leave = kind.__exit__
+        leave = Shield.__exit__
 
         def entered(region: Any) -> None:
             self.opened_by.append(sys._getframe(1))
@@ -356,8 +308,8 @@ class Regions:
             self.opened_by.pop()
             return bool(leave(region, *error))
 
-        monkeypatch.setattr(kind, "__enter__", entered)
-        monkeypatch.setattr(kind, "__exit__", left)
+        monkeypatch.setattr(Shield, "__enter__", entered)
+        monkeypatch.setattr(Shield, "__exit__", left)
 
     def call_inside(self, frame: FrameType) -> Call | None:
         """The call that this frame is, if it was made directly from an open region."""
@@ -490,9 +442,6 @@ def test_stop_of_the_run_and_interrupts_pass_through() -> None:
 # --- a disarmed guard
 
 
-DATA_unguarded = batches(4)
-
-
 def _context(scaler: GradScaler | None = None, **settings: Any) -> Context:
     model = plain_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -511,11 +460,9 @@ def test_step_is_that_of_a_plain_loop_with_clipping() -> None:
     context = _context(clip_norm=0.5)
     calls: list[int] = []
     context.hooks.updated.append(lambda: calls.append(1))
-    assert unguarded_step(
-        context, _loss_fn(context), (DATA_unguarded[0], DATA_unguarded[1])
-    ).committed
+    assert unguarded_step(context, _loss_fn(context), (DATA[0], DATA[1])).committed
     bare = plain_net()
-    for inputs, targets in DATA_unguarded[:2]:
+    for inputs, targets in DATA[:2]:
         nn.functional.cross_entropy(bare(inputs), targets).backward()
     nn.utils.clip_grad_norm_(bare.parameters(), 0.5)
     torch.optim.SGD(bare.parameters(), lr=0.1).step()
@@ -529,7 +476,7 @@ def test_step_is_that_of_a_plain_loop_with_clipping() -> None:
 def test_step_that_the_scaler_refuses_is_not_committed() -> None:
     context = _context(scaler=GradScaler("cpu", init_scale=2.0**120))
     before = [p.detach().clone() for p in context.model.parameters()]
-    bad = (DATA_unguarded[0][0] * float("inf"), DATA_unguarded[0][1])
+    bad = (DATA[0][0] * float("inf"), DATA[0][1])
     assert not unguarded_step(context, _loss_fn(context), (bad,)).committed
     for now, then in zip(context.model.parameters(), before, strict=True):
         assert torch.equal(now, then)

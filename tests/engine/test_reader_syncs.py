@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,8 +39,6 @@ from stepguard.engine.protect import GuardDisarmed
 from stepguard.sentinel.gradients import Packet
 
 DATA = batches(12)
-
-
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "allclose", "_unique2")
 """Operators whose result the host reads, or whose shape depends on values."""
 
@@ -78,10 +77,6 @@ def _scene(fused: bool, *, dtype: torch.dtype = torch.float32, clip: float | Non
     )
 
 
-def _config(scene: Scene) -> GuardConfig:
-    return quiet(clip_norm=scene.clip_norm)
-
-
 def _bare_reads(scene: Scene) -> Counter[str]:
     plain_step(scene, (DATA[0],))
     with reads() as bare:
@@ -91,14 +86,15 @@ def _bare_reads(scene: Scene) -> Counter[str]:
 
 
 @contextmanager
-def _stepping(scene: Scene) -> Iterator[Callable[[Any], Any]]:
-    with Guard(scene.model, scene.optimizer, config=_config(scene)) as guard:
+def _stepping(scene: Scene, config: GuardConfig = QUIET) -> Iterator[Callable[[Any], Any]]:
+    config = replace(config, clip_norm=scene.clip_norm)
+    with Guard(scene.model, scene.optimizer, config=config) as guard:
         yield lambda batch: guard.step(scene.loss_fn, batch)
 
 
 @contextmanager
-def _watching(scene: Scene) -> Iterator[Callable[[Any], Any]]:
-    with stepguard.watch(scene.model, scene.optimizer, config=quiet()):  # the loop clips by itself
+def _watching(scene: Scene, config: GuardConfig = QUIET) -> Iterator[Callable[[Any], Any]]:
+    with stepguard.watch(scene.model, scene.optimizer, config=config):  # the loop clips by itself
         yield lambda batch: plain_step(scene, (batch,))
 
 
@@ -202,38 +198,10 @@ def test_no_update_is_dropped_for_a_sentinel(loop: str, replaces: bool, fused: b
 
 
 OURS = str(Path(stepguard.__file__).parent)
-
-
 SETTLED = 70
 """Steps before those that are counted: by then the window of losses is full."""
-
-
 MOST = {"step": (130, 31), "watch": (200, 38)}
 """Calls of ours, and the modules they are in, of one healthy step."""
-
-
-def _loop(drive: str, layers: int, folder: Path) -> tuple[stepguard.Guard, Callable[[], object]]:
-    torch.manual_seed(0)
-    middle = [nn.Linear(8, 8) for _ in range(layers)]
-    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), *middle, nn.Linear(8, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    x, y = torch.randn(32, 16), torch.randint(0, 4, (32,))
-    config = stepguard.GuardConfig(
-        run_dir=folder, terminal="quiet", probes=stepguard.Probes(look_every=None)
-    )
-
-    def loss(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss((x, y)).backward()
-        optimizer.step()
-
-    if drive == "watch":
-        return stepguard.watch(model, optimizer, config=config), step
-    guard = stepguard.Guard(model, optimizer, config=config)
-    return guard, lambda: guard.step(loss, (x, y))
 
 
 def _calls(step: Callable[[], object]) -> tuple[int, int]:
@@ -258,12 +226,16 @@ def test_healthy_step_calls_few_functions_however_many_layers_there_are(
 ) -> None:
     counted = []
     for layers in (2, 40):
-        guard, step = _loop(drive, layers, tmp_path / str(layers))
-        with guard:
+        torch.manual_seed(0)
+        middle = [nn.Linear(8, 8) for _ in range(layers)]
+        model = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), *middle, nn.Linear(8, CLASSES))
+        scene = Scene(model, torch.optim.AdamW(model.parameters(), 1e-3))
+        config = quiet(run_dir=tmp_path / str(layers), locate=True, look_every=None)
+        with ENTRIES[drive](scene, config) as step:
             for _ in range(SETTLED):
-                step()
+                step(DATA[0])
             # some steps do more now and then: a collected guard of another test ends, say
-            counted.append(min(_calls(step) for _ in range(5)))
+            counted.append(min(_calls(lambda: step(DATA[0])) for _ in range(5)))
     (few, modules), (many, _) = counted
     # a few calls depend on where the loss stands, none on the 38 further layers
     assert abs(many - few) < 10

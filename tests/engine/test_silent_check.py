@@ -130,11 +130,7 @@ def ordinary(
 
 
 TEMPERATURE = nn.Parameter(torch.ones(1))
-
-
 F = nn.functional
-
-
 MISTAKES = {
     "nll of probabilities": (lambda z, x: F.nll_loss(z.softmax(1), x[:, :4].argmax(1)), "SG914"),
     "nll of logits": (lambda z, x: F.nll_loss(z, x[:, :4].argmax(1)), "SG914"),
@@ -152,8 +148,6 @@ MISTAKES = {
     "a thresholded term": (lambda z, x: z.square().mean() + (z > 0).float().mean(), "SG908"),
     "a temperature": (lambda z, x: (z * TEMPERATURE - 1.0).square().mean(), "SG903"),
 }
-
-
 HEALTHY = {
     "nll of a logarithm": lambda z, x: F.nll_loss(z.softmax(1).log(), x[:, :4].argmax(1)),
     "kl_div": lambda z, x: F.kl_div(z.log_softmax(1), x[:, :4].softmax(1), reduction="batchmean"),
@@ -230,8 +224,6 @@ def again(loader: torch.utils.data.DataLoader[Batch]) -> Callable[[int], Batch]:
 
 
 KEPT = fresh(0)
-
-
 HEALTHY_BATCHES: dict[str, Callable[[], Callable[[int], Batch]]] = {
     "all data in one tensor": lambda: lambda step: KEPT,
     "a view of all data": lambda: lambda step: (KEPT[0][:6], KEPT[1][:6]),

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import forked
 import stepguard
-import stepguard.engine.recover.rewind
 from engine.parts import incident_of
 from pairwise import pairwise
 from scenes import (
@@ -53,20 +52,12 @@ from stepguard.engine.incident.situation import exit_line
 from stepguard.engine.protect import GuardDisarmed
 from stepguard.engine.transaction import Transaction
 from stepguard.journal import read_run
-from stepguard.records import Action, Decision, Incident, Verdict
+from stepguard.records import Action, Decision, Verdict
 
 DATA = batches(12)
-
-
 BAD = (poisoned(DATA[0]),)
-
-
 GOOD = (DATA[1],)
-
-
 NOTED: tuple[Action, ...] = (*Policy().actions, "note")
-
-
 SOURCE = Path(stepguard.__file__).parents[1]
 
 
@@ -196,15 +187,11 @@ SCRIPT = """
     {body}
     print("not reached")
 """
-
-
 STEP = """
     with stepguard.Guard(model, optimizer, config=config) as guard:
         for _ in range(4):
             guard.step(lambda b: model(b).mean(), torch.full((2, 3), float("nan")))
 """
-
-
 WATCH = """
     stepguard.watch(model, optimizer, config=config)
     for _ in range(4):
@@ -295,20 +282,25 @@ def test_panel_and_journal_say_what_was_left_out_of_a_partly_committed_step(
     assert incident.decision.left_out == "micro-batch 1 of 2"
 
 
+@pytest.mark.filterwarnings("ignore::stepguard.engine.protect.NotExplained")
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [("put_back", r"rewind to step .* failed"), ("plan", "could not decide by a fault of its own")],
+)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_fault_in_a_rewind_stops_the_run_instead_of_flying_into_the_loop(
-    loop: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    loop: str, part: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def broken(*args: Any) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
         raise ArithmeticError("a fault of the guard's own")
 
     model = plain_net()
     scene = Scene(model, _small_sgd(model))
-    monkeypatch.setattr(stepguard.engine.recover.rewind.Rewinder, "put_back", broken)
+    monkeypatch.setattr(f"stepguard.engine.recover.rewind.Rewinder.{part}", broken)
     damage = [(batch,) for batch in DATA[:6]]
     scene.loss = _damaging(at=4)
     config = quiet(run_dir=tmp_path, snapshot_every=1)
-    with pytest.raises(TrainingHalted, match=r"rewind to step .* failed"):
+    with pytest.raises(TrainingHalted, match=told):
         LOOPS[loop](scene, damage, config)
     (incident,) = read_run(tmp_path).incidents
     assert incident.decision is not None
@@ -368,56 +360,29 @@ def test_steps_that_could_not_be_decided_on_count_as_lost(monkeypatch: pytest.Mo
 # --- a decision says what was really done
 
 
-ACTIONS: tuple[Action, ...] = get_args(Action)
-
-
 INSTEAD = {"retry": "skip", "undo": "skip", "rewind": "stop", "heal": "stop"}
 
 
-def _decided(action: Action) -> Incident:
-    return incident_of(decision=Decision(action=action, reason="why", left_out="sample 2"))
-
-
-def _action(incident: Incident | None) -> str:
-    assert incident is not None and incident.decision is not None
-    return incident.decision.action
-
-
-@pytest.mark.parametrize("action", ACTIONS)
-def test_action_that_failed_is_replaced_by_the_safest_one(action: Action) -> None:
-    after = not_applied(_decided(action))
-    assert after.decision is not None
-    assert after.decision.action == INSTEAD.get(action, action)
-    assert after.decision.reason == (
-        f"{action} failed by a fault of stepguard's own" if action in INSTEAD else "why"
-    )
-
-
-def test_incident_without_a_decision_stays_as_it_is() -> None:
-    bare = incident_of()
-    assert not_applied(bare) is bare
-    assert not rewinds(bare) and not leaves_out(bare) and not rewinds(None)
-
-
-@pytest.mark.parametrize("action", ACTIONS)
-def test_only_a_finite_anomaly_that_is_only_told_is_let_through(action: Action) -> None:
-    spike = Verdict(kind="spike", severity="incident")
-    bad = Verdict(kind="nonfinite_loss", severity="incident")
-    assert let_through(spike, _decided(action)) == (action == "note")
-    assert not let_through(bad, _decided(action))
-    assert let_through(spike, None)
-
-
-def test_what_was_really_left_out_is_said() -> None:
-    incident = without_micro_batches(_decided("leave_out"), [0], 2)
-    assert incident.decision is not None
-    assert incident.decision.left_out == "micro-batch 1 of 2"
-
-
-def test_step_that_could_not_be_cut_counts_as_skipped() -> None:
-    after = skipped_after_all(_decided("leave_out"))
-    assert _action(after) == "skip"
-    assert _action(skipped_after_all(_decided("rewind"))) == "rewind"
+@pytest.mark.parametrize("action", get_args(Action))
+def test_decision_says_what_was_really_done(action: Action) -> None:
+    decision = Decision(action=action, reason="why", left_out="sample 2")
+    decided = incident_of(decision=decision)
+    after = not_applied(decided).decision
+    assert after is not None and after.action == INSTEAD.get(action, action)
+    failed = f"{action} failed by a fault of stepguard's own"
+    assert after.reason == (failed if action in INSTEAD else "why")
+    # only a finite anomaly that is only told is let through
+    spike, bad = (Verdict(kind=k, severity="incident") for k in ("spike", "nonfinite_loss"))
+    assert let_through(spike, decided) == (action == "note")
+    assert let_through(spike, None) and not let_through(bad, decided)
+    cut = without_micro_batches(decided, [0], 2).decision
+    assert cut is not None and cut.left_out == "micro-batch 1 of 2"
+    skipped = skipped_after_all(decided)
+    assert skipped is not None and skipped.decision is not None
+    assert skipped.decision.action == ("skip" if action == "leave_out" else action)
+    undecided = incident_of()
+    assert not_applied(undecided) is undecided
+    assert not rewinds(undecided) and not leaves_out(undecided) and not rewinds(None)
 
 
 ENDS: dict[str, tuple[Policy, list[Any], int, str, list[Any]]] = {

@@ -305,8 +305,6 @@ def test_learning_rate_that_is_no_number_never_reaches_the_weights(loop: str, ra
 
 
 STEPS, SWITCH = 60, 30
-
-
 SIXTY = batches(STEPS, size=8)
 
 
@@ -339,9 +337,6 @@ def test_earlier_batch_is_evaluated_on_the_present_weights() -> None:
 # --- the closer look
 
 
-DATA_closer_look = batches(2)
-
-
 BAD = Reading(step=0, loss=math.nan, micro_losses=(math.nan,), grads_finite=False)
 
 
@@ -359,8 +354,8 @@ def _model(calm_guard: Guard) -> nn.Module:
 
 def test_bad_batch_and_gradients_are_named(calm_guard: Guard) -> None:
     model = _model(calm_guard)
-    step = step_of(poisoned(DATA_closer_look[0]), model=model)
-    nn.functional.cross_entropy(model(step.micro_batches[0][0]), DATA_closer_look[0][1]).backward()
+    step = step_of(poisoned(DATA[0]), model=model)
+    nn.functional.cross_entropy(model(step.micro_batches[0][0]), DATA[0][1]).backward()
     seen = examine(calm_guard._context, step, BAD)
     assert seen.bad_inputs and seen.bad_inputs[0].startswith("batch:")
     assert set(seen.bad_grads) == {"0.weight", "3.weight"}
@@ -394,17 +389,15 @@ def _overflowing(scale: float) -> Any:
     def loss(batch: Any) -> torch.Tensor:
         return model(batch[0]).sum() * 1e8
 
-    return step_of(DATA_closer_look[0], model=model, loss_fn=loss, scale=scale)
+    return step_of(DATA[0], model=model, loss_fn=loss, scale=scale)
 
 
 def test_static_scale_is_the_only_fault_where_the_step_is_finite_without_it(
     calm_guard: Guard,
 ) -> None:
     assert overflows_by_scale(calm_guard._context, _overflowing(1e38), BAD)
-    assert not overflows_by_scale(
-        calm_guard._context, step_of(poisoned(DATA_closer_look[0]), scale=8.0), BAD
-    )
-    assert not overflows_by_scale(calm_guard._context, step_of(DATA_closer_look[0], scale=1.0), BAD)
+    assert not overflows_by_scale(calm_guard._context, step_of(poisoned(DATA[0]), scale=8.0), BAD)
+    assert not overflows_by_scale(calm_guard._context, step_of(DATA[0], scale=1.0), BAD)
 
 
 def test_working_scale_is_half_of_the_largest_that_works() -> None:
@@ -418,8 +411,6 @@ def test_working_scale_is_half_of_the_largest_that_works() -> None:
 
 
 HUGE = (Operand(name="self", max=2 * EXTREME),)
-
-
 OVERFLOW = Evidence(finite_in=1e30)
 
 
@@ -506,9 +497,6 @@ def test_gradients_that_a_scaler_may_have_overflowed_are_its_calibration() -> No
 # --- the fault decides the remedy
 
 
-DATA_situation = batches(4)
-
-
 @pytest.fixture
 def guard() -> Iterator[Guard]:
     model = plain_net()
@@ -538,7 +526,7 @@ def _situation(
         reading=found.reading,
         origin=origin,
     )
-    return decider._answer(incident, step_of(batch or DATA_situation[0]), committed).situation
+    return decider._answer(incident, step_of(batch or DATA[0]), committed).situation
 
 
 @pytest.mark.parametrize(
@@ -568,7 +556,7 @@ def test_ruined_weights_with_nothing_to_go_back_to_are_answered_as_bad_data(guar
 def test_bad_state_counts_as_the_start_only_before_the_first_commit(guard: Guard) -> None:
     assert _situation(guard, bad_state=("param:w",)).at_start
     assert not _situation(guard, bad_state=("param:w",), committed=True).at_start
-    guard.step(lambda b: guard._context.model(b[0]).sum(), DATA_situation[0])
+    guard.step(lambda b: guard._context.model(b[0]).sum(), DATA[0])
     assert not _situation(guard, bad_state=("param:w",)).at_start
 
 

@@ -212,18 +212,12 @@ def test_what_is_no_scheduler_is_refused_by_its_type() -> None:
 
 
 MORE = batches(30)
-
-
 DRIVEN = ["step", "watch", "watch, not handed over"]
 
 
 def _sgd(lr: float = 1e-2) -> tuple[nn.Module, Optimizer]:
     model = plain_net()
     return model, torch.optim.SGD(model.parameters(), lr)
-
-
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def _notes(

@@ -450,8 +450,6 @@ def by_children(agent: Agent, x: Tensor) -> Tensor:
 
 
 Way = Callable[[Agent, Tensor], Tensor]
-
-
 WAYS: dict[str, Way] = {"call": Agent.__call__, "method": by_method, "children": by_children}
 
 

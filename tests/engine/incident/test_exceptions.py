@@ -40,8 +40,6 @@ from stepguard.engine.incident.incident_record import free_id, incident_folder, 
 from stepguard.journal import read_run
 
 DATA = batches(6)
-
-
 GUILTY = 2
 
 
@@ -349,8 +347,6 @@ for step in range(6):
         y[5] = 7
     LOOP
 """
-
-
 LOOPS = {
     "step": (
         "guard = stepguard.Guard(model, optimizer, config=CONFIG)",
@@ -425,9 +421,6 @@ def test_capsule_of_an_exception_raises_and_is_placed_again(tmp_path: Path) -> N
 # --- the record of an incident
 
 
-DATA_incident_record = batches(2)
-
-
 @pytest.fixture
 def guard(tmp_path: Path) -> Iterator[Guard]:
     model = plain_net()
@@ -441,7 +434,7 @@ def test_name_that_is_taken_in_memory_or_on_disk_gets_a_number(
 ) -> None:
     context = guard._context
     assert free_id(context, "00000000-nonfinite_loss") == "00000000-nonfinite_loss"
-    record(context, incident_of(), step_of(DATA_incident_record[0]))
+    record(context, incident_of(), step_of(DATA[0]))
     assert free_id(context, "00000000-nonfinite_loss") == "00000000-nonfinite_loss-2"
     incident_folder(tmp_path, "00000000-nonfinite_loss-2", 0).mkdir()
     assert free_id(context, "00000000-nonfinite_loss") == "00000000-nonfinite_loss-3"
@@ -454,7 +447,7 @@ def test_folder_that_cannot_be_written_costs_the_folder_only(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(module, "write_file", full)
-    incident = record(guard._context, incident_of(), step_of(DATA_incident_record[0]))
+    incident = record(guard._context, incident_of(), step_of(DATA[0]))
     assert guard.incidents == (incident,)
     notes = [note["summary"] for note in read_run(tmp_path).notes]
     assert any("could not be written: OSError: No space left" in said for said in notes), notes

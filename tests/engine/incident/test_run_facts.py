@@ -113,11 +113,7 @@ def test_a_precision_that_the_launcher_did_not_ask_for_is_named(
 
 
 SIXTY = batches(60)
-
-
 AT = 45
-
-
 TIMES = 1e5
 
 

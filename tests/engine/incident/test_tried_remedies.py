@@ -318,8 +318,6 @@ def test_no_time_left_is_said() -> None:
 
 
 DATA = batches(48)
-
-
 BAD = 40
 
 
@@ -444,8 +442,6 @@ def loss_with_a_log(model: nn.Module, batch: Batch, step: int) -> Tensor:
 
 
 LONGER = batches(60)
-
-
 TRIES = Policy(on_incident="whatif")
 
 

@@ -38,8 +38,6 @@ from stepguard.engine.recover.rewind import attempts_in, failed_starts, past_of
 from stepguard.journal import read_run
 
 DATA = batches(40)
-
-
 SAMPLES, BATCH, PASSES, STOP = 40, 4, 3, 13
 
 

@@ -55,11 +55,7 @@ from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
 
 DATA = batches(40)
-
-
 EVERY, PROBATION = 4, 6
-
-
 Harm = Callable[[Scene], None]
 
 
@@ -340,9 +336,6 @@ def test_object_without_a_state_is_refused_with_its_name() -> None:
 # --- when a snapshot is good
 
 
-DATA_probation = batches(8)
-
-
 @pytest.fixture
 def guard() -> Iterator[Guard]:
     model = plain_net()
@@ -360,7 +353,7 @@ def _taken(guard: Guard) -> Snapshot:
 def test_high_loss_is_a_divergence_only_where_the_weights_confirm_it(guard: Guard) -> None:
     history = guard._context.history
     probation = guard._rewinder.probation
-    guard.step(lambda batch: guard._context.model(batch[0]).square().mean(), DATA_probation[0])
+    guard.step(lambda batch: guard._context.model(batch[0]).square().mean(), DATA[0])
     history.first[:] = [2.0]
     history.best = 2.0
     history.losses.extend([1e6] * 9)
@@ -378,7 +371,7 @@ def test_high_loss_is_a_divergence_only_where_the_weights_confirm_it(guard: Guar
 
 def test_exploded_weights_are_a_divergence_where_the_loss_shows_nothing(guard: Guard) -> None:
     model = guard._context.model
-    guard.step(lambda batch: 0.0 * model(batch[0]).sum() + 1.0, DATA_probation[0])
+    guard.step(lambda batch: 0.0 * model(batch[0]).sum() + 1.0, DATA[0])
     assert not guard._rewinder.probation.divergence()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -544,25 +537,26 @@ def test_scale_of_the_loss_comes_back_with_the_state() -> None:
 
 def test_snapshot_is_good_after_its_probation_which_an_incident_begins_anew(guard: Guard) -> None:
     snapshot, probation = _taken(guard), guard._rewinder.probation
-    probation.commit(9)
-    assert snapshot.standing == "young"
-    probation.commit(10)
-    assert snapshot.standing == "good"
+    standing = []
+    for step in (9, 10):
+        probation.commit(step)
+        standing.append(snapshot.standing)
     guard._context.step = 20
     snapshot = _taken(guard)
     probation.incident(24, hurt=False)
-    probation.commit(34)
-    assert snapshot.standing == "young"
-    probation.commit(35)
-    assert snapshot.standing == "good"
+    for step in (34, 35):
+        probation.commit(step)
+        standing.append(snapshot.standing)
+    assert standing == ["young", "good"] * 2
 
 
 def test_incident_that_finds_the_weights_hurt_makes_young_snapshots_bad(guard: Guard) -> None:
     snapshot, probation = _taken(guard), guard._rewinder.probation
     probation.incident(4, hurt=True)
-    assert snapshot.standing == "bad" and probation.hurt_at == 4
+    found = [(snapshot.standing, probation.hurt_at)]
     probation.rewound(snapshot)
-    assert snapshot.standing == "young" and probation.hurt_at is None
+    found.append((snapshot.standing, probation.hurt_at))
+    assert found == [("bad", 4), ("young", None)]
 
 
 def test_snapshot_with_a_nonfinite_tensor_is_sound_only_where_that_is_accepted(

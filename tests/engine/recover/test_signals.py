@@ -21,11 +21,7 @@ from stepguard.engine.recover.signals import StuckProcess
 from stepguard.journal import read_run
 
 DATA = batches(12)
-
-
 SOURCE = Path(stepguard.__file__).parents[1]
-
-
 pytestmark = pytest.mark.usefixtures("interruptible")
 
 

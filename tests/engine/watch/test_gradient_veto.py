@@ -47,21 +47,15 @@ from stepguard import ConfigError, Guard, GuardConfig, WiringWarning, watch
 from stepguard.run.guarded_script import AutomaticGuards
 
 DATA = batches(8)
-
-
 SPECIAL: dict[str, dict[str, Any]] = {
     "LBFGS": {"lr": 0.1, "max_iter": 3},
     "SparseAdam": {"lr": 0.1},
 }
-
-
 TORCHS = sorted(
     name
     for name, found in vars(torch.optim).items()
     if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
 )
-
-
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, SPECIAL.get(name, {"lr": 0.05})) for name in TORCHS},
     **{
@@ -76,12 +70,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adam-amsgrad": ("Adam", {"lr": 0.05, "amsgrad": True, "weight_decay": 0.1}),
     "LBFGS-wolfe": ("LBFGS", {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"}),
 }
-
-
 HOW = {"plain": (0, 3, 8), "scaler": (0, 3, 8), "accumulated": (0, 1, 2)}
 """Where the bad step may come: first, in the middle, last."""
-
-
 WAYS = [
     (variant, loop, place, how)
     for variant, loop, place, how in product(VARIANTS, LOOPS, range(3), HOW)
@@ -346,11 +336,7 @@ def test_schedule_that_moves_once_an_epoch_is_not_held(fused: bool) -> None:
 
 
 THIRTY = batches(30)
-
-
 BAD = 4
-
-
 Halves = tuple[nn.Sequential, list[Optimizer]]
 
 
@@ -492,8 +478,6 @@ def test_optimizers_inside_the_backward_keep_nan_out_and_no_copies_of_the_model(
 
 
 STAGES = ["same", "head", "subset", "superset", "disjoint", "lbfgs", "fused"]
-
-
 NEW_AT = 6
 
 

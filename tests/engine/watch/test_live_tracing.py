@@ -25,8 +25,6 @@ from stepguard.journal import read_run
 from stepguard.records import Incident, Origin
 
 HERE = Path(__file__)
-
-
 NAN = math.nan
 
 
