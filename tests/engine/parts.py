@@ -1,12 +1,15 @@
-"""Parts of the engine that its unit tests build by hand."""
+"""What the engine's tests share: parts built by hand, and rows of parts and drivers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import cycle, product
 from typing import Any
 
 import torch
 from torch import nn
 
+from forked import FULL
 from scenes import plain_net
 from stepguard.records import Decision, Evidence, Incident, Origin, Reading, Verdict
 from stepguard.state.batch import Step
@@ -55,3 +58,10 @@ def incident_of(
         origin=origin,
         decision=decision,
     )
+
+
+def each(parts: Iterable[Any], drivers: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Every part once, with the next of the drivers; with all of them if STEPGUARD_FULL=1."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in drivers]
+    met = product(parts, rows) if FULL else zip(parts, cycle(rows), strict=False)
+    return [(part, *row) for part, row in met]

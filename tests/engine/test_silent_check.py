@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import stepguard
+from engine.parts import each
 from stepguard import GuardConfig, Probes
 from stepguard.diagnose.rules.sg900 import SG912_IN_A_ROW
 from stepguard.journal import read_run
@@ -35,22 +37,6 @@ def told(
     return [str(note["code"]) for note in notes if note.get("kind") == "silent"]
 
 
-def test_schedule_that_is_never_stepped_is_told_at_the_end(tmp_path: Path) -> None:
-    assert told(tmp_path, lambda schedule, step: None) == ["SG912"]
-
-
-def test_schedule_stepped_once_an_epoch_is_not_told(tmp_path: Path) -> None:
-    def once(schedule: Schedule, step: int) -> None:
-        if step == SG912_IN_A_ROW - 1:
-            schedule.step()
-
-    assert told(tmp_path, once) == []
-
-
-def test_short_run_is_not_told(tmp_path: Path) -> None:
-    assert told(tmp_path, lambda schedule, step: None, steps=SG912_IN_A_ROW - 1) == []
-
-
 def test_run_that_an_exception_ends_is_not_told(tmp_path: Path) -> None:
     def interrupt(schedule: Schedule, step: int) -> None:
         if step == SG912_IN_A_ROW:
@@ -59,9 +45,6 @@ def test_run_that_an_exception_ends_is_not_told(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         told(tmp_path, interrupt, steps=SG912_IN_A_ROW + 2)
     assert [n for n in read_run(tmp_path).notes if n.get("kind") == "silent"] == []
-
-
-# --- healthy trainings that look like a mistake, with default settings ------------------------
 
 
 def healthy(
@@ -78,67 +61,6 @@ def healthy(
     record = read_run(folder)
     assert len(record.looks) >= 6
     return [str(note["code"]) for note in record.notes if note.get("kind") == "silent"]
-
-
-def test_answers_of_one_token_are_not_told(tmp_path: Path) -> None:
-    model = nn.Embedding(200, 50)
-
-    def step(number: int) -> None:
-        tokens = torch.randint(0, 200, (8, 160))
-        labels = torch.full_like(tokens, -100)
-        labels[:, -1] = torch.randint(0, 50, (8,))
-        nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
-
-    assert healthy(tmp_path, model, step) == []
-
-
-def test_all_of_the_data_in_a_batch_of_a_loader_is_not_told(tmp_path: Path) -> None:
-    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
-    loader = torch.utils.data.DataLoader(data, batch_size=32)
-    model = nn.Linear(4, 1)
-
-    def step(number: int) -> None:
-        for inputs, targets in loader:
-            nn.functional.mse_loss(model(inputs), targets).backward()
-
-    assert healthy(tmp_path, model, step) == []
-
-
-def test_average_that_follows_once_an_epoch_is_not_told(tmp_path: Path) -> None:
-    model = nn.Linear(4, 1)
-    ema = torch.optim.swa_utils.AveragedModel(model)
-
-    def step(number: int) -> None:
-        model(torch.randn(8, 4)).square().mean().backward()
-        if number % 40 == 39:
-            ema.update_parameters(model)
-
-    assert healthy(tmp_path, model, step, state={"ema": ema}) == []
-
-
-def test_average_that_never_follows_is_told_at_the_end(tmp_path: Path) -> None:
-    model = nn.Linear(4, 1)
-    ema = torch.optim.swa_utils.AveragedModel(model)
-
-    def step(number: int) -> None:
-        model(torch.randn(8, 4)).square().mean().backward()
-
-    assert healthy(tmp_path, model, step, state={"ema": ema}) == ["SG913"]
-
-
-def test_forgotten_zero_grad_is_told_with_default_settings(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-4)
-    config = GuardConfig(run_dir=tmp_path, terminal="quiet")
-    with stepguard.watch(model, optimizer, config=config):
-        for _ in range(12):
-            model(torch.randn(32, 10)).square().mean().backward()
-            optimizer.step()
-    notes = read_run(tmp_path).notes
-    assert [note["code"] for note in notes if note.get("kind") == "silent"] == ["SG902"]
-
-
-# --- mistakes that are told with default settings ---------------------------------------------
 
 
 Step = Callable[[nn.Module, torch.optim.Optimizer], None]
@@ -195,37 +117,6 @@ def gradients_of_two_tasks_combined(model: nn.Module, optimizer: torch.optim.Opt
     optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore::stepguard.engine.wiring.WiringWarning")
-@pytest.mark.parametrize(
-    ("step", "expected"),
-    [
-        (zeroed_inside_accumulation, ["SG902"]),
-        (thrown_away_before_the_update, ["SG902"]),
-        (attacked_inputs, []),
-        (gradients_of_two_tasks_combined, []),
-    ],
-)
-def test_gradients_zeroed_at_the_wrong_time(
-    step: Step, expected: list[str], tmp_path: Path
-) -> None:
-    assert mistaken(tmp_path, step) == expected
-
-
-def test_gradients_left_by_the_loss_of_another_optimizer(tmp_path: Path) -> None:
-    other = nn.Linear(8, 8)
-    theirs = torch.optim.SGD(other.parameters(), lr=1e-3)
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        theirs.zero_grad()
-        model(other(torch.randn(16, 8))).mean().backward()
-        theirs.step()
-        loss_of(model).backward()
-        optimizer.step()
-
-    assert mistaken(tmp_path, step) == ["SG902"]
-
-
 def ordinary(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> Step:
@@ -278,33 +169,6 @@ def test_loss_that_looks_like_a_mistake_is_not_told(name: str, tmp_path: Path) -
     assert mistaken(tmp_path, ordinary(HEALTHY[name])) == []
 
 
-def test_inputs_of_a_physical_model_are_not_the_same_batch_again(tmp_path: Path) -> None:
-    place = torch.rand(16, 4, requires_grad=True)
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        model(torch.cat([place, place], 1)).square().mean().backward()
-        optimizer.step()
-
-    assert mistaken(tmp_path, step) == []
-
-
-def test_loss_that_was_0_at_the_look_is_not_told(tmp_path: Path) -> None:
-    """As of a policy without a reward: the newest loss says nothing of the step looked at."""
-    steps = iter(range(100))
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        rewarded = next(steps) not in (2, 4, 8, 13)
-        (float(rewarded) * loss_of(model)).backward()
-        optimizer.step()
-
-    assert mistaken(tmp_path, step) == []
-
-
-# --- what needs no look: the same batch, frozen and unreached parameters ----------------------
-
-
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -354,44 +218,18 @@ def loader_of(
     return torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=shuffle)
 
 
-def cycle(loader: torch.utils.data.DataLoader[Batch]) -> Callable[[int], Batch]:
+def again(loader: torch.utils.data.DataLoader[Batch]) -> Callable[[int], Batch]:
     source = (tuple(batch) for _ in range(1000) for batch in loader)
     return lambda step: next(source)
-
-
-DRIVERS = pytest.mark.parametrize("driver", ["step", "watch"])
-
-
-@DRIVERS
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_first_batch_of_a_new_iterator_in_every_step(
-    driver: str, micro_batches: int, tmp_path: Path
-) -> None:
-    loader = loader_of(64)
-    codes = without_looks(
-        tmp_path, driver, lambda step: tuple(next(iter(loader))), micro_batches=micro_batches
-    )
-    assert codes == ["SG907"]
-
-
-@DRIVERS
-def test_generator_seeded_in_every_step(driver: str, tmp_path: Path) -> None:
-    data = fresh(0)
-
-    def drawn(step: int) -> Batch:
-        rows = torch.randint(8, (4,), generator=torch.Generator().manual_seed(0))
-        return data[0][rows], data[1][rows]
-
-    assert without_looks(tmp_path, driver, drawn) == ["SG907"]
 
 
 KEPT = fresh(0)
 HEALTHY_BATCHES: dict[str, Callable[[], Callable[[int], Batch]]] = {
     "all data in one tensor": lambda: lambda step: KEPT,
     "a view of all data": lambda: lambda step: (KEPT[0][:6], KEPT[1][:6]),
-    "all data through a loader": lambda: cycle(loader_of(8)),
+    "all data through a loader": lambda: again(loader_of(8)),
     "shuffled first batches": lambda: lambda step: tuple(next(iter(loader_of(64, shuffle=True)))),
-    "two batches in turns": lambda: cycle(loader_of(16)),
+    "two batches in turns": lambda: again(loader_of(16)),
     "every batch three times": lambda: (
         lambda parts: lambda step: tuple(part.clone() for part in parts[step // 3 % 5])
     )([fresh(n) for n in range(5)]),
@@ -399,36 +237,6 @@ HEALTHY_BATCHES: dict[str, Callable[[], Callable[[int], Batch]]] = {
         lambda parts: lambda step: tuple(part.clone() for part in parts[step // 2 % 8])
     )([fresh(n) for n in range(8)]),
 }
-
-
-@DRIVERS
-@pytest.mark.parametrize("name", HEALTHY_BATCHES)
-def test_batches_that_look_the_same_are_not_reported(
-    name: str, driver: str, tmp_path: Path
-) -> None:
-    torch.manual_seed(1)
-    source = HEALTHY_BATCHES[name]()
-    assert without_looks(tmp_path, driver, source, steps=200) == []
-
-
-def test_closure_called_several_times_with_one_batch_is_not_reported(tmp_path: Path) -> None:
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=None), terminal="quiet")
-    with stepguard.watch(model, optimizer, config=config):
-        for _ in range(100):
-            inputs, targets = fresh(0)
-
-            def closure(
-                inputs: torch.Tensor = inputs, targets: torch.Tensor = targets
-            ) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = nn.functional.mse_loss(model(inputs.clone()), targets)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-    assert [n for n in read_run(tmp_path).notes if n.get("kind") == "silent"] == []
 
 
 class Parts(nn.Module):
@@ -453,50 +261,6 @@ class Unused(Parts):
         self.pooler = nn.Linear(4, 4)
 
 
-@DRIVERS
-def test_weight_frozen_beside_its_bias(driver: str, tmp_path: Path) -> None:
-    model = Parts()
-    model.body[2].weight.requires_grad_(False)
-    assert without_looks(tmp_path, driver, fresh, model) == ["SG903"]
-
-
-@DRIVERS
-def test_part_that_the_loss_never_reaches(driver: str, tmp_path: Path) -> None:
-    assert without_looks(tmp_path, driver, fresh, Unused()) == ["SG904"]
-
-
-@DRIVERS
-@pytest.mark.parametrize("name", ["parts", "backbone", "outside", "biases", "unfrozen", "turns"])
-def test_parameters_frozen_on_purpose_are_not_reported(
-    name: str, driver: str, tmp_path: Path
-) -> None:
-    model = Parts()
-    parameters = list(model.parameters())
-    change = lambda step: None  # noqa: E731
-    if name in ("backbone", "outside", "unfrozen"):
-        model.body.requires_grad_(False)
-    if name == "outside":
-        parameters = [*model.head.parameters()]
-    if name == "biases":
-        for key, parameter in model.named_parameters():
-            parameter.requires_grad_(key.endswith("bias"))
-    if name == "unfrozen":
-
-        def change(step: int) -> None:
-            if step >= 40:
-                model.body[2].requires_grad_(True)
-            if step >= 80:
-                model.body[0].requires_grad_(True)
-
-    if name == "turns":
-
-        def change(step: int) -> None:
-            model.body.requires_grad_(step % 3 == 0)
-
-    codes = without_looks(tmp_path, driver, fresh, model, parameters, change=change)
-    assert codes == []
-
-
 def test_tensors_on_a_device_are_not_read(tmp_path: Path) -> None:
     """A meta tensor cannot be read: the attempt would raise."""
     model = nn.Linear(4, 1)
@@ -510,7 +274,43 @@ def test_tensors_on_a_device_are_not_read(tmp_path: Path) -> None:
     assert [n for n in read_run(tmp_path).notes if n["type"] != "end"] == []
 
 
-# --- torch.autograd.backward ------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("steps", "stepped_at", "codes"),
+    [
+        (SG912_IN_A_ROW, None, ["SG912"]),
+        (SG912_IN_A_ROW - 1, None, []),
+        (SG912_IN_A_ROW, SG912_IN_A_ROW - 1, []),
+    ],
+    ids=["never", "short run", "once an epoch"],
+)
+def test_schedule_that_is_never_stepped_is_told_at_the_end(
+    steps: int, stepped_at: int | None, codes: list[str], tmp_path: Path
+) -> None:
+    def loop(schedule: Schedule, step: int) -> None:
+        if step == stepped_at:
+            schedule.step()
+
+    assert told(tmp_path, loop, steps) == codes
+
+
+@pytest.mark.parametrize(("every", "codes"), [(40, []), (1000, ["SG913"])])
+def test_average_that_never_follows_is_told_at_the_end(
+    every: int, codes: list[str], tmp_path: Path
+) -> None:
+    model = nn.Linear(4, 1)
+    ema = torch.optim.swa_utils.AveragedModel(model)
+
+    def step(number: int) -> None:
+        model(torch.randn(8, 4)).square().mean().backward()
+        if number % every == every - 1:
+            ema.update_parameters(model)
+
+    assert healthy(tmp_path, model, step, state={"ema": ema}) == codes
+
+
+def forgotten(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss_of(model).backward()
+    optimizer.step()
 
 
 def forgotten_with_autograd(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -524,17 +324,112 @@ def zeroed_with_autograd(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     optimizer.step()
 
 
+def at_the_same_places(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As a physical model does, whose inputs take part in the differentiation."""
+    optimizer.zero_grad()
+    model(torch.cat([PLACE, PLACE], 1)).square().mean().backward()
+    optimizer.step()
+
+
+PLACE = torch.rand(16, 4, requires_grad=True)
+
+
+@pytest.mark.filterwarnings("ignore::stepguard.engine.wiring.WiringWarning")
 @pytest.mark.parametrize(
-    ("step", "expected"), [(forgotten_with_autograd, ["SG902"]), (zeroed_with_autograd, [])]
+    ("step", "expected"),
+    [
+        (forgotten, ["SG902"]),
+        (forgotten_with_autograd, ["SG902"]),
+        (zeroed_inside_accumulation, ["SG902"]),
+        (thrown_away_before_the_update, ["SG902"]),
+        (zeroed_with_autograd, []),
+        (attacked_inputs, []),
+        (gradients_of_two_tasks_combined, []),
+        (at_the_same_places, []),
+    ],
 )
-def test_backward_called_as_a_function(step: Step, expected: list[str], tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=None), terminal="quiet")
-    with stepguard.watch(model, optimizer, config=config):
-        for _ in range(70):
-            step(model, optimizer)
-    record = read_run(tmp_path)
-    assert [n["code"] for n in record.notes if n.get("kind") == "silent"] == expected
-    assert all(one["loss"] is not None for one in record.steps)
+def test_gradients_zeroed_at_the_wrong_time(
+    step: Step, expected: list[str], tmp_path: Path
+) -> None:
+    assert mistaken(tmp_path, step, steps=40) == expected
+    assert all(line["loss"] is not None for line in read_run(tmp_path).steps)
+
+
+def test_gradients_left_by_the_loss_of_another_optimizer(tmp_path: Path) -> None:
+    other = nn.Linear(8, 8)
+    theirs = torch.optim.SGD(other.parameters(), lr=1e-3)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        model(other(torch.randn(16, 8))).mean().backward()
+        theirs.step()
+        loss_of(model).backward()
+        optimizer.step()
+
+    assert mistaken(tmp_path, step) == ["SG902"]
+
+
+def drawn_alike(step: int) -> Batch:
+    rows = torch.randint(8, (4,), generator=torch.Generator().manual_seed(0))
+    return KEPT[0][rows], KEPT[1][rows]
+
+
+def first_batches() -> Callable[[int], Batch]:
+    loader = loader_of(64)
+    return lambda step: tuple(next(iter(loader)))
+
+
+SAME: dict[str, Callable[[], Callable[[int], Batch]]] = {
+    "first batch of a new iterator": first_batches,
+    "generator seeded in every step": lambda: drawn_alike,
+}
+BATCHES = [*product(SAME, [1, 3], [["SG907"]]), *product(HEALTHY_BATCHES, [1], [[]])]
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "codes", "driver"),
+    [(*row, driver) for row, driver in each(BATCHES, ["step", "watch"])],
+)
+def test_same_batch_in_every_step_is_told_and_what_only_looks_so_is_not(
+    name: str, micro_batches: int, codes: list[str], driver: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    source = {**SAME, **HEALTHY_BATCHES}[name]()
+    steps = 130 if codes else 200
+    found = without_looks(tmp_path, driver, source, steps=steps, micro_batches=micro_batches)
+    assert found == codes
+
+
+@pytest.mark.parametrize("driver", ["step", "watch"])
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("weight beside its bias", ["SG903"]),
+        ("unused", ["SG904"]),
+        *((name, []) for name in ("backbone", "outside", "biases", "unfrozen", "turns")),
+    ],
+)
+def test_parameters_that_learn_nothing_are_told_unless_it_is_on_purpose(
+    name: str, codes: list[str], driver: str, tmp_path: Path
+) -> None:
+    model = Unused() if name == "unused" else Parts()
+    parameters = list(model.parameters())
+    if name == "weight beside its bias":
+        model.body[2].weight.requires_grad_(False)
+    if name in ("backbone", "outside", "unfrozen"):
+        model.body.requires_grad_(False)
+    if name == "outside":
+        parameters = [*model.head.parameters()]
+    if name == "biases":
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(key.endswith("bias"))
+
+    def change(step: int) -> None:
+        if name == "unfrozen":
+            model.body[2].requires_grad_(step >= 40)
+            model.body[0].requires_grad_(step >= 80)
+        if name == "turns":
+            model.body.requires_grad_(step % 3 == 0)
+
+    assert without_looks(tmp_path, driver, fresh, model, parameters, change=change) == codes

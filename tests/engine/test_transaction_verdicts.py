@@ -1,22 +1,26 @@
-"""Each kind of bad step gets its own verdict, and what is benign gets none."""
+"""Each kind of bad step gets its own verdict and its own remedy, and what is benign gets none."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from engine.parts import incident_of, origin_of, step_of
 from guard.judging import adam, changed_loss, first_weight, incidents, kinds, sgd
 from scenes import (
     INF,
     LOOPS,
     NAN,
-    QUIET,
+    Batch,
     Scene,
     batches,
     calm_net,
@@ -29,13 +33,34 @@ from scenes import (
     state_of,
 )
 from stepguard import Guard, TrainingHalted
+from stepguard.engine.incident.anomaly_check import TOLD_FOR, AnomalyCheck
+from stepguard.engine.incident.closer_look import (
+    EXTREME,
+    LOST,
+    accept,
+    agreed_trouble,
+    bad_tensors,
+    blamed_on_update,
+    born_in_update,
+    examine,
+    exploded,
+    overflows_by_scale,
+    presumed_verdict,
+    stored_culprit,
+    stored_trouble,
+    surfaces_only,
+    weights_ruined,
+    working_scale,
+)
+from stepguard.engine.incident.situation import Decider
+from stepguard.engine.recover.rewind import PastAttempts
 from stepguard.journal import read_run
+from stepguard.judge.decide import Situation
+from stepguard.ranks.one_decision import OneDecision
+from stepguard.records import Evidence, Incident, Operand, Origin, Reading, Verdict
+from stepguard.state.isolation import rerun
 
 DATA = batches(12)
-
-
-# --- non-finite values
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -50,98 +75,6 @@ def test_bad_input_is_named_by_its_key(value: float, fused: bool) -> None:
     found = incidents(scene, "step", grouped(keyed, 1))
     assert kinds(found) == [(1, "nonfinite_input")]
     assert found[0].reading.bad_inputs == ("batch:x",)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_bad_loss_of_good_input(loop: str, fused: bool) -> None:
-    scene = adam(
-        calm_net(),
-        fused=fused,
-        loss=changed_loss(lambda v, s: torch.log(v - v.detach() - 1.0), DATA[1]),
-    )
-    assert kinds(incidents(scene, loop, grouped(DATA[:3], 1))) == [(1, "nonfinite_loss")]
-
-
-def _singular(value: Tensor, scene: Scene) -> Tensor:
-    return value + torch.sqrt(first_weight(scene).sum() * 0.0)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_bad_gradient_of_a_good_loss(loop: str, fused: bool) -> None:
-    scene = adam(calm_net(), fused=fused, loss=changed_loss(_singular, DATA[1]))
-    found = incidents(scene, loop, grouped(DATA[:3], 1))
-    assert kinds(found) == [(1, "nonfinite_gradient")]
-    assert math.isfinite(found[0].reading.loss or NAN) and "0.weight" in found[0].verdict.summary
-
-
-def test_late_reading_never_takes_the_next_gradients_for_its_own() -> None:
-    scene = adam(
-        plain_net(), fused=True, loss=changed_loss(_singular, DATA[1])
-    )  # nothing forces an early reading
-    found = incidents(scene, "watch", grouped(DATA[:4], 1))
-    assert kinds(found) == [(1, "nonfinite_gradient")]
-    assert (
-        found[0].reading.bad_grads == ()
-    )  # they are gone, and those of the next step are not theirs
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_finite_gradients_whose_norm_overflows(loop: str, fused: bool) -> None:
-    scene = adam(
-        calm_net(),
-        fused=fused,
-        loss=changed_loss(lambda v, s: v + (first_weight(s) * 1e25).sum(), DATA[1]),
-    )
-    before = state_of(scene)
-    found = incidents(scene, loop, [(DATA[1],)])
-    assert kinds(found) == [(0, "infinite_norm")]
-    assert found[0].reading.grads_finite and found[0].reading.grad_norm == INF
-    assert difference(state_of(scene)["model"], before["model"]) == ""
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_parameter_that_turned_bad_between_steps_stops_the_run(loop: str, fused: bool) -> None:
-    scene = adam(plain_net(), fused=fused)
-
-    def steps() -> Any:
-        yield (DATA[0],)
-        with torch.no_grad():
-            first_weight(scene)[0, 0] = NAN
-        yield (DATA[1],)
-        yield (DATA[2],)
-
-    with pytest.raises(TrainingHalted) as halted:
-        LOOPS[loop](scene, steps())
-    incident = halted.value.incident
-    assert incident.verdict.kind == "nonfinite_parameter" and incident.reading.bad_state == (
-        "param:0.weight",
-    )
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_norm_statistics_that_turned_bad_between_steps_stop_the_run(loop: str) -> None:
-    scene = sgd(calm_net())
-
-    def steps() -> Any:
-        yield (DATA[0],)
-        scene.model[1].running_var[0] = NAN
-        if loop == "watch":
-            scene.model.load_state_dict(
-                scene.model.state_dict()
-            )  # how statistics change outside a forward
-        yield (DATA[1],)
-
-    with pytest.raises(TrainingHalted) as halted:
-        LOOPS[loop](scene, steps())
-    incident = halted.value.incident
-    assert (incident.verdict.kind, incident.reading.bad_state) == (
-        "nonfinite_buffer",
-        ("buffer:1.running_var",),
-    )
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -194,10 +127,6 @@ def test_epsilon_that_is_zero_in_fp16_is_caught_at_that_step(loop: str) -> None:
     assert kinds(found) == [(0, "nonfinite_parameter")]
     assert found[0].reading.state_born and found[0].reading.grads_finite
     assert difference(state_of(scene), before) == ""
-
-
-# --- finite anomalies
-# -------------------------------------------------------------------------------------------------
 
 
 def _notes(folder: Path) -> list[tuple[int, str]]:
@@ -327,29 +256,6 @@ def test_finite_anomalies_are_told_and_nothing_is_done_by_default(
     assert {kind for _, kind in _notes(tmp_path)} == {"spike"}
 
 
-def test_no_line_blames_the_data_or_the_weights_without_a_measurement(tmp_path: Path) -> None:
-    scene = _valley()
-    with Guard(scene.model, scene.optimizer, config=quiet(run_dir=tmp_path)) as guard:
-        _down(guard, scene, 40)
-        guard.step(scene.loss_fn, torch.tensor(30.0))
-    said = [
-        str(note.get("summary")) for note in read_run(tmp_path).notes if note.get("kind") == "spike"
-    ]
-    assert said and not any(
-        word in line for line in said for word in ("did it", "hurt", "earlier batch")
-    )
-
-
-def test_anomalies_off_says_nothing(tmp_path: Path) -> None:
-    scene = _valley()
-    with Guard(
-        scene.model, scene.optimizer, config=quiet(run_dir=tmp_path, anomalies="off")
-    ) as guard:
-        _down(guard, scene, 40)
-        guard.step(scene.loss_fn, torch.tensor(1e9))
-    assert _notes(tmp_path) == []
-
-
 @pytest.mark.slow
 def test_slow_drift_of_the_weights_is_an_incident() -> None:
     scene = _valley()
@@ -370,16 +276,6 @@ def test_slow_drift_of_the_weights_is_an_incident() -> None:
     assert 32 <= first[0] < 250
 
 
-@pytest.mark.slow
-def test_slow_rise_of_the_data_is_no_incident() -> None:
-    scene = _valley()
-    with Guard(scene.model, scene.optimizer, config=QUIET) as guard:
-        _down(guard, scene)
-        scene.optimizer.param_groups[0]["lr"] = 0.0
-        for index in range(200):
-            assert guard.step(scene.loss_fn, torch.tensor(0.03 * index)).incident is None
-
-
 def test_nan_never_enters_the_history(tmp_path: Path) -> None:
     scene = _valley()
     with Guard(scene.model, scene.optimizer, config=quiet(run_dir=tmp_path)) as guard:
@@ -390,3 +286,435 @@ def test_nan_never_enters_the_history(tmp_path: Path) -> None:
         guard.step(scene.loss_fn, torch.tensor(0.0))
         assert _notes(tmp_path)[-1] == (41, "spike")  # a blinded detector would pass it
         assert all(map(math.isfinite, guard._context.history.losses))
+
+
+# --- learning rates that were not configured, or are not numbers
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("rate", [NAN, INF])
+def test_learning_rate_that_is_no_number_never_reaches_the_weights(loop: str, rate: float) -> None:
+    scene = sgd(plain_net())
+    before = state_of(scene)["model"]
+    scene.optimizer.param_groups[0]["lr"] = rate
+    assert kinds(incidents(scene, loop, [(DATA[0],)])) == [(0, "lr_mismatch")]
+    assert difference(state_of(scene)["model"], before) == ""
+
+
+# --- losses that rise by intention
+
+
+STEPS, SWITCH = 60, 30
+SIXTY = batches(STEPS, size=8)
+
+
+def test_runaway_loss_is_told_once_and_then_only_noted() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Guard(model, optimizer, config=quiet()) as guard:
+        check = AnomalyCheck(guard._context, guard._rewinder, clips_itself=True)
+        runaway = Verdict(kind="spike", severity="incident", summary="high")
+        severities = []
+        for step in (10, 11, 10 + TOLD_FOR):
+            reading = Reading(step=step, loss=1e9)
+            _, verdict = check.weigh(step_of(SIXTY[0]), reading, runaway)
+            severities.append(verdict.severity)
+    assert severities == ["incident", "note", "incident"]
+
+
+def test_earlier_batch_is_evaluated_on_the_present_weights() -> None:
+    model = plain_net()
+    for maximize, sign in ((False, 1.0), (True, -1.0)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, maximize=maximize)
+        with Guard(model, optimizer, config=quiet()) as guard:
+            check = AnomalyCheck(guard._context, guard._rewinder, clips_itself=True)
+            assert check.earlier_batch_now() is None
+            guard._context.memory.anchor = (step_of(SIXTY[0], model=model), 0.25)
+            now = F.cross_entropy(model(SIXTY[0][0]), SIXTY[0][1]).item()
+            assert check.earlier_batch_now() == (sign * now, 0.25)
+
+
+# --- the closer look
+
+
+BAD = Reading(step=0, loss=math.nan, micro_losses=(math.nan,), grads_finite=False)
+
+
+@pytest.fixture
+def calm_guard() -> Iterator[Guard]:
+    model = calm_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with Guard(model, optimizer, config=quiet()) as made:
+        yield made
+
+
+def _model(calm_guard: Guard) -> nn.Module:
+    return calm_guard._context.model
+
+
+def test_bad_batch_and_gradients_are_named(calm_guard: Guard) -> None:
+    model = _model(calm_guard)
+    step = step_of(poisoned(DATA[0]), model=model)
+    nn.functional.cross_entropy(model(step.micro_batches[0][0]), DATA[0][1]).backward()
+    seen = examine(calm_guard._context, step, BAD)
+    assert seen.bad_inputs and seen.bad_inputs[0].startswith("batch:")
+    assert set(seen.bad_grads) == {"0.weight", "3.weight"}
+    assert seen.bad_state == ()
+    gone = step_of(poisoned(DATA[0]), model=_model(calm_guard), grads_gone=True)  # made again
+    assert set(examine(calm_guard._context, gone, BAD).bad_grads) == {"0.weight", "3.weight"}
+
+
+def test_stored_tensor_that_is_bad_is_named_until_it_is_accepted(calm_guard: Guard) -> None:
+    with torch.no_grad():
+        _model(calm_guard)[0].weight[0, 0] = math.inf  # type: ignore[index, union-attr]
+    assert stored_trouble(calm_guard._context) == ["param:0.weight"]
+    assert agreed_trouble(calm_guard._context, together=True) == ("param:0.weight",)
+    assert bad_tensors(_model(calm_guard)) == ("param:0.weight",)
+    accept(calm_guard._context, ["param:0.weight"])
+    assert stored_trouble(calm_guard._context) == []
+    assert born_in_update(calm_guard._context) == []
+
+
+def test_running_statistic_of_a_norm_layer_must_be_finite() -> None:
+    model = calm_net()
+    model[1].running_mean[0] = math.nan  # type: ignore[index]
+    model.register_buffer("sentinel", torch.tensor(math.inf))
+    assert bad_tensors(model) == ("buffer:1.running_mean",)
+
+
+def _overflowing(scale: float) -> Any:
+    """A step whose gradients are finite unless the loss is scaled by more than 1e30."""
+    model = nn.Linear(6, 3)
+
+    def loss(batch: Any) -> torch.Tensor:
+        return model(batch[0]).sum() * 1e8
+
+    return step_of(DATA[0], model=model, loss_fn=loss, scale=scale)
+
+
+def test_static_scale_is_the_only_fault_where_the_step_is_finite_without_it(
+    calm_guard: Guard,
+) -> None:
+    assert overflows_by_scale(calm_guard._context, _overflowing(1e38), BAD)
+    assert not overflows_by_scale(calm_guard._context, step_of(poisoned(DATA[0]), scale=8.0), BAD)
+    assert not overflows_by_scale(calm_guard._context, step_of(DATA[0], scale=1.0), BAD)
+
+
+def test_working_scale_is_half_of_the_largest_that_works() -> None:
+    step = _overflowing(2.0**120)
+    scale = working_scale(step)
+    assert rerun(step, scale=2 * scale).grads_finite
+    assert not rerun(step, scale=4 * scale).grads_finite
+
+
+# --- weights that have exploded
+
+
+HUGE = (Operand(name="self", max=2 * EXTREME),)
+OVERFLOW = Evidence(finite_in=1e30)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"phase": "state"},
+        {"samples": (3,)},
+        {"tensor": "batch:x"},
+        {"evidence": Evidence()},
+        {"evidence": Evidence(finite_in=1e30, half_precision=True)},
+        {"inputs": (Operand(max=1.0),)},
+        {"inputs": (*HUGE, Operand(posinf=1))},
+    ],
+)
+def test_overflow_with_a_reason_of_its_own_is_left_where_it_is(changed: dict[str, object]) -> None:
+    overflow = {"inputs": HUGE, "evidence": OVERFLOW}
+    assert surfaces_only(origin_of(**overflow)) and not surfaces_only(None)
+    assert not surfaces_only(origin_of(**{**overflow, **changed}))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "guilty"),
+    [("param:0.weight", True), ("buffer:bn.running_var", True), ("opt:exp_avg", False)],
+)
+def test_stored_tensors_of_the_model_are_met_by_the_next_batch(tensor: str, guilty: bool) -> None:
+    assert stored_culprit(origin_of(phase="state", tensor=tensor)) == guilty
+    as_data = origin_of(phase="state", tensor=tensor, evidence=Evidence(as_data=True))
+    assert not stored_culprit(as_data) and not stored_culprit(None)
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "expected"),
+    [(math.nan, 1.0, True), (math.inf, 1.0, True), (2 * LOST, 1.0, True), (50.0, 1.0, False)],
+)
+def test_earlier_batch_that_fails_now_ruins_the_weights(
+    now: float, then: float, expected: bool
+) -> None:
+    assert exploded((now, then)) == expected
+
+
+def test_blame_moves_to_the_update_and_keeps_where_it_surfaced() -> None:
+    origin = origin_of(op="aten.exp", module="net", inputs=HUGE, evidence=OVERFLOW)
+    blamed = blamed_on_update(origin, Reading(step=0, repeat_loss=1e9))
+    assert (blamed.phase, blamed.op, blamed.module) == ("optimizer", None, None)
+    assert blamed.evidence.surfaced_at == "aten.exp"
+    assert weights_ruined(blamed)
+
+
+# --- what the cheap reading proves
+
+
+def _context(*, scaling: bool = False) -> Any:
+    return SimpleNamespace(scaling=lambda: scaling)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({}, "ok"),
+        ({"loss": math.nan}, "nonfinite_loss"),
+        ({"micro_losses": (1.0, math.inf)}, "nonfinite_loss"),
+        ({"grads_finite": False}, "nonfinite_gradient"),
+        ({"grad_norm": math.inf}, "infinite_norm"),
+        ({"bad_state": ("state",)}, "nonfinite_parameter"),
+        ({"bad_state": ("param:w",), "state_born": True}, "nonfinite_parameter"),
+    ],
+)
+def test_what_is_proven_bad_is_refused_and_all_else_passes(
+    fields: dict[str, Any], kind: str
+) -> None:
+    verdict = presumed_verdict(_context(), Reading(**{"step": 3, "loss": 1.0, **fields}))
+    assert verdict.kind == kind
+    assert verdict.bad == (kind != "ok")
+
+
+def test_gradients_that_a_scaler_may_have_overflowed_are_its_calibration() -> None:
+    reading = Reading(step=3, loss=1.0, grads_finite=False)
+    assert presumed_verdict(_context(scaling=True), reading).kind == "scale_calibration"
+    by_loss = Reading(step=3, loss=math.nan, grads_finite=False)
+    assert presumed_verdict(_context(scaling=True), by_loss).kind == "nonfinite_loss"
+
+
+# --- the fault decides the remedy
+
+
+@pytest.fixture
+def guard() -> Iterator[Guard]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Guard(model, optimizer, config=quiet()) as made:
+        yield made
+
+
+def _situation(
+    guard: Guard,
+    *,
+    kind: Any = "nonfinite_loss",
+    origin: Origin | None = None,
+    committed: bool = False,
+    batch: Any = None,
+    **reading: Any,
+) -> Situation:
+    context, rewinder = guard._context, guard._rewinder
+    anomalies = AnomalyCheck(context, rewinder, clips_itself=True)
+    ranks = OneDecision(context.agreement, [])
+    decider = Decider(context, rewinder, anomalies, ranks, lambda *_: origin_of(), reruns=True)
+    found = incident_of(reading=Reading(step=0, **reading), origin=origin)
+    incident = Incident(
+        id=found.id,
+        step=found.step,
+        verdict=Verdict(kind=kind, severity="incident"),
+        reading=found.reading,
+        origin=origin,
+    )
+    return decider._answer(incident, step_of(batch or DATA[0]), committed).situation
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"loss": math.nan}, "data"),
+        ({"kind": "spike"}, "anomaly"),
+        ({"kind": "lr_mismatch"}, "update"),
+        ({"bad_state": ("param:w",)}, "state"),
+        ({"bad_state": ("param:w",), "state_born": True}, "update"),
+        ({"bad_state": ("buffer:b",), "state_born": True}, "data"),
+        ({"committed": True}, "state"),
+    ],
+)
+def test_fault_is_told_by_what_is_bad(guard: Guard, fields: dict[str, Any], fault: str) -> None:
+    assert _situation(guard, **fields).fault == fault
+
+
+def test_ruined_weights_with_nothing_to_go_back_to_are_answered_as_bad_data(guard: Guard) -> None:
+    ruined = origin_of(phase="optimizer", evidence=Evidence(weights_ruined=True))
+    assert _situation(guard, origin=ruined).fault == "data"
+    assert guard._rewinder.snapshots.take() is not None
+    guard._rewinder.probation.commit(guard._context.config.snapshots.probation)
+    assert _situation(guard, origin=ruined).fault == "state"
+
+
+def test_bad_state_counts_as_the_start_only_before_the_first_commit(guard: Guard) -> None:
+    assert _situation(guard, bad_state=("param:w",)).at_start
+    assert not _situation(guard, bad_state=("param:w",), committed=True).at_start
+    guard.step(lambda b: guard._context.model(b[0]).sum(), DATA[0])
+    assert not _situation(guard, bad_state=("param:w",)).at_start
+
+
+def test_guilty_sample_can_be_left_out_at_its_share(guard: Guard) -> None:
+    situation = _situation(guard, origin=origin_of(samples=(2,)))
+    assert (situation.leave_out, situation.lost_share) == ("sample 2", 0.25)
+    whole = _situation(guard)
+    assert (whole.leave_out, whole.lost_share) == ("", 1.0)
+
+
+def test_step_that_did_not_fail_again_is_retried_once(guard: Guard) -> None:
+    by_chance = origin_of(reproduced=False)
+    assert _situation(guard, origin=by_chance).can_retry
+    guard._rewinder.retried = 0
+    assert not _situation(guard, origin=by_chance).can_retry
+    assert not _situation(guard, origin=origin_of(reproduced=True)).can_retry
+
+
+def test_step_that_an_earlier_attempt_lost_is_known(guard: Guard) -> None:
+    assert not _situation(guard).known
+    guard._rewinder.past = PastAttempts(lost_steps=frozenset({0}))
+    assert _situation(guard).known
+
+
+def _singular(value: Tensor, scene: Scene) -> Tensor:
+    return value + torch.sqrt(first_weight(scene).sum() * 0.0)
+
+
+BORN = {
+    "nonfinite_loss": lambda v, s: torch.log(v - v.detach() - 1.0),
+    "nonfinite_gradient": _singular,
+    "infinite_norm": lambda v, s: v + (first_weight(s) * 1e25).sum(),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("kind", BORN)
+def test_bad_loss_of_good_input(kind: str, loop: str, fused: bool) -> None:
+    """And bad gradients of a good loss, and finite ones whose norm overflows."""
+    scene = adam(calm_net(), fused=fused, loss=changed_loss(BORN[kind], DATA[1]))
+    reference = adam(calm_net(), fused=fused)
+    found = incidents(scene, loop, grouped(DATA[:3], 1))
+    assert kinds(found) == [(1, kind)]
+    reading = found[0].reading
+    assert math.isfinite(reading.loss or NAN) == (kind != "nonfinite_loss")
+    if kind == "nonfinite_gradient":
+        assert "0.weight" in found[0].verdict.summary
+    if kind == "infinite_norm":
+        assert reading.grads_finite and reading.grad_norm == INF
+    for batch in (DATA[0], DATA[2]):
+        plain_step(reference, (batch,))
+    assert difference(state_of(scene), state_of(reference)) == ""
+
+
+def test_late_reading_never_takes_the_next_gradients_for_its_own() -> None:
+    # nothing forces an early reading here
+    scene = adam(plain_net(), fused=True, loss=changed_loss(_singular, DATA[1]))
+    found = incidents(scene, "watch", grouped(DATA[:4], 1))
+    assert kinds(found) == [(1, "nonfinite_gradient")]
+    assert found[0].reading.bad_grads == ()  # they are gone; those of the next step are others
+
+
+@pytest.mark.parametrize("part", ["parameter", "buffer"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_tensor_that_turned_bad_between_steps_stops_the_run(
+    loop: str, fused: bool, part: str
+) -> None:
+    scene = adam(calm_net(), fused=fused)
+
+    def steps() -> Any:
+        yield (DATA[0],)
+        with torch.no_grad():
+            if part == "parameter":
+                first_weight(scene)[0, 0] = NAN
+            else:
+                scene.model[1].running_var[0] = NAN
+        if part == "buffer" and loop == "watch":  # how statistics change outside a forward
+            scene.model.load_state_dict(scene.model.state_dict())
+        yield (DATA[1],)
+        yield (DATA[2],)
+
+    with pytest.raises(TrainingHalted) as halted:
+        LOOPS[loop](scene, steps())
+    incident = halted.value.incident
+    name = "param:0.weight" if part == "parameter" else "buffer:1.running_var"
+    assert (incident.verdict.kind, incident.reading.bad_state) == (f"nonfinite_{part}", (name,))
+
+
+def test_anomalies_are_told_without_blame_or_not_at_all(tmp_path: Path) -> None:
+    for anomalies in ("note", "off"):
+        scene, folder = _valley(), tmp_path / anomalies
+        config = quiet(run_dir=folder, anomalies=anomalies)
+        with Guard(scene.model, scene.optimizer, config=config) as guard:
+            _down(guard, scene, 40)
+            guard.step(scene.loss_fn, torch.tensor(30.0))
+    said = [str(n["summary"]) for n in read_run(tmp_path / "note").notes if n["type"] == "note"]
+    assert said
+    assert not any(word in line for line in said for word in ("did it", "hurt", "earlier batch"))
+    assert _notes(tmp_path / "off") == []
+
+
+def _second_term(model: nn.Module, batch: Batch, step: int) -> Tensor:
+    scores = model(batch[0])
+    first = F.cross_entropy(scores, batch[1])
+    return first + (50.0 + scores.pow(2).mean() if step >= SWITCH else 0.0)
+
+
+def _reward(model: nn.Module, batch: Batch, step: int) -> Tensor:
+    return 1e-3 - 1e-3 * F.cross_entropy(model(batch[0]), batch[1]) + 0.01 * step**2
+
+
+def _penalty(model: nn.Module, batch: Batch, step: int) -> Tensor:
+    away = [(p - s).pow(2).sum() for p, s in zip(model.parameters(), START, strict=True)]
+    score = model(batch[0]).sum()
+    return torch.stack(away).sum() + score - score.detach()
+
+
+START = [p.detach().clone() for p in plain_net().parameters()]
+RISES = {
+    "second term": (_second_term, 0.01, False),
+    "reward": (_reward, 0.05, True),
+    "penalty from 0": (_penalty, 1e-3, False),
+}
+
+
+@pytest.mark.parametrize("name", RISES)
+def test_loss_that_rises_by_intention_is_not_an_incident_and_changes_nothing(name: str) -> None:
+    loss, lr, maximize = RISES[name]
+    ends = []
+    for guarded in (True, False):
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, maximize=maximize)
+        config = quiet(snapshot_every=5, anomalies="act")
+        guard = Guard(model, optimizer, config=config) if guarded else None
+        for step, batch in enumerate(SIXTY):
+            if guard is not None:
+                guard.step(lambda b, step=step, model=model: loss(model, b, step), batch)
+                continue
+            optimizer.zero_grad()
+            loss(model, batch, step).backward()
+            optimizer.step()
+        if guard is not None:
+            guard.close()
+            assert guard.incidents == ()
+        ends.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_weights_that_are_hurt_while_the_loss_stays_the_same_are_an_incident() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Guard(model, optimizer, config=quiet(snapshot_every=5, anomalies="act")) as guard:
+        for step, batch in enumerate(SIXTY[: SWITCH + 3]):
+            if step == SWITCH:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.mul_(-60.0)
+            guard.step(lambda b: F.cross_entropy(model(b[0]), b[1]), batch)
+    assert [(i.step, i.verdict.kind) for i in guard.incidents] == [(SWITCH + 2, "spike")]

@@ -1,11 +1,13 @@
-"""A guard that does not fit its loop says so at once: an error where it cannot be meant, one
-warning otherwise.
+"""A guard that does not fit its loop says so at once; values that the user follows stand beside the
+loss.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import stepguard
 from scenes import (
+    NAN,
     Batch,
     Scene,
     batches,
@@ -31,6 +34,8 @@ from stepguard import ConfigError, Guard, GuardConfig
 from stepguard.engine import wiring
 from stepguard.engine.wiring import WiringWarning
 from stepguard.journal import read_run
+from stepguard.report import screen
+from stepguard.report.terminal import paint_incident
 from stepguard.watching import watch_for
 
 DATA = batches(12)
@@ -52,22 +57,6 @@ def told(run_dir: Path) -> list[str]:
     return [note["summary"] for note in read_run(run_dir).notes if note.get("kind") == "wiring"]
 
 
-# --- settings that have no effect
-# -----------------------------------------------------------------------------------
-
-
-def test_what_only_guard_step_does_is_refused_under_watch() -> None:
-    at = scene()
-    with pytest.raises(ConfigError, match=r"inside guard\.step only.*GradScaler"):
-        stepguard.watch(at.model, at.optimizer, config=quiet(loss_scale=8.0))
-
-
-def test_checkpoints_without_a_folder_are_refused() -> None:
-    at = scene()
-    with pytest.raises(ConfigError, match="checkpoint_every=10 has no folder"):
-        Guard(at.model, at.optimizer, config=quiet(checkpoint_every=10))
-
-
 @pytest.mark.parametrize("config", [{"clip_norm": 1.0}, {}, "quiet", 3])
 def test_config_that_is_no_config_is_refused(config: Any) -> None:
     at = scene()
@@ -76,18 +65,6 @@ def test_config_that_is_no_config_is_refused(config: Any) -> None:
             ConfigError, match=f"config is a {type(config).__name__}; give stepguard.GuardConfig"
         ):
             make(at.model, at.optimizer, config=config)
-
-
-def test_no_sigmas_means_no_spike_test() -> None:
-    at = scene()
-    with silence(), Guard(at.model, at.optimizer, config=quiet(spike_sigmas=None)) as guard:
-        for batch in DATA * 4:
-            guard.step(at.loss_fn, batch)
-        assert guard.armed and guard.port.good
-
-
-# --- the optimizer of another model
-# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -165,10 +142,6 @@ def test_weights_replaced_in_mid_run_are_told(mode: str, tmp_path: Path) -> None
     assert len(said) == 1 and len(told(tmp_path)) == 1
 
 
-# --- the old loop beside the guard
-# ----------------------------------------------------------------------------------
-
-
 def test_guard_beside_the_old_loop_is_told_at_the_first_update(tmp_path: Path) -> None:
     at = scene()
     guard = Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path))
@@ -182,34 +155,6 @@ def test_guard_beside_the_old_loop_is_told_at_the_first_update(tmp_path: Path) -
         == "this guard saw no step: 4 calls of optimizer.step() came outside of guard.step"
     )
     assert not at.optimizer._optimizer_step_pre_hooks
-
-
-def test_update_kept_beside_guard_step_is_told() -> None:
-    at = scene()
-    with (
-        pytest.warns(
-            WiringWarning, match=r"optimizer\.step\(\) was called outside of guard\.step"
-        ) as said,
-        Guard(at.model, at.optimizer, config=quiet()) as guard,
-    ):
-        for batch in DATA[:4]:
-            guard.step(at.loss_fn, batch)
-            at.optimizer.step()
-    assert len(said) == 1
-
-
-def test_hook_that_looks_for_other_updates_is_gone_after_a_few_steps() -> None:
-    at = scene()
-    with silence(), Guard(at.model, at.optimizer, config=quiet()) as guard:
-        for batch in DATA[: wiring.LOOKED_AT + 1]:
-            guard.step(at.loss_fn, batch)
-        assert not at.optimizer._optimizer_step_pre_hooks
-
-
-def test_guard_that_only_restores_says_nothing(tmp_path: Path) -> None:
-    at = scene()
-    Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)).close()
-    assert told(tmp_path) == []
 
 
 def test_watched_optimizer_that_never_steps_is_told(
@@ -238,14 +183,10 @@ def test_long_accumulation_is_no_mistake(tmp_path: Path) -> None:
     with silence(), stepguard.watch(at.model, at.optimizer, config=quiet(run_dir=tmp_path)):
         for _ in range(3):
             at.optimizer.zero_grad()
-            for batch in DATA * 20:
+            for batch in DATA * 9:
                 at.loss_fn(batch).backward()
             at.optimizer.step()
     assert told(tmp_path) == []
-
-
-# --- the schedule
-# --------------------------------------------------------------------------------------------------
 
 
 def test_schedule_that_the_loop_advances_too_is_told_once() -> None:
@@ -280,10 +221,6 @@ def test_schedule_moved_by_hand_once_or_taken_back_by_a_veto_is_no_mistake(fused
         ):
             guard.step(at.loss_fn, batch)
             guard.port.settle()
-
-
-# --- two guards
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Guard, stepguard.watch])
@@ -327,10 +264,6 @@ def test_guard_of_a_framework_is_not_replaced() -> None:
     stepguard.watch(at.model, at.optimizer, config=quiet()).close()
 
 
-# --- a slow mode
-# --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["step", "watch"])
 def test_anomaly_mode_is_noted_once(mode: str, tmp_path: Path) -> None:
     at = scene()
@@ -349,3 +282,119 @@ def test_anomaly_mode_is_noted_once(mode: str, tmp_path: Path) -> None:
             else:
                 plain_step(at, (batch,))
     assert len(told(tmp_path)) == 1 and "anomaly mode is on" in told(tmp_path)[0]
+
+
+# --- values that the user follows
+
+
+def followed_scene(*, fused: bool = False) -> Scene:
+    model = plain_net()
+    return Scene(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused))
+
+
+def following(
+    made: Scene, guard: Callable[[], Guard], value: Callable[[int], Any]
+) -> Callable[[Any], Tensor]:
+    """A loss function that follows `value(step)` as gate."""
+
+    def loss_fn(batch: Any) -> Tensor:
+        guard().follow("gate", value(guard().steps))
+        loss: Tensor = made.loss_fn(batch)
+        return loss
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("entry", ["step", "watch"])
+def test_what_is_followed_stands_beside_the_loss_of_its_step(
+    entry: str, fused: bool, tmp_path: Path
+) -> None:
+    made, config = (
+        followed_scene(fused=fused),
+        quiet(run_dir=tmp_path / "run", human_log=tmp_path / "log"),
+    )
+    if entry == "step":
+        with Guard(made.model, made.optimizer, config=config) as guard:
+            for batch in DATA[:4]:
+                guard.step(
+                    following(made, lambda: guard, lambda step: torch.tensor([0.5, -step - 1.0])),
+                    batch,
+                )
+    else:
+        with stepguard.watch(made.model, made.optimizer, config=config) as guard:
+            made.loss = lambda s, b: (guard.follow("gate", guard.steps + 1), plain_loss(s, b))[1]
+            for batch in DATA[:4]:
+                plain_step(made, (batch,))
+
+    lines = read_run(tmp_path / "run").steps
+    assert [line["followed"] for line in lines] == [{"gate": float(step + 1)} for step in range(4)]
+    logged = [
+        json.loads(text)
+        for text in (tmp_path / "log" / "training_log.jsonl").read_text().splitlines()
+    ]
+    assert [line["followed"]["gate"] for line in logged] == [1.0, 2.0, 3.0, 4.0]
+    assert "gate 3" in (tmp_path / "log" / "latest.log").read_text().splitlines()[2]
+
+
+def plain_loss(made: Scene, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(made.model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_followed_nan_is_written_down_and_no_incident(fused: bool, tmp_path: Path) -> None:
+    made, alone = followed_scene(fused=fused), followed_scene(fused=fused)
+    with Guard(made.model, made.optimizer, config=quiet(run_dir=tmp_path)) as guard:
+        for batch in DATA[:4]:
+            guard.step(following(made, lambda: guard, lambda step: NAN), batch)
+        assert guard.incidents == ()
+    for batch in DATA[:4]:
+        plain_step(alone, (batch,))
+
+    assert all(math.isnan(line["followed"]["gate"]) for line in read_run(tmp_path).steps)
+    for mine, other in zip(made.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("entry", ["step", "watch", "watch, schedule not given"])
+def test_an_incident_has_rate_and_position_of_its_own_step(entry: str, fused: bool) -> None:
+    """Not those of the next one, which the schedule may have set when the incident is told."""
+    made = followed_scene(fused=fused)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(made.optimizer, 0.1, total_steps=20)
+    start = Guard if entry == "step" else stepguard.watch
+    given = {} if "not given" in entry else {"scheduler": schedule}
+    rates = []
+    with start(made.model, made.optimizer, config=quiet(), **given) as guard:
+        for number, batch in enumerate(DATA[:8]):
+            rates.append(schedule.get_last_lr()[0])
+            batch = poisoned(batch, NAN) if number == 5 else batch
+            if entry == "step":
+                guard.step(made.loss_fn, batch)
+            else:
+                plain_step(made, (batch,))
+                schedule.step()
+    (incident,) = guard.incidents
+    assert incident.step == 5 and incident.reading.lr == pytest.approx((rates[5],))
+    moved = fused and "not given" in entry
+    assert incident.reading.schedule == ("OneCycleLR" if moved else "OneCycleLR at 5 of 20")
+    console = screen.paper(width=200, colour=False)
+    paint_incident(console, incident)
+    assert f"({incident.reading.schedule})" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_settings_without_effect_are_refused() -> None:
+    at = scene()
+    with pytest.raises(ConfigError, match=r"inside guard\.step only.*GradScaler"):
+        stepguard.watch(at.model, at.optimizer, config=quiet(loss_scale=8.0))
+    for make in (Guard, stepguard.watch):
+        with pytest.raises(ConfigError, match="checkpoint_every=10 has no folder"):
+            make(at.model, at.optimizer, config=quiet(clip_norm=1.0, checkpoint_every=10))
+    assert not at.optimizer._optimizer_step_pre_hooks
+    with Guard(at.model, at.optimizer, config=quiet()) as guard:
+        with pytest.raises(ConfigError, match=r"follow\('gate'\) got a str"):
+            guard.follow("gate", "high")  # type: ignore[arg-type]
+        for batch in DATA[: wiring.LOOKED_AT + 1]:
+            guard.step(at.loss_fn, batch)
+        # the hook that looks for updates outside of guard.step is gone after a few steps
+        assert guard.armed and not at.optimizer._optimizer_step_pre_hooks

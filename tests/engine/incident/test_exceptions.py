@@ -1,14 +1,14 @@
-"""An exception in the user's step is an incident: told with its place and sample, and raised again
-unchanged.
+"""An exception in the user's step is an incident, on record with its place and sample, and raised
+again unchanged.
 """
 
 from __future__ import annotations
 
-import copy
+import inspect
 import random
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import forked
 import stepguard
+import stepguard.engine.incident.incident_record as module
+from engine.parts import incident_of, step_of
 from scenes import (
     CLASSES,
     Batch,
@@ -29,10 +31,12 @@ from scenes import (
     difference,
     generators,
     noisy_net,
+    plain_net,
     quiet,
     state_of,
 )
 from stepguard import Guard, Incident, Policy, watch
+from stepguard.engine.incident.incident_record import free_id, incident_folder, record
 from stepguard.journal import read_run
 
 DATA = batches(6)
@@ -140,6 +144,9 @@ def test_exception_in_a_step_is_placed_and_raised_again(
     assert origin.source is not None and origin.source.startswith(
         "tests/engine/incident/test_exceptions.py:"
     )
+    if kind == "target":
+        lines, first = inspect.getsourcelines(in_target)
+        assert int(origin.source.rpartition(":")[2]) == first + len(lines) - 1
     assert origin.module == ("0" if kind == "module" else None)
     assert (
         incident.capsule is not None
@@ -206,20 +213,6 @@ def _with_caught_exceptions(mode: str, error: Exception) -> list[Tensor]:
         guard.close()
     later = [random.random(), numpy.random.rand(), float(torch.rand(()))]
     return [*(p.detach() for p in model.parameters()), torch.tensor(later)]
-
-
-def test_buffers_after_a_caught_exception_are_as_before_the_step() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss_fn(batch: Batch) -> Tensor:
-        model(batch[0])
-        raise ValueError("odd row")
-
-    before = copy.deepcopy(model.state_dict())
-    with Guard(model, optimizer, config=quiet()) as guard, pytest.raises(ValueError, match="odd"):
-        guard.step(loss_fn, DATA[0])
-    assert difference(model.state_dict(), before) == ""
 
 
 @pytest.mark.parametrize("variant", ["AdamW", "LBFGS"])
@@ -408,3 +401,53 @@ def test_exception_outside_of_a_step_is_in_the_end_line(tmp_path: Path) -> None:
     assert (
         record.incidents == [] and record.notes[-1]["error"] == "FileNotFoundError: no such shard"
     )
+
+
+def test_capsule_of_an_exception_raises_and_is_placed_again(tmp_path: Path) -> None:
+    scene = scene_of("target")
+    config = quiet(run_dir=tmp_path, locate=True)
+    with Guard(scene.model, scene.optimizer, config=config) as guard, pytest.raises(IndexError):
+        guard.step(scene.loss_fn, DATA[0], guilty(DATA[1]), DATA[2])
+    capsule = guard.incidents[0].capsule
+    assert capsule is not None
+    fresh = scene_of("target")
+    again = stepguard.replay(
+        tmp_path / capsule, build=lambda: (fresh.model, fresh.optimizer, fresh.loss_fn)
+    )
+    assert again.origin is not None and again.origin.reproduced
+    assert again.origin.samples == (GUILTY,) and again.origin.micro_batch == 1
+
+
+# --- the record of an incident
+
+
+@pytest.fixture
+def guard(tmp_path: Path) -> Iterator[Guard]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Guard(model, optimizer, config=quiet(run_dir=tmp_path, capsule="off")) as made:
+        yield made
+
+
+def test_name_that_is_taken_in_memory_or_on_disk_gets_a_number(
+    guard: Guard, tmp_path: Path
+) -> None:
+    context = guard._context
+    assert free_id(context, "00000000-nonfinite_loss") == "00000000-nonfinite_loss"
+    record(context, incident_of(), step_of(DATA[0]))
+    assert free_id(context, "00000000-nonfinite_loss") == "00000000-nonfinite_loss-2"
+    incident_folder(tmp_path, "00000000-nonfinite_loss-2", 0).mkdir()
+    assert free_id(context, "00000000-nonfinite_loss") == "00000000-nonfinite_loss-3"
+
+
+def test_folder_that_cannot_be_written_costs_the_folder_only(
+    guard: Guard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(module, "write_file", full)
+    incident = record(guard._context, incident_of(), step_of(DATA[0]))
+    assert guard.incidents == (incident,)
+    notes = [note["summary"] for note in read_run(tmp_path).notes]
+    assert any("could not be written: OSError: No space left" in said for said in notes), notes

@@ -1,4 +1,4 @@
-"""Code fixes are run on the bad step before they are offered: only true ones are printed."""
+"""What would help is tried on the run's own steps before it is offered; the run stays as it was."""
 
 from __future__ import annotations
 
@@ -6,17 +6,34 @@ import copy
 import gc
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import stepguard
-from stepguard import Guard, GuardConfig
+from scenes import (
+    NAN,
+    Batch,
+    Scene,
+    batches,
+    difference,
+    generators,
+    noisy_net,
+    plain_net,
+    poisoned,
+    quiet,
+    state_of,
+)
+from stepguard import ConfigError, Guard, GuardConfig, Policy
 from stepguard.engine.incident import trials
 from stepguard.engine.incident.trials import FINITE, MODEL_FINITE
+from stepguard.journal import read_run
 from stepguard.records import Incident, Remedy
+from stepguard.records.probes import TrialOutcome, WhatIf
 
 TRIED = "tried on this step: loss and gradients finite"
 
@@ -212,22 +229,6 @@ def test_fix_that_is_offered_was_run(loss_of: Callable[[Net, Tensor], Tensor], l
         assert function in remedy.snippet.splitlines()[0]
 
 
-def test_fix_that_does_not_mend_the_step_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepguard.numerics, "safe_log", torch.log)
-    incident = incident_of(second_of_two_logs)
-    assert incident.findings[0].code == "SG202"
-    assert incident.findings[0].remedies
-    assert not any(one.snippet or one.edits for one in incident.findings[0].remedies)
-
-
-def test_fix_that_changes_other_values_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(x: Tensor) -> Tensor:
-        return torch.log(x.clamp_min(0.5))
-
-    monkeypatch.setattr(stepguard.numerics, "safe_log", wrong)
-    assert not any(one.edits for one in incident_of(second_of_two_logs).findings[0].remedies)
-
-
 def test_divisor_that_is_a_python_number_gets_a_floor() -> None:
     def annealed(net: Net, x: Tensor) -> Tensor:
         temperature = 0.1 * (3 - min(int(x.shape[0]), 3))
@@ -299,22 +300,6 @@ def test_module_of_a_watched_loop_is_tried_without_its_loss() -> None:
     assert fix_of(guard.incidents[0]).tried == MODEL_FINITE
 
 
-def test_loss_of_a_watched_loop_is_not_tried() -> None:
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with stepguard.watch(net, optimizer, config=GuardConfig(terminal="quiet")) as guard:
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss = torch.log(net(batch()).pow(2)).sum()
-            loss.backward()
-            optimizer.step()
-    remedies = [
-        one for incident in guard.incidents for f in incident.findings for one in f.remedies
-    ]
-    code = [one for one in remedies if one.edits]
-    assert code and all(one.tried.startswith("not tried: ") for one in code)
-
-
 def test_no_time_left_is_said() -> None:
     class Never(stepguard.locate.replay.LocateBudget):
         def affords(self, steps: float) -> bool:
@@ -327,3 +312,229 @@ def test_no_time_left_is_said() -> None:
     with guard:
         guard.step(lambda x: second_of_two_logs(net, x), batch())
     assert fix_of(guard.incidents[0]).tried == f"not tried: {trials.NO_TIME}"
+
+
+# --- guard.whatif()
+
+
+DATA = batches(48)
+BAD = 40
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def by_name(found: WhatIf) -> dict[str, TrialOutcome]:
+    return {one.name: one for one in found.outcomes}
+
+
+def run_to_the_end(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch], **settings: Any
+) -> Guard:
+    guard = Guard(model, optimizer, config=quiet(locate=True, **settings))
+    for batch in data:
+        guard.step(lambda given: loss_of(model, given), batch)
+    return guard
+
+
+def with_bad_sample(index: int = BAD) -> list[Batch]:
+    return [*DATA[:index], poisoned(DATA[index], NAN), *DATA[index + 1 :]]
+
+
+def noisy_scene() -> Scene:
+    model = noisy_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10)
+    return Scene(model, optimizer, schedule, scaler, clip_norm=0.5)
+
+
+def test_run_goes_on_bit_for_bit_as_if_nothing_had_been_tried(tmp_path: Path) -> None:
+    ended = []
+    for name in ("tried", "not tried"):
+        torch.manual_seed(3)
+        scene = noisy_scene()
+        config = quiet(locate=True, clip_norm=0.5, run_dir=tmp_path / name)
+        with Guard(scene.model, scene.optimizer, config=config, **scene.close_over()) as guard:
+            for index, batch in enumerate(with_bad_sample()):
+                guard.step(scene.loss_fn, batch)
+                if name == "tried" and index in (BAD, BAD + 3):
+                    with torch.no_grad():
+                        found = guard.whatif()
+        ended.append((state_of(scene), generators(), len(read_run(tmp_path / name).steps)))
+    assert found.best is not None
+    assert found.remarks == ()
+    assert difference(ended[0], ended[1]) == ""
+
+
+def test_bad_sample_is_best_left_out_and_nothing_else_but_skipping_helps() -> None:
+    model = plain_net()
+    guard = run_to_the_end(
+        model, torch.optim.Adam(model.parameters(), lr=0.01), with_bad_sample()[: BAD + 1]
+    )
+    found = guard.whatif()
+    guard.close()
+    assert [one.name for one in found.outcomes if one.works] == ["leave out", "skip"]
+    assert found.best is not None and found.best.answers == ("SG101",)
+    assert by_name(found)["nothing"].bad_step == BAD
+    assert by_name(found)["lr x0.1"].bad_value == "loss is nan"
+    assert found.window > 0 and found.held_out > 0
+
+
+def test_halted_run_can_still_be_asked() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = quiet(locate=True, policy=stepguard.Policy(actions=("stop",)))
+    guard = Guard(model, optimizer, config=config)
+    with pytest.raises(stepguard.TrainingHalted):
+        for batch in with_bad_sample(12):
+            guard.step(lambda given: loss_of(model, given), batch)
+    guard.close()
+    found = guard.whatif()
+    assert found.best is not None and found.best.name == "leave out"
+
+
+def test_what_cannot_be_tried_is_said_in_one_sentence() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, config=quiet())
+    with pytest.raises(ConfigError, match="no incident yet"):
+        guard.whatif()
+    guard.close()
+    with stepguard.watch(model, optimizer, config=quiet()) as guard:
+        loss_of(model, poisoned(DATA[0])).backward()
+        optimizer.step()
+        with pytest.raises(ConfigError, match=r"guard.loss\(loss_fn, batch\)"):
+            guard.whatif()
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    with Guard(model, lbfgs, config=quiet()) as guard:
+        guard.step(lambda given: loss_of(model, given), poisoned(DATA[0]))
+        with pytest.raises(ConfigError, match="update of LBFGS"):
+            guard.whatif()
+    compiled: Any = torch.compile(plain_net(), backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    with Guard(compiled, optimizer, config=quiet()) as guard:
+        guard.step(lambda given: loss_of(compiled, given), poisoned(DATA[0]))
+        with pytest.raises(ConfigError, match="compiled"):
+            guard.whatif()
+
+
+def test_panels_fix_is_the_first_candidate() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, config=quiet(locate=True))
+    code = loss_with_a_log.__code__
+    for step, batch in enumerate(DATA[: BAD + 1]):
+        guard.step(lambda given, step=step: loss_with_a_log(model, given, step), batch)
+    found = guard.whatif()
+    assert found.outcomes[0].name == "fix" and found.outcomes[0].works
+    assert "safe_log" in found.outcomes[0].change
+    assert loss_with_a_log.__code__ is code
+
+
+def loss_with_a_log(model: nn.Module, batch: Batch, step: int) -> Tensor:
+    level = batch[0].abs().mean() * (step != BAD)
+    return loss_of(model, batch) + 0.01 * torch.log(level * model(batch[0]).abs().mean())
+
+
+# --- Policy(on_incident="whatif")
+
+
+LONGER = batches(60)
+TRIES = Policy(on_incident="whatif")
+
+
+def decided_run(data: list[Batch], policy: Policy, **settings: Any) -> tuple[Guard, nn.Module]:
+    model = plain_net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    config = quiet(locate=True, policy=policy, **settings)
+    with Guard(model, optimizer, config=config) as guard:
+        for batch in data:
+            guard.step(lambda given: loss_of(model, given), batch)
+    return guard, model
+
+
+def test_bad_sample_is_left_out_as_without_trials_and_the_journal_says_why(tmp_path: Path) -> None:
+    data = [*LONGER[:BAD], poisoned(LONGER[BAD], NAN), *LONGER[BAD + 1 :]]
+    plain = decided_run(data, Policy())[1]
+    guard, tried = decided_run(data, TRIES, run_dir=tmp_path)
+    assert difference(dict(tried.state_dict()), dict(plain.state_dict())) == ""
+    decision = guard.incidents[0].decision
+    assert decision is not None and decision.action == "leave_out"
+    assert decision.reason.startswith("whatif: leave out")
+    notes = [note for note in read_run(tmp_path).notes if note.get("kind") == "whatif"]
+    assert [trial["name"] for trial in notes[0]["trials"]][:2] == ["leave out", "skip"]
+
+
+class DividesByMoment(torch.optim.Optimizer):
+    """Without epsilon, an update whose second moment is 0 is 0 / 0."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01, eps: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    square = parameter.grad.square()
+                    update = parameter.grad / (square.sqrt() + group["eps"])
+                    parameter.sub_(update * group["lr"])
+
+
+def test_update_that_divides_by_zero_again_and_again_gets_an_epsilon() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = DividesByMoment(model.parameters())
+
+    def loss_fn(batch: Batch) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    # from step 30 on, two features are 0 in every batch, and so are their gradients
+    data = [(x * (torch.arange(6) < 4) if n >= 30 else x, y) for n, (x, y) in enumerate(LONGER)]
+    config = quiet(locate=True, policy=TRIES)
+    with Guard(model, optimizer, config=config) as guard:
+        for batch in data:
+            guard.step(loss_fn, batch)
+        decisions = [one.decision for one in guard.incidents]
+    # the first of them is alone among good steps, so that skipping is enough; the second is not
+    first, second = [one for one in decisions if one is not None]
+    assert (first.action, first.new_eps) == ("undo", None)
+    assert (second.action, second.new_eps) == ("undo", 1e-6)
+    assert "not so leave out, skip" in second.reason or "not so skip" in second.reason
+    assert optimizer.param_groups[0]["eps"] == 1e-6
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_rewind_that_would_end_the_same_way_lowers_the_rate() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        return (model(batch[0]) - 2.0 * batch[0]).square().mean()
+
+    config = quiet(locate=True, policy=TRIES, anomalies="act")
+    with Guard(model, optimizer, config=config) as guard:
+        for index, batch in enumerate(batches(90, seed=1)):
+            if index == 40:
+                optimizer.param_groups[0]["lr"] = 0.4
+            guard.step(loss_fn, batch)
+        decisions = [one.decision for one in guard.incidents]
+    rewinds = [one for one in decisions if one is not None and one.action == "rewind"]
+    assert rewinds, [one.summary for one in guard.incidents]
+    assert rewinds[0].lr_factor in (0.5, 0.1)
+    assert rewinds[0].data == "skip"
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.log, lambda x: torch.log(x.clamp_min(0.5))], ids=["no help", "other values"]
+)
+def test_fix_that_does_not_mend_the_step_or_changes_other_values_is_not_offered(
+    wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stepguard.numerics, "safe_log", wrong)
+    finding = incident_of(second_of_two_logs).findings[0]
+    assert finding.code == "SG202" and finding.remedies
+    assert not any(one.snippet or one.edits for one in finding.remedies)

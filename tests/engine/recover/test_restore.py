@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,25 +16,27 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import stepguard
+from forked import FULL
 from scenes import (
     FEATURES,
     NAN,
     Scene,
+    bare,
     batches,
     difference,
     generators,
+    grouped,
     noisy_net,
+    plain_net,
     plain_step,
     quiet,
     state_of,
 )
 from stepguard import ConfigError, Guard, GuardConfig, Policy, StepguardError, TrainingHalted
+from stepguard.checkpoints import Background
+from stepguard.engine.recover.rewind import attempts_in, failed_starts, past_of
 from stepguard.journal import read_run
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata calls it
-]
 DATA = batches(40)
 SAMPLES, BATCH, PASSES, STOP = 40, 4, 3, 13
 
@@ -121,7 +124,9 @@ def _workers_end() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_workers_end")
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", LOADERS if FULL else ["plain", "stateful-workers"])
 def test_resumed_run_is_bit_identical_to_one_that_never_stopped(
     loader: str, tmp_path: Path
 ) -> None:
@@ -148,48 +153,6 @@ def test_resumed_run_is_bit_identical_to_one_that_never_stopped(
     )
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_watched_loop_resumes_bit_identically_too(fused: bool, tmp_path: Path) -> None:
-    def train(at: Scene, guard: Guard, data: list[Any]) -> None:
-        for batch in data:
-            plain_step(at, (batch,))
-
-    whole, first, second = scene(fused=fused), scene(fused=fused), scene(fused=fused)
-    ema, whole.ema, first.ema, second.ema = None, None, None, None
-    assert ema is None
-    torch.manual_seed(5)
-    train(whole, None, DATA[:20])  # type: ignore[arg-type]
-    torch.manual_seed(5)
-    with stepguard.watch(
-        first.model, first.optimizer, config=config(tmp_path), **first.close_over()
-    ) as guard:
-        train(first, guard, DATA[:12])
-        assert guard.save() is not None
-    with stepguard.watch(
-        second.model, second.optimizer, config=config(tmp_path), **second.close_over()
-    ) as guard:
-        assert guard.restore("last-good") == 12
-        train(second, guard, DATA[12:20])
-    assert difference(state_of(second), state_of(whole)) == ""
-
-
-def test_resumed_guard_remembers_what_the_run_looked_like(tmp_path: Path) -> None:
-    first, second = scene(), scene()
-    with guard_of(first, config(tmp_path)) as guard:
-        for batch in DATA[:12]:
-            guard.step(first.loss_fn, batch)
-        history, path = guard._context.history, guard.save()
-    with guard_of(second, config(tmp_path)) as guard:
-        assert path is not None
-        guard.restore(path)
-        assert guard._context.history.losses == history.losses and guard.steps == 12
-        assert guard._context.run.resumed
-
-
-# --- only what is good
-# ------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def _ruin(at: Scene) -> None:
     at.model[0].weight[0, 0] = NAN
@@ -213,25 +176,6 @@ def test_state_that_is_not_finite_is_refused_and_the_last_good_one_stays(tmp_pat
     )
 
 
-def test_state_after_a_rise_of_the_learning_rate_is_saved(tmp_path: Path) -> None:
-    at = scene(schedule=False)
-    with guard_of(at, config(tmp_path)) as guard:
-        for index, batch in enumerate(DATA[:14]):
-            if index == 12:
-                at.optimizer.param_groups[0]["lr"] *= 3  # what a schedule of the loop's own may do
-            guard.step(at.loss_fn, batch)
-        assert guard.save() is not None
-
-
-def test_skipped_batch_does_not_make_a_state_bad(tmp_path: Path) -> None:
-    at = scene()
-    with guard_of(at, config(tmp_path)) as guard:
-        for batch in DATA[:8]:
-            guard.step(at.loss_fn, batch)
-        guard.step(at.loss_fn, (DATA[8][0] * NAN, DATA[8][1]))
-        assert guard.save() is not None
-
-
 def test_mask_that_is_infinite_on_purpose_is_saved_and_restored(tmp_path: Path) -> None:
     def masked() -> Scene:
         at = scene()
@@ -249,17 +193,6 @@ def test_mask_that_is_infinite_on_purpose_is_saved_and_restored(tmp_path: Path) 
     assert difference(state_of(second), state_of(first)) == ""
 
 
-def test_saving_without_a_folder_says_what_is_missing() -> None:
-    at = scene()
-    with guard_of(at, quiet()) as guard:
-        with pytest.raises(ConfigError, match="run_dir"):
-            guard.save()
-        with pytest.raises(ConfigError, match="run_dir"):
-            guard.restore()
-        with pytest.raises(ConfigError, match="loader="):
-            _ = guard.loader
-
-
 def test_failing_disk_is_said_and_training_goes_on(tmp_path: Path) -> None:
     at = scene()
     with guard_of(at, config(tmp_path)) as guard:
@@ -268,10 +201,6 @@ def test_failing_disk_is_said_and_training_goes_on(tmp_path: Path) -> None:
         assert guard.save() is None
         assert guard.step(at.loss_fn, DATA[1]).committed and guard.armed
     assert any("NOT saved" in line for line in notes(tmp_path, "checkpoint"))
-
-
-# --- restoring
-# --------------------------------------------------------------------------------------------------
 
 
 def _two_checkpoints(folder: Path) -> list[Path]:
@@ -297,13 +226,6 @@ def test_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path) -> None:
     said = notes(tmp_path, "checkpoint")
     assert any(newer.name in line and "passed over" in line for line in said)
     assert any(f"restored {older}" in line for line in notes(tmp_path, "restored"))
-
-
-def test_starts_that_ended_without_a_stop_take_the_same_checkpoint_again(tmp_path: Path) -> None:
-    _two_checkpoints(tmp_path)
-    for _ in range(4):
-        with guard_of(scene(), config(tmp_path)) as guard:
-            assert guard.restore() == 8
 
 
 def test_checkpoint_that_leads_to_a_stop_again_and_again_is_left_for_an_older_one(
@@ -370,19 +292,168 @@ def test_new_learning_rate_in_the_configuration_is_compared_and_applied_if_asked
     assert "SG802" in said and ("is applied" in said) == (choice == "config")
 
 
-def test_same_learning_rate_is_not_talked_about(tmp_path: Path) -> None:
-    _two_checkpoints(tmp_path)
-    with guard_of(scene(), config(tmp_path)) as guard:
-        guard.restore()
-    assert notes(tmp_path, "lr_mismatch") == []
-
-
-# --- by itself
-# --------------------------------------------------------------------------------------------------
-
-
 def _names(folder: Path) -> list[str]:
     return sorted(
         (p.name for p in (folder / "checkpoints").glob("step-*")),
         key=lambda n: int(n.split("-")[1]),
     )
+
+
+# --- checkpoints that the guard takes by itself
+
+
+def test_checkpoints_are_written_by_themselves_once_they_have_proved_good(tmp_path: Path) -> None:
+    at = scene()
+    with guard_of(at, config(tmp_path, checkpoint_every=7, keep=2)) as guard:
+        for batch in DATA[:13]:
+            guard.step(at.loss_fn, batch)
+            assert _names(tmp_path) == []
+        guard.step(at.loss_fn, DATA[13])
+        guard._saving.wait()
+        assert _names(tmp_path) == ["step-7"]
+        for batch in DATA[14:30]:
+            guard.step(at.loss_fn, batch)
+            guard._saving.wait()
+    assert _names(tmp_path) == ["step-14", "step-21"]
+
+
+def test_trouble_with_no_snapshot_left_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+    at = scene()
+    with guard_of(at, config(tmp_path, checkpoint_every=5, snapshot_memory=1)) as guard:
+        for index, batch in enumerate(DATA[:14]):
+            if index == 12:
+                _ruin(at)
+            guard.step(at.loss_fn, batch)
+        (decision,) = [i.decision for i in guard.incidents]
+    assert decision is not None and (decision.action, decision.rewound_to) == ("rewind", 10)
+    assert all(torch.isfinite(p).all() for p in at.model.parameters())
+
+
+def test_snapshot_that_is_being_written_is_given_back_after_others_were_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    busy = [False]
+
+    def offer_job(self: Background, step: int, job: object) -> bool:
+        if busy[0]:
+            return False
+        busy[0] = True
+        written.append(step)
+        return True
+
+    monkeypatch.setattr(Background, "offer_job", offer_job)
+    monkeypatch.setattr(Background, "idle", lambda self: not busy[0])
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    config = quiet(run_dir=tmp_path, checkpoint_every=4, probation=2, snapshot_every=4)
+    with Guard(model, optimizer, config=config) as guard:
+        scene = Scene(model, optimizer)
+        for number, batch in enumerate(batches(60)):
+            if number % 20 == 0:
+                busy[0] = False
+            guard.step(scene.loss_fn, batch)
+        ring = guard._rewinder.snapshots.ring.snapshots
+    assert len(written) == 3
+    assert sum(snapshot.lent for snapshot in ring) <= 1
+    assert max(snapshot.step for snapshot in ring) >= 52
+
+
+# --- what the journal tells of earlier attempts
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_watched_loop_resumes_bit_identically_too(fused: bool, tmp_path: Path) -> None:
+    whole, first, second = scene(fused=fused), scene(fused=fused), scene(fused=fused)
+    whole.ema = first.ema = second.ema = None
+    torch.manual_seed(5)
+    bare(whole, grouped(DATA[:20], 1))
+    torch.manual_seed(5)
+    for at, data in ((first, DATA[:12]), (second, DATA[12:20])):
+        with stepguard.watch(
+            at.model, at.optimizer, config=config(tmp_path), **at.close_over()
+        ) as guard:
+            if at is second:
+                assert guard.restore("last-good") == 12
+            bare(at, grouped(data, 1))
+            assert guard.save() is not None
+    assert difference(state_of(second), state_of(whole)) == ""
+
+
+def test_state_after_a_skipped_batch_and_a_rise_of_the_learning_rate_is_saved(
+    tmp_path: Path,
+) -> None:
+    at = scene(schedule=False)
+    with guard_of(at, config(tmp_path)) as guard:
+        for index, batch in enumerate(DATA[:14]):
+            if index == 12:
+                at.optimizer.param_groups[0]["lr"] *= 3  # what a schedule of the loop's own may do
+            guard.step(at.loss_fn, (batch[0] * NAN, batch[1]) if index == 8 else batch)
+        assert len(guard.incidents) == 1 and guard.save() is not None
+    for _ in range(3):  # starts that ended without a stop take the same checkpoint again
+        with guard_of(scene(schedule=False), config(tmp_path)) as guard:
+            assert guard.restore() == 14
+    assert notes(tmp_path, "lr_mismatch") != []
+
+
+def test_what_is_missing_to_save_is_said() -> None:
+    with guard_of(scene(), quiet()) as guard:
+        for ask in (guard.save, guard.restore):
+            with pytest.raises(ConfigError, match="run_dir"):
+                ask()
+        with pytest.raises(ConfigError, match="loader="):
+            _ = guard.loader
+
+
+def test_archive_gives_back_good_states_of_this_run_up_to_this_step_only(tmp_path: Path) -> None:
+    at = scene()
+    with guard_of(at, config(tmp_path)) as guard:
+        context, archive = guard._context, guard._saving._archive
+        assert archive is not None
+        for step, doubt in ((3, ""), (4, "the run has diverged")):
+            context.step = step
+            state = guard._rewinder.snapshots.present()
+            archive.complete(state, [])
+            archive.write(step, state, [{}], doubt, later=bool(doubt))
+        archive.background.wait()
+        assert [entry.step for entry in archive.store.list()] == [4, 3]
+        assert archive.steps() == [3] and archive.read(5) is None
+        read = archive.read(3)
+        weight = next(iter(at.model.parameters()))
+        assert read is not None and torch.equal(read.tensors["model/0.weight"], weight)
+        context.step = 2
+        assert archive.steps() == []
+        context.step, context.run.id = 3, "another"
+        assert archive.steps() == [] and archive.own_good() == []
+
+
+def test_journal_tells_how_earlier_attempts_started_and_ended(tmp_path: Path) -> None:
+    def incident(step: Any, action: str, left_out: str = "") -> dict[str, Any]:
+        decision = {"action": action, "left_out": left_out}
+        facts = {"step": step, "decision": decision, "verdict": {"kind": "nonfinite_loss"}}
+        return {"type": "incident", "incident": facts}
+
+    start = {"type": "run", "run": "abc"}
+    restored = {"type": "note", "kind": "restored", "checkpoint": "step-40"}
+    lines = [
+        *(start, incident(3, "skip", "the step"), incident(5, "rewind"), incident(7, "stop")),
+        *(start, restored, incident(9, "leave_out", "sample 2"), incident(44, "stop")),
+        *(start, restored),
+        *(start, restored, incident(41, "stop")),
+        *(start, incident("4", "stop"), [], {"type": "incident"}),  # cannot be read
+        {"type": "incident", "incident": {}},
+    ]
+    path = tmp_path / "journal.jsonl"
+    assert attempts_in(path) == []
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{not json\n")
+    found = attempts_in(path)
+    assert [(a.restored, a.stopped_at) for a in found] == [
+        (None, 7),
+        ("step-40", 44),
+        ("step-40", None),
+        ("step-40", 41),
+        (None, None),
+    ]
+    past = past_of(found)
+    assert past.lost_steps == {3, 7, 9, 44, 41} and past.stopped_at == {7, 44, 41}
+    assert failed_starts(found, "step-40") == 2 and failed_starts(found, "step-20") == 0

@@ -4,7 +4,8 @@ is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from typer.testing import CliRunner
 
 import stepguard
+from engine.parts import each, incident_of, origin_of, step_of
 from scenes import (
     LOOPS,
     NAN,
@@ -26,14 +29,30 @@ from scenes import (
     generators,
     grouped,
     noisy_net,
+    plain_net,
     plain_step,
     poisoned,
     quiet,
     state_of,
 )
-from stepguard import Guard, GuardConfig, Origin, TrainingHalted
+from stepguard import Guard, GuardConfig, TrainingHalted
 from stepguard.cli.app import app
+from stepguard.engine.incident.closer_look import accept, stored_trouble
+from stepguard.engine.recover.rewind import (
+    RewindPlanner,
+    compare_with_best,
+    good_micro_batches,
+    loss_function_changed,
+    proven_guilty,
+    share_of,
+    without_samples,
+)
+from stepguard.engine.recover.snapshots import RANDOM_NUMBERS, KeptSteps
 from stepguard.journal import read_run
+from stepguard.judge.decide import RewindPlan
+from stepguard.records import Incident, Reading
+from stepguard.state.run_state import SavedState
+from stepguard.state.snapshot import Snapshot
 
 DATA = batches(40)
 EVERY, PROBATION = 4, 6
@@ -108,9 +127,7 @@ def nan_moment(at: Scene) -> None:
     state["exp_avg" if "exp_avg" in state else "momentum_buffer"][0, 0] = NAN
 
 
-def ruined(batch: Batch) -> Batch:
-    """The same batch with no good sample in it."""
-    return batch[0] * NAN, batch[1]
+HARMS = [nan_weight, nan_statistics, nan_moment]
 
 
 def decisions(guard: Guard) -> list[tuple[str, int | None, str | None]]:
@@ -118,13 +135,7 @@ def decisions(guard: Guard) -> list[tuple[str, int | None, str | None]]:
     return [(d.action, d.rewound_to, d.data) for d in found if d is not None]
 
 
-# --- exact
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("harm", [nan_weight, nan_statistics, nan_moment])
-@pytest.mark.parametrize("optimizer", ["adamw", "fused", "sgd"])
+@pytest.mark.parametrize(("optimizer", "harm"), each(["adamw", "fused", "sgd"], HARMS))
 def test_damaged_state_is_repaired_and_the_run_ends_bit_identical_to_one_that_was_never_damaged(
     optimizer: str, harm: Harm
 ) -> None:
@@ -139,23 +150,6 @@ def test_damaged_state_is_repaired_and_the_run_ends_bit_identical_to_one_that_wa
     assert difference(state_of(damaged), state_of(reference)) == ""
     assert difference(generators(), end) == ""
     assert all(result.committed for result in results) and guard.steps == len(steps)
-
-
-@pytest.mark.parametrize("growth", [3, 1000])
-def test_scale_of_the_loss_comes_back_with_the_state(growth: int) -> None:
-    def scaled() -> Scene:
-        at = scene("sgd", clip=1.0)
-        at.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=growth)
-        return at
-
-    damaged, reference = scaled(), scaled()
-    steps = grouped(DATA[:20], 1)
-    torch.manual_seed(5)
-    bare(reference, steps)
-    torch.manual_seed(5)
-    guard, _ = run(damaged, steps, {15: nan_weight})
-    assert [d[2] for d in decisions(guard)] == ["repeat"]
-    assert difference(state_of(damaged), state_of(reference)) == ""
 
 
 @pytest.mark.slow
@@ -198,30 +192,6 @@ def test_step_that_failed_by_chance_is_run_again_and_nothing_shows(optimizer: st
     assert results[3].committed and results[3].incident is guard.incidents[0]
 
 
-def test_step_that_fails_again_is_skipped_and_not_run_a_third_time() -> None:
-    at = scene()
-    with Guard(at.model, at.optimizer, config=config(locate=True)) as guard:
-        guard._driver.transaction._decider._find = lambda step, reading: Origin(
-            step=step.index, phase="loss", reproduced=False
-        )
-        results = [
-            guard.step(at.loss_fn, batch) for batch in [*DATA[:3], poisoned(DATA[3]), *DATA[4:6]]
-        ]
-        assert [d[0] for d in decisions(guard)] == ["retry", "skip"]
-    assert [r.committed for r in results] == [
-        True,
-        True,
-        True,
-        False,
-        True,
-        True,
-    ] and guard.steps == 6
-
-
-# --- past the data
-# --------------------------------------------------------------------------------------------------
-
-
 def learnable(count: int, seed: int = 3) -> list[Batch]:
     """Data with something to learn, so that a loss has a level to fall from."""
     source = torch.Generator().manual_seed(seed)
@@ -253,36 +223,6 @@ def test_jump_of_the_learning_rate_is_undone_with_what_it_did_to_the_weights(loo
     at.model.eval()
     with torch.no_grad():
         assert float(at.loss_fn(data[0])) < 0.9  # 1.1 is what guessing gives
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
-def test_watched_loop_goes_on_from_the_good_state_with_the_next_batch(optimizer: str) -> None:
-    at, reference = scene(optimizer), scene(optimizer)
-    at.model[3].p = reference.model[3].p = 0.0
-    with stepguard.watch(at.model, at.optimizer, config=config()) as guard:
-        for index, batch in enumerate(DATA[:20]):
-            if index == 14:
-                nan_weight(at)
-            plain_step(at, (batch,))
-        found = guard.incidents
-    (decision,) = [incident.decision for incident in found]
-    assert decision is not None and (decision.action, decision.data) == ("rewind", "skip")
-    back = decision.rewound_to
-    assert back == 12  # the newest state without the damage
-    bare(reference, grouped(DATA[:back], 1))
-    bare(reference, grouped(DATA[15:20], 1))
-    assert difference(state_of(at), state_of(reference)) == ""
-    assert guard.steps == back + 5
-
-
-def test_data_that_keeps_failing_never_costs_good_weights() -> None:
-    at, reference = scene(), scene()
-    at.model[3].p = reference.model[3].p = 0.0
-    steps = grouped([*DATA[:16], *[ruined(DATA[0])] * 40], 1)
-    with pytest.raises(TrainingHalted, match="were dropped"):
-        run(at, steps)
-    bare(reference, grouped(DATA[:16], 1))
-    assert difference(state_of(at), state_of(reference)) == ""
 
 
 def test_rewinds_of_one_trouble_go_further_back_each_time(tmp_path: Path) -> None:
@@ -323,17 +263,6 @@ def test_loss_that_depends_on_the_loop_is_not_run_again_as_if_it_did_not(tmp_pat
     assert any("depends on more than the batch" in line for line in said)
 
 
-def test_batch_that_was_written_to_is_not_run_again() -> None:
-    at, held = scene(), torch.empty(4, 6)
-
-    def steps() -> Any:
-        for inputs, targets in DATA[:20]:
-            yield ((held.copy_(inputs), targets),)
-
-    guard, _ = run(at, steps(), {14: nan_weight})
-    assert [d[2] for d in decisions(guard)] == ["skip"]
-
-
 def test_repetition_that_led_past_a_fault_serves_for_the_next_one() -> None:
     damaged, reference = scene(), scene()
     steps = grouped(DATA, 1)
@@ -344,3 +273,391 @@ def test_repetition_that_led_past_a_fault_serves_for_the_next_one() -> None:
     guard, _ = run(damaged, steps, faults, config(snapshot_every=16, probation=5))
     assert decisions(guard) == [("rewind", 16, "repeat")] * 2
     assert difference(state_of(damaged), state_of(reference)) == ""
+
+
+# --- when a snapshot is taken
+
+
+@pytest.mark.parametrize("harm", [nan_weight, nan_moment])
+def test_damage_in_the_first_steps_is_repaired_from_a_snapshot_on_probation(harm: Harm) -> None:
+    damaged, reference = scene(), scene()
+    torch.manual_seed(5)
+    bare(reference, grouped(DATA[:12], 1))
+    torch.manual_seed(5)
+    guard, _ = run(damaged, grouped(DATA[:12], 1), {3: harm}, quiet())
+    assert decisions(guard) == [("rewind", 1, "repeat")]
+    assert difference(state_of(damaged), state_of(reference)) == ""
+    assert [(s.step, s.standing) for s in guard._rewinder.snapshots.ring.snapshots] == [
+        (1, "young"),
+        (8, "young"),
+    ]
+
+
+def test_damage_that_comes_back_is_not_repaired_from_the_same_snapshot_for_ever() -> None:
+    with pytest.raises(TrainingHalted, match="every rewind has been tried at step 1"):
+        run(scene(), grouped(DATA[:12], 1), dict.fromkeys(range(3, 12), nan_weight), quiet())
+
+
+def test_state_that_does_not_fit_turns_snapshots_off_and_says_so_once(tmp_path: Path) -> None:
+    settings = config(snapshot_memory=10, run_dir=tmp_path)
+    guard, _ = run(scene(), grouped(DATA[:20], 1), settings=settings)
+    assert guard.armed
+    notes = [
+        note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "snapshots"
+    ]
+    assert len(notes) == 1 and "copies of it do not fit" in notes[0]
+
+
+def test_object_that_cannot_be_kept_turns_snapshots_off_and_not_the_guard(tmp_path: Path) -> None:
+    class Broken:
+        def state_dict(self) -> Any:
+            raise RuntimeError("not now")
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    at = scene()
+    with Guard(
+        at.model, at.optimizer, state={"odd": Broken()}, config=config(run_dir=tmp_path)
+    ) as guard:
+        for batch in DATA[:10]:
+            assert guard.step(at.loss_fn, batch).committed
+        assert guard.armed
+    assert any(
+        "no snapshots: not now" in str(note.get("summary")) for note in read_run(tmp_path).notes
+    )
+
+
+def test_object_without_a_state_is_refused_with_its_name() -> None:
+    at = scene()
+    with pytest.raises(stepguard.ConfigError, match=r"state\['ema'\] is a int"):
+        Guard(at.model, at.optimizer, state={"ema": 3})
+
+
+# --- when a snapshot is good
+
+
+@pytest.fixture
+def guard() -> Iterator[Guard]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Guard(model, optimizer, config=quiet(probation=10, snapshot_every=1000)) as made:
+        yield made
+
+
+def _taken(guard: Guard) -> Snapshot:
+    snapshot = guard._rewinder.snapshots.take()
+    assert snapshot is not None
+    return snapshot
+
+
+def test_high_loss_is_a_divergence_only_where_the_weights_confirm_it(guard: Guard) -> None:
+    history = guard._context.history
+    probation = guard._rewinder.probation
+    guard.step(lambda batch: guard._context.model(batch[0]).square().mean(), DATA[0])
+    history.first[:] = [2.0]
+    history.best = 2.0
+    history.losses.extend([1e6] * 9)
+    history.diverged_at = 1
+    assert not probation.divergence()
+    with torch.no_grad():
+        for parameter in guard._context.model.parameters():
+            parameter.mul_(50.0)
+    assert "grown to" in probation.divergence()
+    history.diverged_at = None
+    history.losses.extend([1.0] * 9)
+    history.best = 1.0
+    assert not probation.divergence()
+
+
+def test_exploded_weights_are_a_divergence_where_the_loss_shows_nothing(guard: Guard) -> None:
+    model = guard._context.model
+    guard.step(lambda batch: 0.0 * model(batch[0]).sum() + 1.0, DATA[0])
+    assert not guard._rewinder.probation.divergence()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1e17)
+    assert "grown to" in guard._rewinder.probation.divergence()
+    snapshot = _taken(guard)
+    guard._rewinder.probation.commit(11)
+    assert snapshot.standing == "bad"
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class _Capped(nn.Module):
+    """A sentinel buffer whose name is the end of a parameter's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((3,), math.inf))
+        self.sub = _Scaled()
+        self.out = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.sub(torch.minimum(x, self.get_buffer("scale"))))
+        return found
+
+
+def test_sentinel_buffer_does_not_excuse_a_parameter_whose_name_ends_alike() -> None:
+    model = _Capped()
+    average = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    settings = quiet(snapshot_every=1, probation=2)
+    with Guard(model, optimizer, state={"average": average}, config=settings) as guard:
+        for step in range(12):
+            if step == 8:
+                with torch.no_grad():
+                    model.sub.scale[1] = math.nan
+            result = guard.step(lambda b: model(b).square().mean(), torch.randn(4, 3))
+            assert bool(model.sub.scale.isfinite().all())
+            if result.incident is not None:
+                assert result.incident.decision is not None
+                assert (step, result.incident.decision.rewound_to) == (8, 6)
+        bad = {"model/scale", "model/sub.scale", "extra:average/module.scale"}
+        meant = guard._rewinder.probation.meant_nonfinite(bad)
+    assert meant == {"model/scale", "extra:average/module.scale"}
+    assert len(guard.incidents) == 1
+
+
+def test_accepted_slot_of_one_parameter_does_not_excuse_that_of_another(guard: Guard) -> None:
+    context = guard._context
+    first, second = context.parameters[:2]
+    context.optimizer.state[first] = {"exp_avg": torch.full_like(first, math.nan)}
+    context.optimizer.state[second] = {"exp_avg": torch.zeros_like(second)}
+    assert stored_trouble(context) == ["opt:exp_avg"]
+    accept(context, ["opt:exp_avg"])
+    assert stored_trouble(context) == []
+    saved = {"optimizer/0.weight/exp_avg", "optimizer/0.bias/exp_avg"}
+    assert guard._rewinder.probation.meant_nonfinite(saved) == {"optimizer/0.weight/exp_avg"}
+    context.optimizer.state[second]["exp_avg"].fill_(math.inf)
+    assert stored_trouble(context) == ["opt:exp_avg"]
+
+
+# --- where a rewind goes
+
+
+@pytest.fixture
+def planning() -> Iterator[Guard]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Guard(model, optimizer, config=quiet(probation=2, snapshot_every=1000)) as made:
+        yield made
+
+
+def _planner(planning: Guard) -> RewindPlanner:
+    return planning._rewinder.planner
+
+
+def _plan(planning: Guard, **how: bool) -> tuple[RewindPlan | None, str]:
+    planner = _planner(planning)
+    while True:
+        planner.chosen, why_not = planner.plan([planner.offer()], **how)
+        plan = planner.chosen
+        if plan is None or plan.target.kind == "snapshot" or planner.fetch(plan)["there"]:
+            return plan, why_not
+        planner.tried.append(plan)
+
+
+def _snapshot_at(planning: Guard, step: int) -> None:
+    planning._context.step = step
+    assert planning._rewinder.snapshots.take() is not None
+
+
+def _planned(planning: Guard, *, visible: bool = True, transient: bool = False) -> int | None:
+    plan, _ = _plan(planning, transient=transient, visible=visible)
+    return None if plan is None else plan.target.step
+
+
+def test_visible_damage_goes_to_the_newest_sound_snapshot_whatever_its_standing(
+    planning: Guard,
+) -> None:
+    _snapshot_at(planning, 4)
+    planning._rewinder.probation.commit(6)
+    with torch.no_grad():
+        next(iter(planning._context.model.parameters()))[0, 0] = math.inf
+    _snapshot_at(planning, 8)
+    assert _planned(planning) == 4
+
+
+def test_plan_that_was_taken_is_not_made_again(planning: Guard) -> None:
+    _snapshot_at(planning, 4)
+    _snapshot_at(planning, 8)
+    taken = []
+    while _planned(planning) is not None:
+        plan, snapshot = _planner(planning).take()
+        taken.append((plan.target.step, snapshot.step))
+    assert taken == [(8, 8), (4, 4)]
+    _, why_not = _plan(planning, transient=False, visible=True)
+    assert why_not.startswith("every rewind has been tried at step 8, 4")
+    _planner(planning).forget()
+    assert _planned(planning) == 8
+
+
+def test_checkpoint_is_read_before_it_is_counted_on(planning: Guard) -> None:
+    state = planning._rewinder.snapshots.present()
+    read: list[int] = []
+
+    class Disk:
+        def steps(self) -> list[int]:
+            return [2, 6]
+
+        def read(self, step: int) -> SavedState | None:
+            read.append(step)
+            return state if step == 2 else None
+
+    _planner(planning).archive = Disk()
+    plan, _ = _plan(planning, transient=False, visible=True)
+    assert plan is not None and (plan.target.step, plan.target.kind) == (2, "checkpoint")
+    assert read == [6, 2]
+    assert _planner(planning).take()[1].state is state
+
+
+# --- what is proven guilty of a step
+
+
+def test_scale_of_the_loss_comes_back_with_the_state() -> None:
+    damaged, reference = scene("sgd", clip=1.0), scene("sgd", clip=1.0)
+    for at in (damaged, reference):
+        at.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+    steps = grouped(DATA[:20], 1)
+    torch.manual_seed(5)
+    bare(reference, steps)
+    torch.manual_seed(5)
+    guard, _ = run(damaged, steps, {15: nan_weight})
+    assert [d[2] for d in decisions(guard)] == ["repeat"]
+    assert difference(state_of(damaged), state_of(reference)) == ""
+
+
+def test_snapshot_is_good_after_its_probation_which_an_incident_begins_anew(guard: Guard) -> None:
+    snapshot, probation = _taken(guard), guard._rewinder.probation
+    standing = []
+    for step in (9, 10):
+        probation.commit(step)
+        standing.append(snapshot.standing)
+    guard._context.step = 20
+    snapshot = _taken(guard)
+    probation.incident(24, hurt=False)
+    for step in (34, 35):
+        probation.commit(step)
+        standing.append(snapshot.standing)
+    assert standing == ["young", "good"] * 2
+
+
+def test_incident_that_finds_the_weights_hurt_makes_young_snapshots_bad(guard: Guard) -> None:
+    snapshot, probation = _taken(guard), guard._rewinder.probation
+    probation.incident(4, hurt=True)
+    found = [(snapshot.standing, probation.hurt_at)]
+    probation.rewound(snapshot)
+    found.append((snapshot.standing, probation.hurt_at))
+    assert found == [("bad", 4), ("young", None)]
+
+
+def test_snapshot_with_a_nonfinite_tensor_is_sound_only_where_that_is_accepted(
+    guard: Guard,
+) -> None:
+    probation = guard._rewinder.probation
+    with torch.no_grad():
+        next(iter(guard._context.model.parameters()))[0, 0] = math.nan
+    assert not probation.sound(_taken(guard))
+    guard._context.meant.names.add("param:0.weight")
+    assert probation.sound(_taken(guard))
+    assert probation.meant_nonfinite({"model/0.weight", "model/10.weight"}) == {"model/0.weight"}
+
+
+def test_earlier_steps_on_earlier_weights_tell_hurt_weights_from_a_changed_loss() -> None:
+    model, added = plain_net(), [0.0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss(batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1]) + added[0]
+
+    with Guard(model, optimizer, config=quiet(snapshot_every=4, probation=2)) as guard:
+        for batch in DATA[:12]:
+            guard.step(loss, batch)
+        snapshots = guard._rewinder.snapshots
+        weights = [p.detach().clone() for p in model.parameters()]
+        assert not loss_function_changed(snapshots)
+        added[0] = 5.0
+        assert loss_function_changed(snapshots)
+        assert all(map(torch.equal, weights, model.parameters()))
+        added[0] = 0.0
+        step = snapshots.kept.at(11)
+        assert step is not None
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-50.0)
+        found = compare_with_best(guard._context, snapshots, step.step)
+        assert found is not None and found.step in (4, 8)
+        assert found.again == found.then
+        assert found.now > 2 * found.then
+        assert found.this_then < 2 * found.then
+        snapshots.ring.clear()
+        assert compare_with_best(guard._context, snapshots, step.step) is None
+        assert not loss_function_changed(snapshots)
+
+
+def test_steps_are_kept_within_a_budget_while_their_batches_are_untouched() -> None:
+    size = RANDOM_NUMBERS + DATA[0][0].nbytes + DATA[0][1].nbytes
+    kept = KeptSteps(3 * size)
+
+    def indices(since: int) -> list[int] | None:
+        found = kept.since(since)
+        return None if found is None else [each.step.index for each in found]
+
+    for index in range(6):
+        kept.keep(step_of(DATA[index], index=index), float(index))
+    assert indices(3) == [3, 4, 5] and indices(2) is None  # the oldest are dropped
+    kept.forget_before(4)
+    batch = (DATA[6][0].clone(), DATA[6][1])
+    kept.keep(step_of(batch, index=6), 2.0)
+    assert indices(4) == [4, 5, 6]
+    step = kept.at(6)
+    assert step is not None
+    assert step.same(2.0 * (1 + 1e-6)) and not step.same(2.1) and not step.same(None)
+    batch[0].add_(1.0)  # a batch that was written to cannot be repeated
+    assert kept.at(6) is None and indices(4) is None
+    assert [each.step.index for each in kept.take_since(5)] == [5, 6]
+    assert indices(4) == [4]
+    kept.keep(step_of(DATA[5], index=5, loss_fn=None), 1.0)  # nor a step without its loss function
+    assert indices(4) is None and indices(6) == []
+
+
+def test_only_what_is_proven_guilty_of_a_step_is_dropped() -> None:
+    def by_samples(*samples: int, micro_batch: int | None = None, **reading: Any) -> Incident:
+        origin = origin_of(samples=samples, micro_batch=micro_batch)
+        return incident_of(origin=origin, reading=Reading(step=0, **reading))
+
+    def by_losses(*numbers: int, of: int) -> Incident:
+        losses = tuple(NAN if number in numbers else 1.0 for number in range(of))
+        return incident_of(reading=Reading(step=0, loss=NAN, micro_losses=losses))
+
+    one, two, four = step_of(DATA[0]), step_of(*DATA[:2]), step_of(*DATA[:4])
+    assert proven_guilty(one, by_samples(2)) == "sample 2"
+    of_the_second = by_samples(0, 3, micro_batch=1)
+    assert proven_guilty(two, of_the_second) == "samples 0, 3 of micro-batch 2 of 2"
+    assert proven_guilty(two, by_losses(0, of=2)) == "micro-batch 1 of 2"
+    assert proven_guilty(four, by_losses(0, 2, of=4)) == "micro-batches 1, 3 of 4"
+    # nothing smaller than the step is guilty where all of it is, or the state
+    for whole in (
+        by_samples(0, 1, 2, 3),
+        by_losses(0, of=1),
+        by_samples(1, bad_state=("param:w",)),
+    ):
+        assert proven_guilty(one, whole) == ""
+    assert share_of(two, by_samples(2)) == 1 / 8
+    assert share_of(two, by_losses(1, of=2)) == 1 / 2
+    assert without_samples(step_of(poisoned(DATA[0])), by_samples(1)) is None  # still not finite
+    assert without_samples(one, incident_of()) is None
+
+    def refuses(batch: object) -> Tensor:
+        raise ValueError("two samples at least")
+
+    assert good_micro_batches(step_of(DATA[0], loss_fn=refuses)) == []
+    assert good_micro_batches(step_of(DATA[0], poisoned(DATA[1]), DATA[2])) == [0, 2]

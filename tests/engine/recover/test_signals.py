@@ -16,12 +16,12 @@ import forked
 import stepguard
 from scenes import NAN, Scene, batches, plain_net, plain_step, quiet
 from stepguard import Guard
+from stepguard.engine.recover import signals
+from stepguard.engine.recover.signals import StuckProcess
 from stepguard.journal import read_run
 
 DATA = batches(12)
 SOURCE = Path(stepguard.__file__).parents[1]
-
-
 pytestmark = pytest.mark.usefixtures("interruptible")
 
 
@@ -84,18 +84,6 @@ def test_signal_inside_a_step_lets_the_step_end(tmp_path: Path) -> None:
     assert result.committed and saved(tmp_path) == ["step-3"]
 
 
-def test_signal_in_the_last_step_is_answered_when_the_guard_closes(tmp_path: Path) -> None:
-    at = scene()
-    with (
-        pytest.raises(KeyboardInterrupt),
-        Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard,
-    ):
-        for batch in DATA[:4]:
-            guard.step(at.loss_fn, batch)
-        send(signal.SIGINT)
-    assert saved(tmp_path) == ["step-4"]
-
-
 def test_second_signal_has_its_effect_at_once(tmp_path: Path) -> None:
     at = scene()
     with Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard:
@@ -121,20 +109,6 @@ def test_state_that_is_not_good_is_not_saved_but_the_last_good_snapshot_is(tmp_p
     with Guard(fresh.model, fresh.optimizer, config=quiet(run_dir=tmp_path)) as guard:
         guard.restore()
     assert all(torch.isfinite(p).all() for p in fresh.model.parameters())
-
-
-def test_handler_of_the_user_is_called_afterwards(tmp_path: Path) -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    try:
-        at = scene()
-        with Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard:
-            guard.step(at.loss_fn, DATA[0])
-            send(signal.SIGTERM)
-            assert heard == []
-        assert heard == [signal.SIGTERM] and saved(tmp_path) == ["step-1"]
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("why", ["no folder", "off", "thread"])
@@ -201,3 +175,54 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
         assert saved(tmp_path) == []
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# --- a watch over signals leaves nothing behind (tests/distributed has one that really waits)
+
+
+GRACE = 30.0
+
+
+def wakeup_file() -> int:
+    current = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+    return current
+
+
+def test_file_of_an_event_loop_stays_its_own() -> None:
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes)
+    try:
+        watch = StuckProcess(lambda number: True, GRACE)
+        assert wakeup_file() == writes
+        watch.close()
+        assert wakeup_file() == writes
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(reads)
+        os.close(writes)
+
+
+@pytest.mark.parametrize("why", ["acted", "harmless"])
+def test_process_that_acts_or_would_go_on_is_not_ended(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    asked = threading.Event()
+    monkeypatch.setattr(signals, "_die_of", ended.append)
+
+    def ends(number: int) -> bool:
+        asked.set()
+        return why == "acted"
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    watch = StuckProcess(ends, GRACE)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert asked.wait(20)
+        watch.acted()
+    finally:
+        watch.close()
+        signal.signal(signal.SIGUSR1, before)
+    assert ended == []

@@ -1,24 +1,301 @@
-"""Tracing after an incident that could not be placed: one guard of a process at a time, and not for
-ever.
+"""Locating in a watched loop: inside the model by replay, outside it by tracing the next bad step
+as it runs, one guard of a process at a time, and not for ever.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import stepguard
 from scenes import quiet
+from stepguard import GuardConfig
 from stepguard.engine.watch import live_tracing
 from stepguard.journal import read_run
-from stepguard.records import GuardConfig, Origin
+from stepguard.records import Incident, Origin
+
+HERE = Path(__file__)
+NAN = math.nan
+
+
+def line(mark: str, file: Path = HERE) -> str:
+    """`file:number` of the line of this file that carries a mark."""
+    numbers = [
+        n
+        for n, text in enumerate(file.read_text().splitlines(), start=1)
+        if text.endswith(f"# {mark}")
+    ]
+    if file.is_relative_to(Path.cwd()):
+        return f"{file.relative_to(Path.cwd())}:{numbers[0]}"
+    return f"{file.name}:{numbers[0]}"
+
+
+class Net(nn.Module):
+    """Features go wrong in one of several ways, steered by the second argument."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.fault = fault
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        hidden = self.norm(self.inner(x))
+        if self.fault == "forward":
+            hidden = hidden * torch.log(scale)[:, None]  # forward
+        if self.fault == "backward":
+            away = (self.inner.weight.sum() * scale)[:, None].expand(-1, 2)
+            hidden = hidden + away.pow(2).sum(1).sqrt()[:, None]  # backward
+        return self.outer(F.relu(hidden))
+
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def plain_loss(out: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    return F.cross_entropy(out, y)
+
+
+def log_loss(out: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    chosen = out.softmax(1).gather(1, y[:, None])[:, 0] * (scale > 0.1)
+    return -torch.log(chosen).mean()  # loss
+
+
+def root_loss(out: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    return (out * (scale > 0.1)[:, None]).pow(2).sum(1).sqrt().mean()  # loss backward
+
+
+@dataclass
+class Watched:
+    """A loop that stays as it is; sample 3 of the bad steps has scale 0 (or a NaN input)."""
+
+    fault: str = ""
+    loss: Loss = plain_loss
+    bad: tuple[int, ...] = (2,)
+    steps: int = 4
+    bad_input: bool = False
+    micro: int = 1
+    config: GuardConfig = field(default_factory=lambda: GuardConfig(terminal="quiet"))
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
+    during: Callable[[int, nn.Module], None] = lambda step, model: None
+    guarded: bool = True
+
+    def run(self) -> tuple[Incident, ...]:
+        torch.manual_seed(0)
+        self.model = Net(self.fault)
+        self.update = self.optimizer(self.model.parameters(), lr=1e-2)
+        self.losses: list[float] = []
+        guard = (
+            stepguard.watch(self.model, self.update, config=self.config) if self.guarded else None
+        )
+        try:
+            for step in range(self.steps):
+                self._step(step)
+        finally:
+            if guard is not None:
+                guard.close()
+        return guard.incidents if guard is not None else ()
+
+    def _step(self, step: int) -> None:
+        self.update.zero_grad()
+        for micro in range(self.micro):
+            x, y, scale = torch.randn(6, 4), torch.randint(3, (6,)), torch.rand(6) + 0.5
+            if step in self.bad and micro == self.micro - 1:
+                if self.bad_input:
+                    x[3, 1] = NAN
+                else:
+                    scale[3] = 0.0
+            self.during(step, self.model)
+            loss = self.loss(self.model(x, scale), y, scale)
+            loss.backward()
+            self.losses.append(loss.item())
+        self.update.step()
+
+
+def origin(incident: Incident) -> Origin:
+    assert incident.origin is not None
+    return incident.origin
+
+
+def test_a_model_without_a_line_of_the_users_gets_the_line_that_called_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softplus(beta=float("nan")), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        model(torch.randn(2, 4)).sum().backward()  # caller
+        optimizer.step()
+    found = origin(guard.incidents[0])
+    assert (found.op, found.module, found.source) == ("aten.softplus", "1", line("caller"))
+
+
+def test_what_came_in_computed_is_not_called_an_input() -> None:
+    torch.manual_seed(0)
+    before, model = nn.Linear(4, 4), Net()
+    optimizer = torch.optim.SGD([*before.parameters(), *model.parameters()], lr=0.1)
+    with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        features = before(torch.randn(6, 4)) * NAN
+        F.cross_entropy(model(features, torch.ones(6)), torch.zeros(6, dtype=torch.long)).backward()
+        optimizer.step()
+    found = origin(guard.incidents[0])
+    assert (found.phase, found.tensor, found.op, found.reproduced) == ("forward", None, None, None)
+    assert any("through an argument" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize(
+    ("loss", "op", "mark", "code"),
+    [(log_loss, "aten.log", "loss", "SG202"), (root_loss, "aten.div", "loss backward", "SG401")],
+)
+def test_the_second_incident_is_placed_by_the_live_trace(
+    loss: Loss, op: str, mark: str, code: str, tmp_path: Path
+) -> None:
+    config = GuardConfig(terminal="quiet", run_dir=tmp_path)
+    first, second = Watched(loss=loss, bad=(2, 5), steps=8, config=config).run()
+    outside = origin(first)
+    places = (outside.module, outside.op, outside.source, outside.tensor, outside.reproduced)
+    assert places == (None,) * 5
+    assert any("outside the model" in remark for remark in outside.remarks)
+    assert "output gradient" not in f"{first.verdict.summary} {outside} {first.reading.bad_inputs}"
+    found = origin(second)
+    assert (found.op, found.source, found.method) == (op, line(mark), "live")
+    assert (found.phase, found.module) == ("loss" if loss is log_loss else "backward", None)
+    assert outside.phase == found.phase
+    assert second.findings[0].code == code
+    notes = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "tracing"]
+    assert len(notes) == 1
+    assert notes[0].startswith("tracing the next 40 steps, slower")
+
+
+def test_a_value_computed_before_the_model_is_called_is_no_input() -> None:
+    torch.manual_seed(0)
+    model, bad = Net(), (1, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        for step in range(5):
+            raw = torch.full((6, 4), -1.0 if step in bad else 1.0)
+            features = torch.log(raw) * model.norm.weight.mean()  # data
+            optimizer.zero_grad()
+            F.cross_entropy(
+                model(features, torch.ones(6)), torch.zeros(6, dtype=torch.long)
+            ).backward()
+            optimizer.step()
+    first, second = guard.incidents
+    assert origin(first).op is None
+    assert (origin(second).op, origin(second).phase, origin(second).source) == (
+        "aten.log",
+        "loss",
+        line("data"),
+    )
+    assert (second.findings[0].code, second.findings[0].certainty) == ("SG202", "certain")
+
+
+def test_tracing_ends_after_a_bounded_number_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_tracing, "ARMED_STEPS", 2)
+    config = GuardConfig(terminal="quiet", run_dir=tmp_path)
+    active: list[bool] = []
+    Watched(
+        loss=log_loss,
+        bad=(1,),
+        steps=8,
+        config=config,
+        during=lambda *_: active.append(bool(_modes())),
+    ).run()
+    assert active == [False, False, True, True, False, False, False, False]
+    notes = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "tracing"]
+    assert [note.split()[0] for note in notes] == ["tracing", "no"]
+
+
+def _modes() -> list[Any]:
+    return list(_get_current_dispatch_mode_stack())
+
+
+def test_closing_in_the_middle_of_a_traced_step_leaves_nothing_behind() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Watched(loss=log_loss, bad=(1,), steps=8, during=_interrupt_at(4)).run()
+    assert not _modes()
+
+
+def _interrupt_at(when: int) -> Callable[[int, nn.Module], None]:
+    def during(step: int, model: nn.Module) -> None:
+        if step == when:
+            assert _modes()
+            raise KeyboardInterrupt
+
+    return during
+
+
+def test_a_closure_optimizer_is_not_traced_and_says_so(tmp_path: Path) -> None:
+    config = GuardConfig(terminal="quiet", run_dir=tmp_path)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    with stepguard.watch(model, optimizer, config=config) as guard:
+        for _ in range(2):
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = log_loss(
+                    model(torch.randn(6, 4), torch.ones(6)),
+                    torch.zeros(6, dtype=torch.long),
+                    -torch.ones(6),
+                )
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            assert not _modes()
+    assert len(guard.incidents) == 2
+    assert any(
+        "several times a step" in str(note.get("summary")) for note in read_run(tmp_path).notes
+    )
+
+
+class Graph(nn.Module):
+    """Attention over the neighbours: it takes all nodes or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.runs = 0
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        self.runs += 1
+        h = self.inner(x)
+        return torch.softmax((h @ h.T).masked_fill(edges == 0, -math.inf), -1) @ h  # graph
+
+
+def test_a_whole_graph_is_placed_in_a_few_runs_at_every_incident() -> None:
+    torch.manual_seed(0)
+    model, nodes, runs = Graph(), 300, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with stepguard.watch(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
+        for step in range(6):
+            edges = torch.eye(nodes)
+            edges[7] = float(step not in (2, 4))
+            before = model.runs
+            optimizer.zero_grad()
+            model(torch.randn(nodes, 8), edges).pow(2).mean().backward()
+            optimizer.step()
+            runs.append(model.runs - before)
+    assert [origin(incident).source for incident in guard.incidents] == [
+        line("graph", Path(__file__))
+    ] * 2
+    assert [runs[step] for step in (0, 1, 3, 5)] == [1] * 4
+    assert runs[2] <= 8
+    assert runs[4] <= 4  # and nothing of what was in vain is tried again
+
+
+# --- several guards of one process
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +306,11 @@ def _nothing_compiled() -> Iterator[None]:
     assert live_tracing.LiveTracing.armed is None
 
 
-def log_loss(model: nn.Module, x: Tensor, factor: float) -> Tensor:
+def log_of_model(model: nn.Module, x: Tensor, factor: float) -> Tensor:
     return model(x).sigmoid().mul(factor).log().mean()
 
 
-LOG_LINE = f"test_live_tracing.py:{inspect.getsourcelines(log_loss)[1] + 1}"
+LOG_LINE = f"test_live_tracing.py:{inspect.getsourcelines(log_of_model)[1] + 1}"
 
 
 class Several:
@@ -69,7 +346,7 @@ class Several:
         x = torch.randn(8, 4)
         self.active.append(len(_get_current_dispatch_mode_stack()))
         for index, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            loss = log_loss(model, x, 0.0 if index in bad else 1.0)
+            loss = log_of_model(model, x, 0.0 if index in bad else 1.0)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -87,37 +364,6 @@ def test_of_several_optimizers_one_is_traced_and_the_others_say_so(tmp_path: Pat
     assert max(loop.active) == 1
     written = "".join(file.read_text() for file in tmp_path.rglob("journal*.jsonl"))
     assert written.count(live_tracing.ANOTHER_TRACES) == 1
-
-
-def test_what_another_optimizer_did_is_not_told_of_this_one() -> None:
-    """The second model's loss is bad where the first one's is not, within one step of the first."""
-    first, second = Several(2, locate=True).run(10, {2: (1,), 5: (1,), 7: (1,)})
-    assert not first
-    assert [origin.op for origin in second[1:] if origin is not None] == ["aten.log"] * 2
-
-
-def test_a_value_from_another_guards_model_is_not_called_by_this_ones_names() -> None:
-    """The first model's weight turns bad and the second one's loss uses it: it is no parameter of
-    the second.
-    """
-    torch.manual_seed(0)
-    one, other = nn.Linear(4, 4), nn.Linear(4, 1)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (one, other)]
-    config = quiet(locate=True)
-    with (
-        stepguard.watch(one, optimizers[0], config=config),
-        stepguard.watch(other, optimizers[1], config=config) as b,
-    ):
-        b._driver.tracing._arm(0)  # type: ignore[union-attr]
-        for step in range(3):
-            extra = one.weight.detach() if step < 2 else one.weight.detach() * torch.nan
-            loss = other(torch.randn(2, 4)).mean() + extra.mean()
-            optimizers[1].zero_grad()
-            loss.backward()
-            optimizers[1].step()
-        (incident,) = b.incidents
-    assert incident.origin is not None
-    assert (incident.origin.op, incident.origin.tensor) == ("aten.mul", None)
 
 
 def test_values_are_bit_identical_while_one_of_several_is_traced() -> None:
@@ -191,8 +437,42 @@ def test_with_several_guards_every_line_says_which_one_speaks(
     assert all("(optimizer 1: Adam of critic)" in line for line in lines)
 
 
-def test_the_only_guard_does_not_name_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    model = nn.Linear(4, 1)
-    with stepguard.Guard(model, torch.optim.SGD(model.parameters(), lr=1e-3)) as guard:
-        guard.step(lambda x: model(x).mean(), torch.full((2, 4), torch.nan))
-    assert "SGD of Linear" not in capsys.readouterr().err.splitlines()[0]
+FUSED: Any = lambda params, lr: torch.optim.Adam(params, lr=lr, fused=True)  # noqa: E731
+PLACED: dict[str, tuple[Watched, dict[str, Any], str]] = {
+    "forward": (
+        Watched("forward"),
+        {"phase": "forward", "op": "aten.log", "module": "", "source": line("forward")},
+        "SG202",
+    ),
+    "backward": (
+        Watched("backward"),
+        {"phase": "backward", "node": "SqrtBackward0", "module": "", "source": line("backward")},
+        "SG401",
+    ),
+    "argument": (Watched(bad_input=True), {"phase": "input", "tensor": "batch:x"}, "SG101"),
+    "accumulated forward": (
+        Watched("forward", micro=3),
+        {"source": line("forward"), "micro_batch": 2},
+        "SG202",
+    ),
+    "accumulated backward": (
+        Watched("backward", micro=3),
+        {"source": line("backward"), "micro_batch": 2},
+        "SG401",
+    ),
+    "fused, read late": (
+        Watched("forward", optimizer=FUSED),
+        {"source": line("forward")},
+        "SG202",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_a_value_born_inside_the_model_is_placed_with_line_and_sample(case: str) -> None:
+    loop, wanted, code = PLACED[case]
+    (incident,) = loop.run()
+    found = origin(incident)
+    assert {name: getattr(found, name) for name in wanted} == wanted
+    assert found.samples == (3,) and (found.reproduced or case == "argument")
+    assert incident.findings[0].code == code
