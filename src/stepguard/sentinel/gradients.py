@@ -275,7 +275,8 @@ def _grouped(owners: Sequence[str], depth: int) -> dict[str, list[int]]:
 
 
 FLOAT = torch.float32
-KIND = attrgetter("dtype", "device")
+KIND = attrgetter("dtype", "device", "shape")
+SCALAR = torch.Size()
 
 
 class Packet:
@@ -285,8 +286,9 @@ class Packet:
     """How many packets this process has waited for; tests count syncs with it."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
+        kinds = set(map(KIND, values))
         device = values[0].device
-        if set(map(Tensor.dim, values)) == {0} and set(map(KIND, values)) == {(FLOAT, device)}:
+        if kinds == {(FLOAT, device, SCALAR)}:
             line = torch.stack(list(values)).detach()
         else:
             # mps has no float64.

@@ -198,9 +198,13 @@ class ObservedLoss:
         parameters = self._context.parameters
         if parameters is not self._sampled:
             self._sampled = parameters
-            self._sample = parameters[:: -(-len(parameters) // SAMPLED) or 1]
+            self._sample = parameters
+            if len(parameters) > SAMPLED:
+                self._sample = parameters[:: -(-len(parameters) // SAMPLED)]
         self._at_start = _marks(parameters)
-        self._sample_at_start = _marks(self._sample)
+        self._sample_at_start = self._at_start
+        if self._sample is not parameters:
+            self._sample_at_start = _marks(self._sample)
         dropped = self._sample_at_start != self._at_end
         self._context.memory.habits.backward_begins(
             root, parameters, first=not self.losses, dropped=dropped
@@ -221,9 +225,9 @@ class ObservedLoss:
             return False
         self._heard = False
         self._at_end = _marks(self._sample)
-        ours = not failed and (
-            self._at_end != self._sample_at_start or _marks(self._sampled) != self._at_start
-        )
+        ours = not failed and self._at_end != self._sample_at_start
+        if not ours and not failed and self._sample is not self._sampled:
+            ours = _marks(self._sampled) != self._at_start
         if self.losses and not ours:
             self.losses.pop()
         if ours:
@@ -245,8 +249,19 @@ class ObservedLoss:
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Clipping took the norm of all gradients: no need to take it again."""
-        ours = gradients_of(self._context)
-        if len(ours) != len(tensors) or not all(map(is_, ours, tensors)):
+        # the first and the last stand for all: `norm` compares every one before it is used
+        parameters = self._context.memory.ordered
+        if not tensors or len(tensors) > len(parameters):
+            return
+        for parameter in parameters:
+            if parameter.grad is not None:
+                break
+        if parameter.grad is not tensors[0]:
+            return
+        for parameter in reversed(parameters):
+            if parameter.grad is not None:
+                break
+        if parameter.grad is not tensors[-1]:
             return
         # Of sharded gradients each rank keeps its part: the whole would take a collective, which a
         # rank without a guard does not join. What ranks exchange for the step adds the parts up.
@@ -259,7 +274,7 @@ class ObservedLoss:
         if not HALF_KINDS.isdisjoint(map(DTYPE, tensors)):
             # torch takes it in half precision, where it overflows early
             self._norm = None
-        self._at_norm = _marks_of(ours)
+        self._at_norm = _marks_of(tensors)
 
     def norm(self, gradients: list[Tensor]) -> GradientNorm | None:
         """The norm before clipping, unless anything but clipping has written gradients since."""
