@@ -533,8 +533,8 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     """
     found = list(tensors)
     plain_types = set(map(type, found)) <= set(PLAIN)
-    if found and plain_types and not found[0].is_meta and _one_dtype(found) in ORDINARY:
-        with suppress(RuntimeError):  # an empty or a sparse one
+    if found and plain_types and not found[0].is_meta and found[0].dtype in ORDINARY:
+        with suppress(RuntimeError):  # an empty or a sparse one, or several devices
             return torch.stack(list(foreach_max(found))).float().max()
     plain = [t for t in map(dense_real, found) if t.numel() and t.is_floating_point()]
     if not plain:

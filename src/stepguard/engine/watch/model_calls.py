@@ -387,13 +387,8 @@ class StepBoundary:
         self._parts: set[int] = set()
         self._handle: RemovableHandle | None = None
 
-    @property
-    def reliable(self) -> bool:
-        """Does the root itself begin every step?"""
-        return self._root_calls and not self._doubted
-
-    def open(self) -> None:
-        """An update is over."""
+    def open(self) -> bool:
+        """An update is over. Does the root itself begin every step?"""
         if self._open:
             self._root_calls = False  # a whole step went by without a call
         self._open = True
@@ -401,6 +396,7 @@ class StepBoundary:
         if not reliable and not graphs_compiled():
             self._parts = {id(module) for root in self._roots for module in root.modules()}
             self._handle = self._handle or register_module_forward_pre_hook(self._called)
+        return reliable
 
     def root_called(self) -> None:
         """The model, or the framework that is about to call it."""

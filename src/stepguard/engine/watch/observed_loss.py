@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import evaluates_again, needs_closure
-from stepguard.engine.reader import GRADIENT, MicroLoss, gradients_of, own_norm, summed_in_half
+from stepguard.engine.reader import GRADIENT, MicroLoss, gradients_of, summed_in_half
 from stepguard.sentinel.gradients import DTYPE, GradientNorm, gradient_norm, is_custom
 from stepguard.sentinel.torch_patches import unscaled
 from stepguard.state.buffers import UndoCopy
@@ -78,16 +78,14 @@ class GradientVeto:
         self._gradients: list[Tensor | None] = []
         self._versions: list[int] = []
         self._undo: UndoCopy | None = None
-
-    @property
-    def hidden(self) -> bool:
+        self.hidden = False
         """Is an update being vetoed?"""
-        return bool(self._parameters)
 
     def hide(self, copy: UndoCopy | None = None) -> None:
         """Hide the gradients. `copy`: taken before, of an optimizer that has already begun."""
         context = self._context
         self._parameters = list(context.parameters)
+        self.hidden = bool(self._parameters)
         self._gradients = [parameter.grad for parameter in self._parameters]
         self._undo = copy
         self._why_no_copy = ""
@@ -281,11 +279,11 @@ class ObservedLoss:
         if self._norm is None:
             if self._taken is not None and self._taken[1] == _marks_of(gradients):
                 return self._taken[0]
-            return self._scaled_norm()
+            return None
         identities, writes = _marks_of(gradients)
         # clipping itself writes each gradient once
         if identities != self._at_norm[0] or max(map(sub, writes, self._at_norm[1]), default=0) > 1:
-            return self._scaled_norm()
+            return None
         return self._norm
 
     def take_norm(self) -> Tensor | None:
@@ -304,11 +302,6 @@ class ObservedLoss:
         if found is None:
             return None
         return found.total
-
-    def _scaled_norm(self) -> GradientNorm | None:
-        """Where a scaler leaves dividing to the fused kernel, gradients still carry its factor."""
-        scale = getattr(self._context.optimizer, "grad_scale", None)
-        return None if scale is None else own_norm(self._context)
 
     def clear(self) -> None:
         """An update has used what was observed."""
