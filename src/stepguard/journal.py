@@ -113,7 +113,7 @@ class Journal(Sink):
         fields: dict[str, Any] = {}
         for name in STEP_FIELDS:
             value = getattr(reading, name)
-            if value not in (None, (), {}, []):
+            if value or isinstance(value, int | float):
                 fields[name] = value
         fields["committed"] = committed
         noted = progress.noted

@@ -228,7 +228,7 @@ class Pending:
             bad = watched[:losses].isnan().any() | ~torch.isfinite(watched[losses:]).all()
         else:
             # a finite number minus itself is 0, any other NaN: fewer kernels than `isfinite`
-            bad = (watched - watched).sum().ne(0)
+            bad = (watched - watched).any()
         reduced = watched.numel() - losses - len(self.names)
         if reduced > 1:
             # its first half are sums of what ranks saw, its second half counts of what was bad

@@ -99,9 +99,10 @@ class Transaction:
         context = self.context
         rates_finite = all(map(math.isfinite, reading.lr))
         self._alone = False
-        if alarming(reading) or reading.state_born or not rates_finite:
+        alarm = alarming(reading)
+        if alarm or reading.state_born or not rates_finite:
             self._alone = not self._ranks.others_come(reading, context.memory.missed)
-        if not alarming(reading) or reading.state_born:
+        if not alarm or reading.state_born:
             return reading
         look = partial(examine, context, step, reading)
         presumed = presumed_reading(context, reading)

@@ -168,7 +168,7 @@ def _modules() -> list[nn.Module]:
 
 # --- while it runs
 
-_wirings: weakref.WeakSet[Wiring] = weakref.WeakSet()
+_wirings: list[weakref.ref[Wiring]] = []
 _hook: list[Callable[[], None]] = []
 """Removes the one hook of the process by which wirings observe every optimizer's step."""
 keeps_hearing: set[object] = set()
@@ -188,13 +188,16 @@ def hear_optimizers() -> None:
 
 def stop_hearing() -> None:
     """Remove the hook with the last guard, unless an optimizer steps right now."""
-    if _hook and not keeps_hearing and not list(_wirings) and not _inside_a_step():
+    used = keeps_hearing or any(reference() is not None for reference in _wirings)
+    if _hook and not used and not _inside_a_step():
         _hook.pop()()
 
 
 def _optimizer_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for wiring in list(_wirings):
-        wiring.optimizer_begins(optimizer)
+    for reference in tuple(_wirings):
+        wiring = reference()
+        if wiring is not None:
+            wiring.optimizer_begins(optimizer)
 
 
 def _inside_a_step() -> bool:
@@ -232,7 +235,7 @@ class Wiring:
         """The optimizer that was guarded before the present one."""
         self._beside: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Other optimizers that are left alone, and whether they train parts of this model."""
-        _wirings.add(self)
+        _wirings.append(weakref.ref(self, _wirings.remove))
         hear_optimizers()
         context.resources.callback(self._hear_no_more)
         # Weakly: a guard that is never closed can still go.
@@ -246,7 +249,7 @@ class Wiring:
         return self._stepping
 
     def _hear_no_more(self) -> None:
-        _wirings.discard(self)
+        _wirings[:] = [reference for reference in _wirings if reference() is not self]
         stop_hearing()
 
     def expect_own_steps(self) -> None:

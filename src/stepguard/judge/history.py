@@ -207,7 +207,10 @@ class History:
             self.best = level
             self.best_at = self.committed
             self.best_noise = self.noise
-        self._judge_level(level, reading.step)
+            self.near_best_at = self.committed
+            self.diverged_at = None
+        else:
+            self._judge_level(level, reading.step)
 
     def _judge_level(self, level: float, step: int) -> None:
         """Latch a loss that is too high, and let go once its level is back.

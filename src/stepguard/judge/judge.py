@@ -61,7 +61,7 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
         spike_limit = sigmas
     rise = loss - history.level
     # a deviation is never less than this share of the median, and takes longer to compute
-    if rise <= spike_limit * LEAST_SPREAD * abs(median(history.losses)):
+    if rise <= 0 or rise <= spike_limit * LEAST_SPREAD * abs(median(history.losses)):
         return OK
     excess = rise / history.spread
     if not excess > spike_limit:

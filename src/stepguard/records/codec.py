@@ -137,6 +137,8 @@ def dumps(value: dict[str, Any]) -> str:
         text = _encode(value)
     except (TypeError, ValueError):  # a number that is not finite, or a key that is no text
         text = _encode(strict_json(value))
+    if text.isascii() and text.isprintable():
+        return text
     # Some readers also break lines at U+2028; lone surrogates come from file names that are not
     # UTF-8; a journal may be printed with `cat`.
     return UNPRINTABLE.sub(_escaped, text)

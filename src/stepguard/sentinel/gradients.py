@@ -275,7 +275,8 @@ def _grouped(owners: Sequence[str], depth: int) -> dict[str, list[int]]:
 
 
 FLOAT = torch.float32
-KIND = attrgetter("dtype", "device")
+KIND = attrgetter("dtype", "device", "shape")
+SCALAR = torch.Size()
 
 
 class Packet:
@@ -285,8 +286,9 @@ class Packet:
     """How many packets this process has waited for; tests count syncs with it."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
+        kinds = set(map(KIND, values))
         device = values[0].device
-        if set(map(Tensor.dim, values)) == {0} and set(map(KIND, values)) == {(FLOAT, device)}:
+        if kinds == {(FLOAT, device, SCALAR)}:
             line = torch.stack(list(values)).detach()
         else:
             # mps has no float64.
@@ -531,8 +533,8 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     """
     found = list(tensors)
     plain_types = set(map(type, found)) <= set(PLAIN)
-    if found and plain_types and not found[0].is_meta and _one_dtype(found) in ORDINARY:
-        with suppress(RuntimeError):  # an empty or a sparse one
+    if found and plain_types and not found[0].is_meta and found[0].dtype in ORDINARY:
+        with suppress(RuntimeError):  # an empty or a sparse one, or several devices
             return torch.stack(list(foreach_max(found))).float().max()
     plain = [t for t in map(dense_real, found) if t.numel() and t.is_floating_point()]
     if not plain:

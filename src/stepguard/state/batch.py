@@ -414,7 +414,8 @@ class Step:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the user's module inside DistributedDataParallel or torch.compile's wrapper."""
-    inner = getattr(model, "_orig_mod", None)
+    # a module takes microseconds to say that it lacks an attribute
+    inner = model._modules.get("_orig_mod")
     if inner is None and type(model).__name__ in PARALLEL_WRAPPERS:
         inner = getattr(model, "module", None)
     if not isinstance(inner, nn.Module):

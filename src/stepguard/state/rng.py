@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,23 +26,48 @@ class RngState:
 
 TWISTER = 625 * 4
 """Bytes of a Mersenne twister: its key and its position."""
-_numpy_read: list[tuple[bytes, Any]] = [(b"", None)]
-"""Memory of numpy's global generator when it was last read, and the state that was read."""
+_last_read: dict[str, tuple[bytes, Any]] = {"python": (b"", None), "numpy": (b"", None)}
+"""Memory of a global generator when it was last read, and the state that was read.
+
+To read a state takes longer than the rest of a step's capture, and most steps draw nothing from
+either generator: its memory shows that without a read.
+"""
+
+
+def _python_address() -> int:
+    """Where CPython keeps position and key; 0 where they are not found there."""
+    if sys.implementation.name != "cpython":
+        return 0
+    address = id(random.getstate.__self__) + object.__basicsize__  # type: ignore[attr-defined]
+    *key, position = random.getstate()[1]
+    found = struct.unpack("625I", ctypes.string_at(address, TWISTER))
+    return address if found == (position, *key) else 0
+
+
+_python_twister = _python_address()
+
+
+def _python_state() -> Any:
+    if not _python_twister:
+        return random.getstate()
+    memory = ctypes.string_at(_python_twister, TWISTER)
+    before, state = _last_read["python"]
+    # a cached normal number can be drawn without touching this memory
+    if memory != before or state[2] is not random.getstate.__self__.gauss_next:  # type: ignore[attr-defined]
+        state = random.getstate()
+        _last_read["python"] = (memory, state)
+    return state
 
 
 def _numpy_state(numpy: Any) -> Any:
-    """numpy takes longer to read its state than the rest of a step's capture, and most steps draw
-    nothing from it: the memory of the generator shows that without a read.
-    """
     generator = numpy.random.mtrand._rand._bit_generator
     if type(generator) is not numpy.random.MT19937:
         return numpy.random.get_state()
     memory = ctypes.string_at(generator.ctypes.state_address, TWISTER)
-    before, state = _numpy_read[0]
-    # a cached normal number (the fourth entry) can be drawn without touching this memory
+    before, state = _last_read["numpy"]
     if memory != before or state[3]:
         state = numpy.random.get_state()
-        _numpy_read[0] = (memory, state)
+        _last_read["numpy"] = (memory, state)
     return state
 
 
@@ -55,7 +81,7 @@ def capture_rng() -> RngState:
     return RngState(
         cpu=torch.get_rng_state(),
         devices=devices,
-        python=random.getstate(),
+        python=_python_state(),
         numpy=None if numpy is None else _numpy_state(numpy),
     )
 

@@ -112,8 +112,8 @@ class FusedUpdate:
         self._scaler = scaler_copy(context)
         self._without_state: list[Tensor] = []
         state = context.optimizer.state
-        if len(state) < len(context.parameters):
-            self._without_state = [p for p in context.parameters if p not in state]
+        if len(state) < len(context.memory.ordered):
+            self._without_state = [p for p in context.memory.ordered if p not in state]
         self._gradients: GradientMark | None = None
         self._reading: Reading | None = None
         """The numbers, once they have been waited for."""
@@ -129,7 +129,7 @@ class FusedUpdate:
 
     def issued(self, context: Context) -> None:
         """The update is on its way; from now on the loop may drop the gradients."""
-        self._gradients = GradientMark(context.parameters)
+        self._gradients = GradientMark(context.memory.ordered)
 
     def read(self, transaction: Transaction) -> Reading | None:
         """Wait for the numbers of this update; None where the guard is disarmed."""

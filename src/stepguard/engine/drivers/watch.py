@@ -189,15 +189,17 @@ class WatchDriver(Lifecycle):
         if self._begun:
             return
         self._begun = True
-        if self._fused is None and self.context.scheduler is None and not self.rollback.scaler:
-            return
+        scheduled = self.context.scheduler is not None
         moved: bool | None = None
-        if self.protect.armed:
+        if scheduled and self.protect.armed:
             with self.protect.region:
                 moved = self.rollback.moved()
-        with self.tracing.paused():
-            taken_back = self.settle()
-        self._take_back_schedule(None if taken_back else moved)
+        taken_back = False
+        if self._fused is not None:
+            with self.tracing.paused():
+                taken_back = self.settle()
+        if scheduled or self.rollback.scaler:
+            self._take_back_schedule(None if taken_back else moved)
 
     def _take_back_schedule(self, moved: bool | None = None) -> None:
         if self.protect.armed:
@@ -332,13 +334,13 @@ class WatchDriver(Lifecycle):
         self._begun = False
         self.forget()
         self.shared.stepped()
-        if counts and not self._rewound():
+        rewinds = self.context.budget.rewinds
+        if counts and self._timeline == rewinds:
             self.context.step += 1
-        self._timeline = self.context.budget.rewinds
+        self._timeline = rewinds
         self._remembered = False
         self.context.buffers.mark()
-        self.boundary.open()
-        if not self.boundary.reliable:
+        if not self.boundary.open():
             # then nothing may tell where the next step begins
             self.remember()
         if self._traced or not self.tracing.idle:
@@ -346,10 +348,6 @@ class WatchDriver(Lifecycle):
             if self.protect.armed:
                 with self.protect.part("live tracing"):
                     self.tracing.begin()
-
-    def _rewound(self) -> bool:
-        """Has the state been put back since this step's forward pass?"""
-        return self._timeline != self.context.budget.rewinds
 
     # --- a fused optimizer: the kernel takes the verdict, the host reads it later ----------------
 
@@ -435,7 +433,7 @@ class WatchDriver(Lifecycle):
         reading = self.read(pending)
         if reading is None:
             return
-        damaged = self._damaged_peer(sharing, reading)
+        damaged = self._damaged_peer(sharing, reading) if sharing else None
         if damaged is None:
             self._judge(self._step(reading), reading, self, again=again)
         if sharing or pending.others_bad:
@@ -486,7 +484,7 @@ class WatchDriver(Lifecycle):
 
     def _damaged_peer(self, sharing: list[Sharing], reading: Reading) -> WatchDriver | None:
         """The one whose weights are damaged, where this guard's own are not."""
-        if not sharing or not alarming(reading) or not self.protect.armed:
+        if not alarming(reading) or not self.protect.armed:
             return None
         with self.protect.region:
             if stored_trouble(self.context):
@@ -785,7 +783,8 @@ class WatchDriver(Lifecycle):
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             # gradients from before a rewind belong to weights that are gone
-            if self.shared.is_dropped or self._rewound():
+            rewound = self._timeline != self.context.budget.rewinds
+            if rewound or self.shared.is_dropped:
                 self._refuse()
             else:
                 self.check()

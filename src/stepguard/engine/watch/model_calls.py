@@ -39,10 +39,10 @@ from stepguard.tensors.torch_private import graphs_compiled
 
 
 class Hearer(Protocol):
-    """Receives every call of one module."""
+    """Receives every call of one module, and the output of those that `called` says it wants."""
 
-    def called(self, module: nn.Module, args: Any, kwargs: Any) -> None: ...
-    def returned(self, module: nn.Module, output: Any) -> None: ...
+    def called(self, module: nn.Module, args: Any, kwargs: Any) -> bool: ...
+    def returned(self, output: Any) -> None: ...
     def raised(self, module: nn.Module, error: Exception) -> None: ...
 
 
@@ -66,16 +66,15 @@ class HeardCall:
         run = module._call_impl if self.below is None else self.below
         if module is not self._module:
             return run(*args, **kwargs)
-        for hearer in tuple(self.hearers):
-            hearer.called(module, args, kwargs)
+        waiting = [one for one in tuple(self.hearers) if one.called(module, args, kwargs)]
         try:
             output = run(*args, **kwargs)
         except Exception as error:
             for hearer in tuple(self.hearers):
                 hearer.raised(module, error)
             raise
-        for hearer in tuple(self.hearers):
-            hearer.returned(module, output)
+        for hearer in waiting:
+            hearer.returned(output)
         return output
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -298,13 +297,17 @@ class ModelCalls:
         finally:
             self._paused = before
 
-    def called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The model is about to run."""
-        if self._hears(module):
-            try:
-                self._called(module, args, kwargs)
-            except Exception as fault:
-                self._protect.failed(fault)
+    def called(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """The model is about to run. True where its output is wanted."""
+        if self._paused or self.off or not module.training or not self._protect.armed:
+            return False
+        if not torch.is_grad_enabled() or tracing() or transforming():
+            return False
+        try:
+            self._called(module, args, kwargs)
+        except Exception as fault:
+            self._protect.failed(fault)
+        return bool(self.calls)
 
     def raised(self, module: nn.Module, error: Exception) -> None:
         """The model has raised instead."""
@@ -313,9 +316,9 @@ class ModelCalls:
         if not (torch.compiler.is_compiling() or tracing() or transforming()):
             self._on_error(error)
 
-    def returned(self, module: nn.Module, output: Any) -> None:
+    def returned(self, output: Any) -> None:
         """The model has run."""
-        if not self.calls or not self._hears(module):
+        if not self.calls:
             return
         try:
             for index, tensor in enumerate(differentiable(output)):
@@ -327,13 +330,6 @@ class ModelCalls:
                     continue  # a tensor that takes no hook
         except Exception as fault:
             self._protect.failed(fault)
-
-    def _hears(self, module: nn.Module) -> bool:
-        if self._paused or self.off or not module.training or not self._protect.armed:
-            return False
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return False
-        return not tracing() and not transforming()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         forward = unwrapped(module).forward
@@ -359,6 +355,8 @@ def _received(
 
 def differentiable(output: Any) -> list[Tensor]:
     """Every tensor of a model's output that gradients flow into."""
+    if type(output) is Tensor:
+        return [output] if output.requires_grad else []
     leaves, _ = tree_flatten(dict(output) if hasattr(output, "keys") else output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
@@ -389,13 +387,8 @@ class StepBoundary:
         self._parts: set[int] = set()
         self._handle: RemovableHandle | None = None
 
-    @property
-    def reliable(self) -> bool:
-        """Does the root itself begin every step?"""
-        return self._root_calls and not self._doubted
-
-    def open(self) -> None:
-        """An update is over."""
+    def open(self) -> bool:
+        """An update is over. Does the root itself begin every step?"""
         if self._open:
             self._root_calls = False  # a whole step went by without a call
         self._open = True
@@ -403,6 +396,7 @@ class StepBoundary:
         if not reliable and not graphs_compiled():
             self._parts = {id(module) for root in self._roots for module in root.modules()}
             self._handle = self._handle or register_module_forward_pre_hook(self._called)
+        return reliable
 
     def root_called(self) -> None:
         """The model, or the framework that is about to call it."""

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import evaluates_again, needs_closure
-from stepguard.engine.reader import GRADIENT, MicroLoss, gradients_of, own_norm, summed_in_half
+from stepguard.engine.reader import GRADIENT, MicroLoss, gradients_of, summed_in_half
 from stepguard.sentinel.gradients import DTYPE, GradientNorm, gradient_norm, is_custom
 from stepguard.sentinel.torch_patches import unscaled
 from stepguard.state.buffers import UndoCopy
@@ -78,16 +78,14 @@ class GradientVeto:
         self._gradients: list[Tensor | None] = []
         self._versions: list[int] = []
         self._undo: UndoCopy | None = None
-
-    @property
-    def hidden(self) -> bool:
+        self.hidden = False
         """Is an update being vetoed?"""
-        return bool(self._parameters)
 
     def hide(self, copy: UndoCopy | None = None) -> None:
         """Hide the gradients. `copy`: taken before, of an optimizer that has already begun."""
         context = self._context
         self._parameters = list(context.parameters)
+        self.hidden = bool(self._parameters)
         self._gradients = [parameter.grad for parameter in self._parameters]
         self._undo = copy
         self._why_no_copy = ""
@@ -198,9 +196,13 @@ class ObservedLoss:
         parameters = self._context.parameters
         if parameters is not self._sampled:
             self._sampled = parameters
-            self._sample = parameters[:: -(-len(parameters) // SAMPLED) or 1]
+            self._sample = parameters
+            if len(parameters) > SAMPLED:
+                self._sample = parameters[:: -(-len(parameters) // SAMPLED)]
         self._at_start = _marks(parameters)
-        self._sample_at_start = _marks(self._sample)
+        self._sample_at_start = self._at_start
+        if self._sample is not parameters:
+            self._sample_at_start = _marks(self._sample)
         dropped = self._sample_at_start != self._at_end
         self._context.memory.habits.backward_begins(
             root, parameters, first=not self.losses, dropped=dropped
@@ -221,9 +223,9 @@ class ObservedLoss:
             return False
         self._heard = False
         self._at_end = _marks(self._sample)
-        ours = not failed and (
-            self._at_end != self._sample_at_start or _marks(self._sampled) != self._at_start
-        )
+        ours = not failed and self._at_end != self._sample_at_start
+        if not ours and not failed and self._sample is not self._sampled:
+            ours = _marks(self._sampled) != self._at_start
         if self.losses and not ours:
             self.losses.pop()
         if ours:
@@ -245,8 +247,19 @@ class ObservedLoss:
 
     def after_norm(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Clipping took the norm of all gradients: no need to take it again."""
-        ours = gradients_of(self._context)
-        if len(ours) != len(tensors) or not all(map(is_, ours, tensors)):
+        # the first and the last stand for all: `norm` compares every one before it is used
+        parameters = self._context.memory.ordered
+        if not tensors or len(tensors) > len(parameters):
+            return
+        for parameter in parameters:
+            if parameter.grad is not None:
+                break
+        if parameter.grad is not tensors[0]:
+            return
+        for parameter in reversed(parameters):
+            if parameter.grad is not None:
+                break
+        if parameter.grad is not tensors[-1]:
             return
         # Of sharded gradients each rank keeps its part: the whole would take a collective, which a
         # rank without a guard does not join. What ranks exchange for the step adds the parts up.
@@ -259,18 +272,18 @@ class ObservedLoss:
         if not HALF_KINDS.isdisjoint(map(DTYPE, tensors)):
             # torch takes it in half precision, where it overflows early
             self._norm = None
-        self._at_norm = _marks_of(ours)
+        self._at_norm = _marks_of(tensors)
 
     def norm(self, gradients: list[Tensor]) -> GradientNorm | None:
         """The norm before clipping, unless anything but clipping has written gradients since."""
         if self._norm is None:
             if self._taken is not None and self._taken[1] == _marks_of(gradients):
                 return self._taken[0]
-            return self._scaled_norm()
+            return None
         identities, writes = _marks_of(gradients)
         # clipping itself writes each gradient once
         if identities != self._at_norm[0] or max(map(sub, writes, self._at_norm[1]), default=0) > 1:
-            return self._scaled_norm()
+            return None
         return self._norm
 
     def take_norm(self) -> Tensor | None:
@@ -289,11 +302,6 @@ class ObservedLoss:
         if found is None:
             return None
         return found.total
-
-    def _scaled_norm(self) -> GradientNorm | None:
-        """Where a scaler leaves dividing to the fused kernel, gradients still carry its factor."""
-        scale = getattr(self._context.optimizer, "grad_scale", None)
-        return None if scale is None else own_norm(self._context)
 
     def clear(self) -> None:
         """An update has used what was observed."""

@@ -52,7 +52,7 @@ class SharedBackward:
         """Does that dropped update still count as a step of this guard?"""
         self.norm: Tensor | None = None
         """Of the gradients that the last update used, still on the device."""
-        self.partners: weakref.WeakSet[SharedBackward] = weakref.WeakSet()
+        self._partners: list[weakref.ref[SharedBackward]] = []
         _of_process.append(weakref.ref(self))
 
     def leave(self) -> None:
@@ -63,6 +63,14 @@ class SharedBackward:
     def watcher(self) -> Sharing | None:
         return self._watcher()
 
+    @property
+    def partners(self) -> list[SharedBackward]:
+        """Those that were seen to step from the same backward pass."""
+        if not self._partners:
+            return []
+        found = [reference() for reference in self._partners]
+        return [partner for partner in found if partner is not None]
+
     def got_gradients(self) -> None:
         """The last backward pass left gradients here."""
         self.serial = backwards()
@@ -71,7 +79,7 @@ class SharedBackward:
         """Those that will step from the same backward and have not yet."""
         if self.serial < 0:
             return []
-        candidates = list(self.partners)
+        candidates = self.partners
         if not candidates and self.spent < 0:
             candidates = self._presumed_partners()
         found = []
@@ -136,8 +144,8 @@ class SharedBackward:
             if other is None or other is self or other in self.partners:
                 continue
             if other.spent == self.serial:
-                self.partners.add(other)
-                other.partners.add(self)
+                self._partners.append(reference)
+                other._partners.append(weakref.ref(self))
                 mine = self.watcher
                 theirs = other.watcher
                 if mine is not None and theirs is not None:
