@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
 from stepguard.cli._results import echo
+from stepguard.cli.agents import mcp, skill
 from stepguard.cli.check import check, selftest
 from stepguard.cli.checkpoints import doctor, quarantine, verify
 from stepguard.cli.run import fix, replay, run, whatif
@@ -37,6 +38,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     doctor,
     check,
     selftest,
+    mcp,
+    skill,
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""
 

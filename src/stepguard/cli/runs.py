@@ -423,10 +423,10 @@ def explain(
         except UnknownCode as unknown:
             echo(str(unknown), err=True)
             raise typer.Exit(EXIT_USAGE) from None
-        facts: object = _as_plain(rule)
+        facts: object = rule_as_plain(rule)
         markdown = page(rule)
     else:
-        facts = list(map(_as_plain, all_rules()))
+        facts = list(map(rule_as_plain, all_rules()))
         markdown = index()
     if as_json:
         echo(json.dumps(facts, indent=2, ensure_ascii=False))
@@ -440,7 +440,8 @@ def explain(
     Console().print(Markdown(markdown))
 
 
-def _as_plain(rule: Rule) -> dict[str, object]:
+def rule_as_plain(rule: Rule) -> dict[str, object]:
+    """A rule as plain data for JSON."""
     text = rule.text
     return {
         "code": rule.code,
