@@ -28,8 +28,12 @@ def told(rule: Rule, lines: str, folder: Path) -> list[str]:
     names: dict[str, Any] = {"__name__": "example"}
     torch.manual_seed(0)
     exec(compile(rule.text.setup, f"{rule.code} setup", "exec"), names)
-    exec(compile(lines, f"{rule.code} lines", "exec"), names)
     config = GuardConfig(run_dir=folder, probes=Probes(look_every=2), terminal="quiet")
+    if {"model", "optimizer", "step"} <= names.keys():  # the run before, in the same folder
+        with stepguard.watch(names["model"], names["optimizer"], config=config):
+            for batch in names["batches"]:
+                names["step"](batch)
+    exec(compile(lines, f"{rule.code} lines", "exec"), names)
     guard = stepguard.watch(
         names["model"], names["optimizer"], state=names.get("state"), config=config
     )
