@@ -1,7 +1,7 @@
 """Every exchange of the guard with every fault of one rank: does each rank end in time, with finite
 weights?
 
-    python -m benchmarks rank_faults [--quick] [--only WORDS] [--json FILE]
+    python -m benchmarks rank_faults [--quick] [--only WORDS] [--output FILE]
 
 Two ranks train a small model under `guard.step`; one step has a NaN in rank 1's batch, after
 another rank 1's weights are NaN, checkpoints are written, the state is saved and restored. In each

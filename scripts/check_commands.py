@@ -209,6 +209,8 @@ def _python(words: list[str], root: Path) -> str:
     if words == ["-m"]:
         return ""  # words about the option itself
     if words[0] == "-m":
+        if words[1] == "benchmarks" and len(words) > 2 and words[2].islower():
+            words = ["-m", f"benchmarks.{words[2]}", *words[3:]]
         module = words[1]
         if module in READERS_OWN:
             return ""
@@ -229,7 +231,8 @@ class ParsedError(Exception):
 
 def _refused(path: Path, options: list[str], run: Callable[[], object]) -> str:
     """Let a program parse its options, and end it there. One without a parser is not started."""
-    if "parse_args(" not in path.read_text(encoding="utf-8"):
+    text = path.read_text(encoding="utf-8")
+    if "parse_args(" not in text and "runner.begin(" not in text:
         return ""
     original = argparse.ArgumentParser.parse_args
 

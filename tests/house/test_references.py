@@ -226,6 +226,8 @@ def test_every_command_of_the_pages_is_taken(tool: str) -> None:
         ("pip install '.[nothing]'", "no extra nothing"),
         ("python -m benchmarks.nothing", "no module"),
         ("python -m benchmarks.harmless --nothing", "--nothing"),
+        ("python -m benchmarks harmless --nothing", "--nothing"),
+        ("python -m benchmarks nothing", "no module"),
         ("python scripts/nothing.py", "does not exist"),
     ],
 )
