@@ -94,7 +94,10 @@ def run(
 
 
 def watched(loop: Loop, folder: Path, look_every: LookEvery) -> list[float]:
-    """The loop as it is, with a guard attached by one line."""
+    """The loop as it is, with a guard attached by one line, after the run before it."""
+    if loop.before is not None:
+        watched(loop.before, folder, look_every)
+        loop.resume()
     config = stepguard.GuardConfig(
         run_dir=folder, probes=stepguard.Probes(look_every=look_every), terminal="quiet"
     )

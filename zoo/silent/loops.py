@@ -45,6 +45,10 @@ class Loop:
     state: dict[str, Any] = field(default_factory=dict)
     """Further objects that the guard is given."""
     micro_batches: int = 1
+    before: Loop | None = None
+    """A run that is made first, in the same folder."""
+    resume: Callable[[], None] = lambda: None
+    """Called after it, before this one begins."""
 
     def step(self, number: int) -> float:
         """One update; the loss that a log would show."""

@@ -61,6 +61,34 @@ class RunFacts:
     """The last outlier that went into an update: step, parameter, times its usual largest."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeFacts:
+    """The first steps of a run that goes on from an earlier one, beside the end of that one."""
+
+    step: int = 0
+    """Number of the first step of this process."""
+    updates: int | None = None
+    """Updates that the optimizer's state counted before this step; None: it was empty."""
+    near: int | None = None
+    """The step of the run before whose weights these are, or nearly so; None: not known."""
+    moments_empty: bool = False
+    """The optimizer keeps moments, and had none before the first step."""
+    optimizer: str = ""
+    """Class name."""
+    lr_now: tuple[float, ...] = ()
+    loss_now: float | None = None
+    last: int | None = None
+    """The last step of the run before; None where there is no journal of it."""
+    losses: tuple[float, ...] = ()
+    """Of its last steps."""
+    lr: tuple[float, ...] = ()
+    """Of its step with the number of the first one of this process; else of its last step."""
+    lr_restarted: bool = False
+    """The rates are those that the run before began with, and its last ones were others."""
+    batch_again: bool = False
+    """The data begins where it began in the run before, in the middle of an epoch."""
+
+
 # --- Ranges of the floating-point formats, without torch.
 
 
@@ -228,6 +256,8 @@ class Case:
     """Parameters of the optimizer that stay frozen beside others of their module that train."""
     unreached: tuple[str, ...] = ()
     """Trainable parameters of the optimizer that have not had a gradient yet."""
+    resume: ResumeFacts | None = None
+    """What this run goes on from; None where it does not."""
 
     @property
     def where(self) -> Origin:

@@ -27,6 +27,7 @@ from stepguard.engine.context import Context, StepProbe, guarded
 from stepguard.engine.drivers.schedule import needs_closure, position, wants_a_value
 from stepguard.engine.protect import Protection
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
+from stepguard.probes.resumes import ResumeCheck
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import Look, NextBatch
@@ -317,6 +318,7 @@ class HealthCheck:
         self._first: Reading | None = None
         self._look_is_new = False
         """It is judged with the reading of its step, which comes after it."""
+        self.resume = ResumeCheck(context)
 
     def looked(self, look: Look) -> None:
         """A health probe was taken."""
@@ -366,6 +368,7 @@ class HealthCheck:
             same_batch=facts.same_batch,
             frozen=facts.frozen(),
             unreached=facts.unreached(),
+            resume=self.resume.facts(self._first, self._looks),
             **known,
         )
         for finding in found:
@@ -502,6 +505,9 @@ class Looks(StepProbe):
     def begin(self) -> None:
         """The next step is about to begin."""
         context = self._context
+        if not self._check.resume.begun and torch.is_grad_enabled():
+            with self._protect.part(SILENT):
+                self._check.resume.begin()
         if self._left_behind is not None:
             self._left_behind.observer.stop()
             return

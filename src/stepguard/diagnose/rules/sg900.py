@@ -1,4 +1,4 @@
-"""SG901 to SG921: silent failures, from health probes and readings of a healthy run.
+"""SG901 to SG921, SG928: silent failures, from health probes and readings of a healthy run.
 SG951 to SG956: what such a run is heading for.
 """
 
@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Any
 
-from stepguard.diagnose.case import FORMATS, Case
+from stepguard.diagnose.case import FORMATS, Case, ResumeFacts
 from stepguard.diagnose.rule import Proof, certain, likely, possible, rule
 from stepguard.records import Reading
 from stepguard.records.probes import Forecast, Look, ParameterLook
@@ -543,6 +544,56 @@ def _distance(looks: Looks) -> float:
         step = sum(one.elements * (one.update or 0.0) ** 2 for one in rows)
         shares.append(math.sqrt(step / size) if size else 0.0)
     return fmean(shares) * looks[-1].step
+
+
+# --- SG928: a resume that did not resume.
+
+
+JUMPED = 1.5
+"""Loss of the first steps beside that at the end of the run before, which is worth saying."""
+
+
+@rule()
+def sg928(case: Case) -> Proof | None:
+    facts = case.resume
+    if facts is None:
+        return None
+    counted = bool(facts.step or facts.updates)
+    if not counted and not _same_task(facts):
+        return None
+    if not (facts.moments_empty or facts.lr_restarted or facts.batch_again):
+        return None
+    # the strongest sign that an earlier run goes on, and what it left behind
+    fields: dict[str, Any] = {
+        "ended_at": facts.last,
+        "optimizer": facts.optimizer,
+        "goes_on_at": facts.step or None,
+        "counted": None if facts.step else facts.updates,
+        "near_step": None if counted else facts.near,
+        "empty": facts.moments_empty or None,
+        "again": facts.batch_again or None,
+        **dict.fromkeys(("before", "now", "usual", "jumped")),
+    }
+    if facts.lr_restarted:
+        pairs = zip(facts.lr, facts.lr_now, strict=True)
+        before, now = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+        fields |= {"before": f"{before:.3g}", "now": f"{now:.3g}"}
+    losses = [one.loss for one in case.recent if one.loss is not None]
+    if facts.losses and losses:
+        usual = median(facts.losses)
+        if usual > 0 and max(losses) > JUMPED * max(usual, max(facts.losses)):
+            fields |= {"usual": f"{usual:.4g}", "jumped": f"{max(losses):.4g}"}
+    # weights that look like those of the run before may be what a new phase is meant to begin with
+    prove = certain if facts.step and facts.moments_empty else likely
+    return prove(**fields)
+
+
+def _same_task(facts: ResumeFacts) -> bool:
+    """Is the first loss one that the run before ended with? Other data would give another one."""
+    if facts.loss_now is None or not facts.losses:
+        return False
+    lowest, highest = min(facts.losses), max(facts.losses)
+    return facts.loss_now <= highest + (highest - lowest) + 0.1 * abs(highest)
 
 
 # --- Where a series of numbers runs to: the step at which it meets a limit, with an interval.

@@ -1,0 +1,118 @@
+"""Mistakes in what a run starts from: a resume that brings only a part of the run before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from zoo.silent.loops import CLASSES, FEATURES, ROWS, TRAININGS, Batch, Loop
+from zoo.silent.plant import plant
+
+
+def after_a_run(loop: Loop, training: str, resume: Callable[[Loop], None]) -> Loop:
+    """Let this loop go on after another one of its kind, which is returned."""
+    before = TRAININGS[training](7)
+    loop.before = before
+    loop.resume = lambda: resume(before)
+    return before
+
+
+# --- SG928: a resume that did not resume ----------------------------------------------------------
+
+
+@plant("SG928", "transformer")
+def only_the_model_is_loaded(loop: Loop, wrong: bool) -> None:
+    """`model.load_state_dict` and nothing else; the twin loads the optimizer too."""
+
+    def resume(before: Loop) -> None:
+        loop.model.load_state_dict(before.model.state_dict())
+        if not wrong:
+            loop.optimizer.load_state_dict(before.optimizer.state_dict())
+
+    after_a_run(loop, "transformer", resume)
+
+
+@plant("SG928", "classifier")
+def schedule_made_anew(loop: Loop, wrong: bool) -> None:
+    """The warm-up begins again; the twin loads the schedule."""
+
+    def warm(one: Loop) -> Any:
+        schedule = LambdaLR(one.optimizer, lambda step: min(1.0, (step + 1) / 50))
+        one.after = lambda step: schedule.step()
+        return schedule
+
+    def resume(before: Loop) -> None:
+        loop.model.load_state_dict(before.model.state_dict())
+        loop.optimizer.load_state_dict(before.optimizer.state_dict())
+        schedule = warm(loop)
+        if not wrong:
+            schedule.load_state_dict(first.state_dict())
+            loop.optimizer.load_state_dict(before.optimizer.state_dict())
+
+    first = warm(after_a_run(loop, "classifier", resume))
+
+
+@plant("SG928", "segmenter")
+def runs_again_from_the_best_weights(loop: Loop, wrong: bool) -> None:
+    """The weights of an earlier step are loaded without moments; the twin begins anew, in the same
+    folder.
+    """
+    best: dict[str, Any] = {}
+
+    def resume(before: Loop) -> None:
+        if wrong:
+            loop.model.load_state_dict(best)
+
+    before = after_a_run(loop, "segmenter", resume)
+
+    def keep(step: int) -> None:
+        if step == 120:
+            best.update({name: one.clone() for name, one in before.model.state_dict().items()})
+
+    before.after = keep
+
+
+@plant("SG928", "denoiser")
+def momentum_left_behind(loop: Loop, wrong: bool) -> None:
+    """SGD without its momentum; the twin is a second phase with another optimizer."""
+
+    def resume(before: Loop) -> None:
+        loop.model.load_state_dict(before.model.state_dict())
+
+    after_a_run(loop, "denoiser", resume)
+    if not wrong:
+        loop.train_with(torch.optim.Adam(loop.model.parameters(), lr=1e-3))
+
+
+@plant("SG928", "classifier")
+def data_from_the_beginning(loop: Loop, wrong: bool) -> None:
+    """The loader starts at its first batch, in the middle of an epoch; the twin skips what was
+    trained on.
+    """
+    generator = torch.Generator().manual_seed(5)
+    centres = torch.randn(CLASSES, FEATURES, generator=generator) * 1.5
+    labels = torch.randint(CLASSES, (ROWS * 400,), generator=generator)
+    points = centres[labels] + torch.randn(len(labels), FEATURES, generator=generator)
+    loader = DataLoader(TensorDataset(points, labels), batch_size=ROWS)
+
+    def feed(one: Loop, skipped: int) -> None:
+        batches = iter(loader)
+        for _ in range(skipped):
+            next(batches)
+
+        def batch(step: int) -> Batch:
+            inputs, targets = next(batches)
+            return inputs, targets
+
+        one.batch = batch
+
+    def resume(before: Loop) -> None:
+        loop.model.load_state_dict(before.model.state_dict())
+        loop.optimizer.load_state_dict(before.optimizer.state_dict())
+        feed(loop, 0 if wrong else 150)
+
+    feed(after_a_run(loop, "classifier", resume), 0)
