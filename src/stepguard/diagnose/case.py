@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
 from stepguard.records.incident import Phase, place
-from stepguard.records.probes import Look
+from stepguard.records.probes import Look, TargetFacts
 
 # --- Plain numbers about the run that a rule may lean on besides the bad step itself.
 
@@ -228,6 +228,8 @@ class Case:
     """Parameters of the optimizer that stay frozen beside others of their module that train."""
     unreached: tuple[str, ...] = ()
     """Trainable parameters of the optimizer that have not had a gradient yet."""
+    targets: TargetFacts | None = None
+    """What the first batches teach, where they are those of a causal language model."""
 
     @property
     def where(self) -> Origin:

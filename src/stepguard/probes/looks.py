@@ -28,6 +28,7 @@ from stepguard.engine.drivers.schedule import needs_closure, position, wants_a_v
 from stepguard.engine.protect import Protection
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
 from stepguard.probes.statistics import SeenBatch, digest_of
+from stepguard.probes.targets import TargetCounts
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import Look, NextBatch
 from stepguard.tensors.names import named_modules, optimizer_parameter_ids, parameter_names
@@ -175,6 +176,7 @@ class HostFacts:
         self._newest = 0
         self._frozen: list[Tensor] = []
         self._unreached: list[Tensor] = []
+        self.targets = TargetCounts(context)
 
     def sampling(self) -> bool:
         """Is the step at hand one of those that are sampled?"""
@@ -186,6 +188,8 @@ class HostFacts:
 
     def saw_batch(self, batch: Any) -> None:
         """The data of the step, or a part of it."""
+        if torch.is_grad_enabled() and not transforming():
+            self.targets.add(batch)
         step = self._context.step
         if len(self._exact) > 2 or not torch.is_grad_enabled() or transforming():
             return
@@ -366,6 +370,7 @@ class HealthCheck:
             same_batch=facts.same_batch,
             frozen=facts.frozen(),
             unreached=facts.unreached(),
+            targets=facts.targets.facts(),
             **known,
         )
         for finding in found:
