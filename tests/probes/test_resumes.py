@@ -1,4 +1,4 @@
-"""SG928: what a resume left behind is named with numbers, and nothing is said of other starts."""
+"""SG923: what a resume left behind is named with numbers, and nothing is said of other starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def batch(number: int) -> Tensor:
 def train(
     built: Built, folder: Path, first: int = 0, schedule: Any = None, steps: int = 40, **more: Any
 ) -> list[dict[str, Any]]:
-    """Watch a run over these batches; what it was told so far in this folder, with SG928."""
+    """Watch a run over these batches; what it was told so far in this folder, with SG923."""
     model, optimizer = built
     config = GuardConfig(run_dir=folder, terminal="quiet")
     with stepguard.watch(model, optimizer, config=config, **more) as guard:
@@ -47,7 +47,7 @@ def train(
         assert guard.armed
     notes = read_run(folder).notes
     assert not [note for note in notes if note.get("kind") == "fault"]
-    return [note for note in notes if note.get("code") == "SG928"]
+    return [note for note in notes if note.get("code") == "SG923"]
 
 
 def loaded(before: Built, *, optimizer: bool, **settings: Any) -> Built:
@@ -204,7 +204,7 @@ def test_trainer_that_resumes_without_its_optimizer(lost: str, tmp_path: Path) -
     second = trainer(tmp_path / "trainer", llama(), texts(128), **settings)
     with guard(second, config):
         second.train(resume_from_checkpoint=str(checkpoint))
-    notes = [note for note in read_run(tmp_path / "run").notes if note.get("code") == "SG928"]
+    notes = [note for note in read_run(tmp_path / "run").notes if note.get("code") == "SG923"]
     assert len(notes) == (1 if lost else 0)
     for note in notes:
         assert note["certainty"] == "certain"

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from zoo.silent import wrong_data, wrong_losses, wrong_models, wrong_starts, wrong_updates
+from zoo.silent import (
+    wrong_data,
+    wrong_labels,
+    wrong_losses,
+    wrong_models,
+    wrong_starts,
+    wrong_updates,
+)
 from zoo.silent.plant import PLANTS, Plant
 
-MODULES = (wrong_data, wrong_losses, wrong_models, wrong_starts, wrong_updates)
+MODULES = (wrong_data, wrong_labels, wrong_losses, wrong_models, wrong_starts, wrong_updates)
 
 
 def chosen(names: list[str] | None = None) -> list[Plant]:

@@ -21,10 +21,10 @@ def after_a_run(loop: Loop, training: str, resume: Callable[[Loop], None]) -> Lo
     return before
 
 
-# --- SG928: a resume that did not resume ----------------------------------------------------------
+# --- SG923: a resume that did not resume ----------------------------------------------------------
 
 
-@plant("SG928", "transformer")
+@plant("SG923", "transformer")
 def only_the_model_is_loaded(loop: Loop, wrong: bool) -> None:
     """`model.load_state_dict` and nothing else; the twin loads the optimizer too."""
 
@@ -36,7 +36,7 @@ def only_the_model_is_loaded(loop: Loop, wrong: bool) -> None:
     after_a_run(loop, "transformer", resume)
 
 
-@plant("SG928", "classifier")
+@plant("SG923", "classifier")
 def schedule_made_anew(loop: Loop, wrong: bool) -> None:
     """The warm-up begins again; the twin loads the schedule."""
 
@@ -56,7 +56,7 @@ def schedule_made_anew(loop: Loop, wrong: bool) -> None:
     first = warm(after_a_run(loop, "classifier", resume))
 
 
-@plant("SG928", "segmenter")
+@plant("SG923", "segmenter")
 def runs_again_from_the_best_weights(loop: Loop, wrong: bool) -> None:
     """The weights of an earlier step are loaded without moments; the twin begins anew, in the same
     folder.
@@ -76,7 +76,7 @@ def runs_again_from_the_best_weights(loop: Loop, wrong: bool) -> None:
     before.after = keep
 
 
-@plant("SG928", "denoiser")
+@plant("SG923", "denoiser")
 def momentum_left_behind(loop: Loop, wrong: bool) -> None:
     """SGD without its momentum; the twin is a second phase with another optimizer."""
 
@@ -88,7 +88,7 @@ def momentum_left_behind(loop: Loop, wrong: bool) -> None:
         loop.train_with(torch.optim.Adam(loop.model.parameters(), lr=1e-3))
 
 
-@plant("SG928", "classifier")
+@plant("SG923", "classifier")
 def data_from_the_beginning(loop: Loop, wrong: bool) -> None:
     """The loader starts at its first batch, in the middle of an epoch; the twin skips what was
     trained on.

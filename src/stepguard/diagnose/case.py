@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
 from stepguard.records.incident import Phase, place
-from stepguard.records.probes import Look
+from stepguard.records.probes import Look, TargetFacts
 
 # --- Plain numbers about the run that a rule may lean on besides the bad step itself.
 
@@ -258,6 +258,8 @@ class Case:
     """Trainable parameters of the optimizer that have not had a gradient yet."""
     resume: ResumeFacts | None = None
     """What this run goes on from; None where it does not."""
+    targets: TargetFacts | None = None
+    """What the first batches teach, where they are those of a causal language model."""
 
     @property
     def where(self) -> Origin:

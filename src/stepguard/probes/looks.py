@@ -29,6 +29,7 @@ from stepguard.engine.protect import Protection
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
 from stepguard.probes.resumes import ResumeCheck
 from stepguard.probes.statistics import SeenBatch, digest_of
+from stepguard.probes.targets import TargetCounts
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import Look, NextBatch
 from stepguard.tensors.names import named_modules, optimizer_parameter_ids, parameter_names
@@ -176,6 +177,7 @@ class HostFacts:
         self._newest = 0
         self._frozen: list[Tensor] = []
         self._unreached: list[Tensor] = []
+        self.targets = TargetCounts(context)
 
     def sampling(self) -> bool:
         """Is the step at hand one of those that are sampled?"""
@@ -187,6 +189,8 @@ class HostFacts:
 
     def saw_batch(self, batch: Any) -> None:
         """The data of the step, or a part of it."""
+        if torch.is_grad_enabled() and not transforming():
+            self.targets.add(batch)
         step = self._context.step
         if len(self._exact) > 2 or not torch.is_grad_enabled() or transforming():
             return
@@ -369,6 +373,7 @@ class HealthCheck:
             frozen=facts.frozen(),
             unreached=facts.unreached(),
             resume=self.resume.facts(self._first, self._looks),
+            targets=facts.targets.facts(),
             **known,
         )
         for finding in found:

@@ -180,6 +180,34 @@ class StepFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFacts:
+    """What the first batches of a causal language model teach, counted over all of them."""
+
+    rows: int = 0
+    """With a target that counts."""
+    targets: int = 0
+    unlike: int = 0
+    """Targets that differ from the input at their place, as those of a masked model do."""
+    ended: int = 0
+    """Rows whose last token is an end token."""
+    ends: int = 0
+    """Targets that are end tokens."""
+    padding: int = 0
+    padding_targets: int = 0
+    """Positions of the padding that count as targets."""
+    padded_rows: int = 0
+    prompted: int = 0
+    """Rows whose first token is not a target."""
+    unended: int = 0
+    """Padded rows, which nothing has cut, without an end token."""
+    same_last: bool = False
+    """The last target is the same in all rows: that token marks the end."""
+    end: int = 0
+    """Id of the end token."""
+    pad: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """Everything one health probe has measured."""
 

@@ -1,4 +1,4 @@
-"""SG901 to SG921, SG928: silent failures, from health probes and readings of a healthy run.
+"""SG901 to SG923: silent failures, from health probes and readings of a healthy run.
 SG951 to SG956: what such a run is heading for.
 """
 
@@ -546,7 +546,30 @@ def _distance(looks: Looks) -> float:
     return fmean(shares) * looks[-1].step
 
 
-# --- SG928: a resume that did not resume.
+# --- SG922: targets that teach the wrong token.
+
+
+@rule()
+def sg922(case: Case) -> Proof | None:
+    seen = case.targets
+    # a masked language model, or labels that are shifted already, are another matter
+    if seen is None or seen.unlike:
+        return None
+    # who teaches the first padding token as the end has one of them in a row
+    if seen.padding_targets > max(seen.padded_rows, NEARLY_ALL * seen.padding):
+        return likely("padding", share=seen.padding_targets / max(seen.targets, 1))
+    # a token that ends all rows (`<|im_end|>`) is taught in the place of the end token
+    if seen.ends or seen.same_last:
+        return None
+    if seen.ended >= NEARLY_ALL * seen.rows:
+        return likely("masked", end=seen.end, shared=seen.pad == seen.end)
+    # answers to a prompt that nothing has cut; running text need not end
+    if min(seen.prompted, seen.unended) >= NEARLY_ALL * seen.rows:
+        return likely("absent", end=seen.end)
+    return None
+
+
+# --- SG923: a resume that did not resume.
 
 
 JUMPED = 1.5
@@ -554,7 +577,7 @@ JUMPED = 1.5
 
 
 @rule()
-def sg928(case: Case) -> Proof | None:
+def sg923(case: Case) -> Proof | None:
     facts = case.resume
     if facts is None:
         return None
