@@ -14,7 +14,7 @@ import stepguard
 from stepguard import GuardConfig, Probes, Snapshots
 from stepguard.diagnose import Rule, all_rules
 from stepguard.diagnose.engine import FORECAST_SERIES, SERIES, forecasts, silent_findings
-from stepguard.diagnose.rules.sg900 import crossing, trend_begins
+from stepguard.diagnose.rules.sg950 import crossing, trend_begins
 from stepguard.journal import RunRecord, read_run
 from stepguard.records import Reading
 

@@ -22,14 +22,13 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stepguard.diagnose.engine import forecasts, silent_findings
-from stepguard.diagnose.rules.sg900 import trend_begins
+from stepguard.diagnose.rules.sg950 import trend_begins
 from stepguard.engine.context import Context, StepProbe, guarded
 from stepguard.engine.drivers.schedule import needs_closure, position, wants_a_value
 from stepguard.engine.protect import Protection
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
-from stepguard.probes.resumes import ResumeCheck
+from stepguard.probes.first_steps import ResumeCheck, TargetCounts
 from stepguard.probes.statistics import SeenBatch, digest_of
-from stepguard.probes.targets import TargetCounts
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import Look, NextBatch
 from stepguard.tensors.names import named_modules, optimizer_parameter_ids, parameter_names

@@ -1,5 +1,5 @@
-"""Every rule, in the order of its code. A new cause is a function in the module of its hundred and
-a page sgNNN.md.
+"""Every rule, in the order of its code. A new cause is a function in the module of its hundred
+(sg600 goes up to SG8xx) and a page sgNNN.md.
 """
 
 from stepguard.diagnose.rule import Rule
@@ -10,11 +10,10 @@ from stepguard.diagnose.rules import (
     sg400,
     sg500,
     sg600,
-    sg700,
-    sg800,
     sg900,
+    sg950,
 )
 
-_MODULES = (sg100, sg200, sg300, sg400, sg500, sg600, sg700, sg800, sg900)
+_MODULES = (sg100, sg200, sg300, sg400, sg500, sg600, sg900, sg950)
 _FOUND = [one for module in _MODULES for one in vars(module).values() if isinstance(one, Rule)]
 RULES: tuple[Rule, ...] = tuple(sorted(_FOUND, key=lambda rule: rule.code))

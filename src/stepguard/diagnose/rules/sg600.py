@@ -1,12 +1,17 @@
-"""SG601 to SG603: stored state that was bad before the step."""
+"""SG601 to SG603: stored state that was bad before the step. SG701 to SG705: ranks, hardware and
+the compiler. SG801 to SG803: configuration.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from stepguard.diagnose.case import Case
-from stepguard.diagnose.rule import Proof, certain, likely, possible, rule
+from stepguard.diagnose.case import NARROW, Case, plain
+from stepguard.diagnose.rule import Proof, certain, likely, possible, rule, spell
+from stepguard.diagnose.rules.sg500 import above_configured
+
+# --- Stored state.
 
 
 @rule()
@@ -90,3 +95,113 @@ def sg603(case: Case) -> Proof | None:
     if not fresh or case.phase != "state" or not case.tensor or case.reading.state_born:
         return None
     return likely("loaded")
+
+
+# --- Ranks, hardware and the compiler.
+
+
+@rule(shown_by="record")
+def sg701(case: Case) -> Proof | None:
+    """One rank made it, all ranks have it."""
+    ranks = case.reading.bad_ranks
+    # the size of the world is not known after the fact, but a rank number bounds it from below
+    world = max(case.facts.world_size, max(ranks, default=0) + 1)
+    if not ranks or world < 2 or len(ranks) >= world:
+        return None
+    # where the place is known, its cause says more than the rank
+    prove = possible if case.operated else likely
+    return prove(world=world)
+
+
+@rule(shown_by="inference")
+def sg702(case: Case) -> Proof | None:
+    """The replay of the bad step is clean."""
+    evidence = case.evidence
+    if case.where.reproduced is not False or evidence.compiled_only:
+        return None
+    if case.phase in ("input", "state", "checkpoint"):
+        return None
+    if case.impure:
+        # the second call of the loss function was not the first: nothing else need be wrong
+        shown = evidence.different_losses is not None or evidence.departs is not None
+        return likely("not a function", shown=shown, losses=evidence.different_losses or ())
+    different = evidence.same_bits is False
+    return certain("transient", different=different, bad_grads=case.reading.bad_grads[:3])
+
+
+@rule(shown_by="record")
+def sg703(case: Case) -> Proof | None:
+    """Only the compiled graph makes it."""
+    # inductor fuses and reorders, so its rounding and its masks may differ from eager's
+    if case.evidence.compiled_only:
+        return certain()
+    return None
+
+
+@rule(shown_by="record")
+def sg704(case: Case) -> Proof | None:
+    """Copies of one model no longer hold the same weights, or are not updated alike."""
+    if case.verdict.kind != "replica_drift":
+        return None
+    agree = str(case.said.get("agree") or "")
+    # the first rank of the majority, to copy the weights from
+    return certain(agree=agree, nobody=not agree, source=agree.partition(",")[0] or "0")
+
+
+@rule(shown_by="record")
+def sg705(case: Case) -> Proof | None:
+    """Two ranks train on the same samples."""
+    if case.verdict.kind == "same_data":
+        return certain()
+    return None
+
+
+# --- Configuration.
+
+
+@rule(shown_by="record")
+def sg801(case: Case) -> Proof | None:
+    """Precision settings that contradict each other."""
+    facts = case.facts
+    autocast = plain(case.evidence.autocast or "")
+    traced = case.where.method == "replay" and bool(case.where.op)
+    # the launcher asks for one precision, and the replay has seen another
+    wanted = plain(facts.configured_dtype or "")
+    real = autocast or "float32"
+    disagrees = wanted not in ("", real)
+    unscaled = autocast in NARROW and facts.scaling == "none"
+    # GradScaler.unscale_ raises on float16 gradients: it expects float32 weights under autocast
+    half = tuple(name for name in facts.param_dtypes if plain(name) in NARROW)
+    if facts.scaling != "dynamic":
+        half = ()
+    if not (disagrees and traced) and not unscaled and not half:
+        return None
+    prove = likely if case.origin is None and not case.verdict.bad else possible
+    fields = {"traced": traced, "disagrees": disagrees, "unscaled": unscaled}
+    return prove(wanted=wanted, real=real, half=half, **fields)
+
+
+@rule(shown_by="record")
+def sg802(case: Case) -> Proof | None:
+    """Loading state brought an old learning rate back."""
+    rates = []
+    lines = []
+    changes = []
+    for rise in above_configured(case, climbing=True):
+        group, configured, now = rise.group, spell(rise.before), spell(rise.now)
+        rates.append(f"group {group} is configured with lr {configured} but runs with {now}")
+        lines.append(f'optimizer.param_groups[{group}]["lr"] = {rise.before!r}')
+        changes.append(f"{configured} for group {group} (it runs with {now})")
+    mismatch = case.verdict.kind == "lr_mismatch"
+    if not case.facts.resumed or not (rates or mismatch):
+        return None
+    prove = certain if mismatch else possible
+    return prove(rates=tuple(rates), lines="\n".join(lines), changes=tuple(changes))
+
+
+@rule(shown_by="record")
+def sg803(case: Case) -> Proof | None:
+    """Nothing is learned."""
+    if case.verdict.kind not in ("zero_loss", "no_labels"):
+        return None
+    return certain(no_label=case.reading.labels == 0)

@@ -433,7 +433,7 @@ class WatchDriver(Lifecycle):
         reading = self.read(pending)
         if reading is None:
             return
-        damaged = self._damaged_peer(sharing, reading) if sharing else None
+        damaged = self._damaged_peer(sharing, reading)
         if damaged is None:
             self._judge(self._step(reading), reading, self, again=again)
         if sharing or pending.others_bad:
@@ -484,7 +484,7 @@ class WatchDriver(Lifecycle):
 
     def _damaged_peer(self, sharing: list[Sharing], reading: Reading) -> WatchDriver | None:
         """The one whose weights are damaged, where this guard's own are not."""
-        if not alarming(reading) or not self.protect.armed:
+        if not sharing or not alarming(reading) or not self.protect.armed:
             return None
         with self.protect.region:
             if stored_trouble(self.context):

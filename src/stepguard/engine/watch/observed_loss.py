@@ -196,9 +196,7 @@ class ObservedLoss:
         parameters = self._context.parameters
         if parameters is not self._sampled:
             self._sampled = parameters
-            self._sample = parameters
-            if len(parameters) > SAMPLED:
-                self._sample = parameters[:: -(-len(parameters) // SAMPLED)]
+            self._sample = _sample(parameters)
         self._at_start = _marks(parameters)
         self._sample_at_start = self._at_start
         if self._sample is not parameters:
@@ -326,3 +324,8 @@ def _marks(parameters: list[Tensor]) -> Marks:
 
 def _marks_of(gradients: list[Tensor]) -> Marks:
     return list(map(id, gradients)), list(map(VERSION, gradients))
+
+
+def _sample(parameters: list[Tensor]) -> list[Tensor]:
+    every = -(-len(parameters) // SAMPLED)
+    return parameters[::every] if every > 1 else parameters
