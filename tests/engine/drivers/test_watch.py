@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad
 
 import stepguard
 from scenes import (
+    FEATURES,
     NAN,
     QUIET,
     Batch,
@@ -121,6 +122,56 @@ def test_backward_that_touches_no_watched_gradient_is_somebody_elses(tmp_path: P
     assert _losses(tmp_path) == [loss.item()]
 
 
+def test_scale_the_user_sets_is_obeyed() -> None:
+    scene = _sgd(plain_net())
+    scene.scaler = GradScaler("cpu", init_scale=16.0)
+    with stepguard.watch(scene.model, scene.optimizer, scaler=scene.scaler, config=QUIET):
+        scene.scaler.scale(scene.loss_fn(DATA[0])).backward()
+        scene.scaler.step(scene.optimizer)
+        scene.scaler.update(128.0)
+    assert scene.scaler.get_scale() == 128.0
+
+
+def test_other_scalers_are_left_alone() -> None:
+    scene, other = _sgd(plain_net()), _sgd(plain_net())
+    mine, theirs = GradScaler("cpu", init_scale=16.0), GradScaler("cpu", init_scale=2.0**40)
+    with stepguard.watch(scene.model, scene.optimizer, scaler=mine, config=QUIET) as guard:
+        theirs.scale(other.loss_fn(DATA[0]) * 1e30).backward()
+        theirs.step(other.optimizer)
+        theirs.update()
+        assert guard.incidents == ()
+    assert theirs.get_scale() == 2.0**39
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_two_players_each_see_their_own_loss(set_to_none: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    nets = maker, judge = nn.Linear(FEATURES, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    folders = [tmp_path / "maker", tmp_path / "judge"]
+    guards = [
+        stepguard.watch(net, optimizer, config=quiet(run_dir=folder))
+        for net, optimizer, folder in zip(nets, optimizers, folders, strict=True)
+    ]
+    expected: list[list[float]] = [[], []]
+
+    def turn(player: int, loss: Tensor) -> None:
+        optimizers[player].zero_grad(set_to_none=set_to_none)
+        loss.backward()
+        optimizers[player].step()
+        expected[player].append(loss.item())
+
+    for index, (noise, _) in enumerate(DATA[:4]):
+        factor = NAN if index == 2 else 1.0
+        turn(1, (judge(maker(noise).detach()) - 1).square().mean() * factor)
+        turn(0, judge(maker(noise)).square().mean())  # leaves gradients in the judge too
+    assert [[i.step for i in guard.incidents] for guard in guards] == [[], [2]]
+    for guard in guards:
+        guard.close()
+    for folder, losses in zip(folders, expected, strict=True):
+        assert difference(_losses(folder), losses) == ""
+
+
 def _ours(model: nn.Module) -> list[str]:
     """Hooks and wrapped methods of stepguard, wherever a module or a parameter may keep one."""
     found: list[Any] = []
@@ -174,6 +225,16 @@ def test_copies_of_the_users_objects_are_free_of_the_guard(
         bad = _sgd(other)
         bare(bad, [(poisoned(DATA[1]),)])  # unguarded, so it is ruined, and nobody says a word
         assert not next(other.parameters()).isfinite().all()
+    assert guard.incidents == ()
+
+
+def test_copied_scaler_updates_itself_alone(watching: tuple[Scene, Guard]) -> None:
+    scene, guard = watching
+    other = _sgd(plain_net())
+    other.scaler = copy.deepcopy(scene.scaler)
+    bare(other, [(DATA[0],), (poisoned(DATA[1]),)])
+    assert other.scaler is not None and scene.scaler is not None
+    assert (other.scaler.get_scale(), scene.scaler.get_scale()) == (4.0, 8.0)
     assert guard.incidents == ()
 
 
@@ -263,6 +324,23 @@ def test_a_saved_model_is_the_same_file_as_without_a_guard(steps: int) -> None:
     assert saved(guarded=True) == saved(guarded=False)
 
 
+def test_a_saved_model_loads_under_the_safe_globals_of_the_script() -> None:
+    scene, file = _sgd(nn.Linear(3, 1)), io.BytesIO()
+    with stepguard.watch(scene.model, scene.optimizer, config=QUIET):
+        torch.save(scene.model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([nn.Linear]):
+        assert torch.equal(torch.load(file, weights_only=True).weight, scene.model.weight)
+
+
+def test_saving_the_output_does_not_warn(watched_model: nn.Module) -> None:
+    out, file = watched_model(torch.randn(6, 4), torch.ones(6)), io.BytesIO()
+    torch.save(out.detach(), io.BytesIO())
+    torch.save(out, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), out)
+
+
 class KeepsItsWholeDict(Net):
     def __getstate__(self) -> Any:
         return vars(self)
@@ -291,6 +369,42 @@ def test_a_replica_that_shares_the_attributes_runs_its_own_forward(
     replica: Any = watched_model._replicate_for_data_parallel()
     replica.forward = lambda x: x + 1  # as DataParallel gives each its own parameters
     assert torch.equal(replica(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_guards_on_one_model_either_may_close_first(first: int) -> None:
+    model = Net()
+    guards = [
+        stepguard.watch(model, torch.optim.SGD(half.parameters(), lr=0.1), config=QUIET)
+        for half in (model.inner, model.outer)
+    ]
+    guards[first].close()
+    assert _hears(model)
+    guards[1 - first].close()
+    assert vars(model).keys() == vars(Net()).keys()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # from torch 2.15 on
+def test_a_watched_model_can_be_scripted_and_traced(watched_model: nn.Module) -> None:
+    args = torch.randn(6, 4), torch.ones(6)
+    watched_model.eval()
+    traced = torch.jit.trace(watched_model, args)  # type: ignore[no-untyped-call]
+    assert torch.equal(traced(*args), watched_model(*args))
+    scene = _sgd(nn.Linear(4, 3))
+    with stepguard.watch(scene.model, scene.optimizer, config=QUIET):
+        assert torch.equal(torch.jit.script(scene.model)(args[0]), scene.model(args[0]))
+
+
+def test_function_transforms_of_a_watched_model_work(watched_model: nn.Module) -> None:
+    watched_model.norm = nn.Identity()  # statistics cannot be written inside a transform
+    args = torch.ones(2, 4), torch.ones(2)
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(watched_model, params, args).sum()
+
+    params = dict(watched_model.named_parameters())
+    assert torch.func.grad(loss)(params)["inner.weight"].shape == (8, 4)
 
 
 def test_a_watched_model_compiles_and_exports(watched_model: nn.Module) -> None:

@@ -84,6 +84,18 @@ def test_signal_inside_a_step_lets_the_step_end(tmp_path: Path) -> None:
     assert result.committed and saved(tmp_path) == ["step-3"]
 
 
+def test_signal_in_the_last_step_is_answered_when_the_guard_closes(tmp_path: Path) -> None:
+    at = scene()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard,
+    ):
+        for batch in DATA[:4]:
+            guard.step(at.loss_fn, batch)
+        send(signal.SIGINT)
+    assert saved(tmp_path) == ["step-4"]
+
+
 def test_second_signal_has_its_effect_at_once(tmp_path: Path) -> None:
     at = scene()
     with Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard:
@@ -109,6 +121,20 @@ def test_state_that_is_not_good_is_not_saved_but_the_last_good_snapshot_is(tmp_p
     with Guard(fresh.model, fresh.optimizer, config=quiet(run_dir=tmp_path)) as guard:
         guard.restore()
     assert all(torch.isfinite(p).all() for p in fresh.model.parameters())
+
+
+def test_handler_of_the_user_is_called_afterwards(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        at = scene()
+        with Guard(at.model, at.optimizer, config=quiet(run_dir=tmp_path)) as guard:
+            guard.step(at.loss_fn, DATA[0])
+            send(signal.SIGTERM)
+            assert heard == []
+        assert heard == [signal.SIGTERM] and saved(tmp_path) == ["step-1"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("why", ["no folder", "off", "thread"])

@@ -186,6 +186,29 @@ def test_bad_micro_batches_are_left_out_and_the_rest_renormalised(
     assert results[2].incident.reading.bad_micro_batches == bad
 
 
+def test_left_out_micro_batch_draws_the_same_random_numbers_for_the_rest() -> None:
+    def noisy() -> Scene:
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3))
+        nn.init.ones_(model[1].weight)
+        nn.init.zeros_(model[1].bias)
+        return Scene(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    guarded, reference = noisy(), noisy()
+    torch.manual_seed(5)
+    stepped(guarded, [(DATA[0], (DATA[1][0] * NAN, DATA[1][1]), DATA[2])])
+    end = torch.get_rng_state()
+    torch.manual_seed(5)
+    reference.loss_fn(DATA[0]).backward()
+    reference.loss_fn(DATA[1])  # drawn for, and left out
+    reference.loss_fn(DATA[2]).backward()
+    assert torch.equal(torch.get_rng_state(), end)
+    for gradient in _grads(reference):
+        assert gradient is not None
+        gradient.mul_(3 / 2)
+    reference.optimizer.step()
+    assert difference(state_of(guarded), state_of(reference)) == ""
+
+
 @pytest.mark.parametrize("variant", ["SGD", "AdamW-fused"])
 def test_gradients_are_still_there_after_a_healthy_step(variant: str) -> None:
     scene = _scene(variant)
@@ -205,6 +228,50 @@ def test_bad_gradients_are_still_there_after_the_veto(variant: str, loop: str) -
 
 def _grads(scene: Scene) -> list[Tensor | None]:
     return [parameter.grad for parameter in scene.model.parameters()]
+
+
+@pytest.mark.parametrize("variant", ["SGD", "AdamW-fused"])
+def test_user_exception_passes_through_and_leaves_the_guard_usable(variant: str) -> None:
+    scene, reference = _scene(variant), _scene(variant)
+    interrupted = [True]
+
+    def loss_fn(batch: Any) -> Tensor:
+        if interrupted and batch is DATA[2]:
+            interrupted.clear()
+            raise KeyError("the user's own")
+        return scene.loss_fn(batch)
+
+    with Guard(scene.model, scene.optimizer, config=QUIET, **scene.close_over()) as guard:
+        guard.step(loss_fn, DATA[0], DATA[1])
+        with pytest.raises(KeyError, match="the user's own"):
+            guard.step(loss_fn, DATA[2])
+        assert guard.step(loss_fn, DATA[2]).committed
+        assert guard.armed and [i.verdict.kind for i in guard.incidents] == ["exception"]
+    scene.ema = reference.ema = None
+    bare(reference, [(DATA[0], DATA[1]), (DATA[2],)])
+    assert difference(state_of(scene), state_of(reference)) == ""
+
+
+class _Torn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise KeyError("in backward")
+
+
+@pytest.mark.parametrize("variant", ["SGD", "AdamW-fused"])
+def test_user_exception_in_backward_leaves_a_watched_loop_usable(variant: str) -> None:
+    scene = _scene(variant)
+    scene.ema = None
+    with stepguard.watch(scene.model, scene.optimizer, config=QUIET) as guard:
+        plain_step(scene, (DATA[0],))
+        with pytest.raises(KeyError, match="in backward"):
+            (_Torn.apply(scene.loss_fn(DATA[1])) * NAN).backward()
+        plain_step(scene, (DATA[2],))
+        assert guard.armed and [i.verdict.kind for i in guard.incidents] == ["exception"]
 
 
 @pytest.mark.parametrize("variant", ["SGD", "AdamW-fused", "LBFGS"])
@@ -426,6 +493,34 @@ def play(game: Game, judge: Optimizer, maker: Optimizer, batch: Batch, *, bad: s
         loss = loss + (game.judge.weight * 0).square().sum().sqrt()
     loss.backward()
     maker.step()
+
+
+@pytest.mark.parametrize("bad", ["judge", "junk"])
+def test_veto_of_one_player_does_not_touch_the_other(bad: str) -> None:
+    def run(guarded: bool) -> tuple[Game, list[Guard]]:
+        game = Game()
+        judge, maker = (
+            torch.optim.SGD(net.parameters(), lr=0.1) for net in (game.judge, game.maker)
+        )
+        guards = [stepguard.watch(game, o, config=QUIET) for o in (judge, maker)] if guarded else []
+        for index, batch in enumerate(THIRTY[:8]):
+            if index == BAD and bad == "judge" and not guarded:
+                # what should happen: the judge's half of this round never came
+                maker.zero_grad()
+                (game(batch[0]) + 1).square().mean().backward()
+                maker.step()
+            else:
+                play(game, judge, maker, batch, bad=bad if index == BAD else "")
+        for guard in guards:
+            guard.close()
+        return game, guards
+
+    game, guards = run(guarded=True)
+    reference, _ = run(guarded=False)
+    assert [guard.steps for guard in guards] == [8, 8]
+    found = [[incident.step for incident in guard.incidents] for guard in guards]
+    assert found == ([[BAD], []] if bad == "judge" else [[], []])
+    assert difference(dict(game.state_dict()), dict(reference.state_dict())) == ""
 
 
 def test_rewind_of_one_player_leaves_the_other_where_it_is() -> None:
