@@ -37,7 +37,8 @@ from scenes import (
     quiet,
     state_of,
 )
-from stepguard import Guard, GuardConfig, Incident, Probes, TrainingHalted, watch
+from stepguard import Guard, GuardConfig, Incident, Policy, Probes, TrainingHalted, watch
+from stepguard.journal import read_run
 
 DATA = batches(60)
 LossFn = Callable[[Batch], Tensor]
@@ -267,6 +268,14 @@ def test_second_run_in_a_folder_overwrites_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_second_run_leaves_the_checkpoints_of_the_first_alone(tmp_path: Path) -> None:
+    _experiment(tmp_path, 1, 0, 20)
+    for seed in range(2, 7):
+        _experiment(tmp_path, seed, 0, 25 + seed)
+    assert (tmp_path / "checkpoints" / "step-20").is_dir()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_catching_the_halt_and_saving_saves_the_newest_weights(loop: str) -> None:
     model, reference = plain_net(), plain_net()
@@ -312,6 +321,23 @@ def test_restart_after_a_stop_goes_on_behind_the_bad_stretch(tmp_path: Path) -> 
     assert stops == sorted(stops)
 
 
+@pytest.mark.slow
+def test_policy_stop_leaves_the_newest_good_state_on_disk(tmp_path: Path) -> None:
+    model = plain_net()
+    config = quiet(run_dir=tmp_path, on_signal="off", policy=Policy(max_consecutive=2))
+    with (
+        pytest.raises(TrainingHalted),
+        Guard(model, torch.optim.SGD(model.parameters(), 0.1), config=config) as guard,
+    ):
+        for batch in [*DATA[:30], *[(DATA[0][0] * NAN, DATA[0][1])] * 5]:
+            guard.step(loss_of(model), batch)
+    stored = _sealed(tmp_path)
+    assert list(stored) == [33] and stored[33]["good"]
+    assert any(
+        note.get("kind") == "end" or note["type"] == "end" for note in read_run(tmp_path).notes
+    )
+
+
 # --- when stored state is inspected, and what is no incident
 
 
@@ -330,6 +356,17 @@ def _guarded(loop: str, scene: Scene) -> tuple[Guard, Callable[[Batch], Any]]:
         )
     guard = Guard(scene.model, scene.optimizer, config=QUIET)
     return guard, lambda b: guard.step(scene.loss_fn, b)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_bad_weights_replaced_before_the_first_step_are_no_matter(loop: str) -> None:
+    model = calm_net()
+    model.load_state_dict(_bad_weights())
+    guard, step = _guarded(loop, sgd(model))
+    with guard:
+        model.load_state_dict(calm_net().state_dict())
+        step(FEW[0])
+        assert guard.incidents == ()
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -544,7 +581,21 @@ def test_loss_that_overflows_in_its_last_sum_is_a_step(mode: str, kind: str, fus
     assert all(map(torch.equal, unguarded, guarded))
 
 
-@pytest.mark.parametrize("kind", ["element", "constant", "nan", "target"])
-def test_loss_that_is_not_finite_before_it_is_added_up_is_an_incident(kind: str) -> None:
-    _, incidents = _half_precision_run("step", kind)
+@pytest.mark.parametrize("mode", ["step", "watch"])
+@pytest.mark.parametrize("kind", ["nan", "target"])
+def test_fused_update_with_a_nan_or_an_impossible_target_is_left_out(mode: str, kind: str) -> None:
+    weights, incidents = _half_precision_run(mode, kind, fused=True)
+    assert incidents and {i.verdict.kind for i in incidents} == {"nonfinite_loss"}
+    assert all(weight.isfinite().all() for weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        *(("step", kind) for kind in ("element", "constant", "nan", "target")),
+        *(("watch", kind) for kind in ("nan", "target")),
+    ],
+)
+def test_loss_that_is_not_finite_before_it_is_added_up_is_an_incident(mode: str, kind: str) -> None:
+    _, incidents = _half_precision_run(mode, kind)
     assert incidents and {i.verdict.kind for i in incidents} == {"nonfinite_loss"}

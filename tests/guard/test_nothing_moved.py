@@ -212,8 +212,34 @@ def test_what_the_loop_did_before_the_forward_stays(fused: bool, by_method: bool
     assert (model.temperature, model.phase, float(model.seen)) == (0.5, "cold", 5.0)
 
 
-@pytest.mark.parametrize(("every", "updates"), [(1, 7), (4, 2)])
-def test_average_takes_in_the_weights_once(every: int, updates: int) -> None:
+def test_model_that_is_trained_in_eval_mode_keeps_what_the_loop_did() -> None:
+    model = Annealed().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watching(model, optimizer) as guard:
+        for index, batch in enumerate(DATA[:6]):
+            if index == 4:
+                model.mask[:2] = 0.0
+            optimizer.zero_grad()
+            model.loss(poisoned(batch) if index == 4 else batch).backward()
+            optimizer.step()
+            assert guard.port.dropped is (index == 4)
+    assert model.mask.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert float(model.seen) == 5.0
+
+
+def test_model_that_is_only_called_by_its_methods_has_snapshots() -> None:
+    model = Annealed(by_method=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watching(model, optimizer, snapshot_every=4) as guard:
+        for batch in DATA[:10]:
+            optimizer.zero_grad()
+            model.loss(batch).backward()
+            optimizer.step()
+        assert [snapshot.step for snapshot in guard._rewinder.snapshots.ring.snapshots] == [4, 8]
+
+
+@pytest.mark.parametrize(("every", "bad", "updates"), [(1, 3, 7), (4, 7, 2)])
+def test_average_in_the_loop_takes_in_the_weights_once(every: int, bad: int, updates: int) -> None:
     """Each step, without the bad one; or once an epoch, whatever its last step was."""
     model = plain_net()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -221,11 +247,14 @@ def test_average_takes_in_the_weights_once(every: int, updates: int) -> None:
     with watching(model, optimizer):
         for index, batch in enumerate(DATA[:8]):
             optimizer.zero_grad()
-            given = poisoned(batch) if index == 7 else batch
+            given = poisoned(batch) if index == bad else batch
             nn.functional.cross_entropy(model(given[0]), given[1]).backward()
             optimizer.step()
             if index % every == every - 1:
+                before = {name: tensor.clone() for name, tensor in average.state_dict().items()}
                 average.update_parameters(model)
+                left_out = every == 1 and index == bad
+                assert (difference(dict(average.state_dict()), before) == "") is left_out
     assert int(average.n_averaged) == updates
 
 
@@ -309,6 +338,19 @@ def test_bad_batch_does_not_poison_attributes_of_modules(way: str) -> None:
     assert [incident.step for incident in guard.incidents] == [BAD]
     reference, _ = run([batch for index, batch in enumerate(DATA) if index != BAD], guarded=False)
     assert difference(state_of(model), state_of(reference)) == ""
+
+
+def test_replay_starts_from_the_attributes_before_the_step() -> None:
+    model = Stateful()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Guard(model, optimizer, config=quiet(locate=True)) as guard:
+        for index, batch in enumerate(DATA[:5]):
+            given = poisoned(batch) if index == 4 else batch
+            guard.step(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), given)
+        (incident,) = guard.incidents
+    assert incident.origin is not None
+    assert (incident.origin.phase, incident.origin.tensor) == ("input", "batch:0")
+    assert incident.origin.samples == (0,)
 
 
 def test_tensor_of_the_last_graph_is_not_held_alive() -> None:

@@ -102,6 +102,18 @@ def test_buffers_of_every_dtype_are_guarded_vetoed_saved_and_rewound(
     assert not [n for n in read_run(tmp_path).notes if "no snapshots" in str(n.get("summary"))]
 
 
+def test_eight_bit_buffers_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    model = WithBuffers()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with Guard(model, optimizer, config=quiet(run_dir=tmp_path, on_signal="off")) as guard:
+        for batch in DATA[:6]:
+            guard.step(_loss(model), batch)
+        assert guard.save() is not None
+        model.float8_e4m3fn.zero_()
+        guard.restore()
+    assert model.float8_e4m3fn.float().tolist() == [6.0] * 4
+
+
 def test_nan_in_an_eight_bit_statistic_is_seen() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -199,6 +211,16 @@ def test_checkpoint_goes_into_a_lazy_model_that_was_never_called(tmp_path: Path)
         guard.step(_loss(fresh), DATA[5])
     _bare(model, torch.optim.SGD(model.parameters(), 0.1), DATA[5:6])
     assert difference(dict(fresh.state_dict()), dict(model.state_dict())) == ""
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_save_before_a_lazy_model_was_called_is_refused_with_the_reason(tmp_path: Path) -> None:
+    model = _lazy_net()
+    config = quiet(run_dir=tmp_path, on_signal="off")
+    with Guard(model, torch.optim.SGD(model.parameters(), 0.1), config=config) as guard:
+        assert guard.save() is None
+    told = [str(note.get("summary")) for note in read_run(tmp_path).notes]
+    assert any("no shape before the model is called" in line for line in told)
 
 
 class WithoutRate(Optimizer):

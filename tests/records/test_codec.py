@@ -18,12 +18,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stepguard.records import (
+    Decision,
     Evidence,
     Finding,
     Incident,
+    Operand,
     Origin,
     Policy,
     Reading,
+    Remedy,
+    Verdict,
 )
 from stepguard.records.codec import (
     LineFile,
@@ -113,7 +117,9 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [Reading, Finding, Origin, Incident])
+@pytest.mark.parametrize(
+    "cls", [Reading, Verdict, Operand, Origin, Remedy, Finding, Decision, Incident]
+)
 def test_record_survives_strict_json(cls: type) -> None:
     @given(of(cls))
     def check(record: Any) -> None:
@@ -133,6 +139,13 @@ def test_any_plain_dict_survives_strict_json(value: dict[str, Any]) -> None:
     assert len(text.splitlines()) == 1
     text.encode("utf-8")
     assert same(restore_floats(strict_loads(text)), value)
+
+
+@given(plain)
+def test_strict_json_holds_no_non_finite_float_and_is_not_changed_again(value: Any) -> None:
+    once = strict_json(value)
+    json.dumps(once, allow_nan=False)
+    assert same(strict_json(once), once)
 
 
 def test_non_finite_value_is_null_beside_its_kind() -> None:

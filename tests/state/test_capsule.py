@@ -162,6 +162,14 @@ def test_a_step_under_a_gradscaler_is_reproduced_with_its_scale(tmp_path: Path) 
     same_origin(stepguard.replay(folder, build=build), first)
 
 
+def test_a_bad_input_is_named_again(tmp_path: Path) -> None:
+    batch = healthy()
+    batch["x"][2, 1] = NAN
+    first = guarded(tmp_path, build(), [(healthy(),), (batch,)])
+    origin = same_origin(stepguard.replay(capsule_of(tmp_path, first), build=build), first)
+    assert (origin.phase, origin.tensor, origin.samples) == ("input", "batch:x", (2,))
+
+
 def test_complex_and_sparse_tensors_survive_the_disk(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3, dtype=torch.complex64)
@@ -440,6 +448,15 @@ def test_a_lost_checkpoint_is_replaced_by_the_last_good_one(tmp_path: Path, how:
     again = stepguard.replay(folder, build=build_large)
     assert again.origin is not None
     assert "the weights are those of the build function" in again.origin.remarks[-1]
+
+
+def test_a_checkpoint_of_another_run_in_the_folder_is_not_named(tmp_path: Path) -> None:
+    model, optimizer, _ = build_large()
+    with Guard(model, optimizer, config=config_of(run_dir=tmp_path, terminal="quiet")) as guard:
+        assert guard.save() is not None
+    first, _ = kept(tmp_path)
+    facts = json.loads((capsule_of(tmp_path, first) / "capsule.json").read_text())
+    assert "checkpoint" not in facts["without_weights"]
 
 
 def test_a_batch_above_the_limit_is_not_kept(tmp_path: Path) -> None:
