@@ -7,6 +7,7 @@ launch, and the others go on in the next one, so each failure has the name of it
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -194,6 +195,8 @@ def main(out: Path) -> None:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
         agreement._numbers.clear()
         torch.manual_seed(1234)
+        # a rank that hangs says where, before run_cases ends it
+        faulthandler.dump_traceback_later(240)
         function = getattr(tests, case.function)
         values = dict(case.values)
         if FOLDER in inspect.signature(function).parameters:
@@ -211,6 +214,7 @@ def main(out: Path) -> None:
         (out / f"{number}.{rank}").write_bytes(pickle.dumps(("", found)))
         gc.collect()
         dist.barrier()
+        faulthandler.cancel_dump_traceback_later()
     if getattr(tests, KEEPS_GROUP, False):
         # a thread of gloo that outlives Python may abort it (process_group.py)
         sys.stdout.flush()
