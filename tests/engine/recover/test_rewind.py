@@ -293,6 +293,11 @@ def test_damage_in_the_first_steps_is_repaired_from_a_snapshot_on_probation(harm
     ]
 
 
+def test_short_run_with_the_default_settings_can_rewind() -> None:
+    guard, _ = run(scene("sgd"), grouped(learnable(60), 1), {45: nan_weight}, quiet())
+    assert [d[0] for d in decisions(guard)] == ["rewind"]
+
+
 def test_damage_that_comes_back_is_not_repaired_from_the_same_snapshot_for_ever() -> None:
     with pytest.raises(TrainingHalted, match="every rewind has been tried at step 1"):
         run(scene(), grouped(DATA[:12], 1), dict.fromkeys(range(3, 12), nan_weight), quiet())

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import stepguard
 from scenes import quiet
@@ -232,6 +232,31 @@ def _interrupt_at(when: int) -> Callable[[int, nn.Module], None]:
             raise KeyboardInterrupt
 
     return during
+
+
+def test_a_dispatch_mode_of_the_users_own_survives_ours() -> None:
+    class Theirs(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            Theirs.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    theirs = Theirs()
+
+    def during(step: int, model: nn.Module) -> None:
+        if step == 3:
+            assert _modes()
+            theirs.__enter__()  # type: ignore[no-untyped-call]
+
+    try:
+        Watched(loss=log_loss, bad=(1,), steps=6, during=during).run()
+        assert _modes() == [theirs]
+    finally:
+        theirs.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    assert Theirs.seen > 0
 
 
 def test_a_closure_optimizer_is_not_traced_and_says_so(tmp_path: Path) -> None:
