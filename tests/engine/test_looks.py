@@ -157,28 +157,6 @@ def test_bad_step_leaves_no_look(tmp_path: Path) -> None:
     assert [look.step for look in record.looks] == [3]
 
 
-@pytest.mark.parametrize("way", ["step", "watch"])
-def test_exception_in_a_step_ends_the_look(way: str) -> None:
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    make: Any = Guard if way == "step" else stepguard.watch
-    with make(model, optimizer, config=GuardConfig(terminal="quiet")) as guard:
-
-        def step(batch: Tensor) -> None:
-            if way == "step":
-                guard.step(lambda x: model(x).mean(), batch)
-                return
-            optimizer.zero_grad()
-            model(batch).mean().backward()
-            optimizer.step()
-
-        for _ in range(FIRST):
-            step(torch.ones(2, 4))
-        with pytest.raises(RuntimeError):
-            step(torch.ones(2, 5))
-        assert not dispatch_mode_stack()
-
-
 def test_object_of_the_user_is_not_asked_for_its_state() -> None:
     class Counts:
         asked = 0
@@ -399,3 +377,44 @@ def test_exception_in_the_forward_ends_the_look(make: Any) -> None:
         with pytest.raises(RuntimeError):
             step(guard, torch.ones(2, 5))
         assert not dispatch_mode_stack()
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1, 12), (1, 1, 12, 12), (12, 12), (8, 4, 12, 12)])
+def test_fused_attention_with_any_mask_is_looked_at(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(batch: Tensor) -> Tensor:
+        heads = model(batch).view(8, 12, 4, 2).transpose(1, 2)
+        mask = torch.ones(shape, dtype=torch.bool)
+        mask[..., 9:] = False
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+        return attended.square().mean()
+
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=1), terminal="quiet")
+    with Guard(model, optimizer, config=config) as guard:
+        for _ in range(FIRST + 1):
+            guard.step(loss, torch.randn(8, 12, 8))
+    record = read_run(tmp_path)
+    assert record.looks[-1].attention
+    assert not [note for note in record.notes if note.get("kind") == "look"]
+
+
+def test_look_inside_a_transform_of_functorch_is_taken(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=1), terminal="quiet")
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, parameters, (x[None],))
+        return found.square().sum()
+
+    with stepguard.watch(model, optimizer, config=config) as guard:
+        for _ in range(FIRST + 2):
+            named = dict(model.named_parameters())
+            each = torch.func.vmap(torch.func.grad(loss), (None, 0))(named, torch.randn(5, 4))
+            for name, parameter in named.items():
+                parameter.grad = each[name].mean(0)
+            optimizer.step()
+        assert guard.armed
+    assert read_run(tmp_path).looks

@@ -298,6 +298,38 @@ def test_short_run_with_the_default_settings_can_rewind() -> None:
     assert [d[0] for d in decisions(guard)] == ["rewind"]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
+def test_watched_loop_goes_on_from_the_good_state_with_the_next_batch(optimizer: str) -> None:
+    at, reference = scene(optimizer), scene(optimizer)
+    at.model[3].p = reference.model[3].p = 0.0
+    with stepguard.watch(at.model, at.optimizer, config=config()) as guard:
+        for index, batch in enumerate(DATA[:20]):
+            if index == 14:
+                nan_weight(at)
+            plain_step(at, (batch,))
+        assert decisions(guard) == [("rewind", 12, "skip")]  # the newest state without the damage
+    bare(reference, grouped([*DATA[:12], *DATA[15:20]], 1))
+    assert difference(state_of(at), state_of(reference)) == ""
+    assert guard.steps == 12 + 5
+
+
+def test_batch_that_was_written_to_is_not_run_again() -> None:
+    held = torch.empty(4, 6)
+    steps: Any = (((held.copy_(inputs), targets),) for inputs, targets in DATA[:20])
+    guard, _ = run(scene(), steps, {14: nan_weight})
+    assert [d[2] for d in decisions(guard)] == ["skip"]
+
+
+def test_data_that_keeps_failing_never_costs_good_weights() -> None:
+    at, reference = scene(), scene()
+    at.model[3].p = reference.model[3].p = 0.0
+    bad = (DATA[0][0] * NAN, DATA[0][1])  # no good sample in it
+    with pytest.raises(TrainingHalted, match="were dropped"):
+        run(at, grouped([*DATA[:16], *[bad] * 40], 1))
+    bare(reference, grouped(DATA[:16], 1))
+    assert difference(state_of(at), state_of(reference)) == ""
+
+
 def test_damage_that_comes_back_is_not_repaired_from_the_same_snapshot_for_ever() -> None:
     with pytest.raises(TrainingHalted, match="every rewind has been tried at step 1"):
         run(scene(), grouped(DATA[:12], 1), dict.fromkeys(range(3, 12), nan_weight), quiet())
