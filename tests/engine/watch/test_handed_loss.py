@@ -110,6 +110,21 @@ def test_factor_between_loss_and_backward_changes_nothing(
     assert (incident.origin.op, incident.origin.samples) == ("aten.div", (4,))
 
 
+def test_handing_over_changes_no_bit_of_a_healthy_run() -> None:
+    ends = []
+    for hand_over in (False, True):
+        training = Training()
+        torch.manual_seed(5)
+        assert training.run(made(8), hand_over=hand_over) == ()
+        ends.append([*training.net.state_dict().values(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_step_that_is_handed_over_gets_a_capsule(tmp_path: Path) -> None:
+    (incident,) = Training().run(made(3, bad=1), run_dir=tmp_path)
+    assert incident.capsule is not None and (tmp_path / incident.capsule).is_dir()
+
+
 def test_term_the_loop_adds_is_not_called_transient() -> None:
     """The handed loss alone replays clean; the guard must not conclude that nothing was wrong."""
     zero = torch.zeros(())

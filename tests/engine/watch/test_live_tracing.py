@@ -462,6 +462,13 @@ def test_with_several_guards_every_line_says_which_one_speaks(
     assert all("(optimizer 1: Adam of critic)" in line for line in lines)
 
 
+def test_the_only_guard_does_not_name_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(4, 1)
+    with stepguard.Guard(model, torch.optim.SGD(model.parameters(), lr=1e-3)) as guard:
+        guard.step(lambda x: model(x).mean(), torch.full((2, 4), torch.nan))
+    assert "SGD of Linear" not in capsys.readouterr().err.splitlines()[0]
+
+
 FUSED: Any = lambda params, lr: torch.optim.Adam(params, lr=lr, fused=True)  # noqa: E731
 PLACED: dict[str, tuple[Watched, dict[str, Any], str]] = {
     "forward": (
