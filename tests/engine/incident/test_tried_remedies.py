@@ -475,6 +475,11 @@ LONGER = batches(60)
 TRIES = Policy(on_incident="whatif")
 
 
+def test_answer_to_an_incident_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="on_incident"):
+        Policy(on_incident="guess")  # type: ignore[arg-type]
+
+
 def decided_run(data: list[Batch], policy: Policy, **settings: Any) -> tuple[Guard, nn.Module]:
     model = plain_net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

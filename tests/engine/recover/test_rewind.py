@@ -192,6 +192,19 @@ def test_step_that_failed_by_chance_is_run_again_and_nothing_shows(optimizer: st
     assert results[3].committed and results[3].incident is guard.incidents[0]
 
 
+def test_step_that_fails_again_is_skipped_and_not_run_a_third_time() -> None:
+    at = scene()
+    with Guard(at.model, at.optimizer, config=config(locate=True)) as guard:
+        guard._driver.transaction._decider._find = lambda step, reading: origin_of(
+            step=step.index, phase="loss", reproduced=False
+        )
+        data = [*DATA[:3], poisoned(DATA[3]), *DATA[4:6]]
+        results = [guard.step(at.loss_fn, batch) for batch in data]
+        assert [d[0] for d in decisions(guard)] == ["retry", "skip"]
+    assert [r.committed for r in results] == [True, True, True, False, True, True]
+    assert guard.steps == 6
+
+
 def learnable(count: int, seed: int = 3) -> list[Batch]:
     """Data with something to learn, so that a loss has a level to fall from."""
     source = torch.Generator().manual_seed(seed)
