@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import stepguard
-from stepguard import ConfigError, Guard, GuardConfig, Probes
+from stepguard import ConfigError, Guard, GuardConfig, Probes, Snapshots
 from stepguard.cli.app import app
 from stepguard.journal import read_run
 from stepguard.probes.looks import (
     EARLY_SECONDS,
     EARLY_SHARE,
     FIRST,
+    LEAST_SECONDS,
     SHARE,
     HealthCheck,
     HostFacts,
@@ -60,6 +61,18 @@ def test_automatic_looks_take_a_hundredth_early_and_a_thousandth_later() -> None
 def test_look_is_charged_with_what_it_does_not_see_of_itself() -> None:
     looked = looked_at(200_000, look=0.1, unseen=0.05, step=0.05)
     assert 3 < len(looked) < len(looked_at(200_000, look=0.1, step=0.05))
+
+
+def test_looks_become_rarer() -> None:
+    looked = looked_at(20_000, look=0.0, step=1.0)
+    assert looked[-1] - looked[-2] >= 900
+
+
+def test_fast_steps_are_looked_at_from_the_start() -> None:
+    """A run of a few seconds is over before a thousandth of its time is worth a look."""
+    looked = looked_at(3200, look=0.008, step=0.001)
+    assert looked[:6] == [2, 4, 8, 13, 18, 23]
+    assert 0.008 * len(looked) <= EARLY_SHARE * LEAST_SECONDS
 
 
 def test_trend_that_shows_is_followed_every_few_steps() -> None:
@@ -142,6 +155,30 @@ def test_bad_step_leaves_no_look(tmp_path: Path) -> None:
     record = read_run(tmp_path)
     assert len(record.incidents) == 1
     assert [look.step for look in record.looks] == [3]
+
+
+def test_object_of_the_user_is_not_asked_for_its_state() -> None:
+    class Counts:
+        asked = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.asked += 1
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def asked(every: int | None) -> int:
+        counts, model = Counts(), nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = GuardConfig(
+            probes=Probes(look_every=every), snapshots=Snapshots(count=0), terminal="quiet"
+        )
+        with Guard(model, optimizer, state={"counts": counts}, config=config) as guard:
+            for _ in range(FIRST + 4):
+                guard.step(lambda x: model(x).mean(), torch.ones(2, 4))
+        return counts.asked
+
+    assert asked(1) == asked(None)
 
 
 def test_evaluation_is_not_looked_at(tmp_path: Path) -> None:
@@ -340,3 +377,44 @@ def test_exception_in_the_forward_ends_the_look(make: Any) -> None:
         with pytest.raises(RuntimeError):
             step(guard, torch.ones(2, 5))
         assert not dispatch_mode_stack()
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1, 12), (1, 1, 12, 12), (12, 12), (8, 4, 12, 12)])
+def test_fused_attention_with_any_mask_is_looked_at(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(batch: Tensor) -> Tensor:
+        heads = model(batch).view(8, 12, 4, 2).transpose(1, 2)
+        mask = torch.ones(shape, dtype=torch.bool)
+        mask[..., 9:] = False
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+        return attended.square().mean()
+
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=1), terminal="quiet")
+    with Guard(model, optimizer, config=config) as guard:
+        for _ in range(FIRST + 1):
+            guard.step(loss, torch.randn(8, 12, 8))
+    record = read_run(tmp_path)
+    assert record.looks[-1].attention
+    assert not [note for note in record.notes if note.get("kind") == "look"]
+
+
+def test_look_inside_a_transform_of_functorch_is_taken(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = GuardConfig(run_dir=tmp_path, probes=Probes(look_every=1), terminal="quiet")
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, parameters, (x[None],))
+        return found.square().sum()
+
+    with stepguard.watch(model, optimizer, config=config) as guard:
+        for _ in range(FIRST + 2):
+            named = dict(model.named_parameters())
+            each = torch.func.vmap(torch.func.grad(loss), (None, 0))(named, torch.randn(5, 4))
+            for name, parameter in named.items():
+                parameter.grad = each[name].mean(0)
+            optimizer.step()
+        assert guard.armed
+    assert read_run(tmp_path).looks

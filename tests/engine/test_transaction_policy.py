@@ -177,6 +177,19 @@ def test_static_scale_is_divided_out_before_norm_and_update() -> None:
     assert difference(state_of(scaled), state_of(plain)) == ""
 
 
+def test_static_scale_reaches_sparse_gradients() -> None:
+    def made() -> Scene:
+        torch.manual_seed(0)
+        model = nn.Embedding(8, 4, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Scene(model, optimizer, loss=lambda s, b: s.model(b).square().sum())
+
+    scaled, plain = made(), made()
+    stepped(scaled, [(torch.tensor([1, 2, 2]),)], quiet(loss_scale=64.0))
+    stepped(plain, [(torch.tensor([1, 2, 2]),)])
+    assert difference(state_of(scaled), state_of(plain)) == ""
+
+
 SCRIPT = """
     import torch, stepguard
     from torch import nn

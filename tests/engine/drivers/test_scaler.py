@@ -146,6 +146,27 @@ def _rate(optimizer: torch.optim.Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_list_of_schedulers_advances_in_order_as_a_loop_would(fused: bool) -> None:
+    def several(optimizer: Optimizer) -> list[Any]:
+        return [lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+    model, optimizer = _built(fused)
+    with Guard(model, optimizer, scheduler=several(optimizer), config=quiet()) as guard:
+        for batch in DATA:
+            guard.step(lambda b: _loss(model, b), batch)
+    other, bare = _built(fused)
+    schedulers = several(bare)
+    for batch in DATA:
+        bare.zero_grad()
+        _loss(other, batch).backward()
+        bare.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert _rate(optimizer) == _rate(bare)
+    assert difference(dict(model.state_dict()), dict(other.state_dict())) == ""
+
+
 def test_list_of_schedulers_is_saved_and_restored(tmp_path: Path) -> None:
     model, optimizer = _built()
     schedulers = [

@@ -525,6 +525,15 @@ def test_loop_that_is_clipped_is_the_loop_that_clips(scaled: bool) -> None:
     assert difference(state_of(at), state_of(unclipped)) != ""
 
 
+def test_bad_step_of_a_clipped_loop_is_vetoed_all_the_same() -> None:
+    at, data = built(False), batches(6)
+    with stepguard.watch(at.model, at.optimizer, config=quiet(clip_norm=CLIP)) as guard:
+        train(at, [*data[:3], poisoned(data[3]), *data[4:]], clips=False)
+    assert [incident.step for incident in guard.incidents] == [3]
+    assert all(bool(p.isfinite().all()) for p in at.model.parameters())
+    assert not at.optimizer._optimizer_step_pre_hooks  # a closed guard clips no more
+
+
 def test_optimizers_that_cannot_be_clipped_from_outside_are_refused() -> None:
     model = noisy_net()
     with pytest.raises(ConfigError, match="inside its step"):
@@ -638,3 +647,36 @@ def test_gradients_written_after_clipping_are_measured_again(tmp_path: Path) -> 
             parameter.grad.mul_(2.0)
         scene.optimizer.step()
     assert read_run(tmp_path).steps[0]["grad_norm"] == pytest.approx(0.1, rel=1e-4)
+
+
+# --- buffers that are no norm statistics
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.out = nn.Linear(FEATURES, 3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += 1
+        return self.out(inputs)
+
+
+@pytest.mark.parametrize("make", [_sgd, _fused])
+def test_counter_in_a_buffer_loses_the_bad_step_and_no_other(
+    make: Callable[[nn.Module], Scene],
+) -> None:
+    scene = make(Counting())
+    watched(scene, grouped([DATA[0], DATA[1], poisoned(DATA[2]), DATA[3], DATA[4]], 1))
+    assert scene.model.seen == 4
+
+
+def test_buffer_that_first_changes_after_a_late_veto_keeps_its_change() -> None:
+    scene = _fused(Counting())
+    scene.loss = lambda s, b: F.cross_entropy(
+        (s.model if b is DATA[3] else s.model.out)(b[0]), b[1]
+    )
+    watched(scene, grouped([DATA[0], poisoned(DATA[2]), DATA[3], DATA[4]], 1))
+    assert scene.model.seen == 1

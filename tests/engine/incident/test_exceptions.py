@@ -4,6 +4,7 @@ again unchanged.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import textwrap
@@ -181,6 +182,20 @@ def test_random_numbers_after_a_caught_exception_are_where_an_unguarded_run_has_
     runs = [_with_caught_exceptions(how, error) for how in ("unguarded", mode)]
     for unguarded, guarded in zip(*runs, strict=True):
         assert torch.equal(unguarded, guarded)
+
+
+def test_buffers_after_a_caught_exception_are_as_before_the_step() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        model(batch[0])
+        raise ValueError("odd row")
+
+    before = copy.deepcopy(model.state_dict())
+    with Guard(model, optimizer, config=quiet()) as guard, pytest.raises(ValueError, match="odd"):
+        guard.step(loss_fn, DATA[0])
+    assert difference(model.state_dict(), before) == ""
 
 
 def _with_caught_exceptions(mode: str, error: Exception) -> list[Tensor]:

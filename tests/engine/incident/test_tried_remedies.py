@@ -382,6 +382,36 @@ def test_bad_sample_is_best_left_out_and_nothing_else_but_skipping_helps() -> No
     assert found.window > 0 and found.held_out > 0
 
 
+def test_own_fix_is_tried_beside_the_others_and_leaves_nothing_behind() -> None:
+    model = plain_net()
+
+    def own(given: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        given[0].register_forward_pre_hook(lambda module, args: (args[0].nan_to_num(),))
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    guard = run_to_the_end(
+        model, torch.optim.Adam(model.parameters(), lr=0.01), with_bad_sample()[: BAD + 1]
+    )
+    tried = by_name(guard.whatif(own))["own"]
+    guard.close()
+    assert tried.works and tried.label == "your own: own", tried
+    assert not model[0]._forward_pre_hooks
+    assert guard.optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_own_fix_that_fails_costs_only_itself() -> None:
+    def own(*_: Any) -> None:
+        raise ValueError("not today")
+
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = run_to_the_end(model, optimizer, with_bad_sample(5)[:6])
+    found = guard.whatif(own)
+    guard.close()
+    assert by_name(found)["own"].why_not == "ValueError: not today"
+    assert found.best is not None
+
+
 def test_halted_run_can_still_be_asked() -> None:
     model = plain_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -443,6 +473,11 @@ def loss_with_a_log(model: nn.Module, batch: Batch, step: int) -> Tensor:
 
 LONGER = batches(60)
 TRIES = Policy(on_incident="whatif")
+
+
+def test_answer_to_an_incident_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="on_incident"):
+        Policy(on_incident="guess")  # type: ignore[arg-type]
 
 
 def decided_run(data: list[Batch], policy: Policy, **settings: Any) -> tuple[Guard, nn.Module]:

@@ -248,6 +248,14 @@ def test_checkpoint_that_leads_to_a_stop_again_and_again_is_left_for_an_older_on
     )
 
 
+def test_starts_that_ended_without_a_stop_take_the_same_checkpoint_again(tmp_path: Path) -> None:
+    _two_checkpoints(tmp_path)
+    for _ in range(4):
+        with guard_of(scene(), config(tmp_path)) as guard:
+            assert guard.restore() == 8
+    assert notes(tmp_path, "lr_mismatch") == []
+
+
 def test_nothing_usable_is_one_error(tmp_path: Path) -> None:
     for path in _two_checkpoints(tmp_path):
         shutil.rmtree(path)
@@ -315,6 +323,21 @@ def test_checkpoints_are_written_by_themselves_once_they_have_proved_good(tmp_pa
             guard.step(at.loss_fn, batch)
             guard._saving.wait()
     assert _names(tmp_path) == ["step-14", "step-21"]
+
+
+def test_checkpoint_taken_by_itself_resumes_bit_identically(tmp_path: Path) -> None:
+    whole, first, second = scene(), scene(), scene()
+    loader = LOADERS["plain"]
+    torch.manual_seed(5)
+    with guard_of(whole, quiet(), loader()) as guard:
+        _train(guard, whole, 1, None, save=False)
+    torch.manual_seed(5)
+    with guard_of(first, config(tmp_path, checkpoint_every=7), loader()) as guard:
+        _train(guard, first, 1, 16, save=False)
+    with guard_of(second, config(tmp_path), loader()) as guard:
+        assert guard.restore() == 7
+        _train(guard, second, 1, None, save=False)
+    assert difference(state_of(second), state_of(whole)) == ""
 
 
 def test_trouble_with_no_snapshot_left_goes_back_to_a_checkpoint(tmp_path: Path) -> None:

@@ -192,6 +192,19 @@ def test_step_that_failed_by_chance_is_run_again_and_nothing_shows(optimizer: st
     assert results[3].committed and results[3].incident is guard.incidents[0]
 
 
+def test_step_that_fails_again_is_skipped_and_not_run_a_third_time() -> None:
+    at = scene()
+    with Guard(at.model, at.optimizer, config=config(locate=True)) as guard:
+        guard._driver.transaction._decider._find = lambda step, reading: origin_of(
+            step=step.index, phase="loss", reproduced=False
+        )
+        data = [*DATA[:3], poisoned(DATA[3]), *DATA[4:6]]
+        results = [guard.step(at.loss_fn, batch) for batch in data]
+        assert [d[0] for d in decisions(guard)] == ["retry", "skip"]
+    assert [r.committed for r in results] == [True, True, True, False, True, True]
+    assert guard.steps == 6
+
+
 def learnable(count: int, seed: int = 3) -> list[Batch]:
     """Data with something to learn, so that a loss has a level to fall from."""
     source = torch.Generator().manual_seed(seed)
@@ -291,6 +304,43 @@ def test_damage_in_the_first_steps_is_repaired_from_a_snapshot_on_probation(harm
         (1, "young"),
         (8, "young"),
     ]
+
+
+def test_short_run_with_the_default_settings_can_rewind() -> None:
+    guard, _ = run(scene("sgd"), grouped(learnable(60), 1), {45: nan_weight}, quiet())
+    assert [d[0] for d in decisions(guard)] == ["rewind"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
+def test_watched_loop_goes_on_from_the_good_state_with_the_next_batch(optimizer: str) -> None:
+    at, reference = scene(optimizer), scene(optimizer)
+    at.model[3].p = reference.model[3].p = 0.0
+    with stepguard.watch(at.model, at.optimizer, config=config()) as guard:
+        for index, batch in enumerate(DATA[:20]):
+            if index == 14:
+                nan_weight(at)
+            plain_step(at, (batch,))
+        assert decisions(guard) == [("rewind", 12, "skip")]  # the newest state without the damage
+    bare(reference, grouped([*DATA[:12], *DATA[15:20]], 1))
+    assert difference(state_of(at), state_of(reference)) == ""
+    assert guard.steps == 12 + 5
+
+
+def test_batch_that_was_written_to_is_not_run_again() -> None:
+    held = torch.empty(4, 6)
+    steps: Any = (((held.copy_(inputs), targets),) for inputs, targets in DATA[:20])
+    guard, _ = run(scene(), steps, {14: nan_weight})
+    assert [d[2] for d in decisions(guard)] == ["skip"]
+
+
+def test_data_that_keeps_failing_never_costs_good_weights() -> None:
+    at, reference = scene(), scene()
+    at.model[3].p = reference.model[3].p = 0.0
+    bad = (DATA[0][0] * NAN, DATA[0][1])  # no good sample in it
+    with pytest.raises(TrainingHalted, match="were dropped"):
+        run(at, grouped([*DATA[:16], *[bad] * 40], 1))
+    bare(reference, grouped(DATA[:16], 1))
+    assert difference(state_of(at), state_of(reference)) == ""
 
 
 def test_damage_that_comes_back_is_not_repaired_from_the_same_snapshot_for_ever() -> None:

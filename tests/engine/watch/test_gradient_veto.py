@@ -5,7 +5,9 @@ for several at once, and for one after another.
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -448,6 +450,17 @@ def state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
 PAIRS = [("sgd", "adam"), ("muon", "adam"), ("fused", "fused"), ("fused", "sgd"), ("sgd", "fused")]
 
 
+@pytest.mark.parametrize("bad_half", [0, 1], ids=["first", "second"])
+def test_already_the_first_step_is_decided_together(bad_half: int) -> None:
+    model, optimizers = halves(("sgd", "adam"))
+    before = state(model, optimizers)
+    guards = [stepguard.watch(model, optimizer, config=QUIET) for optimizer in optimizers]
+    one_step(model, optimizers, THIRTY[0], bad_half)
+    for guard in guards:
+        guard.close()
+    assert difference(state(model, optimizers), before) == ""
+
+
 @pytest.mark.parametrize("hurt", [0, 3], ids=["first", "second"])
 def test_damaged_weight_takes_both_back_together(hurt: int) -> None:
     model, optimizers = halves(("sgd", "adam"))
@@ -671,6 +684,39 @@ def test_other_optimizers_of_the_process_are_left_alone() -> None:
         _turns(elsewhere, theirs, ["one", "two"] * 6)
         assert guard.optimizer is optimizers["one"] and guard.steps == 6
         assert not guard._context.incidents
+
+
+def test_each_of_two_guards_keeps_its_optimizer() -> None:
+    torch.manual_seed(0)
+    pair = _Pair()
+    optimizers = {name: torch.optim.SGD(pair.parameters(), 0.1) for name in ("one", "two")}
+    with (
+        watch(pair, optimizers["one"], config=quiet()) as one,
+        watch(pair, optimizers["two"], config=quiet()) as two,
+    ):
+        _turns(pair, optimizers, ["one"] * 5 + ["two", "one"] * 3)
+        assert (one.optimizer, two.optimizer) == (optimizers["one"], optimizers["two"])
+        assert (one.steps, two.steps) == (8, 3)
+
+
+def test_guard_that_is_never_closed_does_not_keep_its_model() -> None:
+    model = _net()
+    Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=quiet())
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_checkpoint_holds_the_replaced_part(tmp_path: Path) -> None:
+    model, guard, _ = _train("head", guarded=True, run_dir=tmp_path)
+    assert guard is not None and guard.save() is not None
+    head = model[3].weight.detach().clone()
+    with torch.no_grad():
+        model[3].weight.zero_()
+    assert guard.restore() == 14
+    assert torch.equal(model[3].weight, head)
+    guard.close()
 
 
 def test_optimizers_of_an_inner_loop_are_taken_for_turns_once(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from zoo.plain import autocast, make_scaler
 from zoo.score import place_right
 
 import stepguard
+from engine.parts import each
 from scenes import NAN, grouped, quiet
 from stepguard import ConfigError, Guard, Incident, Policy
 from stepguard.records.codec import dumps, to_plain
@@ -107,6 +108,21 @@ def test_factor_between_loss_and_backward_changes_nothing(
 ) -> None:
     (incident,) = Training().run(made(3, bad=1), after)
     assert (incident.origin.op, incident.origin.samples) == ("aten.div", (4,))
+
+
+def test_handing_over_changes_no_bit_of_a_healthy_run() -> None:
+    ends = []
+    for hand_over in (False, True):
+        training = Training()
+        torch.manual_seed(5)
+        assert training.run(made(8), hand_over=hand_over) == ()
+        ends.append([*training.net.state_dict().values(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_step_that_is_handed_over_gets_a_capsule(tmp_path: Path) -> None:
+    (incident,) = Training().run(made(3, bad=1), run_dir=tmp_path)
+    assert incident.capsule is not None and (tmp_path / incident.capsule).is_dir()
 
 
 def test_term_the_loop_adds_is_not_called_transient() -> None:
@@ -203,18 +219,29 @@ def test_first_incident_of_a_zoo_case_is_placed_in_a_plain_loop(case: Case) -> N
 # --- guard.port.micro
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "fused"), [("weight", 0.0, False), ("weight", -0.0, True), ("x", NAN, True)]
-)
-def test_told_micro_batches_give_the_incident_of_guard_step(
-    key: str, value: float, fused: bool
-) -> None:
+class Rooted(Training):
+    def loss_fn(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.net(batch["x"]) * batch["weight"].sqrt()[:, None], batch["y"])
+
+
+FAULTS: dict[str, tuple[type[Training], str, Any, float, str]] = {
+    "zero": (Training, "weight", 4, 0.0, "aten.div"),
+    "negative zero": (Training, "weight", 4, -0.0, "aten.div"),
+    "input": (Training, "x", 4, NAN, "aten.addmm"),
+    "no label": (Rooted, "y", slice(None), -100, "aten.nll_loss_forward"),
+    "negative root": (Rooted, "weight", 4, -2.0, "aten.sqrt"),
+}
+
+
+@pytest.mark.parametrize(("fault", "fused"), each(FAULTS, [False, True]))
+def test_told_micro_batches_give_the_incident_of_guard_step(fault: str, fused: bool) -> None:
+    kind, key, rows, value, op = FAULTS[fault]
     # the gradient of the bad rows is there already: only the guard's own loop can drop them
     config = quiet(locate=True, labels_key="y", policy=Policy(actions=("skip", "stop")))
     found, data = [], made(8)
-    data[5][key][4] = value
+    data[5][key][rows] = value
     for make in (Guard, stepguard.watch):
-        training = Training()
+        training = kind()
         training.optimizer = optimizer = torch.optim.AdamW(training.net.parameters(), fused=fused)
         torch.manual_seed(5)
         with make(training.net, optimizer, config=config) as guard:
@@ -231,8 +258,8 @@ def test_told_micro_batches_give_the_incident_of_guard_step(
         found += guard.incidents
     ours, theirs = found
     origin = theirs.origin
-    assert (theirs.step, origin.micro_batch, origin.samples) == (2, 1, (4,))
-    assert origin.reproduced and (key == "x" or origin.op == "aten.div")
+    assert (theirs.step, origin.micro_batch, origin.op) == (2, 1, op)
+    assert origin.reproduced and origin.samples == (() if fault == "no label" else (4,))
     # a NaN among the numbers of an origin equals nothing
     assert dumps(to_plain(ours.origin)) == dumps(to_plain(origin))
     assert (ours.id, ours.decision) == (theirs.id, theirs.decision)
@@ -253,3 +280,14 @@ def test_trouble_names_what_must_not_be_saved() -> None:
         with torch.no_grad():
             training.net.outer.weight[0, 0] = 0.0
             training.net.norm.running_var[1] = 1.0
+
+
+def test_start_at_numbers_the_steps_of_a_run_that_goes_on() -> None:
+    training = Training()
+    with stepguard.watch(training.net, training.optimizer, config=LOCATED) as guard:
+        guard.port.start_at(40)
+        for batch in made(2, bad=1):
+            training.optimizer.zero_grad()
+            training.loss_fn(batch).backward()
+            training.optimizer.step()
+        assert [incident.step for incident in guard.incidents] == [41]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import stepguard
 from scenes import quiet
@@ -234,6 +234,31 @@ def _interrupt_at(when: int) -> Callable[[int, nn.Module], None]:
     return during
 
 
+def test_a_dispatch_mode_of_the_users_own_survives_ours() -> None:
+    class Theirs(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            Theirs.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    theirs = Theirs()
+
+    def during(step: int, model: nn.Module) -> None:
+        if step == 3:
+            assert _modes()
+            theirs.__enter__()  # type: ignore[no-untyped-call]
+
+    try:
+        Watched(loss=log_loss, bad=(1,), steps=6, during=during).run()
+        assert _modes() == [theirs]
+    finally:
+        theirs.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    assert Theirs.seen > 0
+
+
 def test_a_closure_optimizer_is_not_traced_and_says_so(tmp_path: Path) -> None:
     config = GuardConfig(terminal="quiet", run_dir=tmp_path)
     torch.manual_seed(0)
@@ -435,6 +460,13 @@ def test_with_several_guards_every_line_says_which_one_speaks(
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("stepguard")]
     assert len(lines) >= 3
     assert all("(optimizer 1: Adam of critic)" in line for line in lines)
+
+
+def test_the_only_guard_does_not_name_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(4, 1)
+    with stepguard.Guard(model, torch.optim.SGD(model.parameters(), lr=1e-3)) as guard:
+        guard.step(lambda x: model(x).mean(), torch.full((2, 4), torch.nan))
+    assert "SGD of Linear" not in capsys.readouterr().err.splitlines()[0]
 
 
 FUSED: Any = lambda params, lr: torch.optim.Adam(params, lr=lr, fused=True)  # noqa: E731
