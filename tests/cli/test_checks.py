@@ -494,7 +494,7 @@ def test_wrong_use_is_exit_code_2(
     write_run(Path("run"))
     saved.save_trainer(Path("checkpoint-20"), saved.trained())
     done = invoke(*words)
-    assert done.exit_code == 2 and said in done.output
+    assert done.exit_code == 2 and said in done.stderr
 
 
 def test_journal_of_a_run_in_trouble_is_read_and_its_report_named(project: Path) -> None:

@@ -139,6 +139,7 @@ optimizer.step()
         ("x = 1", "the script made none that stepped"),
         (REFUSED, "for the reason above"),
         ("raise SystemExit(7)", ""),
+        ("raise SystemExit('no data')", "no data"),
     ],
 )
 def test_end_of_a_run_without_guards_says_why(
