@@ -15,7 +15,7 @@ from torch import nn
 import stepguard
 from cli.journals import invoke, write_run
 from house.fresh import run_cli
-from preflight.asking import PROJECT
+from preflight.asking import HEALTHY, PROJECT
 from preflight.doctored import project_in
 from stepguard import Guard, GuardConfig, Snapshots, verify
 from stepguard.cli import _results
@@ -360,6 +360,15 @@ def test_configuration_that_the_checkpoint_overrides_fails(project: Path) -> Non
 def check_of(*words: str) -> tuple[int, str, str]:
     done = invoke("check", *words, COLUMNS="100")
     return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_healthy_project_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROJECT)
+    code, out, _ = check_of(HEALTHY, "--config", "config.json", "--run-dir", str(tmp_path))
+    assert code == 0
+    assert "configuration is aligned" in out
+    assert " ready: 0 failed, 0 warned" in out
 
 
 @pytest.mark.slow
