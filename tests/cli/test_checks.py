@@ -14,7 +14,7 @@ from torch import nn
 
 import stepguard
 from check import hostile, saved
-from check.asking import PROJECT, project_in
+from check.asking import HEALTHY, PROJECT, project_in
 from cli.journals import invoke, write_run
 from house.fresh import run_cli
 from stepguard import Guard, GuardConfig, Snapshots, verify
@@ -362,6 +362,15 @@ def check_of(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
+def test_healthy_project_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROJECT)
+    code, out, _ = check_of(HEALTHY, "--config", "config.json", "--run-dir", str(tmp_path))
+    assert code == 0
+    assert "configuration is aligned" in out
+    assert " ready: 0 failed, 0 warned" in out
+
+
+@pytest.mark.slow
 def test_failed_item_is_exit_code_5_with_evidence_and_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROJECT)
     code, out, _ = check_of(
@@ -493,7 +502,7 @@ def test_wrong_use_is_exit_code_2(
     write_run(Path("run"))
     saved.save_trainer(Path("checkpoint-20"), saved.trained())
     done = invoke(*words)
-    assert done.exit_code == 2 and said in done.output
+    assert done.exit_code == 2 and said in done.stderr
 
 
 def test_journal_of_a_run_in_trouble_is_read_and_its_report_named(project: Path) -> None:

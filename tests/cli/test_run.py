@@ -91,6 +91,13 @@ def test_an_error_of_the_script_is_exit_code_1_with_the_users_frames_only(tmp_pa
     assert "stepguard/" not in under_guard.stderr
     assert "runpy" not in under_guard.stderr
     assert under_guard.stderr == bare.stderr
+    chained = (
+        "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('second') from e\n"
+    )
+    write(tmp_path, chained)
+    done = guarded(tmp_path, "train.py")
+    assert done.returncode == 1
+    assert done.stderr.index("ZeroDivisionError") < done.stderr.index("ValueError: second")
 
 
 def test_arguments_main_and_modules_beside_the_script_work_as_with_python(tmp_path: Path) -> None:
@@ -547,6 +554,26 @@ def test_a_policy_stop_is_exit_code_3_whoever_catches_it(tmp_path: Path, wrapper
     # logging takes the frames from the interpreter, not from the exception
     if wrapper != "catch-all":
         assert "stepguard/engine" not in done.stderr and "stepguard/guard.py" not in done.stderr
+
+
+ENDINGS = {
+    "a code of its own after a stop": (
+        "try:\n    train()\nexcept Exception:\n    sys.exit(42)\n",
+        42,
+    ),
+    "a bug after a step was skipped": ("train()\nraise RuntimeError('my own bug')\n", 1),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_keeps_the_exit_code_of_its_own_ending(tmp_path: Path, ending: str) -> None:
+    text, code = ENDINGS[ending]
+    bad = "range(2, 9)" if code == 42 else "(2,)"
+    write(tmp_path, in_a_function(plain_script(steps=9, bad=bad)) + text)
+    (tmp_path / "guard.toml").write_text("[policy]\nmax_consecutive = 2\n")
+    done = guarded(tmp_path, "--config", "guard.toml", "train.py")
+    assert done.returncode == code, done.stderr
+    assert ("Stopping training" in done.stderr) == (code == 42)
 
 
 PARALLEL = """

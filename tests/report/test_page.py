@@ -30,7 +30,7 @@ from report.real_runs import batch, build, silently_wrong
 from stepguard.cli.app import app
 from stepguard.journal import Journal, runs_below
 from stepguard.locate.source import variable_name
-from stepguard.records import Incident, Operand, Origin, Reading, Verdict
+from stepguard.records import Decision, Incident, Operand, Origin, Reading, Verdict
 from stepguard.report.page import (
     DROPPED,
     FINITE,
@@ -118,6 +118,8 @@ def test_card_tells_what_where_why_and_what_was_done(tmp_path: Path) -> None:
     assert (part["first"], part["last"], part["left"]) == (0, 12, None)
     assert run["looks"] is None
     assert any("SG204" in link["text"] for link in run["chain"])
+    times = [link["first"] for link in run["chain"]]
+    assert times == sorted(times)
     story = read_story(tmp_path / "run")
     shown = {label: (value, note) for label, value, note in tiles(summarize(story.latest))}
     assert shown["steps committed"] == ("11", "of 12 seen")
@@ -230,6 +232,23 @@ def test_operand_is_told_with_the_range_of_its_dtype() -> None:
     assert shown["at"] == "inf at [0,1]"
     assert shown["range"] == {"least": -24, "normal": -14, "most": 16}
     assert shown["exponents"] == [[0, 4], [15, 1]]
+
+
+def test_card_of_a_rewind_says_where_it_went_and_what_was_not_finite() -> None:
+    reading = Reading(
+        step=1,
+        loss=math.nan,
+        components={"a": math.inf, "b": 1.0},
+        followed={"kl": -math.inf},
+        grad_norm=2.0,
+    )
+    decision = Decision(action="rewind", rewound_to=24, consecutive=1, total=2)
+    bad = Verdict(kind="nonfinite_parameter", summary="bad")
+    incident = Incident(id="a", step=1, verdict=bad, reading=reading, decision=decision)
+    card = incident_card(_in_story(incident))
+    assert card["done"] == "rewound to step 24"
+    assert card["where"] is None and card["unplaced"]
+    assert card["bad"] == {"loss": NAN, "loss/a": PLUS_INF, "followed/kl": MINUS_INF}
 
 
 def _looks(folder: Path) -> dict[str, Any] | None:

@@ -128,6 +128,11 @@ def test_curves_never_run_backwards(rewound: Any) -> None:
     assert styles == {"-", ":"}
 
 
+def test_curve_of_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
+    loss = draw_run(read_story(real_runs.restarted(tmp_path)).latest, "").axes[0].lines[0]
+    assert loss.get_xdata().tolist() == [*range(5), *range(6, 40)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("losses", [[NAN], [1.0], [-1.0, 0.0, 2.0], [0.0, 0.0], [None]])
 def test_odd_runs_are_drawn(tmp_path: Path, losses: list[float | None]) -> None:

@@ -136,9 +136,18 @@ def test_keyboard_pans_zooms_and_walks_through_incidents(browser: Any, rewound_r
         assert page.locator("#help").is_visible()
         page.keyboard.press("Escape")
         assert not page.locator("#help").is_visible()
-        dark = seen.ask("getComputedStyle(document.body).backgroundColor")
-        page.keyboard.press("t")
-        assert seen.ask("getComputedStyle(document.body).backgroundColor") != dark
+        assert seen.troubles == []
+
+
+def test_theme_changes_by_key_and_follows_the_system(browser: Any, tmp_path: Path) -> None:
+    page = _page(write_run(tmp_path / "run"))
+    ground = "getComputedStyle(document.body).backgroundColor"
+    with opened(browser, page, color_scheme="light") as seen:
+        light = seen.ask(ground)
+    with opened(browser, page, color_scheme="dark") as seen:
+        assert seen.ask(ground) != light
+        seen.page.keyboard.press("t")
+        assert seen.ask(ground) == light
         assert seen.troubles == []
 
 

@@ -113,8 +113,9 @@ def test_raw_host_header_decides(runs: Path, host: bytes) -> None:
     asyncio.run(answer())
     asyncio.run(answer(b"localhost", host))
     assert sent == [403, 403, 403]
-    asyncio.run(answer(b"LOCALHOST:8321"))
-    assert sent[-1] == 200
+    for own in (b"LOCALHOST:8321", b"127.0.0.1", b"[::1]:8321"):
+        asyncio.run(answer(own))
+        assert sent[-1] == 200
 
 
 async def _nothing() -> dict[str, str]:
@@ -176,6 +177,7 @@ def test_stream_without_a_place_is_refused(runs: Path) -> None:
         "/",
         "a/",
         "link",
+        "empty",
         "a\0b",
         "..\\secret",
         "a//b",
@@ -183,6 +185,7 @@ def test_stream_without_a_place_is_refused(runs: Path) -> None:
 )
 def test_no_other_name_opens_anything(runs: Path, name: str) -> None:
     write_run(runs / "group" / "b")
+    (runs / "empty").mkdir()
     (runs / "link").symlink_to(runs.parent / "secret")
     assert runs_below(runs).get(name) is None
     assert runs_below(runs).get(str(runs.parent / "secret")) is None
@@ -239,6 +242,7 @@ def test_page_of_a_journal_that_was_replaced_is_loaded_again(tmp_path: Path) -> 
     assert message == {} and place.rows == 40
     again = asyncio.run(following.document("/events/run"))
     assert again["runs"][0]["incidents"] == []
+    assert document["live"] == {"events": "/events/run?journal=0"}
     assert again["live"] == {"events": "/events/run?journal=1"}
 
 
@@ -249,11 +253,12 @@ ROWS = 40
 
 def test_many_pages_of_many_runs_lose_no_row(tmp_path: Path) -> None:
     journals = []
+    write_run(tmp_path / "secret")
     for number in range(RUNS):
-        journal = Journal(tmp_path / f"run{number}")
+        journal = Journal(tmp_path / "runs" / f"run{number}")
         journal.write("run", {"stepguard": "0"})
         journals.append(journal)
-    with serving(tmp_path) as address:
+    with serving(tmp_path / "runs") as address:
         streams = [Stream(f"{address}events/run{page % RUNS}") for page in range(PAGES)]
         readers = [threading.Thread(target=one.until, args=(ROWS,)) for one in streams]
         for reader in readers:

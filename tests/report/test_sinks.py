@@ -241,6 +241,8 @@ def test_levels_say_how_bad_it_is(handler: Records, propagate: bool) -> None:
         "model.py:88; sample 5; SG204"
     )
     assert handler.kept[3].step == 48  # type: ignore[attr-defined]
+    LoggingSink(propagate=propagate).incident(BARE)
+    assert handler.kept[-1].getMessage() == f"step 7 is bad: {BARE.verdict.summary}"
 
 
 def test_root_handlers_get_messages_only_in_place_of_the_terminal(

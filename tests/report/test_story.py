@@ -221,7 +221,9 @@ def test_a_rewind_leaves_rows_behind_and_every_incident_knows_its_row(rewound: S
     assert len(loss) == len(table) and np.isnan(loss.values).sum() >= 5
 
 
-def test_a_rewind_is_told_in_the_order_of_time_by_what_counts(rewound: Story) -> None:
+def test_a_rewind_is_told_in_the_order_of_time_by_what_counts(
+    rewound: Story, tmp_path: Path
+) -> None:
     summary = summarize(rewound.latest, rewound)
     texts = [event.text for event in summary.timeline]
     back = next(place for place, text in enumerate(texts) if "rewound to step" in text)
@@ -230,8 +232,10 @@ def test_a_rewind_is_told_in_the_order_of_time_by_what_counts(rewound: Story) ->
     screen = render_terminal(summary, width=100)
     assert "of them no longer count: 1 rewind" in screen
     assert "continued without sample 3" in screen and "longest stretch 4 in a row" in screen
-    rows = {row.aspect: row for row in compare(rewound.latest, rewound.latest).rows}
-    assert "left behind" in rows["steps"].first and "rewound 1" in rows["what was done"].first
+    healthy = read_story(real_runs.fixed(tmp_path / "healthy")).latest
+    rows = {row.aspect: row for row in compare(rewound.latest, healthy).rows}
+    assert "left behind" in rows["steps"].first and "left behind" not in rows["steps"].second
+    assert "rewound 1" in rows["what was done"].first
 
 
 def test_part_of_a_step_that_was_left_out_is_named_and_counted_from_1(tmp_path: Path) -> None:

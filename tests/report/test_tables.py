@@ -266,6 +266,7 @@ def test_every_row_has_its_history() -> None:
     assert [row["cells"][0] for row in updates["rows"]] == ["still", "moving"]
     assert updates["rows"][1]["history"] == ((2, 0.2), (7, 0.2))
     assert attention["rows"][0]["history"] == ((2, 2.0), (7, 7.0))
+    assert len(look_tables([look(2, 2.0)], 1)[1]["rows"]) == 1
 
 
 def test_what_is_near_its_limit_is_marked() -> None:

@@ -225,6 +225,7 @@ def test_panel_keeps_within_the_window(
     lines = [line for line in out.getvalue().splitlines() if "stepguard replay" not in line]
     assert max(map(len, lines)) <= min(width, 110)
     assert "> 88 │ weights" in out.getvalue()
+    assert "aten._softmax" in out.getvalue(), "no name is broken"
 
 
 def test_line_of_a_snippet_is_never_broken_or_cut(
@@ -250,6 +251,13 @@ def test_stream_that_knows_ascii_only_gets_ascii() -> None:
     Terminal(stream).incident(replace(MASKED_ROW, origin=origin))
     text = raw.getvalue().decode("ascii")
     assert "> 88 | weights" in text and "-----" in text
+
+
+def test_context_without_numbers_is_shown_as_it_is(out: io.StringIO) -> None:
+    assert MASKED_ROW.origin is not None
+    origin = replace(MASKED_ROW.origin, context=("", "def f(x):", "    return x"), source=None)
+    Terminal(out).incident(replace(MASKED_ROW, origin=origin))
+    assert "│ def f(x):" in out.getvalue() and "│     return x" in out.getvalue()
 
 
 def test_text_of_the_user_is_no_markup(out: io.StringIO) -> None:

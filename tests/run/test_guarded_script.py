@@ -57,6 +57,18 @@ def test_guard_is_built_at_the_first_call_of_the_model_and_closed_at_the_end() -
 
 
 @pytest.mark.slow
+def test_automatic_guard_makes_way_for_one_that_the_user_builds() -> None:
+    with guarded_script.AutomaticGuards(QUIET, lambda text: None) as automatic:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        assert len(automatic.guards) == 1
+        with Guard(model, optimizer, config=QUIET) as own:
+            assert automatic.guards == []
+            own.step(lambda batch: model(batch).sum(), torch.ones(1, 2))
+
+
+@pytest.mark.slow
 def test_an_optimizer_that_cannot_be_guarded_is_told_once_and_truly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +151,7 @@ optimizer.step()
         ("x = 1", "the script made none that stepped"),
         (REFUSED, "for the reason above"),
         ("raise SystemExit(7)", ""),
+        ("raise SystemExit('no data')", "no data"),
     ],
 )
 def test_end_of_a_run_without_guards_says_why(
