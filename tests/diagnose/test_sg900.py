@@ -36,7 +36,7 @@ def watched(rule: Rule, lines: str, folder: Path, config: GuardConfig) -> RunRec
     names: dict[str, Any] = {"__name__": "example"}
     torch.manual_seed(0)
     exec(compile(rule.text.setup, f"{rule.code} setup", "exec"), names)
-    if {"model", "optimizer", "step"} <= names.keys():  # the run before, in the same folder
+    if "build" in names:  # its model is trained before, in the same folder
         with stepguard.watch(names["model"], names["optimizer"], config=config):
             for batch in names["batches"]:
                 names["step"](batch)

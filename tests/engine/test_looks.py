@@ -252,6 +252,7 @@ class Told:
     def __init__(self) -> None:
         self.outputs = self
         self.scheduler = None
+        self.roots = {"": nn.Linear(1, 1)}
         self.notes: list[dict[str, Any]] = []
 
     def note(self, kind: str, text: str, **facts: Any) -> None:

@@ -309,6 +309,8 @@ def _within_an_epoch(context: Context, step: int, look_step: int) -> bool:
     """
     recent = context.data.recent
     batches = len(recent.of_step(look_step)) if recent is not None else 0
+    if not batches:
+        return False  # not from a DataLoader: nothing says how long an epoch is
     lengths = []
     gc.collect()
     for thing in gc.get_objects():
@@ -316,7 +318,7 @@ def _within_an_epoch(context: Context, step: int, look_step: int) -> bool:
         if issubclass(type(thing), DataLoader):
             with suppress(Exception):  # a data set without a length, or of the user's own
                 lengths.append(len(thing))
-    made = step * max(batches, 1)
+    made = step * batches
     return bool(lengths) and all(length > 1 and made % length for length in lengths)
 
 
