@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import processes
 from browser import NO_BROWSER, NO_SITE
-from forked import FULL
+from forked import DOCUMENTED, FULL
 from leaks import leaks_since, look, seed, unseed
 
 pytest_plugins = ["pytester"]
@@ -55,7 +55,11 @@ QUICK = "not process and not slow"
 """The marker expression of `make quick`."""
 NOT_QUICK = ("benchmarks", "integrations", "recipes")
 """Folders below tests that `make quick` does not even import: that alone takes half a minute."""
-FULL_LENGTH = "full: only at full length, with STEPGUARD_FULL=1 (`make test-all`)"
+LANES = {
+    "full": "only at full length, with STEPGUARD_FULL=1 (`make test-all`)",
+    "documented": "a documented command that takes long: `.ci/run` and `make test-all`",
+}
+"""Markers of tests that `make test` leaves to another lane."""
 _left_out = 0
 _full_length = 0
 
@@ -64,7 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts the suite in the background ignores Ctrl+C, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", FULL_LENGTH)
+    for name, text in LANES.items():
+        config.addinivalue_line("markers", f"{name}: {text}")
     if config.option.markexpr == QUICK:
         processes.watch_for_processes()
 
@@ -80,7 +85,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # before pytest's own hook, which deselects by marker
     processes.mark(items)
     global _full_length
-    long = [] if FULL else [item for item in items if item.get_closest_marker("full")]
+    later = {"full": not FULL, "documented": not DOCUMENTED}
+    long = [
+        item
+        for item in items
+        if any(later[name] and item.get_closest_marker(name) for name in LANES)
+    ]
     if long:
         _full_length = len(long)
         config.hook.pytest_deselected(items=long)
@@ -113,7 +123,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         said = f"LEFT OUT: {_left_out} tests that start a process or are slow, and {folders}"
         terminalreporter.write_line(f"{said}; `make test` runs them too", yellow=True)
     elif _full_length:
-        said = f"LEFT OUT: {_full_length} tests at full length; `make test-all` runs them too"
+        said = f"LEFT OUT: {_full_length} tests of longer lanes; `make test-all` runs them too"
         terminalreporter.write_line(said, yellow=True)
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
     if any(NO_SITE in reason for reason in skipped):

@@ -11,18 +11,17 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import forked
 from process_group import part
 from stepguard.locate import locate
 from stepguard.locate.find_origin import frames_at_origin
@@ -657,10 +656,10 @@ class Normed(nn.Module):
         return self.out(self.bn(torch.exp(self.fc(x))))
 
 
-def _one_rank_locates(rank: int, folder: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    _locate_as(rank)
+def ranks_of_a_group() -> None:
+    """Run by every rank of the test below."""
+    dist.init_process_group("gloo")
+    _locate_as(dist.get_rank())
     part()
 
 
@@ -694,8 +693,11 @@ def _locate_as(rank: int) -> None:
     assert torch.allclose(grads / 2, mine)
 
 
-def test_one_rank_of_two_locates_without_the_other(tmp_path: Path) -> None:
-    mp.start_processes(_one_rank_locates, args=(str(tmp_path),), nprocs=2, start_method="spawn")
+def test_one_rank_of_two_locates_without_the_other() -> None:
+    code = "from locate.test_replay import ranks_of_a_group; ranks_of_a_group()"
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(forked.PATHS)}
+    ended = forked.python(["-c", code], ranks=2, variables=variables, imports=("pytest",))
+    assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 @pytest.fixture
