@@ -161,6 +161,47 @@ def test_leaking_test_fails_and_its_successor_does_not(pytester: pytest.Pytester
     )
 
 
+def test_suite_that_is_started_with_ctrl_c_ignored_gets_it_back(
+    pytester: pytest.Pytester,
+) -> None:
+    """As a job in the background of a shell, or under nohup."""
+    pytester.makeconftest(CONFTEST.read_text())
+    pytester.makepyfile(
+        """
+        import signal
+
+        def test_ctrl_c_works():
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        """
+    )
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+IGNORED = """
+import os, signal, torch, stepguard
+model = torch.nn.Linear(2, 1)
+config = stepguard.GuardConfig(run_dir="run")
+with stepguard.Guard(model, torch.optim.SGD(model.parameters(), 0.1), config=config) as guard:
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+        guard.step(lambda batch: model(batch).square().mean(), torch.ones(4, 2))
+print("trained on")
+"""
+
+
+def test_program_that_was_started_with_ctrl_c_ignored_trains_on_and_says_so(
+    tmp_path: Path,
+) -> None:
+    code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{IGNORED}"
+    ended = forked.python(["-c", code], folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "trained on\n"), ended.stderr
+    assert ended.stderr.count("SIGINT was ignored when the program started") == 1
+
+
 def _runs() -> None:
     subprocess.run(["true"], check=True)
 
