@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import processes
 from browser import NO_BROWSER, NO_SITE
-from forked import DOCUMENTED, FULL
+from forked import DOCUMENTED, FULL, TESTS
 from leaks import leaks_since, look, seed, unseed
 
 pytest_plugins = ["pytester"]
@@ -44,6 +44,10 @@ os.environ["TERM"] = "xterm"
 if "stepguard-tests-" not in os.environ.get("XDG_CONFIG_HOME", ""):
     os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="stepguard-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
+# containers set it; every Python that the tests start would compile the package again, and every
+# worker the tests: a third of the time of `make quick`
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 # torch.compile draws a bar, whose thread would outlive the first test that compiles
 tqdm.monitor_interval = 0
@@ -53,8 +57,8 @@ hypothesis.settings.load_profile("house")
 
 QUICK = "not process and not slow"
 """The marker expression of `make quick`."""
-NOT_QUICK = ("benchmarks", "integrations", "recipes")
-"""Folders below tests that `make quick` does not even import: that alone takes half a minute."""
+NOT_QUICK = ("benchmarks", "integrations", "recipes", "cli/test_agents.py")
+"""Parts of tests that `make quick` does not even import: that alone takes half a minute."""
 LANES = {
     "full": "only at full length, with STEPGUARD_FULL=1 (`make test-all`)",
     "documented": "a documented command that takes long: `.ci/run` and `make test-all`",
@@ -75,9 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if config.option.markexpr != QUICK or collection_path.parent != Path(__file__).parent:
+    if config.option.markexpr != QUICK or TESTS not in collection_path.parents:
         return None
-    return collection_path.name in NOT_QUICK or None
+    return str(collection_path.relative_to(TESTS)) in NOT_QUICK or None
 
 
 @pytest.hookimpl(tryfirst=True)
