@@ -204,9 +204,11 @@ def look() -> dict[str, Any]:
 def leaks_since(before: dict[str, Any]) -> list[str]:
     """Names of what changed, with the old and the new value; everything is put back."""
     found = []
-    if look() != before:
-        # a guard that is not closed goes with its model, once it is collected
-        gc.collect()
+    for generation in (1, 2):
+        if look() != before:
+            # a guard that is not closed goes with its model, once it is collected; a collection of
+            # all there is takes half a second
+            gc.collect(generation)
     for name, probe in PROBES.items():
         now = probe.read()
         if now != before[name] and (name != "threads" or (now := _lingering(before[name]))):
