@@ -88,6 +88,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # before pytest's own hook, which deselects by marker
     processes.mark(items)
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("documented")
     global _full_length
     later = {"full": not FULL, "documented": not DOCUMENTED}
     long = [
