@@ -88,7 +88,7 @@ class Sketch:
 
 
 @dataclass(slots=True)
-class Operand:
+class LoggedOperand:
     """What went into an operation: made by an earlier one, or stored before the step."""
 
     name: str
@@ -97,14 +97,14 @@ class Operand:
 
 
 @dataclass(slots=True)
-class Operation:
+class LoggedOperation:
     """One operation of the step."""
 
     op: str
     stage: str
     module: str | None
     source: str | None
-    operands: list[Operand]
+    operands: list[LoggedOperand]
     outputs: list[Sketch]
 
 
@@ -116,7 +116,7 @@ class OperationLog:
     """Where the step is from, and with which settings it was run."""
     schema: int = SCHEMA
     losses: list[float | None] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[LoggedOperation] = field(default_factory=list)
     stored: dict[str, Sketch] = field(default_factory=dict)
     """Parameters, buffers, batches and constants, as they were first read."""
     gradients: dict[str, Sketch] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Address of the memory of what existed before the step -> its name."""
         self._makers: dict[int, int] = {}
         self._unwritten: set[int] = set()
-        self._owners: dict[int, Operation] = {}
+        self._owners: dict[int, LoggedOperation] = {}
         """The forward operation behind the autograd node of this number."""
         self._kept: list[Tensor] = []
         """Results that are held, so that no other tensor gets the same memory."""
@@ -181,12 +181,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._log.operations.append(operation)
         return result
 
-    def _operand(self, name: str, tensor: Tensor) -> Operand:
+    def _operand(self, name: str, tensor: Tensor) -> LoggedOperand:
         key = storage_key(tensor)
         if key in self._makers:
-            return Operand(name, self._makers[key])
+            return LoggedOperand(name, self._makers[key])
         if key in self._unwritten:
-            return Operand(name)
+            return LoggedOperand(name)
         stored = self._named.get(key)
         if stored is None:
             # a constant of the program; held, so that its address keeps its name
@@ -194,9 +194,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kept.append(tensor)
         if stored not in self._log.stored:
             self._log.stored[stored] = sketch(tensor)
-        return Operand(name, None, stored)
+        return LoggedOperand(name, None, stored)
 
-    def _placed(self, op: str, operands: list[Operand], made: list[Tensor]) -> Operation:
+    def _placed(
+        self, op: str, operands: list[LoggedOperand], made: list[Tensor]
+    ) -> LoggedOperation:
         outputs = [sketch(tensor) for tensor in made]
         node: Any = current_autograd_node()
         stage, module = "forward", self._spans.current
@@ -210,8 +212,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 source = spell(line)
                 if behind is not None:
                     module, source = behind.module, source or behind.source
-                return Operation(op, "backward", module, source, operands, outputs)
-        operation = Operation(op, stage, module, spell(line), operands, outputs)
+                return LoggedOperation(op, "backward", module, source, operands, outputs)
+        operation = LoggedOperation(op, stage, module, spell(line), operands, outputs)
         self._owners[next_sequence_number() - 1] = operation
         return operation
 
@@ -439,7 +441,7 @@ def read_log(path: Path) -> OperationLog:
 
 
 @dataclass(slots=True, kw_only=True)
-class Place:
+class DifferingOperation:
     """An operation of both logs whose results differ."""
 
     op: str
@@ -455,7 +457,7 @@ class Place:
 
 
 @dataclass(slots=True, kw_only=True)
-class Difference:
+class StepDifference:
     """What two runs of a step have in common, and where they part."""
 
     runs: list[str]
@@ -467,8 +469,8 @@ class Difference:
     """The first of those, in A and in B; empty where there is none."""
     stored: dict[str, float]
     """What differed before the step began: parameters, buffers, batches."""
-    first: Place | None
-    growth: list[Place]
+    first: DifferingOperation | None
+    growth: list[DifferingOperation]
     losses: list[float | None]
     gradients: dict[str, float]
     """Parameters whose gradient differs, and by how much, the most first."""
@@ -485,14 +487,14 @@ class Difference:
         return self.losses[0] == self.losses[1]
 
 
-def compare(one: OperationLog, other: OperationLog) -> Difference:
+def compare(one: OperationLog, other: OperationLog) -> StepDifference:
     """Compare two logs in the order in which the first one ran."""
-    found: dict[tuple[Any, ...], list[Operation]] = {}
+    found: dict[tuple[Any, ...], list[LoggedOperation]] = {}
     for operation in other.operations:
         found.setdefault(_key(operation), []).append(operation)
     taken: Counter[tuple[Any, ...]] = Counter()
     paired = []
-    alone: list[Operation] = []
+    alone: list[LoggedOperation] = []
     for operation in one.operations:
         key = _key(operation)
         twins = found.get(key, [])
@@ -504,7 +506,7 @@ def compare(one: OperationLog, other: OperationLog) -> Difference:
     twinned = {id(twin) for _, twin in paired}
     other_alone = [operation for operation in other.operations if id(operation) not in twinned]
     first = None
-    growth: list[Place] = []
+    growth: list[DifferingOperation] = []
     reached = 0.0
     for operation, twin in paired:
         apart = _apart(operation, twin)
@@ -515,7 +517,7 @@ def compare(one: OperationLog, other: OperationLog) -> Difference:
             growth.append(_place(operation, twin, apart))
             reached = max(limit for limit in GROWTH if limit <= apart)
     first_only = [_line(_place(few[0], few[0], 0.0)) if few else "" for few in (alone, other_alone)]
-    return Difference(
+    return StepDifference(
         runs=[one.what, other.what],
         compared=len(paired),
         only=[len(alone), len(other_alone)],
@@ -530,19 +532,19 @@ def compare(one: OperationLog, other: OperationLog) -> Difference:
     )
 
 
-def _key(operation: Operation) -> tuple[Any, ...]:
+def _key(operation: LoggedOperation) -> tuple[Any, ...]:
     shapes = tuple(made.what.partition(" ")[2] for made in operation.outputs)
     return operation.stage, operation.module, operation.op, shapes
 
 
-def _apart(one: Operation, other: Operation) -> float:
+def _apart(one: LoggedOperation, other: LoggedOperation) -> float:
     return max((a.beside(b) for a, b in zip(one.outputs, other.outputs, strict=False)), default=0.0)
 
 
-def _place(one: Operation, other: Operation, apart: float) -> Place:
+def _place(one: LoggedOperation, other: LoggedOperation, apart: float) -> DifferingOperation:
     pairs = zip(one.outputs, other.outputs, strict=False)
     outputs = next((pair for pair in pairs if pair[0].beside(pair[1])), ())
-    return Place(
+    return DifferingOperation(
         op=one.op,
         stage=one.stage,
         module=one.module,
@@ -554,7 +556,7 @@ def _place(one: Operation, other: Operation, apart: float) -> Place:
 
 
 def _operands(
-    one: Operation, other: Operation, log: OperationLog, other_log: OperationLog
+    one: LoggedOperation, other: LoggedOperation, log: OperationLog, other_log: OperationLog
 ) -> Iterator[str]:
     for a, b in zip(one.operands, other.operands, strict=False):
         if a.maker is not None and b.maker is not None:
@@ -592,7 +594,7 @@ def _spelled(value: float | None) -> str:
 MOST_NAMES = 8
 
 
-def spelled(found: Difference) -> Iterator[str]:
+def spelled(found: StepDifference) -> Iterator[str]:
     """The lines that `stepguard diff` prints."""
     yield f"A: {found.runs[0]}"
     yield f"B: {found.runs[1]}"
@@ -626,7 +628,7 @@ def spelled(found: Difference) -> Iterator[str]:
         yield f"after the update {_listed(found.updated)}"
 
 
-def _line(place: Place) -> str:
+def _line(place: DifferingOperation) -> str:
     where = f"in {place.module}" if place.module else "outside every module"
     if place.module == "":
         where = "in the model itself"
