@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stepguard._errors import JournalError
-from stepguard.diagnose.case import ResumeFacts
+from stepguard.diagnose.case import ResumeFacts, WeightFacts
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import position
 from stepguard.journal import parse_line
@@ -27,7 +27,8 @@ from stepguard.locate.operands import plain
 from stepguard.probes.statistics import root_mean_square
 from stepguard.records import Reading
 from stepguard.records.probes import Look, TargetFacts
-from stepguard.tensors.names import named_parameters
+from stepguard.sentinel.torch_patches import last_loads
+from stepguard.tensors.names import dotted, named_modules, named_parameters
 from stepguard.tensors.values import is_lazy
 
 # --- Did a resumed run resume? Its first steps beside the journal of the run before, in one folder.
@@ -320,6 +321,44 @@ def _within_an_epoch(context: Context, step: int, look_step: int) -> bool:
                 lengths.append(len(thing))
     made = step * batches
     return bool(lengths) and all(length > 1 and made % length for length in lengths)
+
+
+# --- Weights that a file did not fill, and those that are no longer tied.
+
+
+def weight_facts(context: Context) -> WeightFacts:
+    """What loads and the configuration say. Reads no device."""
+    if context.sharded:
+        return WeightFacts()  # wrappers have replaced the parameters
+    untied: list[tuple[str, str]] = []
+    for prefix, module in named_modules(context.roots):
+        ties = getattr(module, "all_tied_weights_keys", None)
+        config = getattr(module, "config", None)
+        if isinstance(ties, dict) and getattr(config, "tie_word_embeddings", False) is True:
+            own = dict(module.named_parameters(remove_duplicate=False))
+            for one, other in ties.items():
+                if one in own and other in own and own[one] is not own[other]:
+                    untied.append((dotted(prefix, one), dotted(prefix, other)))
+        unfilled, unused = last_loads.get(module, ((), ()))  # type: ignore[no-untyped-call]
+        if unfilled:
+            own = dict(module.named_parameters(remove_duplicate=False))
+            renamed = []
+            for name in unfilled:
+                # the same name behind another prefix
+                twins = [one for one in unused if _ends_alike(one, name)]
+                renamed += [(dotted(prefix, name), twins[0])] if len(twins) == 1 else []
+            frozen = [one for one in unfilled if one in own and not own[one].requires_grad]
+            return WeightFacts(
+                untied=tuple(untied),
+                missing=len(unfilled),
+                renamed=tuple(renamed),
+                frozen=tuple(dotted(prefix, one) for one in frozen),
+            )
+    return WeightFacts(untied=tuple(untied))
+
+
+def _ends_alike(one: str, other: str) -> bool:
+    return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
 # --- Targets that are end tokens, or padding, in batches of causal language models with `input_ids`
