@@ -469,14 +469,15 @@ def resumed(load: Callable[[Training, Training], object], *, schedule: bool = Fa
         generator = torch.Generator().manual_seed(5)
         x = torch.randn(1200, 8, generator=generator)
         data = TensorDataset(x, x @ torch.randn(8, 4, generator=generator))
-        loader: list[Iterator[Any]] = []
+        loader = DataLoader(data, batch_size=8)
+        stream: list[Iterator[Any]] = []
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         warm = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30)) if schedule else None
 
         def step(number: int) -> None:
-            if not loader:
-                loader.append(iter(DataLoader(data, batch_size=8)))
-            inputs, target = next(loader[0])
+            if not stream:
+                stream.append(iter(loader))
+            inputs, target = next(stream[0])
             optimizer.zero_grad()
             F.mse_loss(model(inputs), target).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
