@@ -139,7 +139,7 @@ class Port:
 __all__ = ["Guard", "StepResult"]
 
 GRACE_SHARE = 12
-"""Of `Ranks.timeout`: from a signal until all ranks have to be at the step they stop at."""
+"""Share of `Ranks.timeout` in which, after a signal, all ranks must reach the step they stop at."""
 SAVING = "guard.save() after a bad step"
 """What ranks meet for, as a message about a missing one says."""
 

@@ -172,7 +172,7 @@ _wirings: list[weakref.ref[Wiring]] = []
 _hook: list[Callable[[], None]] = []
 """Removes the one hook of the process by which wirings observe every optimizer's step."""
 keeps_hearing: set[object] = set()
-"""Who wants the hook to stay, with or without a guard."""
+"""Owners that need the hook to stay, with or without a guard."""
 
 
 def hear_optimizers() -> None:

@@ -224,7 +224,7 @@ class AgreedStop:
         self._publish(store)
 
     def _publish(self, store: Any) -> None:
-        """As the first rank: say before the next look how far it is from there to the one after."""
+        """On rank 0, publish the interval between the next poll and the one after it."""
         if self._context.agreement.rank == 0:
             place = f"{self._name}/look/{self._number % 2}"
             now = self._clock()

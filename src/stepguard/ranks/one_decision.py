@@ -97,7 +97,7 @@ class OneDecision:
         if reading.grads_finite:
             return False
         if missed:
-            # they were told with the gradients; to wait for them again would hold up the run
+            # the gradients carried it; waiting for the ranks again would hold up the run
             others = [str(r) for r in agreement.members if r != agreement.world_rank]
             raise RankAbsent(
                 f"of rank {', '.join(others[:MOST_NAMED])} one did not come to a step that "
@@ -287,7 +287,7 @@ def own_trouble(step: Step, reading: Reading) -> int:
 
 
 def _proven_trouble(reading: Reading) -> int:
-    """The same without running anything."""
+    """What the reading alone proves, without running anything."""
     if reading.missed or (reading.bad_state and not reading.state_born):
         # a bad shard spoils the loss of every rank that gathers it, so it outranks a bad loss
         return HELD

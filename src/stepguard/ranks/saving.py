@@ -90,7 +90,7 @@ class SharedSave:
         return f"{WRITTEN}{digest}"
 
     def _sealed(self) -> str:
-        """As the first rank: wait for all, and seal what they have written."""
+        """On rank 0, wait for all ranks and seal what they have written."""
         try:
             words = []
             # all of them first: one that is still writing would write into a folder that is gone

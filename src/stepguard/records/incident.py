@@ -17,7 +17,7 @@ from stepguard.records.probes import Look
 Action = Literal["leave_out", "skip", "retry", "undo", "heal", "rewind", "stop", "note"]
 """`leave_out`: the update was made without what was proven guilty. `undo`: the optimizer made the
 bad value, its update was taken back. `heal`: a damaged rank was given the state of a healthy one.
-`note`: reported, nothing done.
+`note`: reported, no action taken.
 """
 
 
@@ -239,7 +239,7 @@ class Reading:
     repeat_loss: float | None = None
     """Loss of an earlier good batch on the present weights; only measured on suspicion."""
     repeat_before: float | None = None
-    """What that same batch gave when it was new, to tell hurt weights from a hard batch."""
+    """Loss of that batch when it was new: it separates damaged weights from a hard batch."""
     update_ratio: float | None = None
     """Norm of the last update over that of the weights; only measured on suspicion."""
     weights_moved: float | None = None
@@ -251,9 +251,7 @@ class Reading:
 
     @property
     def judged_loss(self) -> float | None:
-        """The loss every rank sees alike; turned over where it is to rise, so that lower is always
-        better.
-        """
+        """The loss that is equal on every rank, negated where it should rise: lower is better."""
         loss = self.loss if self.shared_loss is None else self.shared_loss
         return -loss if self.climbs and loss is not None else loss
 
@@ -316,7 +314,7 @@ class Evidence:
     denominator_root: str | None = None
     """The only stored tensor the divisor was computed from, if that is one batch tensor."""
     argument: Literal["zero", "negative"] | None = None
-    """Of a logarithm, root, power or variance."""
+    """Sign of the argument of a logarithm, root, power or variance."""
     argument_from: str | None = None
     argument_root: str | None = None
     negative_power: bool = False
@@ -358,7 +356,7 @@ class Evidence:
     number_argument: str | None = None
     """The argument for which a bad Python number was given."""
     number: float | None = None
-    """That number: NaN, or infinite where one computes with it."""
+    """The number: NaN, or infinite in a computation."""
 
     # --- precision
 
@@ -377,7 +375,7 @@ class Evidence:
     eps: float | None = None
     """The optimizer's epsilon."""
     eps_underflow: bool = False
-    """That epsilon is 0 in the parameter's dtype."""
+    """The epsilon rounds to 0 in the parameter's dtype."""
     finite_norm: float | None = None
     """Norm of the gradients in float64, where float32 overflows."""
 
@@ -394,9 +392,9 @@ class Evidence:
     others_max: float | None = None
     """Largest finite magnitude in all other samples."""
     loss_with: float | None = None
-    """A finite loss that jumped, replayed with all its samples."""
+    """Value of a finite loss that jumped, replayed with all its samples."""
     loss_without: float | None = None
-    """The same without the guilty ones."""
+    """Its value replayed without the guilty samples."""
     confounded_samples: bool = False
     """Leaving samples out does not separate guilty from innocent ones."""
     bad_elements: int | None = None
@@ -410,7 +408,7 @@ class Evidence:
     repeat_loss: float | None = None
     """The loss of an earlier batch on the present weights."""
     weights_ruined: bool = False
-    """That loss shows that the weights are lost, so the update is to blame."""
+    """The repeated loss shows that the weights have diverged, so the update is to blame."""
     surfaced_at: str | None = None
     """The operation in which diverged weights first showed."""
 
@@ -584,7 +582,7 @@ class Statement:
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Origin:
-    """The birth of the first harmful value, as exactly as it could be confirmed.
+    """Where the first harmful value originated, as exactly as it could be confirmed.
 
     For instance:
 
@@ -621,8 +619,8 @@ class Origin:
     larger than all others; empty when none could be found.
     """
     rows: tuple[str, ...] = ()
-    """Who the samples are, in the order of `samples`: `row 48211` of the data set, `id a.png`;
-    empty: not known.
+    """Identities in the order of `samples`: `row 48211` of the data set, `id a.png`; empty if not
+    known.
     """
     content: str = ""
     """What the first of these samples holds: dtype, shape and range of its tensors."""
@@ -736,7 +734,7 @@ def place_and_phase(origin: Origin) -> str:
 
 
 MOST_REMEDIES = 2
-"""Of the first finding, in a notebook."""
+"""Remedies of the first finding that a notebook shows."""
 
 
 @documented

@@ -315,7 +315,7 @@ class StageOutcome:
     state: State
     value: float | None = None
     note: str = ""
-    """Why there is no number, where steps have come and none of them has it."""
+    """Why the value is missing although steps were recorded."""
 
 
 def parse_stage(text: str) -> Stage:

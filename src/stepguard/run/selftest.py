@@ -103,7 +103,7 @@ class Training:
         return found
 
     def batches(self, count: int = STEPS, bad: int | None = None) -> list[Batch]:
-        """The same batches each time; sample 4 of batch `bad` makes log(0)."""
+        """Return `count` fixed batches; sample 4 of batch `bad` makes log(0)."""
         source = torch.Generator().manual_seed(1)
         made = []
         for number in range(count):
@@ -154,7 +154,7 @@ def healthy(device: torch.device, **options: Any) -> Row:
 
 
 def fused(device: torch.device) -> Row:
-    """The same with a fused optimizer, which takes the verdict on the device."""
+    """Healthy run with a fused optimizer, which takes the verdict on the device."""
     try:
         Training(device, fused=True).unguarded_step(Training(device).batches(1)[0])
     except (RuntimeError, TypeError) as error:

@@ -246,7 +246,7 @@ def moved_most(context: Context, rates: Sequence[float]) -> tuple[str, float] | 
 
 
 def _relative_move(parameter: Tensor, rate: float, direction: Tensor | None) -> float | None:
-    """Of parameters that start at 0, as biases do, any move is large: they are left out."""
+    """Relative move of a parameter. None for one that starts at 0: any move of it is large."""
     if direction is None or not _is_plain(parameter.data):
         return None
     size = _norm([parameter.detach()])

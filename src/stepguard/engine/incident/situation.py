@@ -531,7 +531,7 @@ class Decider:
     def _healing(
         self, incident: Incident, offers: list[dict[str, Any]], *, wanted: bool
     ) -> tuple[dict[str, int], str]:
-        """Who heals whom, by shard; or why no rank can heal another."""
+        """Return which rank heals each shard, or why none can."""
         if not wanted:
             return {}, "no stored tensor is damaged"
         why = self._policy_against_healing(incident)
