@@ -406,7 +406,7 @@ def blame_weights(
         blame = (
             f"an earlier batch gives {compared.now:.4g} and gave {compared.then:.4g}, and on the "
             f"weights of step {compared.step} this batch gives {compared.this_then:.4g}: the "
-            "weights are hurt"
+            "weights are damaged"
         )
     else:
         assert moved is not None

@@ -534,7 +534,7 @@ class PeerHealing:
         why = ""
         for name in self._stored_trouble():
             if name not in covered:
-                why = f"{name} is damaged, of which no other rank holds a copy"
+                why = f"{name} is damaged, and no other rank holds a copy"
         held: dict[str, Held] = {}
         for shard, table in self._tables().items():
             shapes = {name: [str(t.dtype), list(local_part(t).shape)] for name, t in table.items()}
@@ -571,7 +571,7 @@ class PeerHealing:
         """The first rank that holds this shard undamaged, or why none can be trusted."""
         whole = {rank: held.whole for rank, held in by_rank.items() if not held.damaged}
         if not whole:
-            return -1, "no rank that holds the same is undamaged"
+            return -1, "every rank that holds a copy is damaged"
         seen = {(held.structure, held.rest) for held in by_rank.values()}
         if len(seen) > 1 or len(set(whole.values())) > 1:
             return -1, "the ranks do not hold copies of the same weights"

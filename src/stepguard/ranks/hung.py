@@ -131,7 +131,7 @@ def behind(places: dict[int, RankProgress], heard_after: float) -> str:
     words: list[str] = []
     for rank, place in places.items():
         if place.at < heard_after:
-            words.append(f"rank {rank} has said nothing since step {place.step}: dead or frozen")
+            words.append(f"rank {rank} has not reported since step {place.step}: dead or frozen")
         elif place[:2] < furthest:
             where = f", in {place.line}" if place.line else ""
             words.append(f"rank {rank} has not come as far as the others{where}")

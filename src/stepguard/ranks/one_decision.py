@@ -49,7 +49,7 @@ WAIT_GRADIENT = 10.0
 """Bad gradients are almost always everybody's: a rank that is late is not to be taken for gone."""
 NO_ROOM = "there is no room for all parameters and their gradients on the rank that failed"
 NO_RANK = (
-    "the rank it came from is not known: no rank shows it again by itself, and the gradients were "
+    "the rank it came from is not known: no rank reproduces it alone, and the gradients were "
     "already exchanged"
 )
 

@@ -124,7 +124,7 @@ class Outliers:
         said = ", ".join(named)
         if len(self._found) > MOST_NAMED:
             said += f" and {len(self._found) - MOST_NAMED} more"
-        return f"gradient far above all before it: {said}; reported, no action taken"
+        return f"gradient far above every earlier one: {said}; reported, no action taken"
 
     def committed(self) -> None:
         """Remember what went into an update that went through."""

@@ -48,7 +48,7 @@ def not_applied(incident: Incident) -> Incident:
     action = INSTEAD.get(decision.action)
     if action is None:
         return incident
-    why = f"{decision.action} failed by a fault of stepguard's own"
+    why = f"{decision.action} failed because of an internal fault of stepguard"
     return replace(incident, decision=replace(decision, action=action, reason=why))
 
 

@@ -305,7 +305,7 @@ def restore_checkpoint(
     wanted = _choose(context, store, which, attempts)
     opened, state = _open_together(context, archive, run_state, wanted)
     for passed in opened.passed_over:
-        context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
+        context.outputs.note("checkpoint", f"{passed.path} is skipped: {passed.reason}")
     rates = _different_rates(context.optimizer, state.facts["groups"], state.tensors)
     _load(context, rewinder, state)
     context.run.id = opened.health.run or context.run.id

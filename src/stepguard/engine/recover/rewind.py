@@ -618,7 +618,7 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
             # what this rank alone has refused, all of them hear of in the next step
             why = _why_not_on(runs, kept, result, same=missed or kept.same(result.loss))
             if why:
-                left = f"so the steps since {start.step} are left behind instead"
+                left = f"so the steps since {start.step} are dropped instead"
                 runs.context.outputs.note("rewind", f"{why}, {left}")
                 runs.rewinder.put_back(start)
                 return None
