@@ -310,11 +310,14 @@ def overhead(device: torch.device) -> Row:
                 wait()
                 if number >= ROUNDS:
                     took[name].append(time.perf_counter() - begun)
-    micro = {name: 1e6 * statistics.median(times) for name, times in took.items()}
-    added = ", ".join(
-        f"{name} +{micro[name] - micro['unguarded']:.0f} us" for name in ("guard.step", "watch")
-    )
-    return True, f"unguarded {micro['unguarded']:.0f} us a step; {added}"
+    plain_ms = 1e3 * statistics.median(took["unguarded"])
+    parts = [f"unguarded {plain_ms:.3g} ms a step"]
+    for name in ("guard.step", "watch"):
+        # beside the unguarded step of the same round, so that a busy machine slows both
+        pairs = zip(took[name], took["unguarded"], strict=True)
+        low, middle, high = statistics.quantiles([1e3 * (one - other) for one, other in pairs])
+        parts.append(f"{name} {middle:+.3g} ms (half of the rounds {low:+.3g} to {high:+.3g})")
+    return True, "; ".join(parts)
 
 
 CHECKS: dict[str, Callable[[torch.device], Row]] = {
