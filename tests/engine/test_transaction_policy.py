@@ -298,7 +298,10 @@ def test_panel_and_journal_say_what_was_left_out_of_a_partly_committed_step(
 @pytest.mark.filterwarnings("ignore::stepguard.engine.protect.NotExplained")
 @pytest.mark.parametrize(
     ("part", "told"),
-    [("put_back", r"rewind to step .* failed"), ("plan", "could not decide because of an internal fault")],
+    [
+        ("put_back", r"rewind to step .* failed"),
+        ("plan", "could not decide because of an internal fault"),
+    ],
 )
 @pytest.mark.parametrize("loop", LOOPS)
 def test_fault_in_a_rewind_stops_the_run_instead_of_flying_into_the_loop(
