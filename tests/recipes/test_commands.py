@@ -662,7 +662,7 @@ def test_commands_of_the_demo_can_be_typed_outside_of_its_venv(
     command, *_ = demo.next_commands(guarded, Path("demo_run"))
     program, _, rest = command.partition(" ")
     assert rest == "report demo_run"
-    assert os.path.abspath(program) == str(Path(sys.executable).parent / "stepguard")
+    assert Path(program).resolve() == (Path(sys.executable).parent / "stepguard").resolve()
 
 
 @pytest.mark.full
