@@ -34,8 +34,7 @@ TOPICS = {
 FURTHER = "Further settings"
 INTRODUCTION = """# Configuration
 
-All fields have a default: `GuardConfig()` vetoes and explains, and writes nothing to disk. The page
-is written from the code by `python scripts/write_reference.py`.
+Every field has a default: `GuardConfig()` vetoes and explains bad steps and writes nothing to disk.
 
 ```python
 policy = stepguard.Policy(max_total=20)
@@ -44,16 +43,17 @@ config = stepguard.GuardConfig(run_dir="runs/a", policy=policy, probes=probes)
 config = stepguard.GuardConfig.from_file("guard.toml")
 ```
 
-The same fields in a file:
-[settings of a script](scripts.md#settings-of-a-script-that-stays-as-it-is). A value that cannot be
-meant is a `ConfigError`. `help(stepguard.GuardConfig)` shows the fields, too.
+In a file (TOML, YAML or JSON) the fields have the same names:
+[settings of a script](scripts.md#settings-of-a-script-that-stays-as-it-is). An invalid value raises
+`ConfigError`. `help(stepguard.GuardConfig)` prints these tables, too
+(`python scripts/write_reference.py` writes them from the code).
 """
 GROUPS = {
-    Policy: "what may be done about an incident, and how much may be lost. "
+    Policy: "what the guard may do about an incident, and how much a run may lose. "
     "[Recovery](recovery.md) says which fault gets which remedy.",
-    Snapshots: "copies of the state in memory, which rewinds go back to.",
-    Probes: "what is measured of healthy and suspicious steps, and what finding a cause may cost.",
-    Ranks: "how ranks wait for each other and are compared.",
+    Snapshots: "copies of the training state in memory, the targets of a rewind.",
+    Probes: "what is measured besides the verdict, and how long locating a cause may take.",
+    Ranks: "how long ranks wait for each other, and how often they are compared.",
 }
 
 

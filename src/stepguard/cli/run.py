@@ -53,7 +53,7 @@ def run(
         None,
         "--restore",
         metavar="WHICH",
-        help="Go on from a checkpoint of the run folder: last-good, newest, auto (last-good if "
+        help="Resume from a checkpoint of the run folder: last-good, newest, auto (last-good if "
         "there is one) or a path.",
     ),
     webhook: str | None = typer.Option(
@@ -62,7 +62,7 @@ def run(
         envvar=WEBHOOK,
         show_envvar=True,
         metavar="URL",
-        help="Post incidents and a stop there, as Slack takes them.",
+        help="Post incidents and stops to this URL, in Slack's format.",
     ),
 ) -> None:
     """Run a training script under the guard, without changing it.
@@ -127,8 +127,8 @@ def _refuse_no_script(script: str, context: typer.Context, *, module: bool) -> N
                 )
     elif script.startswith("-"):
         wrong = (
-            f"{script} is not an option of `stepguard run`; its own stand before the script "
-            f"({', '.join(OPTIONS)}), those of the script after it. A policy is set in a file: "
+            f"{script} is not an option of `stepguard run`; give its options before the script "
+            f"({', '.join(OPTIONS)}), the script's after it. A policy is set in a file: "
             "--config FILE.toml."
         )
     elif module:

@@ -80,9 +80,9 @@ class ResumeFacts:
     last: int | None = None
     """The last step of the run before; None where there is no journal of it."""
     losses: tuple[float, ...] = ()
-    """Of its last steps."""
+    """Losses of its last steps."""
     lr: tuple[float, ...] = ()
-    """Of its step with the number of the first one of this process; else of its last step."""
+    """Learning rates at the step where this process begins, else at its last step."""
     lr_restarted: bool = False
     """The rates are those that the run before began with, and its last ones were others."""
     batch_again: bool = False

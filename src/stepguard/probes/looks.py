@@ -86,7 +86,7 @@ class LookSchedule:
         """The step of the last look."""
         self._spent = 0.0
         self._cost = 0.0
-        """Of the last look."""
+        """Seconds that the last probe took."""
         self._settled = True
         """False: the last look has cost what it says, and perhaps more."""
 
@@ -165,7 +165,7 @@ class HostFacts:
         self.samples = 0
         """In such a batch."""
         self._digest: tuple[int, str] = (-1, "")
-        """Of what the step at hand was given on the CPU."""
+        """Step and digest of its CPU inputs."""
         self._last_digest: Any = ""
         self._equal = 0
         """Sampled steps in a row with this digest."""
@@ -501,7 +501,7 @@ class Looks(StepProbe):
         """A probe that an optimizer inside the backward pass has ended: no more are taken."""
         self._batches: Counter[str] = Counter()
         self._pair: tuple[SeenBatch, SeenBatch] | None = None
-        """The batch of the last look and that of the step after it, until that step is over."""
+        """Batches of the last probed step and of the step after it, while that one runs."""
         self._batch_after: NextBatch = "unknown"
         self._outsiders: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Tensors that get gradients beside model and optimizer, and the number of each."""

@@ -318,7 +318,7 @@ class AutomaticGuards:
         if guard.rank == 0:
             self._complain(
                 f"{guard.name or 'the run'} goes on after {done} steps; the script's own loop and "
-                "its data begin at their start"
+                "its data start from the beginning"
             )
 
     def _make_way(self, guard: Guard) -> None:
@@ -357,7 +357,7 @@ def start_from(which: str, config: GuardConfig) -> str | None:
     if which == "auto":
         return None
     raise ConfigError(
-        f"--restore {which} finds no checkpoint in {folder}; --restore auto starts afresh where "
+        f"--restore {which} finds no checkpoint in {folder}; --restore auto starts anew where "
         "there is none."
     )
 
@@ -415,8 +415,8 @@ def run_script(
     if code == EXIT_USAGE and misplaced:
         # the script refused its options: perhaps one of them was meant for stepguard
         tell(
-            f"{misplaced[0]} stands after the script and went to it; options of stepguard stand "
-            f"before: stepguard run {misplaced[0]} ... {Path(script).name}"
+            f"{misplaced[0]} comes after the script and was passed to it; options of stepguard go "
+            f"before it: stepguard run {misplaced[0]} ... {Path(script).name}"
         )
     _tell_how_it_ended(automatic, code, config)
     return code

@@ -160,7 +160,7 @@ class CapsuleReplay(Generic[Found]):
         """What `use` has returned."""
         self._offers = 0
         self._seen: list[Context] = []
-        """Of the script's guards."""
+        """Contexts of the script's guards."""
         self._why_not = ""
         self._weights = ""
         """Whose weights the step is run with, where they are not those it began from."""
@@ -476,7 +476,7 @@ class ProvenFix:
     """The incident as the replay found it: before the change."""
     remedy: Remedy
     code: str
-    """Of the finding that it answers."""
+    """Code of the finding that it answers."""
     files: dict[Path, tuple[str, str]]
     """Each file as it is, and as it is to be."""
 

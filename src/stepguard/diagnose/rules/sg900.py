@@ -488,7 +488,7 @@ LEAST_ENTROPY = 0.3
 NEARLY_ALL = 0.9
 FEWEST_TARGETS = 256
 MOVED = 0.05
-"""Of the size of all weights, that they must have moved by."""
+"""Least move of the weights, as a share of their size."""
 LEARNED = 0.8
 """Loss, beside the entropy of the labels, below which something is learned from the inputs."""
 
