@@ -241,21 +241,21 @@ def next_token(model: Any, *, batch: Callable[[int], Mapping[str, Tensor]] | Non
     return loss
 
 
-@incident("I091", "huggingface/lerobot#2151", "SG929")
+@incident("I091", "huggingface/lerobot#2151", "SG927")
 def embedding_is_missing_and_not_tied() -> Training:
     model = language_model()
     model.lm_head = nn.Linear(16, 40, bias=False)
     return plain(model, next_token(model))
 
 
-@incident("I099", "huggingface/transformers#48238", "SG929")
+@incident("I099", "huggingface/transformers#48238", "SG927")
 def tie_lost_by_the_order_of_loading() -> Training:
     model = language_model()
     model.model.embed_tokens.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     return plain(model, next_token(model))
 
 
-@incident("I095", "huggingface/transformers#44358", "SG929")
+@incident("I095", "huggingface/transformers#44358", "SG927")
 def head_is_missing_in_the_file() -> Training:
     model = language_model(tied=False)
     state = {name: one for name, one in model.state_dict().items() if "lm_head" not in name}

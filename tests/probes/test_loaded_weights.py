@@ -1,4 +1,4 @@
-"""SG929: weights that a file was meant to fill, and weights that are no longer tied."""
+"""SG927: weights that a file was meant to fill, and weights that are no longer tied."""
 
 from __future__ import annotations
 
@@ -125,4 +125,4 @@ for _ in range(8):
     write(tmp_path, HEAD + script)
     done = stepguard_in(tmp_path, "run", "--run-dir", "run", "train.py")
     assert done.returncode == 0, done.stderr
-    assert "SG929 weights that were not loaded, or are not tied" in done.stderr
+    assert "SG927 weights that were not loaded, or are not tied" in done.stderr

@@ -118,7 +118,7 @@ def data_from_the_beginning(loop: Loop, wrong: bool) -> None:
     feed(after_a_run(loop, "classifier", resume), 0)
 
 
-# --- SG929: weights that were not loaded, or are not tied -----------------------------------------
+# --- SG927: weights that were not loaded, or are not tied -----------------------------------------
 
 
 def before_the_first_batch(loop: Loop, load: Callable[[], object]) -> None:
@@ -133,7 +133,7 @@ def before_the_first_batch(loop: Loop, load: Callable[[], object]) -> None:
     loop.batch = first
 
 
-@plant("SG929", "classifier")
+@plant("SG927", "classifier")
 def names_of_a_compiled_model(loop: Loop, wrong: bool) -> None:
     """The file has the prefix of torch.compile; the twin's file lacks a new head."""
     state = {name: value.clone() for name, value in loop.model.state_dict().items()}
@@ -144,7 +144,7 @@ def names_of_a_compiled_model(loop: Loop, wrong: bool) -> None:
     before_the_first_batch(loop, lambda: loop.model.load_state_dict(state, strict=False))
 
 
-@plant("SG929", "segmenter")
+@plant("SG927", "segmenter")
 def frozen_body_without_a_file(loop: Loop, wrong: bool) -> None:
     """A frozen layer that the file does not hold; the twin trains what its file does not hold."""
     frozen = dict(loop.model.named_parameters())
@@ -155,7 +155,7 @@ def frozen_body_without_a_file(loop: Loop, wrong: bool) -> None:
     before_the_first_batch(loop, lambda: loop.model.load_state_dict(state, strict=False))
 
 
-@plant("SG929", "denoiser")
+@plant("SG927", "denoiser")
 def body_loaded_under_the_name_of_the_whole(loop: Loop, wrong: bool) -> None:
     """A part is loaded with the names of the whole; the twin mends it by a second load."""
     state = {name: value.clone() for name, value in loop.model.state_dict().items()}

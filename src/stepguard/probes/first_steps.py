@@ -9,11 +9,12 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
@@ -331,30 +332,36 @@ def weight_facts(context: Context) -> WeightFacts:
     if context.sharded:
         return WeightFacts()  # wrappers have replaced the parameters
     untied: list[tuple[str, str]] = []
+    loaded = WeightFacts()
     for prefix, module in named_modules(context.roots):
         ties = getattr(module, "all_tied_weights_keys", None)
         config = getattr(module, "config", None)
         if isinstance(ties, dict) and getattr(config, "tie_word_embeddings", False) is True:
             own = dict(module.named_parameters(remove_duplicate=False))
-            for one, other in ties.items():
-                if one in own and other in own and own[one] is not own[other]:
-                    untied.append((dotted(prefix, one), dotted(prefix, other)))
+            known = [(one, other) for one, other in ties.items() if {one, other} <= own.keys()]
+            apart = [(one, other) for one, other in known if own[one] is not own[other]]
+            untied += [(dotted(prefix, one), dotted(prefix, other)) for one, other in apart]
         unfilled, unused = last_loads.get(module, ((), ()))  # type: ignore[no-untyped-call]
-        if unfilled:
-            own = dict(module.named_parameters(remove_duplicate=False))
-            renamed = []
-            for name in unfilled:
-                # the same name behind another prefix
-                twins = [one for one in unused if _ends_alike(one, name)]
-                renamed += [(dotted(prefix, name), twins[0])] if len(twins) == 1 else []
-            frozen = [one for one in unfilled if one in own and not own[one].requires_grad]
-            return WeightFacts(
-                untied=tuple(untied),
-                missing=len(unfilled),
-                renamed=tuple(renamed),
-                frozen=tuple(dotted(prefix, one) for one in frozen),
-            )
-    return WeightFacts(untied=tuple(untied))
+        if unfilled and not loaded.missing:
+            loaded = _left_unfilled(prefix, module, unfilled, unused)
+    return replace(loaded, untied=tuple(untied))
+
+
+def _left_unfilled(
+    prefix: str, module: nn.Module, unfilled: Sequence[str], unused: Sequence[str]
+) -> WeightFacts:
+    own = dict(module.named_parameters(remove_duplicate=False))
+    renamed = []
+    for name in unfilled:
+        # the same name behind another prefix
+        twins = [one for one in unused if _ends_alike(one, name)]
+        renamed += [(dotted(prefix, name), twins[0])] if len(twins) == 1 else []
+    frozen = [one for one in unfilled if one in own and not own[one].requires_grad]
+    return WeightFacts(
+        missing=len(unfilled),
+        renamed=tuple(renamed),
+        frozen=tuple(dotted(prefix, one) for one in frozen),
+    )
 
 
 def _ends_alike(one: str, other: str) -> bool:

@@ -135,8 +135,12 @@ def sketch(tensor: Tensor) -> Sketch:
     flat = values.flatten()
     places = torch.linspace(0, flat.numel() - 1, min(ELEMENTS, flat.numel())).long()
     norm = float(torch.linalg.vector_norm(flat.double())) if flat.dtype != torch.bool else None
-    kept = [value if math.isfinite(value) else None for value in flat[places].double().tolist()]
-    return Sketch(what, digest, norm if norm is not None and math.isfinite(norm) else None, kept)
+    kept = [_finite(value) for value in flat[places].double().tolist()]
+    return Sketch(what, digest, _finite(norm), kept)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -346,13 +350,8 @@ def record(
     with ExitStack() as stack, untouched(step):
         _apply(step, settings, stack)
         step.buffers.restore()
-        stored = [(f"param:{name}", one) for one, name in parameters]
-        stored += [(f"buffer:{name}", one) for name, one in named_buffers(step.named_roots())]
-        for index, batch in enumerate(step.micro_batches):
-            stored += [(f"batch {index}:{name}", one) for name, one in named_tensors(batch)]
-        named = {storage_key(tensor): name for name, tensor in stored}
         with ModuleSpans(step.named_roots()) as spans:
-            recorder = Recorder(log, spans, named)
+            recorder = Recorder(log, spans, _names_of_memory(step))
             for index, batch, weight in _parts(step, int(settings.get("split", "1"))):
                 restore_rng(step.rng[index])
                 with recorder:
@@ -361,8 +360,7 @@ def record(
                 if "split" in settings:
                     log.operations.clear()  # those of parts have no twin
                     drawn = drawn or not torch.equal(torch.get_rng_state(), step.rng[index].cpu)
-                value = float(loss.detach())
-                log.losses.append(value if math.isfinite(value) else None)
+                log.losses.append(_finite(float(loss.detach())))
         if drawn:
             log.what += " (parts draw other random numbers: dropout alone makes them differ)"
         for parameter, name in parameters:
@@ -372,6 +370,16 @@ def record(
             step.optimizer.step()
             log.updated = {name: sketch(one) for one, name in parameters}
     return log
+
+
+def _names_of_memory(step: Step) -> dict[int, str]:
+    stored = [
+        (f"param:{name}", one) for one, name in parameter_names(step.named_roots(), step.optimizer)
+    ]
+    stored += [(f"buffer:{name}", one) for name, one in named_buffers(step.named_roots())]
+    for index, batch in enumerate(step.micro_batches):
+        stored += [(f"batch {index}:{name}", one) for name, one in named_tensors(batch)]
+    return {storage_key(tensor): name for name, tensor in stored}
 
 
 # --- Logs from capsules and files.
@@ -489,22 +497,7 @@ class StepDifference:
 
 def compare(one: OperationLog, other: OperationLog) -> StepDifference:
     """Compare two logs in the order in which the first one ran."""
-    found: dict[tuple[Any, ...], list[LoggedOperation]] = {}
-    for operation in other.operations:
-        found.setdefault(_key(operation), []).append(operation)
-    taken: Counter[tuple[Any, ...]] = Counter()
-    paired = []
-    alone: list[LoggedOperation] = []
-    for operation in one.operations:
-        key = _key(operation)
-        twins = found.get(key, [])
-        if taken[key] < len(twins):
-            paired.append((operation, twins[taken[key]]))
-            taken[key] += 1
-        else:
-            alone.append(operation)
-    twinned = {id(twin) for _, twin in paired}
-    other_alone = [operation for operation in other.operations if id(operation) not in twinned]
+    paired, alone, other_alone = _twins(one, other)
     first = None
     growth: list[DifferingOperation] = []
     reached = 0.0
@@ -530,6 +523,32 @@ def compare(one: OperationLog, other: OperationLog) -> StepDifference:
         gradients_compared=len(one.gradients.keys() & other.gradients.keys()),
         updated=_beside(one.updated, other.updated),
     )
+
+
+Pairs = list[tuple[LoggedOperation, LoggedOperation]]
+
+
+def _twins(
+    one: OperationLog, other: OperationLog
+) -> tuple[Pairs, list[LoggedOperation], list[LoggedOperation]]:
+    """Operations of both, in the order of the first, and those that each has alone."""
+    found: dict[tuple[Any, ...], list[LoggedOperation]] = {}
+    for operation in other.operations:
+        found.setdefault(_key(operation), []).append(operation)
+    taken: Counter[tuple[Any, ...]] = Counter()
+    paired: Pairs = []
+    alone: list[LoggedOperation] = []
+    for operation in one.operations:
+        key = _key(operation)
+        twins = found.get(key, [])
+        if taken[key] < len(twins):
+            paired.append((operation, twins[taken[key]]))
+            taken[key] += 1
+        else:
+            alone.append(operation)
+    twinned = {id(twin) for _, twin in paired}
+    other_alone = [operation for operation in other.operations if id(operation) not in twinned]
+    return paired, alone, other_alone
 
 
 def _key(operation: LoggedOperation) -> tuple[Any, ...]:
@@ -607,25 +626,30 @@ def spelled(found: StepDifference) -> Iterator[str]:
         return
     if found.stored:
         yield f"before the step  {_listed(found.stored)}"
+    yield from _of_operations(found)
+    yield f"loss             {losses[0]} in A, {losses[1]} in B"
+    yield f"gradients        {_listed(found.gradients) or 'equal'}"
+    if found.updated:
+        yield f"after the update {_listed(found.updated)}"
+
+
+def _of_operations(found: StepDifference) -> Iterator[str]:
+    if not found.compared:
+        yield "operations       not compared: the runs have none in common"
+        return
     if found.first is not None:
         yield f"first difference {_line(found.first)}"
         for name, output in zip("AB", found.first.outputs, strict=False):
             yield f"                 {name}: {output}"
         for operand in found.first.operands:
             yield f"                 operand {operand}"
-    for place in found.growth:
-        if found.first is None or place.difference > found.first.difference:
-            yield f"grows            {_line(place)}"
+        for place in found.growth:
+            if place.difference > found.first.difference:
+                yield f"grows            {_line(place)}"
     for name, count, where in zip("AB", found.only, found.first_only, strict=True):
-        if count and found.compared:
+        if count:
             more = f", and {count - 1} more" if count > 1 else ""
             yield f"only in {name}        {where}{more}"
-    if not found.compared:
-        yield "operations       not compared: the runs have none in common"
-    yield f"loss             {losses[0]} in A, {losses[1]} in B"
-    yield f"gradients        {_listed(found.gradients) or 'equal'}"
-    if found.updated:
-        yield f"after the update {_listed(found.updated)}"
 
 
 def _line(place: DifferingOperation) -> str:

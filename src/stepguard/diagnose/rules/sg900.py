@@ -1,4 +1,4 @@
-"""SG901 to SG929: silent failures, from health probes and readings of a healthy run."""
+"""SG901 to SG927: silent failures, from health probes and readings of a healthy run."""
 
 from __future__ import annotations
 
@@ -618,11 +618,11 @@ def _same_task(facts: ResumeFacts) -> bool:
     return facts.loss_now <= highest + (highest - lowest) + 0.1 * abs(highest)
 
 
-# --- SG929: weights that were not loaded, or are not tied.
+# --- SG927: weights that were not loaded, or are not tied.
 
 
 @rule()
-def sg929(case: Case) -> Proof | None:
+def sg927(case: Case) -> Proof | None:
     weights = case.weights
     if weights is None:
         return None
