@@ -76,11 +76,13 @@ def configuration() -> str:
 
 
 def _fields(fields: dict[str, tuple[str, str]]) -> str:
-    lines = ["| field | type and default | meaning |", "|---|---|---|"]
+    lines = ["| field | values | default | meaning |", "|---|---|---|---|"]
     for name, (declaration, text) in fields.items():
-        kind = re.sub(r"field\(default_factory=(\w+)\)", r"\1()", declaration.partition(": ")[2])
+        kind, _, default = declaration.partition(": ")[2].partition(" = ")
         kind = kind.replace("str | PathLike[str]", "path")
-        lines.append(f"| `{name}` | `{_cell(kind)}` | {_cell(text)} |")
+        kind = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | "), kind)
+        default = re.sub(r"field\(default_factory=(\w+)\)", r"\1()", default)
+        lines.append(f"| `{name}` | `{_cell(kind)}` | `{_cell(default)}` | {_cell(text)} |")
     return "\n".join(lines) + "\n"
 
 
