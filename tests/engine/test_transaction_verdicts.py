@@ -359,6 +359,13 @@ def test_stored_tensor_that_is_bad_is_named_until_it_is_accepted(calm_guard: Gua
     assert born_in_update(calm_guard._context) == []
 
 
+def test_running_statistic_of_a_norm_layer_must_be_finite() -> None:
+    model = calm_net()
+    model[1].running_mean[0] = math.nan  # type: ignore[index]
+    model.register_buffer("sentinel", torch.tensor(math.inf))
+    assert bad_tensors(model) == ("buffer:1.running_mean",)
+
+
 # --- weights that have exploded
 
 

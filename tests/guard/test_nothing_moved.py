@@ -74,7 +74,7 @@ def half_steps(scene: Scene, micro: Sequence[Any]) -> None:
     [
         *(
             pytest.param(*row, marks=[pytest.mark.slow] if row[0] == "adamw-8bit" else [])
-            for row in pairwise(product(OPTIMIZERS, [True, False], ["step", "watch"]))
+            for row in pairwise(product(OPTIMIZERS, [True, False], ["watch", "step"]))
         ),
         ("sam", True, "halves"),
         ("sam", False, "halves"),
