@@ -361,3 +361,67 @@ def fix(
         echo(f"stepguard: wrote {file}", err=True)
     if not written:
         echo("stepguard: nothing is written; --apply writes it", err=True)
+
+
+# --- Two runs of one step beside each other.
+
+
+def diff(
+    one: CapsuleArgument,
+    other: Annotated[
+        str | None,
+        typer.Argument(metavar="OTHER", help="Another run or capsule, or a log written by --save."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="SETTING",
+            help="Instead of OTHER: the same step with dtype=float64, threads=1, split=2, "
+            "sdpa=math, compile=off, deterministic=on or optimizer=plain.",
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json", help="Write the operations, to compare another version with."
+        ),
+    ] = None,
+    script: ScriptOption = None,
+    build: BuildOption = None,
+    as_json: JsonOption = False,
+    yes: YesOption = False,
+) -> None:
+    """Find the first operation whose values differ between two runs of a step. Exit code 1 if any.
+
+    Two capsules (runs, ranks), one capsule under another setting, or a log of another version of
+    your code. This runs your training script, or the function given by --build. For a capsule that
+    was made elsewhere, the command it names is printed and confirmed first.
+    """
+    from stepguard.run import difference
+
+    refuse_no_function(build=build)
+    changed = difference.parse_settings(settings or ())
+    if bool(changed) == bool(other) and not (save and not other):
+        raise ConfigError(
+            "give either OTHER or --with SETTING, to compare with; or --save FILE.json."
+        )
+    code = difference.Code(build, script, _confirm_code(yes))
+    # What the script prints must not mix with the result on stdout.
+    with redirect_stdout(sys.stderr):
+        if changed:
+            log, against = difference.under_settings(Path(one), changed, code)
+        else:
+            log = difference.log_of(Path(one), code)
+            against = log if other is None else difference.log_of(Path(other), code)
+    if save is not None:
+        with writing(save, err=True):
+            difference.write_log(log, save)
+        if against is log:
+            return
+    found = difference.compare(log, against)
+    if as_json:
+        echo_json(found)
+    else:
+        echo("\n".join(difference.spelled(found)))
+    raise typer.Exit(EXIT_OK if found.same else EXIT_SCRIPT_FAILED)

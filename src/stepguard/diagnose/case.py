@@ -89,6 +89,20 @@ class ResumeFacts:
     """The data begins where it began in the run before, in the middle of an epoch."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFacts:
+    """Where the weights of the model come from, as far as it was observed."""
+
+    untied: tuple[tuple[str, str], ...] = ()
+    """Pairs of parameters that the model's configuration ties, and that are two tensors."""
+    missing: int = 0
+    """Tensors that `load_state_dict(strict=False)` did not fill."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Unfilled tensor -> the name under which the file has one, with another prefix."""
+    frozen: tuple[str, ...] = ()
+    """Unfilled ones that are not trained either."""
+
+
 # --- Ranges of the floating-point formats, without torch.
 
 
@@ -260,6 +274,8 @@ class Case:
     """What this run goes on from; None where it does not."""
     targets: TargetFacts | None = None
     """What the first batches teach, where they are those of a causal language model."""
+    weights: WeightFacts | None = None
+    """Where the weights of the model come from."""
 
     @property
     def where(self) -> Origin:

@@ -21,13 +21,14 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stepguard.diagnose.case import WeightFacts
 from stepguard.diagnose.engine import forecasts, silent_findings
 from stepguard.diagnose.rules.sg950 import trend_begins
 from stepguard.engine.context import Context, StepProbe, guarded
 from stepguard.engine.drivers.schedule import needs_closure, position, wants_a_value
 from stepguard.engine.protect import Protection
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
-from stepguard.probes.first_steps import ResumeCheck, TargetCounts
+from stepguard.probes.first_steps import ResumeCheck, TargetCounts, weight_facts
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import Look, NextBatch
@@ -322,6 +323,7 @@ class HealthCheck:
         self._look_is_new = False
         """It is judged with the reading of its step, which comes after it."""
         self.resume = ResumeCheck(context)
+        self._weights: WeightFacts | None = None
 
     def looked(self, look: Look) -> None:
         """A health probe was taken."""
@@ -360,6 +362,8 @@ class HealthCheck:
         self._look_is_new = False
         first = self._first or Reading(step=0)
         facts = self._host_facts
+        if self._weights is None:
+            self._weights = weight_facts(self._context)
         found = silent_findings(
             self._looks,
             self._committed,
@@ -373,6 +377,7 @@ class HealthCheck:
             unreached=facts.unreached(),
             resume=self.resume.facts(self._first, self._looks),
             targets=facts.targets.facts(),
+            weights=self._weights,
             **known,
         )
         for finding in found:

@@ -47,6 +47,7 @@ from stepguard.locate.source import variable_name
 from stepguard.records import GuardConfig
 from stepguard.records.codec import printable
 from stepguard.report.phrases import count
+from stepguard.sentinel.torch_patches import observe_loads
 from stepguard.state.sharded import distributed
 from stepguard.tensors.names import optimizer_parameter_ids, optimizer_parameters, wrap
 from stepguard.watching import watch
@@ -179,10 +180,13 @@ class AutomaticGuards:
         self._stepping: list[int] = []
         self._calls = 0
         self._undo = ExitStack()
+        self._loads = ExitStack()
+        """Undone after the guards, whose own patch lies above it."""
         self._call_hook: ExitStack | None = None
 
     def __enter__(self) -> AutomaticGuards:
         wrap(self._undo, Optimizer, "__init__", self._noticing)
+        observe_loads(self._loads)
         self._undo.callback(self._stop_listening)
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         # guards are made while an optimizer steps, when no hook may be added
@@ -197,6 +201,7 @@ class AutomaticGuards:
             # The value refers to its weak key: left there, neither would ever be freed.
             automatic_guards.pop(guard.optimizer, None)
             guard.close()
+        self._loads.close()
         keeps_hearing.discard(self)
         stop_hearing()
 
