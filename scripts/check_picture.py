@@ -24,7 +24,7 @@ SHOWN = (
     "lr",
     "labels",
     "data.finite",
-    "data.duplicates",
+    "data.range",
     "model.*",
 )
 TITLE = "A preflight: the state of the run, failures with evidence and fix, what passed"

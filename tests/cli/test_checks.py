@@ -352,7 +352,7 @@ def test_configuration_that_the_checkpoint_overrides_fails(project: Path) -> Non
     Path("config.py").write_text("LEARNING_RATE = 1e-4\nBATCH_SIZE = 32\n")
     done = doctor_of("run", "--config", "config.py")
     assert done.exit_code == 5
-    assert "max_lr=0.0005 comes back" in done.stdout
+    assert "max_lr: the peak of OneCycleLR (max_lr) is 0.0005" in done.stdout
     assert "configured is LEARNING_RATE=0.0001" in done.stdout
 
 

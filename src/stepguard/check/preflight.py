@@ -34,12 +34,9 @@ from stepguard.check.inspection import (
 from stepguard.check.settings import READERS as CONFIG_KINDS
 from stepguard.check.settings import (
     Tracked,
-    UnquotedNumber,
-    flat,
-    plain,
     read_settings,
 )
-from stepguard.check.subject import Subject, is_source_of, subject_of
+from stepguard.check.subject import Subject, subject_of
 from stepguard.records.checks import Alignment, Outcome, Preflight
 from stepguard.state.capsule import import_function, importable
 
@@ -50,9 +47,7 @@ TITLES = {
     "precision.configured": "every place asks for the same precision",
     "precision.effective": "the step really runs in the configured precision",
     "precision.unnamed": "mixed precision names its dtype",
-    "precision.weights": "parameters have the configured dtype",
     "scaler.missing": "float16 has a loss scale",
-    "scaler.fits": "the GradScaler is on and fits the dtypes",
     "optimizer.eps": "the optimizer's eps survives the parameters' dtype",
     "optimizer.parameters": "the optimizer holds the model's parameters",
     "optimizer.stalled": "updates of size lr survive the weights' dtype",
@@ -66,20 +61,15 @@ TITLES = {
     "config.changed": "the configuration equals the checkpoint's",
     "launcher.agrees": "launcher and program agree",
     "labels.empty": "every example has a target that counts",
-    "labels.range": "targets are classes of the loss",
-    "labels.truncated": "answers are not cut off",
     "data.finite": "inputs are finite",
-    "data.missing": "no value is missing",
     "data.constant": "inputs vary",
     "data.range": "values lie where they are expected",
     "data.unreadable": "every example can be read",
-    "data.duplicates": "no example is repeated",
     "data.leak": "training and validation data are disjoint",
     "model.stored_finite": "stored weights and state are finite",
     "model.fresh_forward": "one step of the model is finite",
     "scalars.limit": "watched values are within their limits",
     "checkpoint.sound": "the checkpoint is whole and finite",
-    "checkpoint.fits": "the checkpoint fits the model",
     "code.current": "code and versions in use",
     "disk.space": "the disk holds the checkpoints",
     "memory.estimate": "the step fits into memory",
@@ -116,13 +106,7 @@ def check(
     cannot be used.
     """
     if context is None:
-        context = CheckContext(
-            Path.cwd(), why_untracked="wrap the configuration in stepguard.check.preflight.Tracked"
-        )
-        # The program that asks for its own check, if it was started from below this folder.
-        started = getattr(sys.modules.get("__main__"), "__file__", None)
-        if started is not None and is_source_of(Path(started), Path.cwd()):
-            context = replace(context, script=Path(started))
+        context = CheckContext(Path.cwd())
     run = Inspection(subject, context, progress)
     chosen = selected(only, skip)
     answered = {name: run_item(name, run) for name in sorted(chosen, key=LAST.__contains__)}
@@ -292,22 +276,8 @@ def _built(
     tracked = None
     with importable():
         build = import_function(target, ConfigError)
-        parameters = _positional(build)
-        needed = [p.name for p in parameters if p.default is p.empty]
-        if len(needed) > 1:
-            raise ConfigError(
-                f"{target} needs {', '.join(needed)}; it is called with the configuration and "
-                "nothing else."
-            )
-        if needed and settings is None:
-            raise ConfigError(
-                f"{target} takes {needed[0]!r}; give --config FILE, which it is called with."
-            )
-        if settings is not None and parameters:
+        if settings is not None and inspect.signature(build).parameters:
             tracked = Tracked(settings)
-        elif settings is not None:
-            why = f"{target} takes no parameter, so it cannot be given the configuration"
-            context = replace(context, why_untracked=why)
         subject = subject_of(call_build(build, target, tracked), target)
         script = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
     if isinstance(subject.config, Tracked):
@@ -318,21 +288,12 @@ def _built(
     return subject, replace(context, tracked=tracked, script=Path(script) if script else None)
 
 
-def _positional(build: Callable[..., Any]) -> list[inspect.Parameter]:
-    found = inspect.signature(build).parameters.values()
-    return [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
 def call_build(build: Callable[..., Any], target: str, tracked: Tracked | None = None) -> Any:
     """Call the user's function. Raises ConfigError with what it raised."""
     try:
         return build() if tracked is None else build(tracked)
     except Exception as fault:
-        text = one_line(fault, 1000).replace(UnquotedNumber.__name__, "str")
-        for leaf in flat(plain(tracked or {})):
-            if isinstance(fault, TypeError) and isinstance(leaf.value, UnquotedNumber):
-                text += (
-                    f" ({leaf.key}: {leaf.value} is text to PyYAML; write it with a dot: 1.0e-4)"
-                )
-                break
-        raise ConfigError(f"{target} raised {text}") from fault
+        raise ConfigError(
+            f"{target} raised {one_line(fault, 1000)}; it is called with the configuration, or "
+            "with nothing where --config is not given."
+        ) from fault
