@@ -353,7 +353,7 @@ def test_configuration_that_the_checkpoint_overrides_fails(project: Path) -> Non
     done = doctor_of("run", "--config", "config.py")
     assert done.exit_code == 5
     assert "max_lr: the peak of OneCycleLR (max_lr) is 0.0005" in done.stdout
-    assert "configured is LEARNING_RATE=0.0001" in done.stdout
+    assert "LEARNING_RATE=0.0001" in done.stdout
 
 
 def check_of(*words: str) -> tuple[int, str, str]:
