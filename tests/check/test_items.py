@@ -20,8 +20,7 @@ from torch.optim import lr_scheduler
 from check.asking import CONFIG, HEALTHY, ask, ask_one, built, inside, saved, written
 from stepguard.check import inspection, items_step
 from stepguard.check import items as items_project
-from stepguard.check.inspection import CheckContext, Inspection
-from stepguard.check.preflight import TITLES, Subject, check, run_item
+from stepguard.check.preflight import TITLES, Subject, check
 from stepguard.check.settings import read_settings
 from stepguard.records.checks import Outcome, Preflight
 
@@ -288,9 +287,8 @@ def test_unquoted_exponent_is_a_number_where_the_program_takes_it_for_one(
     (tmp_path / "train.py").write_text(source)
     (tmp_path / "c.yaml").write_text(text)
     optimizer = torch.optim.SGD(LINEAR.parameters(), lr=2e-3) if source == "optimizer" else None
-    subject = Subject(model=LINEAR, optimizer=optimizer, config=read_settings(tmp_path / "c.yaml"))
-    run = Inspection(subject, CheckContext(tmp_path, script=tmp_path / "train.py"))
-    outcome = run_item("config.types", run)
+    settings = read_settings(tmp_path / "c.yaml")
+    outcome = look(tmp_path, "config.types", model=LINEAR, optimizer=optimizer, config=settings)
     assert outcome.status == status, outcome
     assert status != "warn" or "1.0e-4 instead of 1e-4" in outcome.fix
 

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from check.asking import inside
 from stepguard import ConfigError
-from stepguard.check.inspection import CheckContext, Inspection, NotGiven, Probe
+from stepguard.check.inspection import Inspection, NotGiven, Probe
 from stepguard.check.items_step import emulated
 from stepguard.check.preflight import Subject, alignment, check, run_item, status_facts
 from stepguard.check.subject import files_below, read_framework, read_source
@@ -26,12 +27,18 @@ UNGUARDED = ("warn", "warn", "warn")
 LINEAR = nn.Linear(2, 2)
 
 
+@pytest.fixture(autouse=True)
+def _in_the_folder(tmp_path: Path) -> Iterator[None]:
+    with inside(tmp_path):
+        yield
+
+
 def program(folder: Path, source: str, *, known: bool = True, **parts: Any) -> Inspection:
     """A program of one script."""
     script = folder / "train.py"
     script.write_text(source)
-    context = CheckContext(folder, script=script if known else None)
-    return Inspection(Subject(model=nn.Linear(2, 2), **parts), context)
+    model = nn.Linear(2, 2)
+    return Inspection(Subject(model=model, script=script if known else None, **parts))
 
 
 def statuses(folder: Path, source: str, *, known: bool = True) -> tuple[str, ...]:
@@ -40,7 +47,7 @@ def statuses(folder: Path, source: str, *, known: bool = True) -> tuple[str, ...
 
 
 def inspect(**parts: Any) -> Inspection:
-    return Inspection(Subject(**parts), CheckContext(Path()))
+    return Inspection(Subject(**parts))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +97,7 @@ def test_only_a_test_of_the_loss_validates_the_loss(
     tmp_path: Path, test: str, is_of_the_loss: bool
 ) -> None:
     (tmp_path / "train.py").write_text(test.replace(": raise", ": print(1)"))
-    found = read_source(tmp_path, [tmp_path / "train.py"])
+    found = read_source([tmp_path / "train.py"])
     assert ("isfinite" in found.places) is is_of_the_loss
 
 
@@ -121,7 +128,7 @@ def test_installed_and_hidden_source_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "env" / "pyvenv.cfg").touch()
     (tmp_path / "broken.py").write_text("def (:")
     (tmp_path / "mine.py").write_text("config.lr\n")
-    project = read_source(tmp_path, files_below(tmp_path))
+    project = read_source(files_below(tmp_path))
     assert (project.files, "hidden" in project.mentions) == (1, False)
     assert "lr" in project.mentions
 
@@ -299,4 +306,4 @@ def test_checkpoint_that_does_not_exist_is_an_error_and_a_verified_one_is_not_re
     with pytest.raises(ConfigError, match=r"no\.pt does not exist"):
         _ = inspect(checkpoint="no.pt").verified
     known = Verification(path="no.pt", format="made up")
-    assert Inspection(Subject(), CheckContext(Path()), verified=known).verified is known
+    assert Inspection(Subject(), verified=known).verified is known

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepguard._errors import CapsuleError, ConfigError, StoreError
-from stepguard.check.inspection import CheckContext, Inspection, nonfinite_outputs, trace_step
+from stepguard.check.inspection import Inspection, nonfinite_outputs, trace_step
 from stepguard.check.items_step import floating_tensors, judge_step
 from stepguard.check.preflight import call_build, run_item
 from stepguard.check.settings import as_number, flat, read_settings
@@ -91,7 +91,7 @@ def _configuration(settings: dict[str, Any], best: Verification | None) -> Secti
     """Judge it by the items of `check`, against the checkpoint to resume from."""
     shown = [f"{leaf.key} = {leaf.value}" for leaf in flat(settings) if leaf.means("shown")]
     lines = [", ".join(shown) or "it names no known setting"]
-    run = Inspection(Subject(config=settings), CheckContext(Path.cwd()), verified=best)
+    run = Inspection(Subject(config=settings), verified=best)
     statuses = set()
     for name in ("config.types", "config.values", "lr.checkpoint"):
         outcome = run_item(name, run)
@@ -166,7 +166,7 @@ def _fresh_model(build: str) -> tuple[list[Section], dict[str, Tensor]]:
             failed = Section(title="fresh model", status="failed", lines=(str(fault),))
             return [failed, not_checked("forward pass", "there is no model")], {}
     model = subject.model
-    run = Inspection(subject, CheckContext(Path.cwd()))
+    run = Inspection(subject)
     values = run_item("model.stored_finite", run)
     said = f"{type(model).__name__}: {', '.join(values.evidence)}"
     sections = [Section(title="fresh model", status=STATUSES[values.status], lines=(said,))]

@@ -11,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -35,7 +34,6 @@ from stepguard.check.scan import Damaged
 from stepguard.check.settings import (
     Launcher,
     Setting,
-    Tracked,
     find,
     number,
     plain,
@@ -426,32 +424,17 @@ def _plain(value: Any) -> Any:
 BUILD = "give TARGET as module:function whose function returns"
 
 
-@dataclass(frozen=True, slots=True)
-class CheckContext:
-    """How the check was started."""
-
-    folder: Path
-    """Where the project's source lies."""
-    script: Path | None = None
-    """The program that is checked; None where only a configuration or data is given."""
-    config_file: Path | None = None
-    tracked: Tracked | None = None
-    """The configuration the build function was called with."""
-
-
 class Inspection:
     """Lazy facts about a subject. Raises NotGiven, which says what to give, for what is missing."""
 
     def __init__(
         self,
         subject: Subject,
-        context: CheckContext,
         progress: Progress | None = None,
         *,
         verified: Verification | None = None,
     ) -> None:
         self.subject = subject
-        self.context = context
         self._progress = progress
         self._verified = verified
 
@@ -591,7 +574,7 @@ class Inspection:
         with suppress(NotGiven):
             step = self.traced_step
         opened = ""
-        if self.context.script is not None and self.subject.autocast is None:
+        if self.subject.script is not None and self.subject.autocast is None:
             opened = self.program.places.get("autocast", "")
         if step is None and opened:
             raise NotGiven(
@@ -653,21 +636,20 @@ class Inspection:
 
     @cached_property
     def project(self) -> Source:
-        """The source below the folder the check was started in.
+        """The source below the current folder.
 
         A configuration in Python names all its keys, which is not a use of them.
         """
-        files = files_below(self.context.folder)
-        own = self.context.config_file and self.context.config_file.resolve()
-        return read_source(self.context.folder, (f for f in files if f.resolve() != own))
+        own = self.subject.config_file
+        files = files_below(Path.cwd())
+        return read_source(f for f in files if own is None or f != own.resolve())
 
     @cached_property
     def program(self) -> Source:
         """The source of the program itself: its script, and what that imports from the folder."""
-        if self.context.script is None:
+        if self.subject.script is None:
             raise NotGiven(
                 "give TARGET as module:function: what this folder does may belong to another "
                 "program"
             )
-        folder = self.context.folder
-        return read_source(folder, program_files(folder, self.context.script))
+        return read_source(program_files(Path.cwd(), self.subject.script))

@@ -26,10 +26,10 @@ from stepguard.check.inspection import (
 )
 from stepguard.check.settings import (
     Setting,
+    Tracked,
     UnquotedNumber,
     as_number,
     flat,
-    plain,
     spells_number,
     unread,
 )
@@ -237,15 +237,15 @@ def config_values(run: Inspection) -> Answer:
 
 def _unused(run: Inspection) -> list[str]:
     """Keys that the program has not taken, and that its source does not name (a training loop)."""
-    if run.context.tracked is None:
+    if not isinstance(run.subject.config, Tracked):
         raise NotGiven("give --config FILE, and TARGET as module:function whose function takes it")
-    left = unread(run.context.tracked)
+    left = unread(run.subject.config)
     return [key for key in left if key.rpartition(".")[2] not in run.project.mentions]
 
 
 def config_unread(run: Inspection) -> Answer:
     unused = _unused(run)
-    total = len(list(flat(plain(run.context.tracked))))
+    total = len(list(flat(run.config)))
     if not unused:
         return passed(f"{total} keys were read, or are named in the source")
     return warned(
@@ -340,12 +340,12 @@ def _guarded_or_configured(run: Inspection, name: str, meaning: str) -> tuple[fl
 def checklist_clip(run: Inspection) -> Answer:
     value, said = _guarded_or_configured(run, "clip_norm", "clip")
     place = ""
-    if value is None and run.context.script is not None:
+    if value is None and run.subject.script is not None:
         place = run.program.places.get("clipping", "")
         value = run.program.clip
         said = f"the program clips at {place}" + ("" if value is None else f" to {value:g}")
     if not place and (value or 0) <= 0:
-        if run.subject.config is None and run.guard is None and run.context.script is None:
+        if run.subject.config is None and run.guard is None and run.subject.script is None:
             raise NotGiven("give TARGET as module:function, --config FILE, or return `guard`")
         return warned(
             "no clipping norm is configured, and the program clips nowhere",

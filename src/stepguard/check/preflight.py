@@ -24,7 +24,6 @@ from stepguard.check.data import READERS as DATA_KINDS
 from stepguard.check.data import Progress
 from stepguard.check.inspection import (
     Answer,
-    CheckContext,
     Inspection,
     NotApplicable,
     NotGiven,
@@ -97,7 +96,6 @@ def check(
     only: Iterable[str] = (),
     skip: Iterable[str] = (),
     target: str = "",
-    context: CheckContext | None = None,
     progress: Progress | None = None,
 ) -> Preflight:
     """Check everything the subject has. `only` and `skip` take ids or patterns such as `data.*`.
@@ -105,9 +103,7 @@ def check(
     The subject's objects are left bit for bit as they were. Raises ConfigError for a subject that
     cannot be used.
     """
-    if context is None:
-        context = CheckContext(Path.cwd())
-    run = Inspection(subject, context, progress)
+    run = Inspection(subject, progress)
     chosen = selected(only, skip)
     answered = {name: run_item(name, run) for name in sorted(chosen, key=LAST.__contains__)}
     result = Preflight(
@@ -234,7 +230,7 @@ def alignment(run: Inspection) -> tuple[Alignment, tuple[str, ...]]:
 
 def resolve(
     target: str, config: Path | None = None, launcher: Path | None = None, **given: Any
-) -> tuple[Subject, CheckContext]:
+) -> Subject:
     """Say what is to be checked. Runs nothing but the build function, if the target is one.
 
     `given` are fields of the Subject that options set; None and empty ones do not count.
@@ -259,19 +255,16 @@ def resolve(
             "these, for instance stepguard check train:build."
         )
     settings = None if config is None else read_settings(config)
-    context = CheckContext(Path.cwd(), config_file=config)
     subject = Subject(config=settings)
     if not path.exists():
-        subject, context = _built(target, settings, context)
+        subject = _built(target, settings)
     if launcher is not None:
         options["launcher"] = read_settings(launcher, "launcher")
         options["launcher_name"] = launcher.name
-    return replace(subject, **options), context
+    return replace(subject, config_file=config, **options)
 
 
-def _built(
-    target: str, settings: dict[str, Any] | None, context: CheckContext
-) -> tuple[Subject, CheckContext]:
+def _built(target: str, settings: dict[str, Any] | None) -> Subject:
     """Call the build function, with the configuration if it takes a parameter."""
     tracked = None
     with importable():
@@ -280,12 +273,10 @@ def _built(
             tracked = Tracked(settings)
         subject = subject_of(call_build(build, target, tracked), target)
         script = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
-    if isinstance(subject.config, Tracked):
-        tracked = subject.config
-    if settings is not None and (subject.config is None or subject.config is tracked):
-        subject = replace(subject, config=settings)
+    if subject.config is None:
+        subject = replace(subject, config=tracked or settings)
     # A package without an __init__.py has no file.
-    return subject, replace(context, tracked=tracked, script=Path(script) if script else None)
+    return replace(subject, script=Path(script) if script else None)
 
 
 def call_build(build: Callable[..., Any], target: str, tracked: Tracked | None = None) -> Any:

@@ -52,14 +52,14 @@ class Source:
     """The limit at the place of `clipping`; None where it is not written there as a number."""
 
 
-def read_source(folder: Path, paths: Iterable[Path]) -> Source:
+def read_source(paths: Iterable[Path]) -> Source:
     """Read these files; what cannot be parsed is left out."""
     found = Source()
     for path in islice(paths, MOST_FILES):
         tree = _parsed(path)
         if tree is not None:
             found.files += 1
-            _read_file(found, tree, os.path.relpath(path.resolve(), folder.resolve()))
+            _read_file(found, tree, os.path.relpath(path))
     return found
 
 
@@ -225,7 +225,11 @@ class Subject:
     autocast: Any = None
     """A callable that opens the model's real context, or accelerate's Accelerator."""
     config: Any = None
-    """A mapping, a dataclass or a namespace."""
+    """A mapping, a dataclass or a namespace; a Tracked for what is never read in it."""
+    config_file: Path | None = None
+    """Where `config` was read from; a configuration in Python is no use of its own keys."""
+    script: Path | None = None
+    """The program, whose source and that of its modules below the current folder is read."""
     launcher: Mapping[str, Any] | None = None
     launcher_name: str = "launcher"
     checkpoint: str | Path | None = None
