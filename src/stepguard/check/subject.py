@@ -69,9 +69,11 @@ def _read_file(found: Source, tree: ast.Module, file: str) -> None:
     names = dict(_imports(tree, ""))
     found.mentions |= {part for whole in names.values() for part in whole.split(".")}
     # A name that `backward` is called on or with is a loss, whatever it is called.
-    losses = {
-        name for node in nodes if _called(node).endswith("backward") for name in _values_in(node)
-    }
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    backward = [call for call in calls if _called(call).endswith("backward")]
+    losses = set().union(*map(_values_in, backward))
+    for call in calls:
+        _read_call(found, call, losses, f"{file}:{call.lineno}")
     dropped = {getattr(node.value, "func", None) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         place = f"{file}:{getattr(node, 'lineno', 0)}"
@@ -85,26 +87,34 @@ def _read_file(found: Source, tree: ast.Module, file: str) -> None:
         # A norm that is computed and dropped is not monitored.
         if mentioned in NORM_NAMES and node not in dropped:
             found.places.setdefault(mentioned, place)
-        for callee in (getattr(node, "func", None), *getattr(node, "bases", ())):
-            root, _, rest = _dotted(callee).partition(".")
-            package, _, name = f"{names.get(root, '')}.{rest}".strip(".").rpartition(".")
-            if package.partition(".")[0] == "stepguard" and name in GUARDS:
-                found.places.setdefault("guard", place)
-        called = _called(node)
-        if called == "autocast":
-            found.places.setdefault("autocast", place)
-        elif isinstance(node, ast.Call) and called in CLIPPING and "clipping" not in found.places:
-            found.places["clipping"] = place
-            limits = [
-                word.value for word in node.keywords if word.arg in ("max_norm", "clip_value")
-            ]
-            limit = next(iter(limits + node.args[1:2]), None)
-            if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float):
-                found.clip = float(limit.value)
-        elif called in FINITE_TESTS:
-            values = _values_in(node)
-            if losses & values or any(map(LOSS.fullmatch, values)):
-                found.places.setdefault(called, place)
+        if _starts_guard(node, names):
+            found.places.setdefault("guard", place)
+
+
+def _starts_guard(node: ast.AST, names: dict[str, str]) -> bool:
+    """Does it call a guard of stepguard, by whatever name, or derive a class from one?"""
+    for callee in (getattr(node, "func", None), *getattr(node, "bases", ())):
+        root, _, rest = _dotted(callee).partition(".")
+        package, _, name = f"{names.get(root, '')}.{rest}".strip(".").rpartition(".")
+        if package.partition(".")[0] == "stepguard" and name in GUARDS:
+            return True
+    return False
+
+
+def _read_call(found: Source, call: ast.Call, losses: set[str], place: str) -> None:
+    called = _called(call)
+    if called == "autocast":
+        found.places.setdefault("autocast", place)
+    elif called in CLIPPING and "clipping" not in found.places:
+        found.places["clipping"] = place
+        limits = [word.value for word in call.keywords if word.arg in ("max_norm", "clip_value")]
+        limit = next(iter(limits + call.args[1:2]), None)
+        if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float):
+            found.clip = float(limit.value)
+    elif called in FINITE_TESTS:
+        values = _values_in(call)
+        if losses & values or any(map(LOSS.fullmatch, values)):
+            found.places.setdefault(called, place)
 
 
 def program_files(folder: Path, script: Path) -> list[Path]:
@@ -179,9 +189,9 @@ def _parsed(path: Path) -> ast.Module | None:
         return None
 
 
-def _called(node: ast.AST) -> str:
-    """Last part of the name of a called function; empty for what is not a call."""
-    return _dotted(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+def _called(call: ast.Call) -> str:
+    """Last part of the name of a called function."""
+    return _dotted(call.func).rpartition(".")[2]
 
 
 def _dotted(node: Any) -> str:
@@ -253,25 +263,7 @@ def subject_of(built: Any, named: str) -> Subject:
     """Make a Subject of whatever a build function returns; ConfigError says what is wrong."""
     if isinstance(built, Subject):
         return built
-    if isinstance(built, Mapping):
-        values = dict(built)
-    # A Guard or that of a framework, known by its parts, so that nothing is imported.
-    elif hasattr(built, "incidents") and hasattr(built, "close"):
-        values = {"guard": built}
-    elif isinstance(built, nn.Module):
-        values = {"model": built}
-    elif (
-        isinstance(built, tuple)
-        and isinstance(next(iter(built), None), nn.Module)
-        and len(built) <= len(IN_ORDER)
-    ):
-        values = dict(zip(IN_ORDER, built, strict=False))
-        # `(model, inputs)`
-        if len(built) == 2 and isinstance(built[1], Tensor | tuple | list | Mapping):
-            values = {"model": built[0], "batch": built[1]}
-    else:
-        wrong = f"a tuple of {len(built)}" if isinstance(built, tuple) else _described(built)
-        raise ConfigError(f"{named} returned {wrong}; {WANTED}.")
+    values = _parts(built, named)
     known = [entry.name for entry in fields(Subject)]
     for name in values.keys() - known:
         raise ConfigError(
@@ -290,6 +282,21 @@ def subject_of(built: Any, named: str) -> Subject:
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"{named}: loss_fn is {_described(loss_fn)}; give a function of a batch.")
     return Subject(**values)
+
+
+def _parts(built: Any, named: str) -> dict[str, Any]:
+    if isinstance(built, Mapping):
+        return dict(built)
+    # A Guard or that of a framework, known by its parts, so that nothing is imported.
+    if hasattr(built, "incidents") and hasattr(built, "close"):
+        return {"guard": built}
+    parts = built if isinstance(built, tuple) else (built,)
+    if not parts or not isinstance(parts[0], nn.Module) or len(parts) > len(IN_ORDER):
+        wrong = f"a tuple of {len(parts)}" if parts is built else _described(built)
+        raise ConfigError(f"{named} returned {wrong}; {WANTED}.")
+    if len(parts) == 2 and isinstance(parts[1], Tensor | tuple | list | Mapping):
+        return {"model": parts[0], "batch": parts[1]}
+    return dict(zip(IN_ORDER, parts, strict=False))
 
 
 def _unwrapped(optimizer: Any) -> Any:
