@@ -77,18 +77,22 @@ def _read_file(found: Source, tree: ast.Module, file: str) -> None:
     dropped = {getattr(node.value, "func", None) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         place = f"{file}:{getattr(node, 'lineno', 0)}"
-        mentioned = getattr(node, "attr", "")
-        # `lr = 1` is not a use of lr.
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            mentioned = node.id
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            mentioned = node.value
+        mentioned = _mentioned(node)
         found.mentions.add(mentioned)
         # A norm that is computed and dropped is not monitored.
         if mentioned in NORM_NAMES and node not in dropped:
             found.places.setdefault(mentioned, place)
         if _starts_guard(node, names):
             found.places.setdefault("guard", place)
+
+
+def _mentioned(node: ast.AST) -> str:
+    """The attribute, name or text that this is; `lr = 1` is not a use of lr."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        return node.id
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return str(getattr(node, "attr", ""))
 
 
 def _starts_guard(node: ast.AST, names: dict[str, str]) -> bool:
