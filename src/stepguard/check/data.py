@@ -290,8 +290,8 @@ class Measured(NamedTuple):
     low: float
     high: float
     size: int
-    kind: str
-    """`real` for measurements and images, `ids` for other whole numbers, `bool`."""
+    is_real: bool
+    """A measurement or an image, not another whole number or a truth value."""
 
 
 @dataclass(slots=True)
@@ -411,10 +411,8 @@ def _measure(facts: DataFacts, name: str, key: str, tensor: Tensor) -> None:
     low, high = float(tensor.min()), float(tensor.max())
     if math.isfinite(low) and math.isfinite(high):
         image = tensor.dtype == torch.uint8 and tensor.dim() >= 2
-        kind = "real" if tensor.is_floating_point() or image else "ids"
-        if tensor.dtype == torch.bool:
-            kind = "bool"
-        facts.values[key].append(Measured(name, low, high, tensor.numel(), kind))
+        is_real = image or tensor.is_floating_point()
+        facts.values[key].append(Measured(name, low, high, tensor.numel(), is_real))
         return
     bad = ~torch.isfinite(tensor)
     first = bad.nonzero()[0].tolist()

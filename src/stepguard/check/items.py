@@ -62,9 +62,9 @@ def data_constant(run: Inspection) -> Answer:
     scope = run.data.scope
     names = []
     for key, values in run.data.values.items():
-        for name, least, most, elements, kind in values:
+        for name, least, most, elements, is_real in values:
             # Masks and types of tokens are whole numbers, which may all be the same.
-            if least == most and elements >= FEWEST and kind == "real":
+            if least == most and elements >= FEWEST and is_real:
                 names.append(f"{in_example(name, key)} = {least:g} in all {elements:,} places")
     if not names:
         return passed(f"no constant input in {scope}")
@@ -95,7 +95,7 @@ def data_range(run: Inspection) -> Answer:
         if low < least or high > most:
             said = f"{key} spans {low:.4g} to {high:.4g}, allowed is {least:g} to {most:g}"
             outside.append(f"{said}; largest in {example}")
-        if values[0].kind != "real":
+        if not values[0].is_real:
             continue
         name = key or "values"
         spans.append(f"{name} {low:.3g} to {high:.3g}")
