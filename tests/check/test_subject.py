@@ -135,6 +135,18 @@ def test_unusable_target_is_one_clear_error(
     assert "\n" not in str(error.value)
 
 
+def test_what_the_program_changes_is_not_a_change_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text('{"lr": 0.1, "mode": "a"}')
+    (tmp_path / "changing_build.py").write_text(
+        "def build(config):\n    config.mode = 'b'\n    return {'config': config}\n"
+    )
+    with inside(tmp_path):
+        subject = resolve("changing_build:build", Path("c.json"))
+        outcome = check(subject, only=["config.unread"]).outcomes[0]
+    assert subject.config == {"lr": 0.1, "mode": "a"}
+    assert "1 key of 2 not read" in outcome.evidence[0] and "lr" in outcome.evidence[0]
+
+
 def test_build_function_that_raises_is_told_with_its_error(tmp_path: Path) -> None:
     (tmp_path / "a.doc").touch()
     (tmp_path / "broken_build.py").write_text(
@@ -426,6 +438,10 @@ def test_configuration_and_versions_of_a_checkpoint_are_read(tmp_path: Path) -> 
     torch.save(content, tmp_path / "last.ckpt")
     facts = read_checkpoint_facts(tmp_path / "last.ckpt")
     assert (facts.config, facts.versions) == ({"lr": 0.1, "layers": [1, 2]}, {"torch": "2.0"})
+    endless: list[Any] = []
+    endless.append(endless)
+    torch.save({"state": endless, "config": {"lr": 0.2}}, tmp_path / "endless.pt")
+    assert read_checkpoint_facts(tmp_path / "endless.pt").config == {"lr": 0.2}
     (tmp_path / "facts.json").write_text(json.dumps({"versions": {"torch": "2.0"}}))
     assert read_checkpoint_facts(tmp_path) == ({}, {"torch": "2.0"})
     (tmp_path / "a.pt").write_bytes(b"rubbish")

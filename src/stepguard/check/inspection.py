@@ -34,6 +34,7 @@ from stepguard.check.scan import Damaged
 from stepguard.check.settings import (
     Launcher,
     Setting,
+    Tracked,
     find,
     number,
     plain,
@@ -396,12 +397,14 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
             content = read_content(path)
         elif (path / "facts.json").exists():
             content = read_settings(path / "facts.json")
-    top = _plain(content)
-    if not isinstance(top, dict):
-        return CheckpointFacts({}, {})
-    configs = [top[name] for name in CONFIGS if isinstance(top.get(name), dict)]
-    versions = top.get("versions")
-    return CheckpointFacts(next(iter(configs), {}), versions if isinstance(versions, dict) else {})
+    # Only these: states are large, and a pickle can put a list into itself.
+    found: list[dict[str, Any]] = [{}, {}]
+    for place, names in enumerate((CONFIGS, ("versions",))):
+        for name in names if isinstance(content, Mapping) else ():
+            value = _plain(content.get(name))
+            if isinstance(value, dict):
+                found[place] = found[place] or value
+    return CheckpointFacts(*found)
 
 
 def _plain(value: Any) -> Any:
@@ -459,6 +462,12 @@ class Inspection:
     def config(self) -> dict[str, Any]:
         """Empty if there is none."""
         return {} if self.subject.config is None else plain(self.subject.config)
+
+    @property
+    def tracked(self) -> Tracked | None:
+        """The configuration that knows which of its keys were read."""
+        given = (self.subject.tracked, self.subject.config)
+        return next((one for one in given if isinstance(one, Tracked)), None)
 
     def needed_config(self) -> dict[str, Any]:
         if self.subject.config is None:

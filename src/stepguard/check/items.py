@@ -26,10 +26,10 @@ from stepguard.check.inspection import (
 )
 from stepguard.check.settings import (
     Setting,
-    Tracked,
     UnquotedNumber,
     as_number,
     flat,
+    plain,
     spells_number,
     unread,
 )
@@ -237,15 +237,15 @@ def config_values(run: Inspection) -> Answer:
 
 def _unused(run: Inspection) -> list[str]:
     """Keys that the program has not taken, and that its source does not name (a training loop)."""
-    if not isinstance(run.subject.config, Tracked):
+    if run.tracked is None:
         raise NotGiven("give --config FILE, and TARGET as module:function whose function takes it")
-    left = unread(run.subject.config)
+    left = unread(run.tracked)
     return [key for key in left if key.rpartition(".")[2] not in run.project.mentions]
 
 
 def config_unread(run: Inspection) -> Answer:
     unused = _unused(run)
-    total = len(list(flat(run.config)))
+    total = len(list(flat(plain(run.tracked))))
     if not unused:
         return passed(f"{total} keys were read, or are named in the source")
     return warned(

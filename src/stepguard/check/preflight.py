@@ -273,10 +273,12 @@ def _built(target: str, settings: dict[str, Any] | None) -> Subject:
             tracked = Tracked(settings)
         subject = subject_of(call_build(build, target, tracked), target)
         script = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
-    if subject.config is None:
-        subject = replace(subject, config=tracked or settings)
+    if isinstance(subject.config, Tracked):
+        tracked = subject.config
+    if settings is not None and (subject.config is None or subject.config is tracked):
+        subject = replace(subject, config=settings)
     # A package without an __init__.py has no file.
-    return replace(subject, script=Path(script) if script else None)
+    return replace(subject, tracked=tracked, script=Path(script) if script else None)
 
 
 def call_build(build: Callable[..., Any], target: str, tracked: Tracked | None = None) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
-from stepguard.check.settings import meant
+from stepguard.check.settings import Tracked, meant
 
 # --- The user's source, read without running it: which names it mentions, and what it does about
 # its loss, its gradients and a guard.
@@ -239,7 +239,9 @@ class Subject:
     autocast: Any = None
     """A callable that opens the model's real context, or accelerate's Accelerator."""
     config: Any = None
-    """A mapping, a dataclass or a namespace; a Tracked for what is never read in it."""
+    """A mapping, a dataclass or a namespace."""
+    tracked: Tracked | None = None
+    """What the program was built with, where `config` is the same before the program changed it."""
     config_file: Path | None = None
     """Where `config` was read from; a configuration in Python is no use of its own keys."""
     script: Path | None = None
