@@ -313,7 +313,7 @@ class DataFacts:
     targets: int = 0
     """Integer targets of all examples, of which some are ignored."""
     supervised: int = 0
-    """Those that count."""
+    """Targets that the loss counts."""
     empty: list[str] = field(default_factory=list)
     """Examples without a target that counts."""
 

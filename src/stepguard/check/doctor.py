@@ -164,7 +164,7 @@ def _fresh_model(build: str) -> tuple[list[Section], dict[str, Tensor]]:
             subject = subject_of(call_build(function, build), build)
         except ConfigError as fault:
             failed = Section(title="fresh model", status="failed", lines=(str(fault),))
-            return [failed, not_checked("forward pass", "there is no model")], {}
+            return [failed, not_checked("forward pass", "no model with weights was given")], {}
     model = subject.model
     run = Inspection(subject)
     values = run_item("model.stored_finite", run)

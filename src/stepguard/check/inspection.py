@@ -178,7 +178,7 @@ class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.divisor = (abs(float(divisor)), dtype, _user_line())
 
     def _squared_error(self, name: str, args: Any, out: Tensor) -> None:
-        """Of torch, or written by hand: a difference, then its square."""
+        """Recognise a squared error, torch's or a difference that is then squared."""
         target = None
         if name == "mse_loss":
             target = args[1]
