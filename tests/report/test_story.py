@@ -18,7 +18,7 @@ from stepguard._errors import JournalError
 from stepguard.cli.app import app
 from stepguard.journal import Journal
 from stepguard.records import Reading
-from stepguard.report.page import Extras, parts, run_facts
+from stepguard.report.page import parts, run_facts
 from stepguard.report.run_report import render_terminal
 from stepguard.report.story import Run, Story, StoryReader, read_story
 from stepguard.report.summary import compare, summarize
@@ -179,7 +179,7 @@ def test_fixed_run_does_not_show_the_incidents_of_the_run_before(tmp_path: Path)
 
 
 def _checkpoint_states(run: Run) -> set[str]:
-    facts = run_facts(run, "run", Extras(), run)
+    facts = run_facts(run, "run", None, run)
     return {mark["state"] for mark in facts["checkpoints"]}
 
 

@@ -55,7 +55,7 @@ PageOption = Annotated[
     typer.Option(
         "--out",
         metavar="PATH",
-        help="With --html: where to; - is stdout. By default a file in the (second) run directory.",
+        help="With --html: where to; - is stdout. By default report.html in the run directory.",
     ),
 ]
 
@@ -127,28 +127,15 @@ def compare(
     ],
     second: Annotated[Path, typer.Argument(metavar="RUN_B", help="The one to compare it with.")],
     as_json: JsonOption = False,
-    html: HtmlOption = False,
-    out: PageOption = None,
     rank: RankOption = None,
 ) -> None:
     """Put two runs side by side: bad steps, what was done, causes, losses, settings that differ."""
     from stepguard.report.run_report import render_comparison
     from stepguard.report.summary import compare as put_side_by_side
 
-    exclude(html=html, json=as_json)
-    _refuse_out_without_html(html, out)
     one, other = (open_story(run, rank).latest for run in (first, second))
     comparison = put_side_by_side(one, other)
-    if html:
-        from stepguard.report.page import comparison_document, render_page, run_name
-
-        names = [run_name(first), run_name(second)]
-        if names[0] == names[1]:
-            names = [str(first), str(second)]
-        rows = [("", *names), *comparison.cells]
-        text = render_page(comparison_document((one, names[0]), (other, names[1]), rows))
-        _write_page(text, out or folder_of(second) / "compare.html")
-    elif as_json:
+    if as_json:
         echo_json(comparison)
     else:
         show(render_comparison, comparison)
@@ -156,11 +143,9 @@ def compare(
 
 def report_page(run: Path, rank: int | None = None) -> str:
     """The page of a run folder, with what lies in the folders of its incidents."""
-    from stepguard.report.page import page_extras, render_page, run_name, story_document
+    from stepguard.report.page import Folders, render_page, run_name, story_document
 
-    story = open_story(run, rank)
-    extras = page_extras(story, folder_of(run))
-    return render_page(story_document(story, run_name(run), extras))
+    return render_page(story_document(open_story(run, rank), run_name(run), Folders()))
 
 
 def _write_page(text: str, out: Path) -> None:
