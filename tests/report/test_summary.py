@@ -33,7 +33,7 @@ from stepguard.report.summary import compare as compare_runs
 SCREEN = """\
 stepguard report: runs/demo/journal.jsonl ──────────────────────────────────────
  versions   stepguard 0.1.0, torch 2.13.0
- optimizer  AdamW, 1,234 parameters, lr 4.92e-04 / 1.00e-04
+ optimizer  AdamW, 1,234 parameters, lr 0.000492 / 0.0001
  ranks      2, this is rank 0
  settings   clip_norm=1, policy.max_rewinds=5, policy.max_total=100
  steps      60 seen, 54 committed, 4 skipped, 2 loss-scale calibrations
@@ -52,7 +52,7 @@ incidents by kind ────────────────────�
     cause  SG204 softmax over a fully masked row (certain)
            - row [5, 0, 0] of the scores is -inf in all 16 places
     done   skipped (3), rewound (1)
-    lr     4.92e-04 / 1.00e-04
+    lr     0.000492 / 0.0001
     next   stepguard replay runs/demo/incidents/000000048-0/capsule
     next   stepguard explain SG204
 before the first incident ──────────────────────────────────────────────────────

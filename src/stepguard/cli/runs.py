@@ -106,12 +106,14 @@ def report(
 def _list_runs(folder: Path, *, as_json: bool) -> None:
     from stepguard.journal import runs_below
     from stepguard.report.page import overview
+    from stepguard.report.phrases import moment
     from stepguard.report.run_report import render_list
 
     rows = []
     for name, path in runs_below(folder).items():
         shown = overview(open_story(path))
-        rows.append({"run": name, **{title: shown[title] for title in LISTED}})
+        row = {"run": name, **{title: shown[title] for title in LISTED}}
+        rows.append({**row, "started": moment(shown["began"])})
     if not rows:
         raise JournalError(f"{folder} holds no run; {GIVE}.")
     if as_json:

@@ -162,7 +162,7 @@ def incident_card(told: StoryIncident) -> dict[str, Any]:
         card["operands"] = [_operand(operand, operand.called) for operand in origin.inputs]
         if origin.output is not None:
             card["operands"].append(_operand(origin.output, "output"))
-        card["culprits"] = phrases.culprits(origin)
+        card["culprits"] = phrases.culprits_of(incident)
     for finding in incident.findings:
         card["cause"] = card["cause"] or f"{finding.code} {finding.title}"
         remedies = [_remedy(remedy) for remedy in finding.remedies]
@@ -593,10 +593,9 @@ def overview(story: Story) -> dict[str, Any]:
     """One line of the list of runs."""
     run = story.latest
     summary = summarize(run)
-    state = verdict(run)
     return {
-        "state": state["text"],
-        "weight": state["weight"],
+        "state": STATES[worst_ending(run)],
+        "weight": verdict(run)["weight"],
         "steps": f"{summary.lanes[0].committed - summary.lanes[0].left:,}",
         "loss": phrases.number(summary.last_loss),
         "incidents": f"{summary.incidents:,}",

@@ -134,7 +134,7 @@ class Page {
     this.view.select(incident, zooms);
     this.showCard();
     for (const row of document.querySelectorAll("#incident-rows tr")) {
-      row.classList.toggle("selected", row.dataset.key === incident?.key);
+      row.classList.toggle("selected", row.incidents.includes(incident));
     }
   }
 
@@ -160,18 +160,21 @@ class Page {
     const body = byId("incident-rows");
     body.textContent = "";
     for (const run of this.runs) {
-      for (const incident of run.incidents.slice(0, 2000)) body.append(this.incidentRow(run, incident));
+      for (const group of alikeInARow(run.incidents)) body.append(this.incidentRow(run, group));
     }
     const count = this.incidents().length;
     byId("incident-count").textContent = countWords(count, "incident");
     byId("incident-list").hidden = !count;
   }
 
-  incidentRow(run, incident) {
-    incident.key = `${run.name}/${run.number}/${incident.number}`;
+  incidentRow(run, group) {
+    const [incident] = group;
+    const last = group[group.length - 1];
     const row = element("tr");
-    row.dataset.key = incident.key;
-    const button = element("button", "link", `step ${incident.step.toLocaleString("en-US")}`);
+    row.incidents = group;
+    const steps = [incident, last].map((one) => one.step.toLocaleString("en-US"));
+    const words = group.length > 1 ? `steps ${steps[0]}-${steps[1]} (${group.length})` : `step ${steps[0]}`;
+    const button = element("button", "link", words);
     button.type = "button";
     button.addEventListener("click", () => {
       this.select(incident, true);
@@ -327,6 +330,19 @@ function factRows(rows) {
   }
   box.append(table);
   return box;
+}
+
+// Incidents that follow each other and were the same trouble, answered alike, are one row.
+function alikeInARow(incidents) {
+  const groups = [];
+  let before = "";
+  for (const one of incidents) {
+    const words = [one.summary, one.where?.text, one.cause, one.done].join("\n");
+    if (words === before) groups[groups.length - 1].push(one);
+    else groups.push([one]);
+    before = words;
+  }
+  return groups;
 }
 
 function byId(name) {
