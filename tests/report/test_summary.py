@@ -46,15 +46,36 @@ incidents by kind ────────────────────�
  #  kind             first  last  count  in a row
  1  non-finite loss     48    51      4         4
 
- 1. loss is nan (text_loss)
-    where  forward: aten._softmax in encoder.layers.3.attn at model.py:88,
-           sample 5
-    cause  SG204 softmax over a fully masked row (certain)
-           - row [5, 0, 0] of the scores is -inf in all 16 places
-    done   skipped (3), rewound (1)
-    lr     0.000492 / 0.0001
-    next   stepguard replay runs/demo/incidents/000000048-0/capsule
-    next   stepguard explain SG204
+ 1. skipped (3), rewound (1)
+stepguard: step 48, non-finite loss ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+ WHAT    loss is nan (text_loss)
+         loss nan, text_loss nan, latent_loss 0.4123, grad norm nan, scale
+         65536, lr 0.000492 / 0.0001
+ WHY     SG204 softmax over a fully masked row (certain)
+         - row [5, 0, 0] of the scores is -inf in all 16 places
+         less likely: SG206 inf - inf or 0 * inf
+ FIX     1. Give such rows weight 0
+             weights = masked_softmax(scores, mask)
+         2. Drop empty samples (changes what is learned)
+             batch = batch[mask.any(-1)]
+ WHERE   forward: aten._softmax in encoder.layers.3.attn at model.py:88
+             86 │ scores = q @ k.transpose(-2, -1) / self.scale
+             87 │ scores = scores.masked_fill(mask, float('-inf'))
+           > 88 │ weights = scores.softmax(dim=-1)
+                │           ^^^^^^^^^^^^^^^^^^^^^^
+             89 │ return self.out(weights @ v)
+           self    float32 [8,4,16,16]; -inf at [5,0]; 1,024 -Inf of 8,192;
+                   finite -3.1 to 4.25
+           output  float32 [8,4,16,16]; nan at [5,0]; 1,024 NaN of 8,192; finite
+                   0 to 1
+         the replay shows it again
+         the compiled graph was run eagerly
+ SAMPLE  sample 5
+ DONE    skipped: weights, optimizer state and buffers are as before the step
+         1 in a row, 1 in this run
+ NEXT    stepguard replay runs/demo/incidents/000000048-0/capsule
+         stepguard explain SG204
+━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
 before the first incident ──────────────────────────────────────────────────────
  grad norm  ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▆▇▇█  0.5 to 10 in 32 steps
  loss       ▅▅▅▅▅▅▄▄▄▄▄▄▃▃▃▃▃▃▂▂▂▂▂▂▁▁▁▁████  1.84 to 2 in 32 steps
@@ -123,7 +144,7 @@ def test_incidents_of_one_kind_are_one_group() -> None:
         ("nonfinite_loss", 3, 10, 3, 2),
         ("nonfinite_gradient", 70, 70, 1, 1),
     ]
-    assert groups[0].lr == (4.92e-4, 1e-4) and groups[0].actions == {"skip": 3}
+    assert groups[0].incident.reading.lr == (4.92e-4, 1e-4) and groups[0].actions == {"skip": 3}
 
 
 def test_settings_are_shown_only_where_they_are_not_the_default() -> None:
@@ -264,7 +285,9 @@ def test_screen_fits_the_window_the_encoding_and_the_colours() -> None:
     summary = summary_of(troubled_run())
     for width in (60, 80, 110):
         lines = render_terminal(summary, width=width).splitlines()
-        assert max(len(line) for line in lines if " next " not in line) <= width
+        # code and commands stay on one line, so that they can be copied
+        whole = (" NEXT", "             ", "         stepguard ")
+        assert max(len(line) for line in lines if not line.startswith(whole)) <= width
     assert render_terminal(summary, unicode=False).isascii()
     assert "\x1b" not in render_terminal(summary)
     assert "\x1b[" in render_terminal(summary, colour=True)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -14,7 +13,8 @@ from stepguard.report import phrases, screen
 from stepguard.report.health import Concern, StageOutcome, Verdict
 from stepguard.report.screen import Name, Unbroken, table, titled
 from stepguard.report.story import Run
-from stepguard.report.summary import Event, IncidentGroup, RunComparison, RunSummary
+from stepguard.report.summary import Event, RunComparison, RunSummary
+from stepguard.report.terminal import paint_incident
 
 # --- The rows of a run's summary in words.
 
@@ -29,6 +29,8 @@ STATES = {
     "killed": "ended without a word",
 }
 MOST_EVENTS = 40
+MOST_PANELS = 10
+"""Kinds of incidents that are shown whole."""
 _VERSIONS = ("stepguard", "torch", "python")
 _SHOWN = (
     *_VERSIONS,
@@ -179,19 +181,6 @@ def kinds(summary: RunSummary) -> list[tuple[str, ...]]:
     return rows
 
 
-def details(group: IncidentGroup) -> tuple[str, list[Row], list[str]]:
-    """Of a kind of incident: what is wrong; place, cause and answer; what to type next."""
-    cause = f"{group.code} {group.title}".strip()
-    if group.code and group.certainty:
-        cause += f" ({group.certainty})"
-    rows = [("where", phrases.joined([group.where, group.culprits])), ("cause", cause)]
-    rows += [("", f"- {sentence}") for sentence in group.evidence]
-    rows += [("done", group.done), ("lr", phrases.rates(group.lr, group.schedule))]
-    commands = [name for name in group.commands if not name.startswith("stepguard report ")]
-    summary = group.summary or phrases.verdict_title(group.verdict)
-    return summary, [row for row in rows if row[1]], commands
-
-
 # --- For a terminal.
 
 
@@ -239,16 +228,19 @@ def paint_summary(console: Console, summary: RunSummary, *, unicode: bool = True
             rows.append((f" {place}", Text(kind, style="bold red"), *numbers))
         headings = (f" {KINDS[0]}", *KINDS[1:])
         console.print(table(rows, headings, first="", numbers_from=2))
-    for position, group in enumerate(summary.groups, start=1):
-        text, facts, commands = details(group)
+    for position, group in enumerate(summary.groups[:MOST_PANELS], start=1):
         console.print()
-        line = Table.grid(padding=(0, 1, 0, 0))
-        line.add_row(Text(f" {position}.", style="dim"), Unbroken(text))
-        console.print(line)
-        console.print(Padding(_pairs(facts), (0, 0, 0, 3)))
-        for command in commands:
-            # Not in the table: a long path must stay on one line to be copied.
-            console.print(Text.assemble(("    next   ", "cyan"), (command, "bold")), soft_wrap=True)
+        console.print(Unbroken(f" {position}. {group.done}".rstrip()))
+        paint_incident(
+            console,
+            group.incident,
+            whose=group.optimizer,
+            unicode=unicode,
+            leave_out="stepguard report ",
+        )
+    if len(summary.groups) > MOST_PANELS:
+        rest = phrases.count(len(summary.groups) - MOST_PANELS, "further kind")
+        console.print(Text(f" {rest} without a panel; --html shows every incident", style="dim"))
     led = lead_up(summary, plain=not unicode)
     if led:
         title("before the first incident")

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from stepguard.records import GuardConfig
-from stepguard.records.incident import Action, place, place_and_phase
+from stepguard.records.incident import Action, Incident, place, place_and_phase
 from stepguard.report import phrases
-from stepguard.report.phrases import count, done, next_commands, number
+from stepguard.report.phrases import count, done, number
 from stepguard.report.story import Ending, Note, Run, Story, StoryIncident
 
 # --- The run as a chain of events: what led to what, from the first warning to how it ended.
@@ -253,19 +253,15 @@ class IncidentGroup:
     optimizer: str = ""
     """Whose incidents they are, in a run with several optimizers."""
     where: str = ""
-    culprits: str = ""
     code: str = ""
     title: str = ""
-    certainty: str = ""
-    evidence: tuple[str, ...] = ()
     actions: dict[Action, int] = field(default_factory=dict)
     done: str = ""
     """What was done about them, in words."""
-    lr: tuple[float, ...] = ()
-    """Learning rate of each parameter group at the first of them."""
-    schedule: str = ""
-    """Name and position of the schedule at the first of them."""
+    incident: Incident
+    """The first of them, whole."""
     commands: tuple[str, ...] = ()
+    """What to run next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -480,23 +476,15 @@ def _group(members: Sequence[StoryIncident], folder: str) -> IncidentGroup:
         last_step=members[-1].incident.step,
         count=len(members),
         consecutive=longest_stretch(sorted(rows or (one.incident.step for one in members))),
-        culprits=phrases.culprits_of(first),
         actions=dict(actions),
         done=words,
-        lr=first.reading.lr,
-        schedule=first.reading.schedule,
-        commands=tuple(next_commands(here)),
+        incident=here,
+        commands=tuple(phrases.next_commands(here)),
     )
     if first.origin is not None:
         group = replace(group, where=place_and_phase(first.origin))
     for cause in first.findings[:1]:
-        group = replace(
-            group,
-            code=cause.code,
-            title=cause.title,
-            certainty=cause.certainty,
-            evidence=cause.evidence,
-        )
+        group = replace(group, code=cause.code, title=cause.title)
     return group
 
 
