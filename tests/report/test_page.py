@@ -490,7 +490,7 @@ def test_columns_settings_and_concerns_are_those_that_were_recorded(tmp_path: Pa
     assert set(run["columns"]) == drawn | {"step", "state", "lr", "lr/1", "scale", "seconds"}
     groups = {group["title"]: group["rows"] for group in run["groups"]}
     assert groups["Configuration"] == [["policy.max_total", "3"]]
-    assert ["torch", ATTACK] in groups["Run facts"]
+    assert ["versions", f"torch {ATTACK}"] in groups["Run facts"]
     assert run["concerns"] == [["note", "step 9: SG912 learning rate"]] and run["looks"] is None
 
 

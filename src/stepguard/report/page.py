@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -23,7 +23,7 @@ from stepguard.records.incident import place_and_phase
 from stepguard.report import phrases
 from stepguard.report.health import concerns
 from stepguard.report.probes import headline, look_tables, remarks
-from stepguard.report.run_report import STATES
+from stepguard.report.run_report import STATES, heading
 from stepguard.report.sinks import named_numbers
 from stepguard.report.story import Left, Run, Story, StoryIncident
 from stepguard.report.summary import RunSummary, flat, summarize, timeline, worst_ending
@@ -423,13 +423,6 @@ def _lists(structure: Any, name: str) -> Iterator[tuple[str, list[Any]]]:
             yield from _lists(item, str(label))
 
 
-def _words(values: Mapping[str, Any]) -> list[list[str]]:
-    rows = []
-    for name, value in flat(values):
-        rows.append([name, phrases.moment(value) if name == "time" else str(value)])
-    return rows
-
-
 class Folders:
     """What the folders of incidents hold for their cards, each read once."""
 
@@ -567,8 +560,8 @@ def _looks(run: Run) -> dict[str, Any] | None:
 
 
 def _fact_groups(run: Run) -> list[dict[str, Any]]:
-    header = {key: value for key, value in run.header.items() if key != "config"}
-    groups = [{"title": "Run facts", "rows": _words(header), "open": True}]
+    facts = list(map(list, heading(summarize(run))))
+    groups = [{"title": "Run facts", "rows": facts, "open": True}]
     if len(run.attempts) > 1:
         rows = []
         for place, attempt in enumerate(run.attempts, start=1):
@@ -585,7 +578,13 @@ def _fact_groups(run: Run) -> list[dict[str, Any]]:
         groups.append({"title": "Attempts", "rows": rows, "open": False})
     config = run.header.get("config") or run.header.get("settings")
     if config:
-        groups.append({"title": "Configuration", "rows": _words(config), "open": False})
+        groups.append(
+            {
+                "title": "Configuration",
+                "rows": [[name, str(value)] for name, value in flat(config)],
+                "open": False,
+            }
+        )
     return groups
 
 

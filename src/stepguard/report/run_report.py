@@ -165,22 +165,6 @@ def chains(summary: RunSummary) -> list[tuple[str, list[Event], int]]:
     return found
 
 
-KINDS = ("#", "kind", "first", "last", "count", "in a row")
-"""Columns of the table of incidents."""
-
-
-def kinds(summary: RunSummary) -> list[tuple[str, ...]]:
-    """The table of incidents: number, what is wrong and with which optimizer, when, how often."""
-    rows = []
-    for position, group in enumerate(summary.groups, start=1):
-        title = phrases.verdict_title(group.verdict)
-        if group.optimizer:
-            title = f"{group.optimizer}: {title}"
-        numbers = (group.first_step, group.last_step, group.count, group.consecutive)
-        rows.append((str(position), title, *map(str, numbers)))
-    return rows
-
-
 # --- For a terminal.
 
 
@@ -224,9 +208,13 @@ def paint_summary(console: Console, summary: RunSummary, *, unicode: bool = True
     if summary.groups:
         title("incidents by kind")
         rows: list[tuple[RenderableType, ...]] = []
-        for place, kind, *numbers in kinds(summary):
-            rows.append((f" {place}", Text(kind, style="bold red"), *numbers))
-        headings = (f" {KINDS[0]}", *KINDS[1:])
+        for position, group in enumerate(summary.groups, start=1):
+            kind = phrases.verdict_title(group.verdict)
+            if group.optimizer:
+                kind = f"{group.optimizer}: {kind}"
+            numbers = (group.first_step, group.last_step, group.count, group.consecutive)
+            rows.append((f" {position}", Text(kind, style="bold red"), *map(str, numbers)))
+        headings = (" #", "kind", "first", "last", "count", "in a row")
         console.print(table(rows, headings, first="", numbers_from=2))
     for position, group in enumerate(summary.groups[:MOST_PANELS], start=1):
         console.print()
