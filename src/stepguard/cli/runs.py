@@ -83,9 +83,17 @@ def report(
     from stepguard.report.summary import summarize
 
     exclude(json=as_json, markdown=markdown, html=html)
-    _refuse_out_without_html(html, out)
+    if out is not None and not html:
+        raise ConfigError("--out says where the page of --html goes; give both.")
     if html:
-        _write_page(report_page(run, rank), out or folder_of(run) / "report.html")
+        from stepguard.report.plot import replace_file
+
+        page, path = report_page(run, rank), out or folder_of(run) / "report.html"
+        if str(path) == "-":
+            echo(page)
+            return
+        with writing(path):
+            replace_file(path, page.encode("utf-8"))
         return
     if run.is_dir() and not is_run(run) and rank is None:
         _list_runs(run, as_json=as_json)
@@ -148,22 +156,6 @@ def report_page(run: Path, rank: int | None = None) -> str:
     from stepguard.report.page import Folders, render_page, run_name, story_document
 
     return render_page(story_document(open_story(run, rank), run_name(run), Folders()))
-
-
-def _write_page(text: str, out: Path) -> None:
-    """Write the page to a file and say where, or to stdout for `-`."""
-    from stepguard.report.plot import replace_file
-
-    if str(out) == "-":
-        echo(text)
-        return
-    with writing(out):
-        replace_file(out, text.encode("utf-8"))
-
-
-def _refuse_out_without_html(html: bool, out: Path | None) -> None:
-    if out is not None and not html:
-        raise ConfigError("--out says where the page of --html goes; give both.")
 
 
 # --- `stepguard live RUN`: follow a run by its journal, and judge whether it is healthy.
