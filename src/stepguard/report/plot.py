@@ -15,7 +15,7 @@ from stepguard.report.summary import group_incidents, stretches
 
 MOST_LABELS = 6
 ROW_HEIGHT = 0.055
-"""Of the upper panel, for one row of marks."""
+"""Height of one row of marks, as a share of the upper panel."""
 
 INK = "#1f2933"
 GRID = "#e4e7eb"

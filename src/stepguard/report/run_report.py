@@ -181,7 +181,7 @@ STYLES = {
     "unhealthy": "bold red",
     "stopped": "bold red",
 }
-"""Of events, of stages and of verdicts."""
+"""Styles by state, for events, stages and verdicts."""
 
 
 def render_terminal(
