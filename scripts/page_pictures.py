@@ -23,7 +23,6 @@ from examples.demo import main as demo  # noqa: E402
 
 import stepguard  # noqa: E402
 from browser import opened, started  # noqa: E402
-from cli.journals import run_stepguard  # noqa: E402
 from house.test_fresh_process import LOOP, SETUP, WATCH  # noqa: E402
 from house.test_fresh_process import run_cells as run_notebook  # noqa: E402
 from report.real_runs import restarted, rewound, two_ranks  # noqa: E402
@@ -59,8 +58,6 @@ def _reports(browser: Any, runs: Path) -> None:
     _picture(browser, _page(runs / "demo"), "page-dark.png", "n", scheme="dark")
     _picture(browser, _page(runs / "restarted"), "page-restarted.png")
     _picture(browser, _page(ranks), "page-ranks.png", "n")
-    run_stepguard("compare", str(runs / "rewound"), str(runs / "restarted"), "--html")
-    _picture(browser, runs / "restarted" / "compare.html", "page-compare.png", tall=True)
 
 
 def _live(browser: Any, runs: Path) -> None:

@@ -148,14 +148,6 @@ def test_half_of_what_was_learned_gone_again_asks_for_attention(steps: int) -> N
     assert verdict(record) == "attention" and "what was learned is gone again" in said(record)
 
 
-def test_learning_rate_of_0_in_every_group_asks_for_attention() -> None:
-    assert "learning rate is 0" in said(journal(learning(60), lr=[0.0, 0.0]))
-    assert verdict(journal(learning(60), lr=[0.0, 1e-5])) == "healthy"
-    schedule_ends = journal(learning(60))
-    schedule_ends.steps[-1]["lr"] = [0.0]
-    assert verdict(schedule_ends) == "healthy"
-
-
 def test_run_without_a_step_is_not_healthy() -> None:
     assert verdict(journal([])) == "unhealthy"
     assert verdict(journal([], over=False)) == "waiting"
@@ -328,25 +320,11 @@ def test_a_run_is_healthy_once_the_wanted_steps_are_there() -> None:
     assert judge_run(told(_record(20, skipped=tuple(range(5, 20)))), (), 20) == "unhealthy"
 
 
-@pytest.mark.parametrize(
-    ("losses", "every", "words"),
-    [
-        (learning(60), {"grad_norm": 0.0}, "every gradient"),
-        ([0.693147] * 60, {}, "to the last bit"),
-        ([0.0] * 60, {"grad_norm": 0.0}, ""),
-        (learning(60), {"clip_factor": 1e-9}, "clipping leaves"),
-        (learning(60), {"clip_factor": 0.01}, ""),
-        ([*learning(300)[:150], *[5.0] * 10, *learning(300)[160:]], {}, ""),
-    ],
-)
-def test_run_that_stands_still_asks_for_attention(
-    losses: list[float], every: dict[str, Any], words: str
-) -> None:
-    record = journal(losses, **every)
-    assert (words in said(record)) if words else verdict(record) == "healthy"
-
-
-def test_steps_without_labels_ask_for_attention() -> None:
+def test_what_the_guard_found_wrong_in_healthy_steps_asks_for_attention_once() -> None:
+    """Journal lines of silent failures carry a code; forecasts may not come true."""
     record = journal(learning(60))
-    record.notes = [{"type": "note", "kind": "no_labels", "step": n} for n in range(60)] + [END]
+    note = {"type": "note", "kind": "silent", "step": 12, "code": "SG912"}
+    record.notes = [{**note, "summary": "SG912 a learning rate that is 0"}, {**note, "step": 24}]
+    record.notes += [{**note, "code": "SG951", "summary": "the loss will end"}, END]
     assert verdict(record) == "attention"
+    assert said(record) == "step 12: SG912 a learning rate that is 0"

@@ -41,17 +41,15 @@ from stepguard.report.page import (
     NOT_FINITE,
     PLUS_INF,
     SCRIPTS,
-    Extras,
+    Folders,
     asset,
     bad_values,
     columns,
     embedded,
     gradient_heat,
     incident_card,
-    last_good,
     overview,
     packed,
-    page_extras,
     policy,
     render_page,
     samples_of,
@@ -60,9 +58,9 @@ from stepguard.report.page import (
     verdict,
     version,
 )
-from stepguard.report.run_report import render_markdown, render_terminal
+from stepguard.report.run_report import render_terminal
 from stepguard.report.serve import PageProgress, RunFollower
-from stepguard.report.story import Run, StoryIncident, read_story
+from stepguard.report.story import StoryIncident, read_story
 from stepguard.report.summary import summarize
 
 LARGEST_PAGE = 6_000_000
@@ -145,7 +143,7 @@ def test_version_changes_with_an_incident_and_not_with_a_row(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_hostile_journal_loses_no_row_and_is_not_shown_at_any_length(tmp_path: Path) -> None:
     story = read_story(hostile_run(tmp_path / "run"))
-    document = story_document(story, ATTACK, Extras())
+    document = story_document(story, ATTACK, Folders())
     text = json.dumps(document, allow_nan=False)
     assert len(story.latest.steps) == 14
     assert len(text) < 400_000
@@ -251,15 +249,11 @@ def test_card_of_a_rewind_says_where_it_went_and_what_was_not_finite() -> None:
     assert card["bad"] == {"loss": NAN, "loss/a": PLUS_INF, "followed/kl": MINUS_INF}
 
 
-def _looks(folder: Path) -> dict[str, Any] | None:
-    (run,) = story_document(read_story(folder), "run")["runs"]
-    return run["looks"]
-
-
 def test_looks_and_what_was_told_are_listed(tmp_path: Path) -> None:
-    section = _looks(silently_wrong(tmp_path / "run"))
-    assert section is not None
-    assert [(step, code) for step, code, _ in section["findings"]] == [("5", "SG902")]
+    (run,) = story_document(read_story(silently_wrong(tmp_path / "run")), "run")["runs"]
+    ((weight, text),) = run["concerns"]
+    assert weight == "note" and text.startswith("step 5: SG902 ")
+    section = run["looks"]
     titles = [table["title"] for table in section["tables"]]
     assert titles[:2] == [
         "Room left in the dtype, least first",
@@ -322,41 +316,7 @@ def test_damaged_capsule_says_that_it_cannot_be_shown(kept: Path) -> None:
     assert shown["caption"].startswith("sample 1 cannot be shown")
 
 
-def _run(folder: Path, time: float, *, ends: bool = True, **config: object) -> Run:
-    journal = Journal(folder)
-    journal.write("run", {"time": time, "torch": "2", "config": config, "run": str(time)})
-    journal.step(Reading(step=0, loss=1.0), committed=True)
-    if ends:
-        journal.write("end", {"steps": 1, "incidents": 0, "armed": True})
-    journal.close()
-    return read_story(folder).latest
-
-
-def test_newest_run_that_was_closed_without_an_incident_is_chosen(tmp_path: Path) -> None:
-    old = _run(tmp_path / "old", 1.0)
-    newer = _run(tmp_path / "newer", 2.0)
-    killed = _run(tmp_path / "killed", 3.0, ends=False)
-    ill = read_story(write_run(tmp_path / "ill")).latest
-    now = _run(tmp_path / "now", 5.0)
-    later = _run(tmp_path / "later", 6.0)
-    assert last_good(now, [old, newer, killed, ill, now, later]) is newer
-    assert last_good(now, [killed, ill, now, later]) is None
-
-
-def test_runs_beside_the_folder_are_looked_at(tmp_path: Path) -> None:
-    _run(tmp_path / "good", 1.0, lr=0.1, clip=1)
-    _run(tmp_path / "now", 2.0, lr=0.2, clip=1)
-    story = read_story(tmp_path / "now")
-    assert page_extras(story, tmp_path / "now").difference == [
-        ["", "good (run 1)", "this run"],
-        ["config.lr", "0.1", "0.2"],
-    ]
-    alone = tmp_path / "alone" / "run"
-    _run(alone, 3.0)
-    assert page_extras(read_story(alone), alone).difference is None
-
-
-DOCUMENT = {"format": 1, "mode": "report", "runs": [], "live": None, "text": ATTACK}
+DOCUMENT = {"format": 1, "runs": [], "live": None, "text": ATTACK}
 
 
 def test_policy_names_the_very_script_and_style_of_the_page() -> None:
@@ -447,10 +407,9 @@ def test_the_report_counts_the_incidents_of_all_optimizers(gan: Path) -> None:
     assert [run["name"] for run in document["runs"]] == ["opt_g", "opt_d"]
     assert {run["title"] for run in document["runs"]} == {"gan"}
     assert {run["verdict"]["weight"] for run in document["runs"]} == {"bad"}
-    for text in (render_terminal(summary), render_markdown(summary)):
-        assert "opt_d: non-finite loss" in text
-        assert "stopped by its policy" in text
-        assert "hat led to what: opt_g" in text
+    text = render_terminal(summary)
+    assert "opt_d: non-finite loss" in text and "stopped by its policy" in text
+    assert "what led to what: opt_g" in text
 
 
 def test_live_and_the_list_of_runs_show_the_worst(gan: Path) -> None:
@@ -523,7 +482,7 @@ def test_columns_settings_and_concerns_are_those_that_were_recorded(tmp_path: Pa
             seconds=0.1,
         )
         journal.step(reading, committed=True)
-    note = {"kind": "forecast", "code": "SG951", "step": 9, "summary": "SG951 the loss scale"}
+    note = {"kind": "silent", "code": "SG912", "step": 9, "summary": "SG912 learning rate"}
     journal.write("note", note)
     journal.close()
     (run,) = story_document(read_story(tmp_path), "run")["runs"]
@@ -531,9 +490,8 @@ def test_columns_settings_and_concerns_are_those_that_were_recorded(tmp_path: Pa
     assert set(run["columns"]) == drawn | {"step", "state", "lr", "lr/1", "scale", "seconds"}
     groups = {group["title"]: group["rows"] for group in run["groups"]}
     assert groups["Configuration"] == [["policy.max_total", "3"]]
-    assert ["torch", ATTACK] in groups["Run facts"]
-    assert any("learning rate" in text for _, text in run["concerns"])
-    assert run["looks"]["findings"] == [["9", "SG951", "SG951 the loss scale"]]
+    assert ["versions", f"torch {ATTACK}"] in groups["Run facts"]
+    assert run["concerns"] == [["note", "step 9: SG912 learning rate"]] and run["looks"] is None
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint8])

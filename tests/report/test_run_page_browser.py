@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from browser import OpenPage, opened, started
-from cli.journals import NAN, run_stepguard, write_run
+from cli.journals import NAN, write_run
 from forked import FULL
 from report.literals import hostile_run
 from report.real_runs import fixed, in_part, restarted, rewound, silently_wrong, two_ranks
@@ -235,23 +235,10 @@ def test_hostile_journal_is_shown_as_text_and_executes_nothing(
         assert seen.troubles == []
 
 
-def test_two_runs_are_drawn_over_one_axis(browser: Any, rewound_run: Path, tmp_path: Path) -> None:
-    other = write_run(tmp_path / "other")
-    seen = run_stepguard("compare", str(other), str(rewound_run), "--html")
-    assert seen.returncode == 0, seen.stderr
-    with opened(browser, rewound_run / "compare.html") as page:
-        runs = {mark["run"] for mark in page.drawn("loss", "marks")}
-        assert runs == {0, 1}
-        assert [mark["step"] for mark in page.drawn("loss", "marks") if mark["run"] == 0] == [8]
-        table = page.page.locator("#comparison").inner_text()
-        assert "bad steps" in table and "other" in table and "rewound" in table
-        assert page.troubles == []
-
-
 def test_looks_are_shown_with_their_history(browser: Any, tmp_path: Path) -> None:
     page = _page(silently_wrong(tmp_path / "run"))
     with opened(browser, page, color_scheme="dark") as seen:
-        told = seen.ask("[...document.querySelectorAll('#looks .silent li')].map(i => i.innerText)")
+        told = seen.ask("[...document.querySelectorAll('#concerns li')].map(i => i.innerText)")
         assert len(told) == 1 and "SG902" in told[0]
         curves = seen.ask("document.querySelectorAll('#looks polyline').length")
         assert curves > 5

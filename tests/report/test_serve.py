@@ -11,7 +11,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cli.journals import run_stepguard, write_run
+from cli.journals import invoke, write_run
 from report.literals import ATTACK
 from report.served import Stream, get, serving
 from stepguard import ConfigError
@@ -299,7 +299,7 @@ def test_what_cannot_be_served_is_an_error_of_one_line(tmp_path: Path, words: li
     if words == ["."]:
         words = [str(tmp_path)]
         port = ["--port", "1", "--host", "192.0.2.1"]
-    seen = run_stepguard("serve", *words, *port)
-    assert seen.returncode == 2
+    seen = invoke("serve", *words, *port)
+    assert seen.exit_code == 2
     assert seen.stderr.startswith("stepguard: error: ")
     assert len(seen.stderr.splitlines()) == 1

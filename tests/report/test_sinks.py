@@ -105,7 +105,7 @@ def test_invalid_loss_is_an_error_with_its_parts(tmp_path: Path) -> None:
         "  origin: forward aten._softmax in encoder.layers.3.attn at model.py:88, sample 5",
         "  output: float32 [8,4,16,16]; nan at [5,0]; 1,024 NaN of 8,192; finite 0 to 1",
         "  cause: SG204 softmax over a fully masked row",
-        "  lr: 4.92e-04 / 1.00e-04",
+        "  lr: 0.000492 / 0.0001",
         "Skipping batch and resetting gradients",
         "  1 in a row, 1 in this run",
     ]

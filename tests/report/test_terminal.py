@@ -37,8 +37,8 @@ EXIT = "stepguard-exit: step=52"
 PANEL = """\
 stepguard: step 48, non-finite loss ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
  WHAT    loss is nan (text_loss)
-         loss nan, text_loss nan, latent_loss 0.4123, grad norm nan, scale 65536, lr 4.92e-04 /
-         1.00e-04
+         loss nan, text_loss nan, latent_loss 0.4123, grad norm nan, scale 65536, lr 0.000492 /
+         0.0001
  WHY     SG204 softmax over a fully masked row (certain)
          - row [5, 0, 0] of the scores is -inf in all 16 places
          less likely: SG206 inf - inf or 0 * inf
@@ -538,7 +538,7 @@ def _culprits(**fields: Any) -> str:
         ([phrases.size(n) for n in (12, 1200, 3_400_000, 2.1e9, 5e12)],
          ["12 B", "1.2 kB", "3.4 MB", "2.1 GB", "5 TB"]),
         ([phrases.rates(rates) for rates in ((1e-4, 1e-4), (1e-4, 2e-4), ())],
-         ["1.00e-04", "1.00e-04 / 2.00e-04", ""]),
+         ["0.0001", "0.0001 / 0.0002", ""]),
         ([phrases.sparkline(values) for values in ([1.0, 10.0, 100.0, math.nan], [2.0, 2.0], [])],
          ["▁▅█!", "▁▁", ""]),
         ([phrases.operand(one) for one in (

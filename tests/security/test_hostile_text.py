@@ -18,7 +18,7 @@ from cli.journals import write_run
 from stepguard._errors import ConfigError, JournalError, StepguardError
 from stepguard.cli.app import app
 from stepguard.records import GuardConfig
-from stepguard.records.codec import as_markdown, dumps, mask_settings, masked, printable
+from stepguard.records.codec import dumps, mask_settings, masked, printable
 from stepguard.report import story as readers
 from stepguard.report.sinks import WebhookSink
 from stepguard.report.story import read_story
@@ -94,16 +94,14 @@ def test_printable_keeps_what_people_write() -> None:
     assert json.loads(dumps({"a": ESCAPE})) == {"a": ESCAPE} and "\x9b" not in dumps({"a": ESCAPE})
 
 
-def test_markdown_has_no_html_and_no_links(tmp_path: Path) -> None:
-    evil = "<img src=x onerror=a()> [a](javascript:b) ![c](http://d) `<b>` `` <i> `` | ` <u>"
+def test_markdown_is_one_fence_that_no_text_can_end(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     lines = (run / "journal.jsonl").read_text().splitlines()
-    written = [json.dumps(planted(json.loads(line), evil)) for line in lines]
+    written = [json.dumps(planted(json.loads(line), "a\n```\n<img src=x>")) for line in lines]
     (run / "journal.jsonl").write_text("\n".join(written) + "\n")
-    shown = invoke("report", run, "--markdown").output
-    outside = "".join(as_markdown(shown).split("`")[::2])
-    assert "<img" not in shown and "](" not in shown and "<i>" not in shown
-    assert "<u>" not in outside and "`<b>`" in as_markdown(evil)
+    shown = invoke("report", run, "--markdown", "-").stdout
+    assert "<img" in shown and shown.startswith("```text\n") and shown.endswith("\n```\n")
+    assert shown.count("```") == 2
 
 
 def test_header_of_wrong_types_is_no_traceback(tmp_path: Path) -> None:

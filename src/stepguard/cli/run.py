@@ -275,10 +275,6 @@ def whatif(
     ] = None,
     script: ScriptOption = None,
     build: BuildOption = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="Draw the losses of every candidate to this file."),
-    ] = None,
     as_json: JsonOption = False,
     yes: YesOption = False,
 ) -> None:
@@ -296,11 +292,6 @@ def whatif(
         found = try_all(
             path, build=build, script=script, own=own, progress=progress, confirm=_confirm_code(yes)
         )
-    if plot is not None:
-        from stepguard.report.plot import draw_trials, write_png
-
-        with writing(plot, err=True):
-            write_png(draw_trials(found), plot)
     if as_json:
         echo_json(found)
     else:

@@ -55,7 +55,7 @@ PageOption = Annotated[
     typer.Option(
         "--out",
         metavar="PATH",
-        help="Output file of --html; - is stdout. By default a file in the (second) run directory.",
+        help="Output file of --html; - is stdout. By default report.html in the run directory.",
     ),
 ]
 
@@ -83,9 +83,17 @@ def report(
     from stepguard.report.summary import summarize
 
     exclude(json=as_json, markdown=markdown, html=html)
-    _refuse_out_without_html(html, out)
+    if out is not None and not html:
+        raise ConfigError("--out says where the page of --html goes; give both.")
     if html:
-        _write_page(report_page(run, rank), out or folder_of(run) / "report.html")
+        from stepguard.report.plot import replace_file
+
+        page, path = report_page(run, rank), out or folder_of(run) / "report.html"
+        if str(path) == "-":
+            echo(page)
+            return
+        with writing(path):
+            replace_file(path, page.encode("utf-8"))
         return
     if run.is_dir() and not is_run(run) and rank is None:
         _list_runs(run, as_json=as_json)
@@ -106,12 +114,14 @@ def report(
 def _list_runs(folder: Path, *, as_json: bool) -> None:
     from stepguard.journal import runs_below
     from stepguard.report.page import overview
+    from stepguard.report.phrases import moment
     from stepguard.report.run_report import render_list
 
     rows = []
     for name, path in runs_below(folder).items():
         shown = overview(open_story(path))
-        rows.append({"run": name, **{title: shown[title] for title in LISTED}})
+        row = {"run": name, **{title: shown[title] for title in LISTED}}
+        rows.append({**row, "started": moment(shown["began"])})
     if not rows:
         raise JournalError(f"{folder} holds no run; {GIVE}.")
     if as_json:
@@ -127,28 +137,15 @@ def compare(
     ],
     second: Annotated[Path, typer.Argument(metavar="RUN_B", help="The run to compare it with.")],
     as_json: JsonOption = False,
-    html: HtmlOption = False,
-    out: PageOption = None,
     rank: RankOption = None,
 ) -> None:
     """Put two runs side by side: bad steps, what was done, causes, losses, settings that differ."""
     from stepguard.report.run_report import render_comparison
     from stepguard.report.summary import compare as put_side_by_side
 
-    exclude(html=html, json=as_json)
-    _refuse_out_without_html(html, out)
     one, other = (open_story(run, rank).latest for run in (first, second))
     comparison = put_side_by_side(one, other)
-    if html:
-        from stepguard.report.page import comparison_document, render_page, run_name
-
-        names = [run_name(first), run_name(second)]
-        if names[0] == names[1]:
-            names = [str(first), str(second)]
-        rows = [("", *names), *comparison.cells]
-        text = render_page(comparison_document((one, names[0]), (other, names[1]), rows))
-        _write_page(text, out or folder_of(second) / "compare.html")
-    elif as_json:
+    if as_json:
         echo_json(comparison)
     else:
         show(render_comparison, comparison)
@@ -156,27 +153,9 @@ def compare(
 
 def report_page(run: Path, rank: int | None = None) -> str:
     """The page of a run folder, with what lies in the folders of its incidents."""
-    from stepguard.report.page import page_extras, render_page, run_name, story_document
+    from stepguard.report.page import Folders, render_page, run_name, story_document
 
-    story = open_story(run, rank)
-    extras = page_extras(story, folder_of(run))
-    return render_page(story_document(story, run_name(run), extras))
-
-
-def _write_page(text: str, out: Path) -> None:
-    """Write the page to a file and say where, or to stdout for `-`."""
-    from stepguard.report.plot import replace_file
-
-    if str(out) == "-":
-        echo(text)
-        return
-    with writing(out):
-        replace_file(out, text.encode("utf-8"))
-
-
-def _refuse_out_without_html(html: bool, out: Path | None) -> None:
-    if out is not None and not html:
-        raise ConfigError("--out says where the page of --html goes; give both.")
+    return render_page(story_document(open_story(run, rank), run_name(run), Folders()))
 
 
 # --- `stepguard live RUN`: follow a run by its journal, and judge whether it is healthy.

@@ -39,7 +39,6 @@ UNPRINTABLE = re.compile(
 SECRET = re.compile(r"(^|[-_.])(api-?_?key|key|token|passw(or)?d|secret|credentials?)s?$", re.I)
 """How options, settings and variables end whose value is nobody else's business."""
 MASK = "***"
-_CODE_SPAN = re.compile(r"(?<!`)(`[^`\n]+`)(?!`)")
 
 
 def printable(text: str) -> str:
@@ -50,18 +49,6 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Escape line breaks as well, for text that must stay on one line."""
     return printable(text.replace("\n", " ").replace("\t", " "))
-
-
-def as_markdown(text: str) -> str:
-    """One line of Markdown in which nothing is HTML, a link or a table's border.
-
-    Code spans stay: nothing in them is interpreted.
-    """
-    parts = _CODE_SPAN.split(one_line(text))
-    for place in range(0, len(parts), 2):
-        plain = parts[place].replace("&", "&amp;").replace("<", "&lt;").replace("`", "\\`")
-        parts[place] = plain.replace("](", "]\\(")
-    return "".join(parts).replace("|", "\\|")
 
 
 def masked(arguments: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from stepguard._errors import ConfigError
+from stepguard.diagnose import engine
 from stepguard.judge.history import RUN_AWAY, USUAL, Progress
 from stepguard.report.phrases import number
 from stepguard.report.story import Note, Run
@@ -24,12 +25,10 @@ Weight = Literal["attention", "unhealthy"]
 RECENT = 48
 """Steps that stand for how the run is now."""
 SEVERAL = 8
-MANY = 16
 BLOCKS = 24
 """Parts of a run whose middle losses are compared."""
 LEAST_LEVEL = 1e-3
 """Lower levels are not compared: 100 times almost nothing is still little."""
-TINY_CLIP = 1e-4
 FOLLOWED = "followed/"
 EXPLODED = 1e6
 """Times everything before, and times 1: a gate that begins at 0 has not exploded."""
@@ -192,49 +191,14 @@ def _disarmed(run: Run) -> Iterator[str]:
         yield "the guard was disarmed when the run ended: its last steps are unchecked"
 
 
-def _stands_still(run: Run) -> Iterator[str]:
-    """The learning rate or the gradient is 0, or the loss is always the same."""
-    table = run.steps
-    rates = table.highest_rate.values[-SEVERAL:]
-    if len(rates) >= SEVERAL // 2 and not rates.any():
-        yield (
-            f"the learning rate is 0 in every group, in the last {len(rates)} steps: nothing is "
-            f"learned"
-        )
-    # A loss of 0 is left alone: there may be nothing left to learn.
-    losses = table.column("loss").where(table.counts)
-    tail = np.flatnonzero(table.counts)[-MANY:]
-    nothing_left = losses.rows[losses.values == 0]
-    norms = table.column("grad_norm")
-    judged = norms.values[np.isin(norms.rows, np.setdiff1d(tail, nothing_left))]
-    same = losses.values[losses.finite & (losses.values != 0)][-2 * MANY :]
-    if len(judged) == MANY and not judged.any():
-        yield f"every gradient of the last {MANY} steps is 0: nothing is learned"
-    elif len(same) == 2 * MANY and (same == same[0]).all():
-        yield (
-            f"the loss is {number(float(same[-1]))} to the last bit in the last {len(same)} steps: "
-            "nothing is learned"
-        )
-
-
-def _nothing_left(run: Run) -> Iterator[str]:
-    """Clipping leaves next to nothing of the gradient, or the batches have nothing to learn."""
-    table = run.steps
-    left = table.values("clip_factor")[-MANY:]
-    if len(left) == MANY and left.max() < TINY_CLIP:
-        yield (
-            f"clipping leaves {number(float(left.max()))} of the gradient or less, in the last "
-            f"{MANY} steps"
-        )
-    seen = min(len(table), RECENT)
-    empty = set()
+def _silent_failures(run: Run) -> Iterator[str]:
+    """What the guard has found wrong in healthy steps of the last attempt, each kind once."""
+    found: dict[str, str] = {}
     for note in run.notes:
-        if note.kind in ("no_labels", "zero_loss") and note.at >= len(table) - seen:
-            empty.add(note.at)
-    if seen >= SEVERAL and len(empty) > seen // 2:
-        yield (
-            f"{len(empty)} of the last {seen} steps had no label, or a loss of 0 without a gradient"
-        )
+        code = str(note.fields.get("code", ""))
+        if code.startswith(engine.SERIES) and note.attempt == len(run.attempts) - 1:
+            found.setdefault(code, f"step {note.step}: {note.text}")
+    yield from found.values()
 
 
 def _exploded(run: Run) -> Iterator[str]:
@@ -275,8 +239,7 @@ CHECKS: dict[Weight, tuple[Callable[[Run], Iterator[str]], ...]] = {
     "attention": (
         partial(_level, run_away=False),
         _disarmed,
-        _stands_still,
-        _nothing_left,
+        _silent_failures,
         _exploded,
     ),
 }

@@ -1,4 +1,4 @@
-"""The web page of a run, of two runs, or live: a JSON document of the story, and HTML around it."""
+"""The web page of a run, or live: a JSON document of the story, and HTML around it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,25 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepguard._errors import JournalError
-from stepguard.diagnose import engine
 from stepguard.records import Incident, Operand, Reading, Remedy
 from stepguard.records.codec import KINDS, to_plain
 from stepguard.records.incident import place_and_phase
 from stepguard.report import phrases
 from stepguard.report.health import concerns
 from stepguard.report.probes import headline, look_tables, remarks
-from stepguard.report.run_report import STATES
+from stepguard.report.run_report import STATES, heading
 from stepguard.report.sinks import named_numbers
-from stepguard.report.story import Left, Run, Story, StoryIncident, read_story
+from stepguard.report.story import Left, Run, Story, StoryIncident
 from stepguard.report.summary import RunSummary, flat, summarize, timeline, worst_ending
 
 LONGEST_TEXT = 4000
@@ -165,7 +162,7 @@ def incident_card(told: StoryIncident) -> dict[str, Any]:
         card["operands"] = [_operand(operand, operand.called) for operand in origin.inputs]
         if origin.output is not None:
             card["operands"].append(_operand(origin.output, "output"))
-        card["culprits"] = phrases.culprits(origin)
+        card["culprits"] = phrases.culprits_of(incident)
     for finding in incident.findings:
         card["cause"] = card["cause"] or f"{finding.code} {finding.title}"
         remedies = [_remedy(remedy) for remedy in finding.remedies]
@@ -426,88 +423,19 @@ def _lists(structure: Any, name: str) -> Iterator[tuple[str, list[Any]]]:
             yield from _lists(item, str(label))
 
 
-# --- What is different from the last run that went well: settings, versions, optimizer.
+class Folders:
+    """What the folders of incidents hold for their cards, each read once."""
 
-
-ALWAYS_DIFFERENT = (
-    *("time", "run", "attempt", "rank", "config.run_dir"),
-    *("process.pid", "process.started", "process.place"),
-)
-MOST_NEIGHBOURS = 12
-"""Runs in the folders beside this one that are searched for the last good one."""
-LARGEST_NEIGHBOUR = 1 << 25
-"""Bytes of a journal that is read only to find the last good run."""
-
-
-def last_good(run: Run, others: Iterable[Run]) -> Run | None:
-    """The newest of the others that was closed without an incident, and began before this one."""
-    good = []
-    for other in others:
-        closed = bool(other.attempts) and other.attempts[-1].ending == "closed"
-        well = closed and not other.incidents and len(other.steps)
-        if other is not run and well and (other.began or 0) <= (run.began or 0):
-            good.append(other)
-    return max(good, key=lambda other: other.began or 0, default=None)
-
-
-def differences(good: Run, run: Run) -> list[list[str]]:
-    """Name, value in the good run, value now; only what differs. The first row names the runs."""
-    before, now = dict(_words(good.header)), dict(_words(run.header))
-    rows = [["", f"{good.path.parent.name} (run {good.number})", "this run"]]
-    for name in {**before, **now}:
-        pair = [before.get(name, "-"), now.get(name, "-")]
-        if name not in ALWAYS_DIFFERENT and pair[0] != pair[1]:
-            rows.append([name, *pair])
-    return rows if len(rows) > 1 else []
-
-
-def _words(values: Mapping[str, Any]) -> list[list[str]]:
-    rows = []
-    for name, value in flat(values):
-        rows.append([name, phrases.moment(value) if name == "time" else str(value)])
-    return rows
-
-
-class Extras(NamedTuple):
-    """What the document of a run takes from files beside its journal."""
-
-    found: dict[Any, Any] | None = None
-    """What the folders of incidents hold, as far as they were read; None: they are not read."""
-    difference: list[list[str]] | None = None
+    def __init__(self) -> None:
+        self._found: dict[Any, dict[str, Any]] = {}
 
     def of(self, incident: Incident, run_folder: Path) -> dict[str, Any]:
         """What the incident's folder has for its card: samples, gradients by module."""
-        if self.found is None:
-            return {}
         key = (run_folder, incident.rank, incident.id)
-        if key not in self.found:
+        if key not in self._found:
             heat = gradient_heat(incident, run_folder)
-            self.found[key] = {"samples": samples_of(incident, run_folder), "heat": heat}
-        return dict(self.found[key])
-
-
-def page_extras(story: Story, folder: Path, found: dict[Any, Any] | None = None) -> Extras:
-    """Samples and gradients of the incidents, and the difference to the last good run.
-
-    `found` is kept by who makes a page repeatedly.
-    """
-    folder = folder.resolve()
-    dated = []
-    for path in folder.parent.glob("*/journal.jsonl"):
-        with suppress(OSError):
-            facts = path.stat()
-            if path.parent != folder and facts.st_size <= LARGEST_NEIGHBOUR:
-                dated.append((facts.st_mtime, path))
-    runs = list(story.runs)
-    for _, path in sorted(dated, reverse=True)[:MOST_NEIGHBOURS]:
-        with suppress(JournalError, OSError, ValueError):
-            runs += read_story(path.parent).runs
-    good = last_good(story.latest, runs)
-    if found is None:
-        found = {}
-    if good is None:
-        return Extras(found)
-    return Extras(found, differences(good, story.latest))
+            self._found[key] = {"samples": samples_of(incident, run_folder), "heat": heat}
+        return self._found[key]
 
 
 # --- The words around the curves of a run's page: its state in a few numbers, ranks, settings.
@@ -624,29 +552,16 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
 
 
 def _looks(run: Run) -> dict[str, Any] | None:
-    """Tables of the newest look with their history, and silent failures and forecasts."""
-    findings = []
-    for note in run.notes:
-        code = str(note.fields.get("code", ""))
-        if code.startswith((*engine.SERIES, engine.FORECAST_SERIES)):
-            words = str(note.fields.get("summary", ""))
-            findings.append([str(note.fields.get("step", "")), code, words])
-    section: dict[str, Any] = {"line": "", "findings": findings, "tables": [], "remarks": []}
+    """Tables of the newest health probe with their history."""
     if not run.looks:
-        return section if findings else None
-    section["tables"] = look_tables(run.looks[-MOST_POINTS:], MOST_LISTED)
-    return {**section, "line": headline(run.looks), "remarks": remarks(run.looks[-1])}
+        return None
+    tables = look_tables(run.looks[-MOST_POINTS:], MOST_LISTED)
+    return {"line": headline(run.looks), "tables": tables, "remarks": remarks(run.looks[-1])}
 
 
-def _fact_groups(run: Run, difference: list[list[str]] | None) -> list[dict[str, Any]]:
-    groups = []
-    if difference is not None:
-        title = "Difference to the last good run"
-        if not difference:
-            title = "No difference to the last good run"
-        groups.append({"title": title, "rows": difference, "open": True})
-    header = {key: value for key, value in run.header.items() if key != "config"}
-    groups.append({"title": "Run facts", "rows": _words(header), "open": True})
+def _fact_groups(run: Run) -> list[dict[str, Any]]:
+    facts = list(map(list, heading(summarize(run))))
+    groups = [{"title": "Run facts", "rows": facts, "open": True}]
     if len(run.attempts) > 1:
         rows = []
         for place, attempt in enumerate(run.attempts, start=1):
@@ -663,7 +578,13 @@ def _fact_groups(run: Run, difference: list[list[str]] | None) -> list[dict[str,
         groups.append({"title": "Attempts", "rows": rows, "open": False})
     config = run.header.get("config") or run.header.get("settings")
     if config:
-        groups.append({"title": "Configuration", "rows": _words(config), "open": False})
+        groups.append(
+            {
+                "title": "Configuration",
+                "rows": [[name, str(value)] for name, value in flat(config)],
+                "open": False,
+            }
+        )
     return groups
 
 
@@ -671,10 +592,9 @@ def overview(story: Story) -> dict[str, Any]:
     """One line of the list of runs."""
     run = story.latest
     summary = summarize(run)
-    state = verdict(run)
     return {
-        "state": state["text"],
-        "weight": state["weight"],
+        "state": STATES[worst_ending(run)],
+        "weight": verdict(run)["weight"],
         "steps": f"{summary.lanes[0].committed - summary.lanes[0].left:,}",
         "loss": phrases.number(summary.last_loss),
         "incidents": f"{summary.incidents:,}",
@@ -708,30 +628,21 @@ LEFT_WORDS = {
 }
 
 
-def story_document(story: Story, name: str, extras: Extras | None = None) -> dict[str, Any]:
+def story_document(story: Story, name: str, folders: Folders | None = None) -> dict[str, Any]:
     """The document of every run in a folder; the page shows the newest first."""
     runs = []
     for run in story.runs:
         for place, lane in enumerate(run.lanes):
-            shown = run_document(lane, name, extras or Extras(), run)
+            shown = run_document(lane, name, folders, run)
             label = f"{run.number} of {len(story.runs)} in this folder: {shown['line']}"
             runs.append({**shown, "label": label, "group": run.number, "lane": place})
-    return {"format": FORMAT, "mode": "report", "runs": runs, "live": None}
+    return {"format": FORMAT, "runs": runs, "live": None}
 
 
-def comparison_document(
-    first: tuple[Run, str], second: tuple[Run, str], rows: Sequence[Sequence[str]]
-) -> dict[str, Any]:
-    """Two runs on one page; `rows` are aspect, first, second."""
-    runs = [run_document(run, name, Extras(), run) for run, name in (first, second)]
-    shown = clipped([list(map(str, row)) for row in rows])
-    return {"format": FORMAT, "mode": "compare", "runs": runs, "live": None, "comparison": shown}
-
-
-def run_document(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]:
+def run_document(run: Run, name: str, folders: Folders | None, whole: Run) -> dict[str, Any]:
     """One run, which may be one optimizer's lane of `whole`: facts that change rarely, and rows."""
     drawn = {column: packed(*values) for column, values in columns(run).items()}
-    return {**run_facts(run, name, extras, whole), "columns": drawn, "parts": parts(run)}
+    return {**run_facts(run, name, folders, whole), "columns": drawn, "parts": parts(run)}
 
 
 def quick_facts(run: Run, whole: Run) -> dict[str, Any]:
@@ -745,13 +656,16 @@ def quick_facts(run: Run, whole: Run) -> dict[str, Any]:
     return {"tiles": shown, "verdict": verdict(whole), "updateWords": words}
 
 
-def run_facts(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]:
-    """Everything but the rows: the live page takes it again when something else than rows came."""
+def run_facts(run: Run, name: str, folders: Folders | None, whole: Run) -> dict[str, Any]:
+    """Everything but the rows: the live page takes it again when something else than rows came.
+
+    Without `folders` the folders of incidents are not read.
+    """
     cards = []
     for place, told in enumerate(run.incidents):
         card = incident_card(told)
-        if place < MOST_CARDS:
-            card |= extras.of(told.incident, run.path.parent)
+        if folders is not None and place < MOST_CARDS:
+            card |= folders.of(told.incident, run.path.parent)
         cards.append(card)
     weights = {"unhealthy": "bad", "attention": "note"}
     unread = ""
@@ -776,7 +690,7 @@ def run_facts(run: Run, name: str, extras: Extras, whole: Run) -> dict[str, Any]
         "chain": chain,
         "concerns": [[weights[one.weight], one.text] for one in concerns(run)],
         "looks": _looks(run),
-        "groups": _fact_groups(run, extras.difference),
+        "groups": _fact_groups(run),
         "unread": unread,
         "version": version(run, len(whole.lanes)),
     }

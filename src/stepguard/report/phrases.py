@@ -69,9 +69,11 @@ def number(value: float | None) -> str:
     return "-" if value is None else records.number(value)
 
 
-def rates(lr: Sequence[float], schedule: str = "") -> str:
+def rates(
+    lr: Sequence[float], schedule: str = "", *, words: Callable[[float], str] = number
+) -> str:
     """The learning rate of each group, one number where all share it, and where its schedule is."""
-    shown = [f"{rate:.2e}" for rate in lr]
+    shown = list(map(words, lr))
     if len(set(shown)) == 1:
         del shown[1:]
     if schedule:

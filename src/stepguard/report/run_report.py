@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stepguard.records.codec import as_markdown, one_line
 from stepguard.report import phrases, screen
 from stepguard.report.health import Concern, StageOutcome, Verdict
 from stepguard.report.screen import Name, Unbroken, table, titled
 from stepguard.report.story import Run
-from stepguard.report.summary import Event, IncidentGroup, RunComparison, RunSummary
+from stepguard.report.summary import Event, RunComparison, RunSummary
+from stepguard.report.terminal import paint_incident
 
 # --- The rows of a run's summary in words.
 
@@ -31,6 +29,8 @@ STATES = {
     "killed": "ended without a word",
 }
 MOST_EVENTS = 40
+MOST_PANELS = 10
+"""Kinds of incidents that are shown whole."""
 _VERSIONS = ("stepguard", "torch", "python")
 _SHOWN = (
     *_VERSIONS,
@@ -165,35 +165,6 @@ def chains(summary: RunSummary) -> list[tuple[str, list[Event], int]]:
     return found
 
 
-KINDS = ("#", "kind", "first", "last", "count", "in a row")
-"""Columns of the table of incidents."""
-
-
-def kinds(summary: RunSummary) -> list[tuple[str, ...]]:
-    """The table of incidents: number, what is wrong and with which optimizer, when, how often."""
-    rows = []
-    for position, group in enumerate(summary.groups, start=1):
-        title = phrases.verdict_title(group.verdict)
-        if group.optimizer:
-            title = f"{group.optimizer}: {title}"
-        numbers = (group.first_step, group.last_step, group.count, group.consecutive)
-        rows.append((str(position), title, *map(str, numbers)))
-    return rows
-
-
-def details(group: IncidentGroup) -> tuple[str, list[Row], list[str]]:
-    """Describe a kind of incident: title; place, cause and answer; commands to type next."""
-    cause = f"{group.code} {group.title}".strip()
-    if group.code and group.certainty:
-        cause += f" ({group.certainty})"
-    rows = [("where", phrases.joined([group.where, group.culprits])), ("cause", cause)]
-    rows += [("", f"- {sentence}") for sentence in group.evidence]
-    rows += [("done", group.done), ("lr", phrases.rates(group.lr, group.schedule))]
-    commands = [name for name in group.commands if not name.startswith("stepguard report ")]
-    summary = group.summary or phrases.verdict_title(group.verdict)
-    return summary, [row for row in rows if row[1]], commands
-
-
 # --- For a terminal.
 
 
@@ -237,20 +208,27 @@ def paint_summary(console: Console, summary: RunSummary, *, unicode: bool = True
     if summary.groups:
         title("incidents by kind")
         rows: list[tuple[RenderableType, ...]] = []
-        for place, kind, *numbers in kinds(summary):
-            rows.append((f" {place}", Text(kind, style="bold red"), *numbers))
-        headings = (f" {KINDS[0]}", *KINDS[1:])
+        for position, group in enumerate(summary.groups, start=1):
+            kind = phrases.verdict_title(group.verdict)
+            if group.optimizer:
+                kind = f"{group.optimizer}: {kind}"
+            numbers = (group.first_step, group.last_step, group.count, group.consecutive)
+            rows.append((f" {position}", Text(kind, style="bold red"), *map(str, numbers)))
+        headings = (" #", "kind", "first", "last", "count", "in a row")
         console.print(table(rows, headings, first="", numbers_from=2))
-    for position, group in enumerate(summary.groups, start=1):
-        text, facts, commands = details(group)
+    for position, group in enumerate(summary.groups[:MOST_PANELS], start=1):
         console.print()
-        line = Table.grid(padding=(0, 1, 0, 0))
-        line.add_row(Text(f" {position}.", style="dim"), Unbroken(text))
-        console.print(line)
-        console.print(Padding(_pairs(facts), (0, 0, 0, 3)))
-        for command in commands:
-            # Not in the table: a long path must stay on one line to be copied.
-            console.print(Text.assemble(("    next   ", "cyan"), (command, "bold")), soft_wrap=True)
+        console.print(Unbroken(f" {position}. {group.done}".rstrip()))
+        paint_incident(
+            console,
+            group.incident,
+            whose=group.optimizer,
+            unicode=unicode,
+            leave_out="stepguard report ",
+        )
+    if len(summary.groups) > MOST_PANELS:
+        rest = phrases.count(len(summary.groups) - MOST_PANELS, "further kind")
+        console.print(Text(f" {rest} without a panel; --html shows every incident", style="dim"))
     led = lead_up(summary, plain=not unicode)
     if led:
         title("before the first incident")
@@ -274,55 +252,10 @@ def _pairs(rows: Sequence[Row]) -> Table:
     return drawn
 
 
-# --- As Markdown, to paste into an issue or a lab book.
-
-
 def render_markdown(summary: RunSummary) -> str:
-    """The whole page."""
-    return "\n".join(_lines(summary)) + "\n"
-
-
-def _lines(summary: RunSummary) -> Iterator[str]:
-    yield from (f"# stepguard report: {_code(summary.journal)}", "")
-    yield from _markdown_table(("", ""), [*heading(summary), *counts(summary)])
-    if summary.torn:
-        yield ""
-        yield f"> Warning: {phrases.count(summary.torn, 'line')} of the journal could not be read."
-    if summary.groups:
-        yield from ("", "## Incidents by kind", "")
-        yield from _markdown_table(KINDS, kinds(summary))
-    for position, group in enumerate(summary.groups, start=1):
-        text, facts, commands = details(group)
-        yield from ("", f"{position}. {as_markdown(text)}")
-        for name, fact in facts:
-            words = f"{name}: {fact}".removeprefix(": - ")
-            yield f"   - {as_markdown(words)}"
-        for command in commands:
-            yield f"   - {_code(command)}"
-    led = lead_up(summary)
-    if led:
-        yield from ("", "## Before the first incident", "", "```")
-        for name, value in led:
-            yield one_line(f"{name:<10} {value}").replace("`", "'")
-        yield "```"
-    for title, events, between in chains(summary):
-        yield from ("", f"## {title[:1].upper()}{title[1:]}", "")
-        for position, event in enumerate(events, start=1):
-            if between and position == len(events) // 2 + 1:
-                yield f"   ({phrases.count(between, 'event')} omitted)"
-            yield f"{position}. **{as_markdown(event.steps)}**: {as_markdown(event.text)}"
-
-
-def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(columns)} |"
-    yield f"|{'---|' * len(columns)}"
-    for row in rows:
-        yield f"| {' | '.join(map(as_markdown, row))} |"
-
-
-def _code(text: object) -> str:
-    inside = one_line(str(text)).replace("`", "'")
-    return f"`{inside}`"
+    """The same screen in a fence, to paste into an issue or a lab book."""
+    text = render_terminal(summary).replace("```", "'''")
+    return f"```text\n{text}```\n"
 
 
 # --- The runs of a folder.
@@ -358,12 +291,8 @@ def render_comparison(comparison: RunComparison, *, width: int = 100, colour: bo
     drawn = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("", *folders):
         drawn.add_column(Name(heading))
-    better = [row.better for row in comparison.rows]
-    better += ["same"] * len(comparison.settings)
-    for (aspect, first, second), best in zip(comparison.cells, better, strict=True):
-        styles = {"first": "", "second": "", best: "green"}
-        ours, theirs = Unbroken(first, styles["first"]), Unbroken(second, styles["second"])
-        drawn.add_row(Unbroken(aspect, "cyan"), ours, theirs)
+    for cells in comparison.cells:
+        drawn.add_row(*map(Unbroken, cells))
     console.print(drawn)
     return screen.text_on(console)
 
@@ -371,31 +300,10 @@ def render_comparison(comparison: RunComparison, *, width: int = 100, colour: bo
 # --- One screen of an unfinished run: where it is, how it does, which stages it has passed.
 
 
-SHOWN = 48
-"""Steps drawn as bars."""
 LAST_INCIDENTS = 3
+MOST_DRAWN = 48
+"""Losses drawn as bars."""
 CONCERN_STYLES = {"attention": "yellow", "unhealthy": "bold red"}
-
-
-def _numbers(run: Run, summary: RunSummary) -> list[Row]:
-    steps = run.steps
-    seen = f"{summary.steps:,} seen, {summary.committed:,} committed, {summary.skipped:,} skipped"
-    if summary.left:
-        seen += f", {summary.left:,} left behind"
-    rows = [("step", f"-  ({seen})")]
-    if run.last_step is not None:
-        rows = [("step", f"{run.last_step}  ({seen})")]
-    for name in ("loss", "grad_norm"):
-        series = steps.column(name)
-        recent = series.values[series.rows >= len(steps) - SHOWN].tolist()
-        if any(map(math.isfinite, recent)):
-            bars = phrases.sparkline(recent)
-            rows.append((name, f"{phrases.number(steps.last(name))}  {bars}"))
-    if steps.last_rates:
-        rows.append(("lr", phrases.rates(steps.last_rates)))
-    if summary.seconds_per_step is not None:
-        rows.append(("speed", f"{phrases.number(summary.seconds_per_step)} s a step"))
-    return [*rows, ("incidents", str(summary.incidents))]
 
 
 def screenful(
@@ -410,7 +318,11 @@ def screenful(
     for lane, of_lane in zip(run.lanes, summary.lanes, strict=True):
         if run.further:
             parts.append(Text(f" {lane.name}", style="bold"))
-        parts.append(_pairs(_numbers(lane, of_lane)))
+        rows = [("step", "-" if lane.last_step is None else f"{lane.last_step}"), *counts(of_lane)]
+        losses = lane.steps.column("loss").values[-MOST_DRAWN:].tolist()
+        if losses:
+            rows.append(("", phrases.sparkline(losses)))
+        parts.append(_pairs(rows))
     cells = []
     for outcome in outcomes:
         state = Text(outcome.state, style=STYLES[outcome.state])

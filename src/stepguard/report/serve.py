@@ -37,12 +37,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stepguard._errors import ConfigError, JournalError
 from stepguard.journal import is_run, runs_below
 from stepguard.report.page import (
-    Extras,
+    Folders,
     asset,
     columns,
     embedded,
     overview,
-    page_extras,
     parts,
     policy,
     quick_facts,
@@ -87,9 +86,7 @@ class RunFollower:
         self.folder = folder
         self.name = name
         self._reader = StoryReader(folder)
-        self._extras = Extras()
-        self._known: dict[Any, Any] = {}
-        """What was found in the folders of incidents."""
+        self._folders = Folders()
         self._lock = asyncio.Lock()
         self._next_read = 0.0
 
@@ -105,15 +102,13 @@ class RunFollower:
 
     def _read(self) -> None:
         restarts = self._reader.restarts
-        if self._reader.read():
-            if self._reader.restarts != restarts:
-                self._known.clear()
-            self._extras = page_extras(self._reader.story(), self.folder, self._known)
+        if self._reader.read() and self._reader.restarts != restarts:
+            self._folders = Folders()
 
     async def document(self, events: str) -> dict[str, Any]:
         """The whole page's document, with the address of what comes after it."""
         story = await self.story()
-        document = await asyncio.to_thread(story_document, story, self.name, self._extras)
+        document = await asyncio.to_thread(story_document, story, self.name, self._folders)
         return {**document, "live": {"events": f"{events}?journal={self._reader.restarts}"}}
 
     async def since(
@@ -151,7 +146,7 @@ class RunFollower:
         }
         if now.version != place.version or not place.rows:
             message["parts"] = parts(run)
-            message["facts"] = run_facts(run, self.name, self._extras, whole)
+            message["facts"] = run_facts(run, self.name, self._folders, whole)
         return message
 
 

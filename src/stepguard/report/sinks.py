@@ -131,7 +131,7 @@ def step_line(reading: Reading, *, committed: bool = True) -> str:
         readable = not math.isfinite(norm) or norm == 0 or 0.1 <= norm < 1e6
         words.append(f"grad_norm {norm:.2f}" if readable else f"grad_norm {norm:.2e}")
     if reading.lr:
-        words.append(f"lr {phrases.rates(reading.lr)}")
+        words.append(f"lr {phrases.rates(reading.lr, words='{:.2e}'.format)}")
     for name, value in reading.followed.items():
         words.append(f"{name} {phrases.number(value)}")
     if reading.seconds is not None:

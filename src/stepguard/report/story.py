@@ -160,12 +160,6 @@ class StepTable:
         rows = np.flatnonzero(np.isfinite(rates))
         return Series("lr", rows, rates[rows])
 
-    @property
-    def last_rates(self) -> list[float]:
-        """Learning rate of each parameter group in the last row."""
-        names = ["lr", *(f"lr/{group}" for group in range(1, len(self.series)))]
-        return [rate for rate in map(self.last, names) if rate is not None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:

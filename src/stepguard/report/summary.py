@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from stepguard.records import GuardConfig
-from stepguard.records.incident import Action, place, place_and_phase
+from stepguard.records.incident import Action, Incident, place, place_and_phase
 from stepguard.report import phrases
-from stepguard.report.phrases import count, done, next_commands, number
+from stepguard.report.phrases import count, done, number
 from stepguard.report.story import Ending, Note, Run, Story, StoryIncident
 
 # --- The run as a chain of events: what led to what, from the first warning to how it ended.
@@ -255,19 +255,15 @@ class IncidentGroup:
     optimizer: str = ""
     """Whose incidents they are, in a run with several optimizers."""
     where: str = ""
-    culprits: str = ""
     code: str = ""
     title: str = ""
-    certainty: str = ""
-    evidence: tuple[str, ...] = ()
     actions: dict[Action, int] = field(default_factory=dict)
     done: str = ""
     """What was done about them, in words."""
-    lr: tuple[float, ...] = ()
-    """Learning rate of each parameter group at the first of them."""
-    schedule: str = ""
-    """Name and position of the schedule at the first of them."""
+    incident: Incident
+    """The first of them, whole."""
     commands: tuple[str, ...] = ()
+    """What to run next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,23 +478,15 @@ def _group(members: Sequence[StoryIncident], folder: str) -> IncidentGroup:
         last_step=members[-1].incident.step,
         count=len(members),
         consecutive=longest_stretch(sorted(rows or (one.incident.step for one in members))),
-        culprits=phrases.culprits_of(first),
         actions=dict(actions),
         done=words,
-        lr=first.reading.lr,
-        schedule=first.reading.schedule,
-        commands=tuple(next_commands(here)),
+        incident=here,
+        commands=tuple(phrases.next_commands(here)),
     )
     if first.origin is not None:
         group = replace(group, where=place_and_phase(first.origin))
     for cause in first.findings[:1]:
-        group = replace(
-            group,
-            code=cause.code,
-            title=cause.title,
-            certainty=cause.certainty,
-            evidence=cause.evidence,
-        )
+        group = replace(group, code=cause.code, title=cause.title)
     return group
 
 
@@ -526,19 +514,17 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 # --- Two runs side by side: what each did about bad steps, with the numbers of their journals.
 
 
-Better = Literal["first", "second", "same", "unknown"]
 TAIL = 0.1
 """Share of the committed steps whose loss stands for where a run ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One aspect of both runs in words, and which of them is better off where that can be said."""
+    """One aspect of both runs in words."""
 
     aspect: str
     first: str
     second: str
-    better: Better = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -566,12 +552,8 @@ def compare(first: Run, second: Run) -> RunComparison:
     ours, theirs = summarize(first), summarize(second)
     of_second = _aspects(second, theirs)
     rows = []
-    for aspect, (words, level) in _aspects(first, ours).items():
-        other_words, other = of_second[aspect]
-        better: Better = "same" if words == other_words else "unknown"
-        if level is not None and other is not None and level != other:
-            better = "first" if level < other else "second"
-        rows.append(Row(aspect=aspect, first=words, second=other_words, better=better))
+    for aspect, words in _aspects(first, ours).items():
+        rows.append(Row(aspect=aspect, first=words, second=of_second[aspect]))
     settings = {}
     for name in {**ours.changed_settings, **theirs.changed_settings}:
         pair = (ours.changed_settings.get(name), theirs.changed_settings.get(name))
@@ -582,8 +564,8 @@ def compare(first: Run, second: Run) -> RunComparison:
     )
 
 
-def _aspects(run: Run, summary: RunSummary) -> dict[str, tuple[str, float | None]]:
-    """Each aspect of a run in words, and as a number where the smaller one is better."""
+def _aspects(run: Run, summary: RunSummary) -> dict[str, str]:
+    """Each aspect of a run in words."""
     table = run.steps
     not_finite = np.zeros(len(table), np.bool_)
     for name in ("loss", "grad_norm"):
@@ -615,14 +597,14 @@ def _aspects(run: Run, summary: RunSummary) -> dict[str, tuple[str, float | None
     if len(last):
         ended_at = float(last.mean())
     return {
-        "steps": (steps, None),
-        "losses judged before the update": (f"{judged:,}", None),
-        "bad steps": (bad_words, bad),
-        "bad steps committed": (f"{int(harmful.sum()):,}", int(harmful.sum())),
-        "what was done": (phrases.done_times(counts) or "-", None),
-        "first origin and cause": (cause or "not located", None),
-        "clipping": (clipping, None),
-        "loss at the end": (number(ended_at), ended_at),
-        "best loss": (number(summary.best_loss), summary.best_loss),
-        "seconds a step": (number(summary.seconds_per_step), summary.seconds_per_step),
+        "steps": steps,
+        "losses judged before the update": f"{judged:,}",
+        "bad steps": bad_words,
+        "bad steps committed": f"{int(harmful.sum()):,}",
+        "what was done": phrases.done_times(counts) or "-",
+        "first origin and cause": cause or "not located",
+        "clipping": clipping,
+        "loss at the end": number(ended_at),
+        "best loss": number(summary.best_loss),
+        "seconds a step": number(summary.seconds_per_step),
     }

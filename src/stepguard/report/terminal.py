@@ -38,31 +38,28 @@ def paint_incident(
     policy: Policy | None = None,
     unicode: bool = True,
     whose: str = "",
+    leave_out: str = "-",
 ) -> None:
-    """Print the panel without empty sections; `whose` names the guard if there are several."""
+    """Print the panel without empty sections.
+
+    `whose` names the guard if there are several; commands that begin with `leave_out` are not
+    proposed.
+    """
     line = "━" if unicode else "-"
     title = f"stepguard: step {incident.step}, {phrases.verdict_title(incident.verdict.kind)}"
     if whose:
         title += f" ({whose})"
     console.print(Rule(Text(title, style="bold red"), characters=line, style="red", align="left"))
+    commands = [one for one in next_commands(incident) if not one.startswith(leave_out)]
     sections: dict[str, list[RenderableType]] = {
         "WHAT": _what(incident),
         "WHY": _why(incident),
         "FIX": _fix(incident),
-        "WHERE": [],
-        "SAMPLE": [],
+        "WHERE": _where(incident.origin, unicode) if incident.origin is not None else [],
+        "SAMPLE": _sample(incident),
         "DONE": _done(incident, policy),
-        "NEXT": [Text(command, style="bold") for command in next_commands(incident)],
+        "NEXT": [Text(command, style="bold") for command in commands],
     }
-    origin = incident.origin
-    if origin is not None:
-        sections["WHERE"] = _where(origin, unicode)
-        facts = [phrases.culprits_of(incident)]
-        if facts[0] and origin.content:
-            facts.append(f"sample {origin.samples[0]}: {origin.content}")
-        if facts[0] and origin.excerpt:
-            facts.append(f'its text: "{origin.excerpt}"')
-        sections["SAMPLE"] = [Unbroken(fact) for fact in facts if fact]
     for label, parts in sections.items():
         name = f" {label}"
         for part in parts:
@@ -148,6 +145,17 @@ def _where(origin: Origin, unicode: bool) -> list[RenderableType]:
             replayed += ": transient"
     remarks = (replayed, *origin.remarks)
     return [*lines, *(Unbroken(sentence, "dim") for sentence in remarks if sentence)]
+
+
+def _sample(incident: Incident) -> list[RenderableType]:
+    """The guilty samples with their rows, and what the first one holds."""
+    facts = [phrases.culprits_of(incident)]
+    origin = incident.origin
+    if facts[0] and origin is not None:
+        which = f"sample {origin.samples[0]}: " if len(origin.samples) > 1 else ""
+        facts.append(origin.content and which + origin.content)
+        facts.append(origin.excerpt and f'its text: "{origin.excerpt}"')
+    return [Unbroken(fact) for fact in facts if fact]
 
 
 def _source(origin: Origin, unicode: bool) -> Iterator[Text]:

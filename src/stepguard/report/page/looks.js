@@ -1,4 +1,4 @@
-// Health probes: what was reported about healthy steps, and tables of the newest probe with history.
+// Health probes: tables of the newest one with history.
 
 function showLooks(host, runs) {
   host.textContent = "";
@@ -6,7 +6,6 @@ function showLooks(host, runs) {
   host.hidden = !looked.length;
   for (const run of looked) {
     host.append(element("h2", "", runs.length > 1 ? `Health probes: ${run.name}` : "Health probes"), element("p", "soft", run.looks.line));
-    if (run.looks.findings.length) host.append(lookFindings(run.looks.findings));
     run.looks.tables.forEach((table, place) => host.append(lookTable(table, place === 0)));
     if (run.looks.remarks.length) {
       const list = element("ul", "remarks");
@@ -14,17 +13,6 @@ function showLooks(host, runs) {
       host.append(list);
     }
   }
-}
-
-function lookFindings(findings) {
-  const list = element("ul", "silent");
-  for (const [step, code, words] of findings) {
-    const item = element("li", "note");
-    item.dataset.code = code;
-    item.append(element("span", "when", `step ${step} `), element("span", "", words));
-    list.append(item);
-  }
-  return list;
 }
 
 function lookTable(table, open) {

@@ -16,8 +16,7 @@ class Page {
   constructor(documentData, runs) {
     this.document = documentData;
     this.all = runs.map(prepare);
-    this.compares = documentData.mode === "compare";
-    this.runs = this.compares ? this.all : this.groupOf(this.all[this.all.length - 1]);
+    this.runs = this.groupOf(this.all[this.all.length - 1]);
     this.view = new View(this.runs);
     this.panels = [];
     this.buildHead();
@@ -39,18 +38,17 @@ class Page {
     return this.all.filter((one) => one.group === run.group);
   }
 
-  // Whose something is, where the page shows several runs or several optimizers of one.
+  // Whose something is, where the run has several optimizers.
   whose(run) {
     return this.runs.length > 1 ? `${run.name}: ` : "";
   }
 
   buildHead() {
     const run = this.runs[0];
-    byId("run-name").textContent = this.compares ? this.runs.map((one) => one.name).join(" and ") : run.title;
-    byId("run-line").textContent = this.compares ? this.runs.map((one) => one.line).join("  |  ") : run.line;
+    byId("run-name").textContent = run.title;
+    byId("run-line").textContent = run.line;
     document.title = `${byId("run-name").textContent} · stepguard`;
     const verdict = byId("verdict");
-    verdict.hidden = this.compares;
     verdict.textContent = run.verdict.text;
     verdict.className = `chip ${run.verdict.weight}`;
     for (const live of this.lives || []) live.show(live.state);
@@ -74,7 +72,7 @@ class Page {
   buildTiles(run) {
     const tiles = byId("tiles");
     tiles.textContent = "";
-    for (const [label, value, note] of this.compares ? [] : run.tiles) {
+    for (const [label, value, note] of run.tiles) {
       const tile = element("div", "tile");
       tile.append(element("dt", "", label), element("dd", "", value));
       if (note) tile.append(element("dd", "tile-note", note));
@@ -86,7 +84,7 @@ class Page {
   buildChooser() {
     const box = byId("chooser");
     const firsts = this.all.filter((run) => !run.lane);
-    box.hidden = this.compares || firsts.length < 2;
+    box.hidden = firsts.length < 2;
     const select = byId("chosen-run");
     if (select.options.length === firsts.length) return;
     select.textContent = "";
@@ -124,9 +122,8 @@ class Page {
     this.showCard();
     this.buildIncidentList();
     this.buildChain();
-    showLooks(byId("looks"), this.compares ? [] : this.runs);
+    showLooks(byId("looks"), this.runs);
     this.buildFacts();
-    this.buildComparison();
   }
 
   incidents() {
@@ -137,7 +134,7 @@ class Page {
     this.view.select(incident, zooms);
     this.showCard();
     for (const row of document.querySelectorAll("#incident-rows tr")) {
-      row.classList.toggle("selected", row.dataset.key === incident?.key);
+      row.classList.toggle("selected", row.incidents.includes(incident));
     }
   }
 
@@ -163,18 +160,21 @@ class Page {
     const body = byId("incident-rows");
     body.textContent = "";
     for (const run of this.runs) {
-      for (const incident of run.incidents.slice(0, 2000)) body.append(this.incidentRow(run, incident));
+      for (const group of alikeInARow(run.incidents)) body.append(this.incidentRow(run, group));
     }
     const count = this.incidents().length;
     byId("incident-count").textContent = countWords(count, "incident");
     byId("incident-list").hidden = !count;
   }
 
-  incidentRow(run, incident) {
-    incident.key = `${run.name}/${run.number}/${incident.number}`;
+  incidentRow(run, group) {
+    const [incident] = group;
+    const last = group[group.length - 1];
     const row = element("tr");
-    row.dataset.key = incident.key;
-    const button = element("button", "link", `step ${incident.step.toLocaleString("en-US")}`);
+    row.incidents = group;
+    const steps = [incident, last].map((one) => one.step.toLocaleString("en-US"));
+    const words = group.length > 1 ? `steps ${steps[0]}-${steps[1]} (${group.length})` : `step ${steps[0]}`;
+    const button = element("button", "link", words);
     button.type = "button";
     button.addEventListener("click", () => {
       this.select(incident, true);
@@ -210,24 +210,15 @@ class Page {
   buildFacts() {
     const host = byId("facts");
     host.textContent = "";
-    for (const run of this.compares ? [] : this.runs) {
+    for (const run of this.runs) {
       for (const group of run.groups) {
         const box = element("details", "fact-group");
         box.open = group.open;
         const title = element("summary", "", this.whose(run) + group.title);
-        box.append(title, pairsOrTriples(group.rows));
+        box.append(title, factRows(group.rows));
         host.append(box);
       }
     }
-  }
-
-  buildComparison() {
-    const host = byId("comparison");
-    const rows = this.document.comparison;
-    host.hidden = !rows;
-    if (!rows) return;
-    host.textContent = "";
-    host.append(element("h2", "", "Side by side"), pairsOrTriples(rows));
   }
 
   // Live: rows or incidents have come.
@@ -326,7 +317,7 @@ class Page {
   }
 }
 
-function pairsOrTriples(rows) {
+function factRows(rows) {
   const box = element("div", "scroll");
   focusable(box, "table");
   const table = element("table", "facts");
@@ -339,6 +330,19 @@ function pairsOrTriples(rows) {
   }
   box.append(table);
   return box;
+}
+
+// Incidents that follow each other and were the same trouble, answered alike, are one row.
+function alikeInARow(incidents) {
+  const groups = [];
+  let before = "";
+  for (const one of incidents) {
+    const words = [one.summary, one.where?.text, one.cause, one.done].join("\n");
+    if (words === before) groups[groups.length - 1].push(one);
+    else groups.push([one]);
+    before = words;
+  }
+  return groups;
 }
 
 function byId(name) {
