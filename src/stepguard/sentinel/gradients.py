@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from stepguard.tensors.torch_private import (
     foreach_mul_,
     foreach_norm,
     grouped_tensors,
+    set_grad_enabled,
 )
 from stepguard.tensors.values import (
     HALVES,
@@ -57,8 +58,27 @@ from stepguard.tensors.values import (
 # --- Norm of the gradients, and through it an exact finite test, in one foreach pass.
 
 
-@dataclass(frozen=True, slots=True)
-class GradientNorm:
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def without_graph(function: Callable[P, T]) -> Callable[P, T]:
+    """`torch.no_grad()` for functions that run in every step, at a seventh of its cost."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_grad_enabled(True)
+
+    return called
+
+
+class GradientNorm(NamedTuple):
     """0-dim tensors, still on the device."""
 
     total: Tensor
@@ -78,7 +98,7 @@ class GradientNorm:
     norm of all ranks."""
 
 
-@torch.no_grad()
+@without_graph
 def gradient_norm(
     grads: Sequence[Tensor], *, each: bool = False, wide: bool = False
 ) -> GradientNorm | None:
@@ -140,7 +160,6 @@ def _half_precision_norm(dense: Sequence[Tensor]) -> GradientNorm:
     return GradientNorm(total, torch.linalg.vector_norm(torch.stack(rounded)))
 
 
-@torch.no_grad()
 def clip(
     params: Iterable[Tensor], max_norm: float, norm: GradientNorm, *, known: float | None = None
 ) -> None:
@@ -153,6 +172,11 @@ def clip(
     if norm.clip is norm.total and not norm.shards:
         clip_grads_with_norm_(params, max_norm, norm.total)
         return
+    _clip_rounded(params, max_norm, norm)
+
+
+@torch.no_grad()
+def _clip_rounded(params: Iterable[Tensor], max_norm: float, norm: GradientNorm) -> None:
     wide = _factor(max_norm, norm.total)
     rounded = _factor(max_norm, norm.clip).to(wide.dtype)
     # Where the half-precision norm overflows, the fp32 one does not. Chosen on the device, so that
@@ -289,7 +313,7 @@ class Packet:
         kinds = set(map(KIND, values))
         device = values[0].device
         if kinds == {(FLOAT, device, SCALAR)}:
-            line = torch.stack(list(values)).detach()
+            line = torch.stack(values if type(values) is list else list(values)).detach()
         else:
             # mps has no float64.
             wide = torch.float32 if device.type == "mps" else torch.float64
@@ -328,23 +352,28 @@ def is_custom(optimizer: Optimizer) -> bool:
 
 
 def risky_update(
-    optimizer: Optimizer, lr_ceiling: tuple[float, ...], least_norm: float | None = None
+    optimizer: Optimizer, lr_ceiling: tuple[float, ...] | None, least_norm: float | None = None
 ) -> bool:
-    """Could this update turn finite gradients into non-finite weights?"""
+    """Could this update turn finite gradients into non-finite weights?
+
+    `lr_ceiling` of each group; None where its rate is known not to have jumped.
+    """
     if is_custom(optimizer) and (least_norm == 0.0 or _is_small(optimizer)):
         return True
     for index, group in enumerate(optimizer.param_groups):
-        ceiling = lr_ceiling[index] if index < len(lr_ceiling) else math.inf
-        rate = group.get("lr")
-        # Written with `not <=` so that a rate of NaN jumps, too.
-        if rate is not None and not float(rate) <= LR_JUMP * max(ceiling, 1e-30):
-            return True
+        if lr_ceiling is not None:
+            ceiling = lr_ceiling[index] if index < len(lr_ceiling) else math.inf
+            rate = group.get("lr")
+            # Written with `not <=` so that a rate of NaN jumps, too.
+            if rate is not None and not float(rate) <= LR_JUMP * max(ceiling, 1e-30):
+                return True
         eps = group.get("eps")
-        # Adafactor has two; None stands for the dtype's own.
-        if isinstance(eps, tuple | list):
-            eps = next((e for e in eps if isinstance(e, float)), None)
-        if not isinstance(eps, int | float):
-            eps = None
+        if type(eps) is not float:
+            # Adafactor has two; None stands for the dtype's own.
+            if isinstance(eps, tuple | list):
+                eps = next((e for e in eps if isinstance(e, float)), None)
+            if not isinstance(eps, int | float):
+                eps = None
         for dtype in set(map(DTYPE, group["params"])):
             if _is_fragile(dtype, eps):
                 return True
@@ -523,7 +552,7 @@ STEPS_A_ROUND = 32
 """Updates after which every parameter of a larger model was tested once."""
 
 
-@torch.no_grad()
+@without_graph
 def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     """Return one number that is NaN or Inf if a tensor holds NaN or +Inf; None for no tensors.
 

@@ -88,7 +88,8 @@ class BufferKeeper:
     def remember(self) -> None:
         """Take the present values, by in-place copies into memory that is allocated once."""
         otherwise = self._registered_otherwise()
-        self._attributes.remember(self._modules)
+        if otherwise or self._attributes.owns:
+            self._attributes.remember(self._modules)
         if otherwise:
             self._start_over()
         elif self._copies:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.scaler import UpdateCheck, check_of_update, present_scale
+from stepguard.engine.drivers.scaler import UpdateCheck, present_scale
 from stepguard.engine.drivers.schedule import (
     calls_of_step,
     evaluates_again,
@@ -439,9 +439,7 @@ class WatchDriver(Lifecycle):
         if sharing or pending.others_bad:
             self._decide_together(sharing, pending, damaged)
         if not self.vetoing and self._check is None:
-            self._check = check_of_update(
-                self.context, self.protect, reading, at_risk=pending.at_risk
-            )
+            self._check = self.check_of_update(reading, at_risk=pending.at_risk)
             if self.looks.active:
                 self.looks.before_update()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import repeat
-from operator import attrgetter, is_, sub
+from operator import is_, sub
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from stepguard.sentinel.gradients import DTYPE, GradientNorm, gradient_norm, is_
 from stepguard.sentinel.torch_patches import unscaled
 from stepguard.state.buffers import UndoCopy
 from stepguard.tensors.names import parameter_names
-from stepguard.tensors.values import HALVES, dense_values, versions, written_since
+from stepguard.tensors.values import HALVES, VERSION, dense_values, versions, written_since
 
 HALF_KINDS = frozenset(HALVES)
 
@@ -146,7 +146,6 @@ class GradientVeto:
 
 Marks = tuple[list[int], list[int]]
 """Identity and version of gradients; torch counts the writes to a tensor."""
-VERSION = attrgetter("_version")
 NO_MARKS: Marks = ([], [])
 SAMPLED = 32
 """Parameters that stand for all of a larger model where a loop adds, drops or keeps gradients."""
