@@ -123,6 +123,20 @@ class Transaction:
             return self._anomalies.weigh(step, reading, verdict)
         return reading, verdict
 
+    def passes(self, reading: Reading) -> bool:
+        """Is there nothing to say about this reading? If not, `assess` says what, of a whole step,
+        which a watched loop puts together only for that.
+        """
+        context = self.context
+        if reading.loss_overflow or reading.state_born or alarming(reading):
+            return False
+        rates = reading.lr
+        if not all(map(math.isfinite, rates)) or context.history.excess_lr(rates) is not None:
+            return False
+        self._alone = False
+        context.expect_declared_rates(rates)
+        return judge_reading(reading, context.history, context.config) is OK
+
     def veto(self, update: VetoedUpdate, verdict: Verdict) -> bool:
         """Stop the update, and put back what the forward pass wrote. Runs when disarmed, too.
 

@@ -222,8 +222,11 @@ class Lifecycle:
                 self.protect.failed(fault)
         return None
 
-    def end(self, step: Step, reading: Reading | None, *, committed: bool) -> None:
-        """The update went through, or it did not. `reading` is None where it was not read."""
+    def end(self, step: Step | None, reading: Reading | None, *, committed: bool) -> None:
+        """The update went through, or it did not. `reading` is None where it was not read.
+
+        `step` may be None where nobody asks for it and it cannot be run again.
+        """
         context, protect = self.context, self.protect
         if not committed:
             self._end_dropped(reading)
@@ -239,7 +242,7 @@ class Lifecycle:
             add_to_history(context, step, reading)
         except Exception as fault:
             protect.failed(fault)
-        if context.hooks.committed:
+        if context.hooks.committed and step is not None:
             with protect.part("comparison of the ranks"):
                 for tell in context.hooks.committed:
                     tell(step)
@@ -327,7 +330,7 @@ class Lifecycle:
             self.looks.run_ended()
 
 
-def add_to_history(context: Context, step: Step, reading: Reading) -> None:
+def add_to_history(context: Context, step: Step | None, reading: Reading) -> None:
     """Learn from a healthy step what this run looks like."""
     context.history.add(reading)
     context.scales.overflows_in_a_row = 0
@@ -339,6 +342,8 @@ def add_to_history(context: Context, step: Step, reading: Reading) -> None:
         memory.outliers.committed()
     # Remember a healthy step now and then, so that its batch can be tried on later weights.
     done = context.history.committed
+    if step is None:
+        return
     if done < ANCHOR_EVERY or done % ANCHOR_EVERY == 1 or memory.anchor is None:
         loss = reading.judged_loss
         if step.replayable and loss is not None and math.isfinite(loss):

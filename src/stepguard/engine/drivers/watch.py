@@ -435,7 +435,7 @@ class WatchDriver(Lifecycle):
             return
         damaged = self._damaged_peer(sharing, reading)
         if damaged is None:
-            self._judge(self._step(reading), reading, self, again=again)
+            self._judge(reading, self, again=again)
         if sharing or pending.others_bad:
             self._decide_together(sharing, pending, damaged)
         if not self.vetoing and self._check is None:
@@ -443,10 +443,14 @@ class WatchDriver(Lifecycle):
             if self.looks.active:
                 self.looks.before_update()
 
-    def _judge(
-        self, step: Step, reading: Reading, update: VetoedUpdate, *, again: bool = False
-    ) -> None:
+    def _judge(self, reading: Reading, update: VetoedUpdate, *, again: bool = False) -> None:
         """Judge the step, and respond to a bad one."""
+        if self.transaction.passes(reading):
+            if not again:
+                self._reading = reading
+                self._judged = None
+            return
+        step = self._step(reading)
         reading, verdict = self.transaction.assess(step, reading)
         if again and verdict.finite_anomaly:
             verdict = OK  # along a line search losses say nothing about the run
@@ -470,7 +474,7 @@ class WatchDriver(Lifecycle):
         pending = self._issue()
         reading = self.read(pending) if pending is not None else None
         if reading is not None:
-            self._judge(self._step(reading), reading, self._not_reached)
+            self._judge(reading, self._not_reached)
         return reading
 
     def _refuse(self) -> None:
@@ -557,11 +561,16 @@ class WatchDriver(Lifecycle):
     def _committed(self) -> None:
         """The optimizer has stepped; an update that made something non-finite is undone."""
         reading = self._reading
-        step = self._judged or self._step(reading)
+        step = self._judged
         undone: Reading | None = None
         if reading is not None and self._check is not None:
             undone = self._check.undone(reading)
+        if step is None and (
+            undone is not None or not self.micro_batches.first or self.context.hooks.committed
+        ):
+            step = self._step(reading)
         if undone is not None:
+            assert step is not None
             self._reading, verdict = self.transaction.assess(step, undone)
             self._incident = self.transaction.respond(step, self._reading, verdict, None)
             self._vetoed()
