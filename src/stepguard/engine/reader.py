@@ -41,6 +41,8 @@ from stepguard.tensors.names import named_buffers
 from stepguard.tensors.values import is_finite
 
 GRADIENT = attrgetter("grad")
+STORED = ("state", "buffers")
+"""Numbers of the packet that are non-finite where a stored tensor is."""
 
 # --- What one rank sees and the others do not: it has to reach them before anybody waits.
 
@@ -543,6 +545,10 @@ class Reader:
             scale = context.scales.static
         pending.others_bad = not math.isfinite(named.get("others", 0.0))
         norm_finite = norm is None or math.isfinite(norm)
+        bad_state: tuple[str, ...] = ()
+        for kind in STORED:
+            if kind in named and not math.isfinite(named[kind]):
+                bad_state += (kind,)
         reading = reading_of(
             step=pending.index,
             loss=sum(micro) if micro else None,
@@ -561,7 +567,7 @@ class Reader:
             seconds=seconds,
             shared_loss=shared_loss,
             alarm=bool(shared) and any(shared[len(shared) // 2 :]),
-            bad_state=_bad_stored(named),
+            bad_state=bad_state,
         )
         if pending.overflow_passes and only_loss_infinite(reading):
             return replace(reading, loss_overflow=True)
@@ -616,14 +622,6 @@ def _parts(losses: list[MicroLoss]) -> dict[str, Tensor]:
         for name, part in micro.parts.items():
             found.setdefault(name, []).append(part)
     return {name: _added(values) for name, values in found.items()}
-
-
-def _bad_stored(named: dict[str, float]) -> tuple[str, ...]:
-    bad = []
-    for kind in ("state", "buffers"):
-        if not math.isfinite(named.get(kind, 0.0)):
-            bad.append(kind)
-    return tuple(bad)
 
 
 def _clip_factor(norm: float | None, clip_norm: float | None) -> float | None:
