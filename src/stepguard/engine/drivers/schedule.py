@@ -74,7 +74,10 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     """Is every group fused, so that the kernel leaves everything alone when it is told to?"""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    return all(group.get("fused") for group in optimizer.param_groups)
+    for group in optimizer.param_groups:  # noqa: SIM110 - asked in every step
+        if not group.get("fused"):
+            return False
+    return True
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:

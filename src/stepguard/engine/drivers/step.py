@@ -139,14 +139,15 @@ class FusedUpdate:
             return None
         if self._reading is not None:
             return self._reading
-        with transaction.protect.region:
+        try:
             gone = self._gradients is not None and self._gradients.gone()
             self.step.grads_gone |= gone
             reading = transaction.read(self.pending, grads_gone=gone)
             self.step.scale = reading.scale or transaction.context.scales.static
             self._reading = reading
-            return reading
-        return None
+        except Exception as fault:
+            transaction.protect.failed(fault)
+        return self._reading
 
     def vetoed(self, reading: Reading) -> bool:
         """Did the device leave the parameters alone? The test of `Pending.suspect`, on the host."""
@@ -311,7 +312,8 @@ class Lifecycle:
             self.end(fused.step, None, committed=committed)
             return False
         reading, verdict = self.transaction.assess(fused.step, reading)
-        self.transaction.note(reading, verdict)
+        if verdict is not OK:
+            self.transaction.note(reading, verdict)
         return self._finish_fused(fused, reading, verdict, inside=inside)
 
     def _finish_fused(

@@ -70,6 +70,10 @@ NOT_REMEMBERED = (
 )
 
 
+NO_BUFFERS = BufferKeeper(())
+"""Of a step whose forward pass has changed none, so that there is nothing to put back."""
+
+
 class WatchDriver(Lifecycle):
     """Optimizer hooks of one guard; also gets the calls of patched torch functions."""
 
@@ -195,7 +199,9 @@ class WatchDriver(Lifecycle):
             with self.protect.region:
                 moved = self.rollback.moved()
         taken_back = False
-        if self._fused is not None:
+        if self._fused is not None and LiveTracing.armed is None:
+            taken_back = self.settle()
+        elif self._fused is not None:
             with self.tracing.paused():
                 taken_back = self.settle()
         if scheduled or self.rollback.scaler:
@@ -370,9 +376,11 @@ class WatchDriver(Lifecycle):
     def _issued(self, fused: FusedUpdate) -> None:
         """A fused update is on its way."""
         if self.protect.armed:
-            with self.protect.region:
+            try:
                 self.reader.after_update()
                 fused.issued(self.context)
+            except Exception as fault:
+                self.protect.failed(fault)
         try:
             self.dropped = False
             changed = self.context.buffers.changing() or bool(self.context.memory.attached)
@@ -380,7 +388,7 @@ class WatchDriver(Lifecycle):
                 # changed buffers cannot wait: the next forward needs them put back
                 self.dropped = self.settle(inside=True)
             else:
-                fused.step.buffers = BufferKeeper(())
+                fused.step.buffers = NO_BUFFERS
         finally:
             self._end_step()
 
