@@ -496,7 +496,7 @@ class AttributeKeeper:
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
         self.owns: list[dict[str, Any]] = []
-        """Of modules that may remember something in attributes: where empty, nothing is to do."""
+        """Attributes of modules that may remember something in them; empty: nothing to remember."""
         self._count = -1
         self._places: list[tuple[dict[str, Any], str]] = []
         self._values: list[Any] = []

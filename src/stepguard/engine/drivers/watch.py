@@ -71,7 +71,7 @@ NOT_REMEMBERED = (
 
 
 NO_BUFFERS = BufferKeeper(())
-"""Of a step whose forward pass has changed none, so that there is nothing to put back."""
+"""Stands in where a forward pass has changed no buffer, so that none has to be put back."""
 
 
 class WatchDriver(Lifecycle):
