@@ -212,8 +212,8 @@ class Guard:
                 hung = HungRank(self._context, HANGS_AFTER * self._context.config.ranks.timeout)
                 self._context.resources.callback(hung.close)
             if self._saving.has_store and self._context.config.on_signal == "save":
-                self._signals.listen(self._context.config.ranks.timeout / GRACE_SHARE)
-                self._rewinder.snapshots.duties.append(self._signals)
+                grace = self._context.config.ranks.timeout / GRACE_SHARE
+                self._signals.listen(grace, self._rewinder.snapshots.duties)
                 self._context.resources.callback(self._signals.stop_listening)
         except BaseException:
             self._context.resources.close()

@@ -113,7 +113,7 @@ class Journal(Sink):
         fields: dict[str, Any] = {}
         for name in STEP_FIELDS:
             value = getattr(reading, name)
-            if value or isinstance(value, int | float):
+            if value or isinstance(value, NUMBERS):
                 fields[name] = value
         fields["committed"] = committed
         noted = progress.noted
@@ -287,6 +287,7 @@ def starts_in(run_dir: Path, rank: int = 0) -> int:
         return 0
 
 
+NUMBERS = (int, float)
 STEP_FIELDS = (
     "step",
     "loss",

@@ -72,7 +72,7 @@ SPARED: dict[str, str] = {
     "journal": "stepguard.journal.Journal.step",
     "readable log": "stepguard.report.sinks.HumanLog.step",
     "snapshots": "stepguard.engine.recover.snapshots.SnapshotKeeper._snapshot_due",
-    "probation": "stepguard.engine.recover.rewind.Rewinder.committed",
+    "probation": "stepguard.engine.recover.snapshots.Probation.commit",
 }
 """Parts that no verdict needs."""
 AFTER_THE_VERDICT: dict[str, str] = {

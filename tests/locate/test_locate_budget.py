@@ -111,7 +111,7 @@ class Case:
     def effort(self, steps: float = 6.0, second: float = 1.0) -> LocateBudget:
         effort = LocateBudget(steps, clock=lambda: len(self.replays) * second)
         for _ in range(4):
-            effort.took(second)
+            effort.recent.append(second)
         return effort
 
     def locate(self, effort: LocateBudget) -> tuple[Origin, int]:
@@ -201,8 +201,8 @@ def test_place_where_no_sample_was_found_is_not_searched_again_and_again(
 
 def test_traced_steps_do_not_count_as_bare_ones() -> None:
     effort = LocateBudget()
-    effort.took(1.0)
+    effort.recent.append(1.0)
     effort.tracing = True
     for _ in range(20):
-        effort.took(13.0)
+        effort.took_traced(13.0)
     assert effort.bare_seconds == 1.0

@@ -18,9 +18,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stepguard.engine.drivers.schedule import (
+    READ_EVERY,
+    READ_FIRST,
     DeclaredRates,
     advance,
-    group_rates,
+    as_number,
     named_position,
     scheduler_of,
 )
@@ -449,7 +451,7 @@ class Context:
 
     def configure_rates(self) -> None:
         """What groups and schedule declare."""
-        self.history.configured_lr = self.declared.known(self.lr, 0, suspicious=False)
+        self.history.configured_lr = self.declared.known(self.lr, suspicious=False)
 
     def name_guard(self) -> None:
         """By the user's names of its optimizer and its model."""
@@ -466,8 +468,16 @@ class Context:
 
     @property
     def lr(self) -> tuple[float, ...]:
-        """One rate a group; none at all for an optimizer that finds its own step size."""
-        return group_rates(self.optimizer)
+        """One rate a group, 0 for one that lacks it; none where the optimizer finds its own."""
+        rates: list[float | None] = []
+        for group in self.optimizer.param_groups:
+            rate = group.get("lr")
+            rates.append(rate if type(rate) is float else as_number(rate))
+        if None not in rates:
+            return tuple(rates)  # type: ignore[arg-type]
+        if rates == [None] * len(rates):
+            return ()
+        return tuple(rate or 0.0 for rate in rates)
 
     @property
     def schedule(self) -> str:
@@ -488,7 +498,10 @@ class Context:
     @property
     def maximizes(self) -> bool:
         """True where every parameter group maximizes what the loss function returns."""
-        return all(group.get("maximize") for group in self.optimizer.param_groups)
+        for group in self.optimizer.param_groups:  # noqa: SIM110 - asked in every step
+            if not group.get("maximize"):
+                return False
+        return True
 
     @property
     def lr_ceiling(self) -> tuple[float, ...]:
@@ -501,8 +514,9 @@ class Context:
     def expect_declared_rates(self, rates: tuple[float, ...]) -> None:
         """Count what schedule and groups declare as configured, before rates are judged."""
         suspicious = self.history.excess_lr(rates) is not None
-        known = self.declared.known(rates, self.step, suspicious=suspicious)
-        self.history.configured_lr = known or self.history.configured_lr
+        if suspicious or self.step < READ_FIRST or self.step % READ_EVERY == 0:
+            known = self.declared.known(rates, suspicious=suspicious)
+            self.history.configured_lr = known or self.history.configured_lr
 
     def advance_schedule(self) -> None:
         """An update went through: where the guard drives the schedule, it goes one step on."""

@@ -20,6 +20,7 @@ from stepguard.engine.drivers.schedule import takes_found_inf
 from stepguard.locate.origins import summed_in_half_precision
 from stepguard.ranks.agreement import REDUCED, RISK
 from stepguard.records import Reading
+from stepguard.records.incident import reading_of
 from stepguard.sentinel.gradients import (
     GradientNorm,
     Packet,
@@ -40,6 +41,8 @@ from stepguard.tensors.names import named_buffers
 from stepguard.tensors.values import is_finite
 
 GRADIENT = attrgetter("grad")
+STORED = ("state", "buffers")
+"""Numbers of the packet that are non-finite where a stored tensor is."""
 
 # --- Values that only this rank sees: they must reach the other ranks before any rank waits.
 
@@ -398,24 +401,31 @@ class Reader:
             norm = own_norm(context, gradients)
         if norm is not None and norm.single is not None:
             context.memory.gradient_norms.keep(context.step, norm.single)
-        fused = takes_found_inf(context.optimizer)
-        totals = []
+        optimizer = context.optimizer
+        # torch gives the mark to an optimizer that was made fused
+        fused = hasattr(optimizer, "_step_supports_amp_scaling") and takes_found_inf(optimizer)
+        values = []
         parts: dict[str, Tensor] = {}
         for micro in losses:
-            totals.append(micro.total)
+            values.append(micro.total)
             if micro.parts:
                 parts = _parts(losses)
+        values += parts.values()
         named = self._named_values(losses, norm, others, fused=fused)
-        values = [*totals, *parts.values(), *named.values()] or [torch.zeros(())]
+        values += named.values()
+        if not values:
+            values = [torch.zeros(())]
         if context.agreement.mode == "collective":
-            loss = _added(totals) if losses else None
+            loss = _added([micro.total for micro in losses]) if losses else None
             values += self._ranks.reduced(loss, named, norm)
-        followed = self._followed() if context.memory.followed else {}
+        followed: dict[str, Tensor] = {}
+        if context.memory.followed:
+            followed = self._followed()
+            values += followed.values()
         single_norms: list[Tensor] = []
         if context.memory.outliers is not None:
             single_norms = context.memory.outliers.measure(context.parameters)
-        values += followed.values()
-        values += single_norms
+            values += single_norms
         pending = Pending(
             index=context.step,
             packet=Packet(values),
@@ -502,15 +512,26 @@ class Reader:
         numbers = pending.packet.fetch()
         if pending.tensors:
             numbers = self._without_single_norms(pending, numbers)
+        memory = context.memory
         now = time.perf_counter()
-        seconds = now - context.memory.last_read
-        context.memory.last_read = now
-        context.memory.effort.took(seconds)
+        seconds = now - memory.last_read
+        memory.last_read = now
+        if memory.effort.tracing:
+            memory.effort.took_traced(seconds)
+        else:
+            memory.effort.recent.append(seconds)
         end_of_micro = pending.micro
         end_of_parts = end_of_micro + len(pending.parts)
         end_of_named = end_of_parts + len(pending.names)
         end_of_shared = len(numbers) - len(pending.followed)
         micro = tuple(numbers[:end_of_micro])
+        components: dict[str, float] = {}
+        if pending.parts:
+            parts = numbers[end_of_micro:end_of_parts]
+            components = dict(zip(pending.parts, parts, strict=True))
+        followed: dict[str, float] = {}
+        if pending.followed:
+            followed = dict(zip(pending.followed, numbers[end_of_shared:], strict=True))
         named = dict(zip(pending.names, numbers[end_of_parts:end_of_named], strict=True))
         shared = numbers[end_of_named:end_of_shared]
         norm = named.get("norm")
@@ -524,12 +545,16 @@ class Reader:
             scale = context.scales.static
         pending.others_bad = not math.isfinite(named.get("others", 0.0))
         norm_finite = norm is None or math.isfinite(norm)
-        reading = Reading(
+        bad_state: tuple[str, ...] = ()
+        for kind in STORED:
+            if kind in named and not math.isfinite(named[kind]):
+                bad_state += (kind,)
+        reading = reading_of(
             step=pending.index,
             loss=sum(micro) if micro else None,
             micro_losses=micro,
-            components=dict(zip(pending.parts, numbers[end_of_micro:end_of_parts], strict=True)),
-            followed=dict(zip(pending.followed, numbers[end_of_shared:], strict=True)),
+            components=components,
+            followed=followed,
             grad_norm=norm,
             least_norm=named.get("least"),
             grads_finite=norm_finite or (not grads_gone and self._gradients_finite()),
@@ -541,8 +566,8 @@ class Reader:
             labels=int(named["labels"]) if "labels" in named else None,
             seconds=seconds,
             shared_loss=shared_loss,
-            alarm=any(shared[len(shared) // 2 :]),
-            bad_state=_bad_stored(named),
+            alarm=bool(shared) and any(shared[len(shared) // 2 :]),
+            bad_state=bad_state,
         )
         if pending.overflow_passes and only_loss_infinite(reading):
             return replace(reading, loss_overflow=True)
@@ -597,14 +622,6 @@ def _parts(losses: list[MicroLoss]) -> dict[str, Tensor]:
         for name, part in micro.parts.items():
             found.setdefault(name, []).append(part)
     return {name: _added(values) for name, values in found.items()}
-
-
-def _bad_stored(named: dict[str, float]) -> tuple[str, ...]:
-    bad = []
-    for kind in ("state", "buffers"):
-        if not math.isfinite(named.get(kind, 0.0)):
-            bad.append(kind)
-    return tuple(bad)
 
 
 def _clip_factor(norm: float | None, clip_norm: float | None) -> float | None:

@@ -123,6 +123,25 @@ class Transaction:
             return self._anomalies.weigh(step, reading, verdict)
         return reading, verdict
 
+    def passes(self, reading: Reading) -> bool:
+        """Is there nothing to say about this reading? If not, `assess` says what, of a whole step,
+        which a watched loop puts together only for that.
+        """
+        if not self.protect.armed:
+            return False
+        context, rates = self.context, reading.lr
+        try:
+            if reading.loss_overflow or reading.state_born or alarming(reading):
+                return False
+            if not all(map(math.isfinite, rates)) or context.history.excess_lr(rates) is not None:
+                return False
+            self._alone = False
+            context.expect_declared_rates(rates)
+            return judge_reading(reading, context.history, context.config) is OK
+        except Exception as fault:
+            self.protect.failed(fault)
+        return False
+
     def veto(self, update: VetoedUpdate, verdict: Verdict) -> bool:
         """Stop the update, and put back what the forward pass wrote. Runs when disarmed, too.
 

@@ -235,6 +235,8 @@ class Wiring:
         """The optimizer that was guarded before the present one."""
         self._beside: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Other optimizers that are left alone, and whether they train parts of this model."""
+        self._apart: dict[int, weakref.ref[Optimizer]] = {}
+        """Other optimizers, by id, that are no wrapper of the guarded one and not inside it."""
         _wirings.append(weakref.ref(self, _wirings.remove))
         hear_optimizers()
         context.resources.callback(self._hear_no_more)
@@ -260,12 +262,17 @@ class Wiring:
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
-        if optimizer is self._context.optimizer:
+        context = self._context
+        if optimizer is context.optimizer:
             self._alone += 1
-        elif not _inside_each_other(optimizer, self._context.optimizer):
-            self._context.memory.habits.other_steps += 1
-        if optimizer is self._context.optimizer:
             return
+        known = self._apart.get(id(optimizer))
+        apart = known is not None and known() is optimizer
+        if not apart and not _inside_each_other(optimizer, context.optimizer):
+            self._apart[id(optimizer)] = weakref.ref(optimizer)
+            apart = True
+        if apart:
+            context.memory.habits.other_steps += 1
         if optimizer not in guarded and not self._stepping:
             self.follow(optimizer)
 
@@ -325,6 +332,7 @@ class Wiring:
         if self.adopt is not None:
             try:
                 self.adopt(optimizer)
+                self._apart.clear()
                 return True
             except TrainingHalted:
                 raise  # by the last update of the optimizer before it

@@ -49,7 +49,14 @@ class Budget:
 
     def committed(self) -> Budget:
         """Count a step that went through."""
-        return replace(self, consecutive=0, seen=self.seen + 1)
+        # `replace` takes three times as long, and this is done in every step
+        return Budget(
+            total=self.total,
+            rewinds=self.rewinds,
+            heals=self.heals,
+            seen=self.seen + 1,
+            lost=self.lost,
+        )
 
     def lost_share(self) -> float:
         """Share of the last LOST_WINDOW steps' samples that was left out; 0 while few were."""

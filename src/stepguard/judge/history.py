@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from itertools import pairwise, starmap
+from itertools import islice
 from operator import sub
 from statistics import median
 from typing import Any
@@ -341,7 +341,7 @@ class History:
         if len(self.losses) < 2:
             return 0.0
         # differences of neighbours: a trend of the loss is not noise
-        changes: Iterator[float] = map(abs, starmap(sub, pairwise(self.losses)))
+        changes: Iterator[float] = map(abs, map(sub, islice(self.losses, 1, None), self.losses))
         return MAD_TO_SIGMA * median(changes) / math.sqrt(2.0)
 
     def excess_lr(self, rates: tuple[float, ...]) -> int | None:

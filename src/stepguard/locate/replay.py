@@ -64,22 +64,20 @@ class LocateBudget:
         """Kinds of batches that the user's code takes whole or not at all."""
         self.fruitless: Counter[Hashable] = Counter()
         """Searches in a row, by place, that ended without a sample."""
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self.recent: deque[float] = deque(maxlen=RECENT)
+        """Seconds of the last steps of the loop, without those that were traced."""
         self._clock = clock or time.perf_counter
         self._began = 0.0
         self._traced: float | None = None
 
-    def took(self, seconds: float) -> None:
-        """Note how long a step of the loop took."""
-        if self.tracing:
-            self.added_by_tracing += max(seconds - self.bare_seconds, 0.0)
-        else:
-            self._recent.append(seconds)
+    def took_traced(self, seconds: float) -> None:
+        """Note how long a step took that ran under the tracer."""
+        self.added_by_tracing += max(seconds - self.bare_seconds, 0.0)
 
     @property
     def bare_seconds(self) -> float:
         """Seconds of an unguarded step; 0 if unknown."""
-        known = [median(self._recent)] if self._recent else []
+        known = [median(self.recent)] if self.recent else []
         # The traced step does the same and more, so it is an upper bound.
         if self._traced is not None:
             known.append(self._traced)

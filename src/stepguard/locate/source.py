@@ -288,13 +288,15 @@ def in_library(file: str) -> bool:
     return _LIBRARIES.match(file) is not None
 
 
-def user_line() -> Line | None:
+def user_line(out: int = 1) -> Line | None:
     """Return the line of the operation that is being dispatched, in a forward pass.
+
+    The search begins `out` frames out of this one.
 
     The innermost line of the user's project; where an installed package was called from there, its
     own line is beside it.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(out)
     library: Line | None = None
     while frame is not None:
         file = frame.f_code.co_filename

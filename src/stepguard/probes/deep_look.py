@@ -61,7 +61,7 @@ from stepguard.tensors.torch_private import (
     TorchDispatchMode,
     current_autograd_node,
     next_sequence_number,
-    transforming,
+    transforms,
 )
 from stepguard.tensors.values import is_lazy
 
@@ -639,7 +639,7 @@ class DeepLook:
         """The step begins."""
         began = time.thread_time()
         # Inside a transform of functorch the modules hold wrappers, whose memory is not known.
-        if not transforming():
+        if transforms() is None:
             for kind, named in (("param", named_parameters), ("buffer", named_buffers)):
                 for name, tensor in named(self._roots):
                     if not is_lazy(tensor):

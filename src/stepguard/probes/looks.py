@@ -36,7 +36,7 @@ from stepguard.tensors.names import named_modules, optimizer_parameter_ids, para
 from stepguard.tensors.torch_private import (
     dispatch_mode_stack,
     graphs_compiled,
-    transforming,
+    transforms,
     tree_flatten,
 )
 
@@ -189,10 +189,10 @@ class HostFacts:
 
     def saw_batch(self, batch: Any) -> None:
         """The data of the step, or a part of it."""
-        if torch.is_grad_enabled() and not transforming():
+        if torch.is_grad_enabled() and transforms() is None:
             self.targets.add(batch)
         step = self._context.step
-        if len(self._exact) > 2 or not torch.is_grad_enabled() or transforming():
+        if len(self._exact) > 2 or not torch.is_grad_enabled() or transforms() is not None:
             return
         if self._exact or (self._equal >= SAME_IN_A_ROW and step == self._pair):
             if not self._exact or self._exact[-1][0] != step:

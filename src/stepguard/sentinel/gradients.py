@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +40,7 @@ from stepguard.tensors.torch_private import (
     foreach_mul_,
     foreach_norm,
     grouped_tensors,
+    set_grad_enabled,
 )
 from stepguard.tensors.values import (
     HALVES,
@@ -57,8 +57,30 @@ from stepguard.tensors.values import (
 # --- Norm of the gradients, and through it an exact finite test, in one foreach pass.
 
 
-@dataclass(frozen=True, slots=True)
-class GradientNorm:
+TENSORS = {Tensor}
+NOT_AT_ONCE = (None, *HALVES)
+"""Dtypes of gradients that take more than one pass; None: of several."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def without_graph(function: Callable[P, T]) -> Callable[P, T]:
+    """`torch.no_grad()` for functions that run in every step, at a seventh of its cost."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_grad_enabled(True)
+
+    return called
+
+
+class GradientNorm(NamedTuple):
     """0-dim tensors, still on the device."""
 
     total: Tensor
@@ -78,9 +100,9 @@ class GradientNorm:
     norm of all ranks."""
 
 
-@torch.no_grad()
+@without_graph
 def gradient_norm(
-    grads: Sequence[Tensor], *, each: bool = False, wide: bool = False
+    grads: list[Tensor], *, each: bool = False, wide: bool = False
 ) -> GradientNorm | None:
     """Return the norm of all gradients; None if there are none.
 
@@ -89,10 +111,11 @@ def gradient_norm(
     """
     if not grads:
         return None
-    plain = set(map(type, grads)) == {Tensor}
-    if plain and _one_dtype(grads) not in (None, *HALVES):
-        with suppress(NotImplementedError):  # a sparse gradient
+    if set(map(type, grads)) == TENSORS and _one_dtype(grads) not in NOT_AT_ONCE:
+        try:
             return _norm_of_one_kind(grads, each=each, wide=wide)
+        except NotImplementedError:
+            pass  # a sparse gradient
     dense = [dense_values(g) for g in grads]
     if any(g.dtype in HALVES for g in dense):
         return _half_precision_norm(dense)
@@ -103,9 +126,9 @@ def gradient_norm(
     return GradientNorm(total, total)
 
 
-def _one_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
+def _one_dtype(tensors: list[Tensor]) -> torch.dtype | None:
     """The dtype of tensors that all have the same one, and one device; None where they do not."""
-    groups = grouped_tensors([list(tensors)], False)
+    groups = grouped_tensors([tensors], False)
     if len(groups) > 1:
         return None
     ((_, dtype),) = groups
@@ -113,10 +136,10 @@ def _one_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
     return found
 
 
-def _norm_of_one_kind(dense: Sequence[Tensor], *, each: bool, wide: bool) -> GradientNorm:
+def _norm_of_one_kind(dense: list[Tensor], *, each: bool, wide: bool) -> GradientNorm:
     """Follow get_total_norm step by step, so that the total is the same bit for bit."""
     dtype = torch.float64 if wide and dense[0].device.type != "mps" else None
-    every = torch.stack(list(foreach_norm(list(dense), 2, dtype=dtype)))
+    every = torch.stack(foreach_norm(dense, 2, dtype=dtype))
     total = torch.linalg.vector_norm(every)
     return GradientNorm(total, total, every.min() if each else None, single=every)
 
@@ -140,7 +163,6 @@ def _half_precision_norm(dense: Sequence[Tensor]) -> GradientNorm:
     return GradientNorm(total, torch.linalg.vector_norm(torch.stack(rounded)))
 
 
-@torch.no_grad()
 def clip(
     params: Iterable[Tensor], max_norm: float, norm: GradientNorm, *, known: float | None = None
 ) -> None:
@@ -153,6 +175,11 @@ def clip(
     if norm.clip is norm.total and not norm.shards:
         clip_grads_with_norm_(params, max_norm, norm.total)
         return
+    _clip_rounded(params, max_norm, norm)
+
+
+@torch.no_grad()
+def _clip_rounded(params: Iterable[Tensor], max_norm: float, norm: GradientNorm) -> None:
     wide = _factor(max_norm, norm.total)
     rounded = _factor(max_norm, norm.clip).to(wide.dtype)
     # Where the half-precision norm overflows, the fp32 one does not. Chosen on the device, so that
@@ -275,8 +302,23 @@ def _grouped(owners: Sequence[str], depth: int) -> dict[str, list[int]]:
 
 
 FLOAT = torch.float32
-KIND = attrgetter("dtype", "device", "shape")
-SCALAR = torch.Size()
+DTYPE = attrgetter("dtype")
+FLOATS = {FLOAT}
+
+
+def _stacked(values: list[Tensor]) -> Tensor:
+    """Scalars as one vector, of the device of the first one."""
+    if set(map(DTYPE, values)) == FLOATS:
+        try:
+            line = torch.stack(values).detach()
+        except RuntimeError:  # of several devices or shapes
+            line = None
+        if line is not None and line.dim() == 1:
+            return line
+    device = values[0].device
+    # mps has no float64.
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    return torch.stack([v.detach().reshape(()).to(device, wide, non_blocking=True) for v in values])
 
 
 class Packet:
@@ -285,17 +327,9 @@ class Packet:
     fetched = 0
     """How many packets this process has waited for; tests count syncs with it."""
 
-    def __init__(self, values: Sequence[Tensor]) -> None:
-        kinds = set(map(KIND, values))
-        device = values[0].device
-        if kinds == {(FLOAT, device, SCALAR)}:
-            line = torch.stack(list(values)).detach()
-        else:
-            # mps has no float64.
-            wide = torch.float32 if device.type == "mps" else torch.float64
-            line = torch.stack(
-                [v.detach().reshape(()).to(device, wide, non_blocking=True) for v in values]
-            )
+    def __init__(self, values: list[Tensor]) -> None:
+        line = _stacked(values)
+        device = line.device
         self.values = line
         self._event: torch.Event | None = None
         self._host = line
@@ -317,7 +351,6 @@ class Packet:
 # --- Tell whether an update could make NaN out of finite gradients; then it is checked at once.
 
 
-DTYPE = attrgetter("dtype")
 CHEAP_COPY = 2**16
 """Number of parameters up to which a copy in every step costs next to nothing."""
 
@@ -328,23 +361,28 @@ def is_custom(optimizer: Optimizer) -> bool:
 
 
 def risky_update(
-    optimizer: Optimizer, lr_ceiling: tuple[float, ...], least_norm: float | None = None
+    optimizer: Optimizer, lr_ceiling: tuple[float, ...] | None, least_norm: float | None = None
 ) -> bool:
-    """Could this update turn finite gradients into non-finite weights?"""
+    """Could this update turn finite gradients into non-finite weights?
+
+    `lr_ceiling` of each group; None where its rate is known not to have jumped.
+    """
     if is_custom(optimizer) and (least_norm == 0.0 or _is_small(optimizer)):
         return True
     for index, group in enumerate(optimizer.param_groups):
-        ceiling = lr_ceiling[index] if index < len(lr_ceiling) else math.inf
-        rate = group.get("lr")
-        # Written with `not <=` so that a rate of NaN jumps, too.
-        if rate is not None and not float(rate) <= LR_JUMP * max(ceiling, 1e-30):
-            return True
+        if lr_ceiling is not None:
+            ceiling = lr_ceiling[index] if index < len(lr_ceiling) else math.inf
+            rate = group.get("lr")
+            # Written with `not <=` so that a rate of NaN jumps, too.
+            if rate is not None and not float(rate) <= LR_JUMP * max(ceiling, 1e-30):
+                return True
         eps = group.get("eps")
-        # Adafactor has two; None stands for the dtype's own.
-        if isinstance(eps, tuple | list):
-            eps = next((e for e in eps if isinstance(e, float)), None)
-        if not isinstance(eps, int | float):
-            eps = None
+        if type(eps) is not float:
+            # Adafactor has two; None stands for the dtype's own.
+            if isinstance(eps, tuple | list):
+                eps = next((e for e in eps if isinstance(e, float)), None)
+            if not isinstance(eps, int | float):
+                eps = None
         for dtype in set(map(DTYPE, group["params"])):
             if _is_fragile(dtype, eps):
                 return True
@@ -515,6 +553,7 @@ class Shares:
 # --- Test parameters, buffers and optimizer state on the device; name the non-finite ones.
 
 
+PLAIN_TYPES = frozenset(PLAIN)
 SCANNED_EACH_STEP = 2**20
 """Elements that are tested after every update: about a quarter of a millisecond."""
 TENSORS_EACH_STEP = 128
@@ -523,7 +562,7 @@ STEPS_A_ROUND = 32
 """Updates after which every parameter of a larger model was tested once."""
 
 
-@torch.no_grad()
+@without_graph
 def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     """Return one number that is NaN or Inf if a tensor holds NaN or +Inf; None for no tensors.
 
@@ -531,11 +570,13 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     or gradient it spoils one step later; half-precision groups, where updates overflow in earnest,
     get the exact test instead.
     """
-    found = list(tensors)
-    plain_types = set(map(type, found)) <= set(PLAIN)
+    found = tensors if isinstance(tensors, list) else list(tensors)
+    plain_types = PLAIN_TYPES.issuperset(map(type, found))
     if found and plain_types and not found[0].is_meta and found[0].dtype in ORDINARY:
-        with suppress(RuntimeError):  # an empty or a sparse one, or several devices
-            return torch.stack(list(foreach_max(found))).float().max()
+        try:
+            return torch.stack(foreach_max(found)).float().max()
+        except RuntimeError:
+            pass  # an empty or a sparse one, or several devices
     plain = [t for t in map(dense_real, found) if t.numel() and t.is_floating_point()]
     if not plain:
         return None
@@ -563,16 +604,23 @@ class RotatingScan:
     def __init__(self) -> None:
         self._tensors: Sequence[Tensor] = ()
         self._shares: list[list[_Part]] = []
+        self._all: list[Tensor] | None = None
+        """The whole list, where one share holds it."""
         self._next = 0
 
-    def share(self, tensors: Sequence[Tensor], ignored: Container[int] = ()) -> list[Tensor]:
+    def share(self, tensors: Sequence[Tensor], ignored: Collection[int] = ()) -> list[Tensor]:
         """Return the next share without tensors whose id is ignored; all if that is cheap."""
         if tensors is not self._tensors:
             self._tensors = tensors
             self._shares = _shares(tensors)
+            self._all = None
+            if len(self._shares) == 1 and all(part.whole for part in self._shares[0]):
+                self._all = [part.tensor for part in self._shares[0]]
             self._next = 0
         if not self._shares:
             return []
+        if self._all is not None and not ignored:
+            return self._all
         self._next = (self._next + 1) % len(self._shares)
         found: list[Tensor] = []
         for part in self._shares[self._next]:

@@ -71,6 +71,8 @@ def inside_backward() -> bool:
 
 def unscaled(root: Tensor) -> Tensor | None:
     """Return the loss that a scaler multiplied to get `root`; None where it did not."""
+    if not _before_scaling.data:
+        return None
     found: Tensor | None = _before_scaling.get(root)  # type: ignore[no-untyped-call]
     return found
 
@@ -144,13 +146,14 @@ def _observed_autograd_backward(original: Any) -> Any:
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        # Tensor.backward and reentrant checkpoints call this too; a guard's replay is not a step.
+        if _Backwards.running or current_autograd_node() is not None:
+            return original(tensors, *args, **kwargs)
         root = tensors
         if isinstance(tensors, list | tuple) and len(tensors) == 1:
             root = tensors[0]
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        # Tensor.backward and reentrant checkpoints call this too; a guard's replay is not a step.
-        nested = inside_backward() or current_autograd_node() is not None
-        if nested or caller.startswith("stepguard.") or not isinstance(root, Tensor):
+        if caller.startswith("stepguard.") or not isinstance(root, Tensor):
             return original(tensors, *args, **kwargs)
         return from_roots(root, *args, **kwargs)
 

@@ -88,7 +88,8 @@ class BufferKeeper:
     def remember(self) -> None:
         """Take the present values, by in-place copies into memory that is allocated once."""
         otherwise = self._registered_otherwise()
-        self._attributes.remember(self._modules)
+        if otherwise or self._attributes.owns:
+            self._attributes.remember(self._modules)
         if otherwise:
             self._start_over()
         elif self._copies:
@@ -175,9 +176,11 @@ class BufferKeeper:
 
     def changing(self) -> bool:
         """Has a forward pass changed anything since `remember`? Norm layers are presumed to."""
-        if any(c.silent or c.moved for c in self._copies.values()):
+        if self._copies and any(c.silent or c.moved for c in self._copies.values()):
             return True
-        return self._registered_otherwise() or self._attributes.moved()
+        if self._registered_otherwise():
+            return True
+        return bool(self._attributes.owns) and self._attributes.moved()
 
     def as_remembered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors by name, with what `remember` took in place of every live buffer."""

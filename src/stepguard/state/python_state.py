@@ -495,7 +495,8 @@ class AttributeKeeper:
 
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
-        self._owns: list[dict[str, Any]] = []
+        self.owns: list[dict[str, Any]] = []
+        """Attributes of modules that may remember something in them; empty: nothing to remember."""
         self._count = -1
         self._places: list[tuple[dict[str, Any], str]] = []
         self._values: list[Any] = []
@@ -506,8 +507,6 @@ class AttributeKeeper:
     def remember(self, modules: list[nn.Module]) -> None:
         """Take the present values of these modules, and of no others."""
         now = None
-        if modules is self._modules and not self._owns:
-            return
         if len(modules) == len(self._modules) and all(map(is_, modules, self._modules)):
             now = self._now()
         if now is not None:
@@ -521,9 +520,9 @@ class AttributeKeeper:
         self._scope = Scope()
         self._inside = {}
         # A layer of torch keeps all it remembers in parameters and buffers.
-        self._owns = [vars(module) for module in modules if not is_torchs(module)]
-        self._count = sum(map(len, self._owns))
-        self._places = [(own, key) for own in self._owns for key in own if key not in INTERNAL]
+        self.owns = [vars(module) for module in modules if not is_torchs(module)]
+        self._count = sum(map(len, self.owns))
+        self._places = [(own, key) for own in self.owns for key in own if key not in INTERNAL]
         self._values = [None] * len(self._places)
         for index, (own, key) in enumerate(self._places):
             self._take(index, own[key])
@@ -541,15 +540,15 @@ class AttributeKeeper:
         seen: Seen = set()
         for kept in self._inside.values():
             kept.restore(seen)
-        before: dict[int, dict[str, Any]] = {id(own): {} for own in self._owns}
+        before: dict[int, dict[str, Any]] = {id(own): {} for own in self.owns}
         for (own, key), value in zip(self._places, self._values, strict=True):
             before[id(own)][key] = original(value, own.get(key))
-        for own in self._owns:
+        for own in self.owns:
             put_back_attributes(own, before[id(own)], INTERNAL)
 
     def _now(self) -> list[Any] | None:
         """Return the present values in the same order; None if attributes have come or gone."""
-        if sum(map(len, self._owns)) != self._count:
+        if sum(map(len, self.owns)) != self._count:
             return None
         try:
             return [own[key] for own, key in self._places]

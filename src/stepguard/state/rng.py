@@ -8,14 +8,12 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class RngState:
+class RngState(NamedTuple):
     """A moment of every generator; restoring it makes dropout and sampling repeat exactly."""
 
     cpu: torch.Tensor
@@ -34,36 +32,48 @@ either generator: its memory shows that without a read.
 """
 
 
-def _python_address() -> int:
-    """Where CPython keeps position and key; 0 where they are not found there."""
+Memory = ctypes.c_char * TWISTER
+_python: Any = random.getstate.__self__  # type: ignore[attr-defined]
+
+
+def _python_memory() -> Any:
+    """Where CPython keeps position and key; None where they are not found there."""
     if sys.implementation.name != "cpython":
-        return 0
-    address = id(random.getstate.__self__) + object.__basicsize__  # type: ignore[attr-defined]
+        return None
+    memory = Memory.from_address(id(_python) + object.__basicsize__)
     *key, position = random.getstate()[1]
-    found = struct.unpack("625I", ctypes.string_at(address, TWISTER))
-    return address if found == (position, *key) else 0
+    return memory if struct.unpack("625I", memory.raw) == (position, *key) else None
 
 
-_python_twister = _python_address()
+_python_twister = _python_memory()
+_numpy_twister: tuple[Any, Any] = (None, None)
+"""numpy's global generator, which a program may replace, and its memory; None of another kind."""
 
 
 def _python_state() -> Any:
-    if not _python_twister:
+    if _python_twister is None:
         return random.getstate()
-    memory = ctypes.string_at(_python_twister, TWISTER)
+    memory = _python_twister.raw
     before, state = _last_read["python"]
     # a cached normal number can be drawn without touching this memory
-    if memory != before or state[2] is not random.getstate.__self__.gauss_next:  # type: ignore[attr-defined]
+    if memory != before or state[2] is not _python.gauss_next:
         state = random.getstate()
         _last_read["python"] = (memory, state)
     return state
 
 
 def _numpy_state(numpy: Any) -> Any:
+    global _numpy_twister
     generator = numpy.random.mtrand._rand._bit_generator
-    if type(generator) is not numpy.random.MT19937:
+    if generator is not _numpy_twister[0]:
+        found = None
+        if type(generator) is numpy.random.MT19937:
+            found = Memory.from_address(generator.ctypes.state_address)
+        _numpy_twister = (generator, found)
+    twister = _numpy_twister[1]
+    if twister is None:
         return numpy.random.get_state()
-    memory = ctypes.string_at(generator.ctypes.state_address, TWISTER)
+    memory = twister.raw
     before, state = _last_read["numpy"]
     if memory != before or state[3]:
         state = numpy.random.get_state()
@@ -79,7 +89,7 @@ def capture_rng() -> RngState:
     if torch.accelerator.is_available():
         devices = _accelerator_states()
     return RngState(
-        cpu=torch.get_rng_state(),
+        cpu=torch.default_generator.get_state(),
         devices=devices,
         python=_python_state(),
         numpy=None if numpy is None else _numpy_state(numpy),

@@ -206,20 +206,26 @@ class Cadence:
         self._taken = 0
         self._width = self.GRID
         self._since: tuple[float, int] | None = None
+        self.quiet = range(0)
+        """Steps of which none is due, until a snapshot or a rewind: nobody has to ask at them."""
 
     def due(self, step: int) -> bool:
         """Is this step on the grid? Step 0 is not: there is nothing to lose yet."""
         if self._since is None:
             self._since = (self.clock(), step)
-        if self._every != "auto":
-            return step > 0 and step % self._every == 0
-        first = self._taken == 0 and step == self._since[1] + 1
-        return step > 0 and (first or step % self._width == 0)
+        width = self._width if self._every == "auto" else self._every
+        first = self._every == "auto" and self._taken == 0 and step == self._since[1] + 1
+        if step > 0 and (first or step % width == 0):
+            return True
+        if self._taken:
+            self.quiet = range(step, step + width - step % width)
+        return False
 
     def took(self, step: int, seconds: float) -> None:
         """Adapt the grid to what a snapshot cost."""
         now = self.clock()
         since, first = self._since or (now, step)
+        self.quiet = range(0)
         self._taken += 1
         self._since = (now, step)
         if self._taken < self.FIRST or step <= first:
@@ -232,6 +238,7 @@ class Cadence:
 
     def rewound(self, step: int) -> None:
         """Measure the time of a step from here on."""
+        self.quiet = range(0)
         self._since = (self.clock(), step)
 
 

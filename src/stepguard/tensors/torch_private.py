@@ -49,9 +49,10 @@ __all__ = [
     "pretend_stepped",
     "root_mesh",
     "scaler_tensors",
+    "set_grad_enabled",
     "start_scaler",
-    "tracing",
-    "transforming",
+    "tracing_state",
+    "transforms",
     "tree_flatten",
     "tree_map",
     "tree_map_only",
@@ -79,6 +80,12 @@ foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
 # Lists of tensors by device and dtype, in C++.
 grouped_tensors: Any = torch._C._group_tensors_by_device_and_dtype
+# Not None inside `torch.jit.trace` and the old ONNX export, where tensors are symbols.
+tracing_state: Any = torch._C._get_tracing_state
+# Not None under `torch.func` transforms, where tensors are wrappers without values.
+transforms: Any = torch._C._functorch.peek_interpreter_stack
+# What `torch.no_grad` calls, without the object that it makes.
+set_grad_enabled: Any = torch._C._set_grad_enabled
 
 ATTRIBUTES = {
     "Tensor._version": "count of in-place writes; tells that a tensor changed without reading it",
@@ -147,16 +154,6 @@ def observe_functions(around: Callable[..., Any]) -> Callable[[], None]:
             base.apply = earlier
 
     return undo
-
-
-def tracing() -> bool:
-    """True inside `torch.jit.trace` and the old ONNX export, where tensors are symbols."""
-    return torch._C._get_tracing_state() is not None
-
-
-def transforming() -> bool:
-    """True under `torch.func` transforms, where tensors are wrappers without values."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def graphs_compiled() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -123,9 +124,12 @@ def dtype_and_shape(tensor: Tensor) -> str:
 # sync.
 
 
+VERSION = attrgetter("_version")
+
+
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Mark the tensors as they are now."""
-    return [tensor._version for tensor in tensors]
+    return list(map(VERSION, tensors))
 
 
 def written_since(tensors: Iterable[Tensor], marks: Sequence[int]) -> list[Tensor]:

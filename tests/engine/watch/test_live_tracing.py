@@ -414,7 +414,7 @@ def test_tracing_ends_when_it_has_taken_long_enough_and_says_so(tmp_path: Path) 
     ) as guard:
         for step in range(12):
             if step == 5:
-                guard._context.memory.effort.took(1000.0)  # a traced step that took so long
+                guard._context.memory.effort.took_traced(1000.0)  # a traced step that took so long
             loop._step(step, (0,) if step == 1 else ())
     assert [step for step, modes in enumerate(loop.active) if modes] == [2, 3, 4, 5]
     notes = [note["summary"] for note in read_run(tmp_path).notes if note.get("kind") == "tracing"]

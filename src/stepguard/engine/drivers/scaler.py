@@ -12,7 +12,7 @@ from stepguard.engine.context import Context
 from stepguard.engine.incident.closer_look import born_in_update
 from stepguard.engine.protect import Protection
 from stepguard.records import Reading
-from stepguard.sentinel.gradients import risky_update, scale_gradients
+from stepguard.sentinel.gradients import scale_gradients
 from stepguard.state.buffers import UndoCopy
 from stepguard.tensors.torch_private import scaler_tensors
 
@@ -92,32 +92,6 @@ def unscale(context: Context) -> None:
 
 
 # --- An update that could make NaN of finite gradients is copied before and checked after it.
-
-
-def check_of_update(
-    context: Context, protect: Protection, reading: Reading, *, at_risk: bool
-) -> UpdateCheck | None:
-    """Report outliers where that is asked for, and copy what a risky update may touch.
-
-    None for an update that is not risky. `at_risk`: it is so on some rank, and all of them know.
-    """
-    if not protect.armed and not at_risk:
-        return None
-    if context.memory.outliers is not None:
-        with protect.part("outliers"):
-            words = context.memory.outliers.words()
-            if words:
-                context.outputs.note("outlier", words)
-    try:
-        risky = risky_update(context.optimizer, context.lr_ceiling, reading.least_norm)
-    except Exception as fault:
-        protect.failed(fault, RISKY)
-        risky = False
-    if not risky and not at_risk:
-        return None
-    check = UpdateCheck(context, protect, at_risk=at_risk)
-    check.copy_everything()
-    return check
 
 
 class UpdateCheck:

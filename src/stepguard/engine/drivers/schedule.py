@@ -74,7 +74,10 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     """Is every group fused, so that `found_inf` makes the kernel change nothing?"""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    return all(group.get("fused") for group in optimizer.param_groups)
+    for group in optimizer.param_groups:  # noqa: SIM110 - asked in every step
+        if not group.get("fused"):
+            return False
+    return True
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:
@@ -249,17 +252,6 @@ FACTOR_KEYS = ("start_factor", "end_factor", "factor")
 SAME_RATE = 1e-9
 
 
-def group_rates(optimizer: Optimizer) -> tuple[float, ...]:
-    """The learning rate of each group, 0 for one that lacks it; empty where all of them do."""
-    rates: list[float | None] = []
-    for group in optimizer.param_groups:
-        rate = group.get("lr")
-        rates.append(rate if type(rate) is float else _number(rate))
-    if rates == [None] * len(rates):
-        return ()
-    return tuple(rates) if None not in rates else tuple(rate or 0.0 for rate in rates)  # type: ignore[arg-type]
-
-
 def declared_rates(optimizer: Optimizer, scheduler: Any = None) -> tuple[float, ...]:
     """The highest rate declared for each group: by the group, its schedule, or its future."""
     found = [_stated(optimizer)]
@@ -269,7 +261,7 @@ def declared_rates(optimizer: Optimizer, scheduler: Any = None) -> tuple[float, 
             # LinearLR and ConstantLR may end above their base
             top = 0.0
             for key in FACTOR_KEYS:
-                top = max(top, _number(getattr(member, key, None)) or 0.0)
+                top = max(top, as_number(getattr(member, key, None)) or 0.0)
             found.append(
                 tuple(base * top for base in _per_group(getattr(member, "base_lrs", None)))
             )
@@ -293,8 +285,8 @@ class DeclaredRates:
         self._bases = _bases_by_id(self._schedules())
         self._searches = 0
 
-    def known(self, rates: tuple[float, ...], step: int, *, suspicious: bool) -> tuple[float, ...]:
-        """The highest declared rate of each group, read again where due; empty where it is not."""
+    def known(self, rates: tuple[float, ...], *, suspicious: bool) -> tuple[float, ...]:
+        """The highest declared rate of each group, read again."""
         if suspicious:
             # A rate is far above everything known: has a schedule declared it all along?
             if self._searches >= MOST_SEARCHES:
@@ -310,10 +302,8 @@ class DeclaredRates:
                     found += [set_now, declared_rates(self._optimizer, scheduler)]
             self._known = _highest(found)
             return self._known
-        if step < READ_FIRST or step % READ_EVERY == 0:
-            self._known = _highest([self._known, _stated(self._optimizer)])
-            return self._known
-        return ()
+        self._known = _highest([self._known, _stated(self._optimizer)])
+        return self._known
 
     def position(self, rates: tuple[float, ...]) -> str:
         """Name and position of the schedule of a watched loop, looked for among all objects; the
@@ -362,10 +352,10 @@ def _bases_by_id(schedules: list[Any]) -> dict[int, tuple[float, ...]]:
 
 def _stated(optimizer: Optimizer) -> tuple[float, ...]:
     """What the groups themselves say, and what the optimizer was built with."""
-    built_with = _number(optimizer.defaults.get("lr")) or 0.0
+    built_with = as_number(optimizer.defaults.get("lr")) or 0.0
     stated: list[float] = []
     for group in optimizer.param_groups:
-        rates = [_number(group.get(key)) or 0.0 for key in GROUP_KEYS]
+        rates = [as_number(group.get(key)) or 0.0 for key in GROUP_KEYS]
         stated.append(max(built_with, *rates))
     return tuple(stated)
 
@@ -387,11 +377,11 @@ def _future(optimizer: Optimizer, scheduler: Any) -> tuple[float, ...]:
         ahead = copy.deepcopy(scheduler, {id(optimizer): stand_in})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            lengths = [_number(getattr(scheduler, key, None)) for key in LENGTH_KEYS]
+            lengths = [as_number(getattr(scheduler, key, None)) for key in LENGTH_KEYS]
             known = [length for length in lengths if length is not None]
             for _ in range(min(FORESEEN, int(max(known, default=FORESEEN)))):
                 ahead.step()
-                rates = tuple(_number(group.get("lr")) or 0.0 for group in stand_in.param_groups)
+                rates = tuple(as_number(group.get("lr")) or 0.0 for group in stand_in.param_groups)
                 highest = _highest([highest, rates])
     except Exception:
         # OneCycleLR raises at its end, and a schedule of the user's own may raise anything
@@ -430,14 +420,14 @@ def _copied(value: Any) -> Any:
 def _per_group(values: Any, count: int = 1) -> tuple[float, ...]:
     """A list of rates, one a group; a single number stands for all of them."""
     if isinstance(values, list | tuple):
-        return tuple(_number(value) or 0.0 for value in values)
-    rate = _number(values)
+        return tuple(as_number(value) or 0.0 for value in values)
+    rate = as_number(values)
     if rate is None:
         return ()
     return (rate,) * count
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.scaler import (
-    check_of_update,
+    RISKY,
+    UpdateCheck,
     hold_scaler,
     present_scale,
     restore_scaler,
@@ -55,6 +56,7 @@ from stepguard.records.incident import OK, Verdict
 from stepguard.sentinel.gradients import (
     GradientMark,
     clip,
+    risky_update,
     scale_gradients,
 )
 from stepguard.state.batch import LossFn, Step
@@ -137,14 +139,15 @@ class FusedUpdate:
             return None
         if self._reading is not None:
             return self._reading
-        with transaction.protect.region:
+        try:
             gone = self._gradients is not None and self._gradients.gone()
             self.step.grads_gone |= gone
             reading = transaction.read(self.pending, grads_gone=gone)
             self.step.scale = reading.scale or transaction.context.scales.static
             self._reading = reading
-            return reading
-        return None
+        except Exception as fault:
+            transaction.protect.failed(fault)
+        return self._reading
 
     def vetoed(self, reading: Reading) -> bool:
         """Did the device leave the parameters alone? The test of `Pending.suspect`, on the host."""
@@ -220,8 +223,11 @@ class Lifecycle:
                 self.protect.failed(fault)
         return None
 
-    def end(self, step: Step, reading: Reading | None, *, committed: bool) -> None:
-        """The update went through, or it did not. `reading` is None where it was not read."""
+    def end(self, step: Step | None, reading: Reading | None, *, committed: bool) -> None:
+        """The update went through, or it did not. `reading` is None where it was not read.
+
+        `step` may be None where nobody asks for it and it cannot be run again.
+        """
         context, protect = self.context, self.protect
         if not committed:
             self._end_dropped(reading)
@@ -237,7 +243,7 @@ class Lifecycle:
             add_to_history(context, step, reading)
         except Exception as fault:
             protect.failed(fault)
-        if context.hooks.committed:
+        if context.hooks.committed and step is not None:
             with protect.part("comparison of the ranks"):
                 for tell in context.hooks.committed:
                     tell(step)
@@ -247,7 +253,9 @@ class Lifecycle:
         except Exception as fault:
             protect.failed(fault, "journal")
         try:
-            self.rewinder.committed(reading.step + 1)
+            self.rewinder.probation.commit(reading.step + 1)
+            for wait in tuple(self.rewinder.after_commit):
+                wait(reading.step + 1)
         except Exception as fault:
             protect.failed(fault, "snapshots")
 
@@ -260,6 +268,33 @@ class Lifecycle:
             self.context.scales.overflows_in_a_row += 1
         with self.protect.part("journal"):
             self.context.outputs.step(reading, committed=False)
+
+    def check_of_update(self, reading: Reading, *, at_risk: bool) -> UpdateCheck | None:
+        """Report outliers where that is asked for, and copy what a risky update may touch.
+
+        None for an update that is not risky. `at_risk`: it is so on some rank, and all of them
+        know.
+        """
+        context, protect = self.context, self.protect
+        if not protect.armed and not at_risk:
+            return None
+        if context.memory.outliers is not None:
+            with protect.part("outliers"):
+                words = context.memory.outliers.words()
+                if words:
+                    context.outputs.note("outlier", words)
+        risky = False
+        try:
+            # a rate that is the highest so far has not jumped: no need to look for what is known
+            ceiling = None if reading.lr == context.history.top_lr else context.lr_ceiling
+            risky = risky_update(context.optimizer, ceiling, reading.least_norm)
+        except Exception as fault:
+            protect.failed(fault, RISKY)
+        if not risky and not at_risk:
+            return None
+        check = UpdateCheck(context, protect, at_risk=at_risk)
+        check.copy_everything()
+        return check
 
     def settle(self, *, inside: bool = False) -> bool:
         """Read a fused step whose verdict is still on the device; `inside`: in optimizer.step().
@@ -277,7 +312,8 @@ class Lifecycle:
             self.end(fused.step, None, committed=committed)
             return False
         reading, verdict = self.transaction.assess(fused.step, reading)
-        self.transaction.note(reading, verdict)
+        if verdict is not OK:
+            self.transaction.note(reading, verdict)
         return self._finish_fused(fused, reading, verdict, inside=inside)
 
     def _finish_fused(
@@ -296,7 +332,7 @@ class Lifecycle:
             self.looks.run_ended()
 
 
-def add_to_history(context: Context, step: Step, reading: Reading) -> None:
+def add_to_history(context: Context, step: Step | None, reading: Reading) -> None:
     """Learn from a healthy step what this run looks like."""
     context.history.add(reading)
     context.scales.overflows_in_a_row = 0
@@ -308,6 +344,8 @@ def add_to_history(context: Context, step: Step, reading: Reading) -> None:
         memory.outliers.committed()
     # Remember a healthy step now and then, so that its batch can be tried on later weights.
     done = context.history.committed
+    if step is None:
+        return
     if done < ANCHOR_EVERY or done % ANCHOR_EVERY == 1 or memory.anchor is None:
         loss = reading.judged_loss
         if step.replayable and loss is not None and math.isfinite(loss):
@@ -575,7 +613,7 @@ class StepDriver(Lifecycle):
     ) -> StepResult:
         """Clip and update. An update that makes something non-finite is undone and refused."""
         context = self.context
-        check = check_of_update(context, self.protect, reading, at_risk=pending.at_risk)
+        check = self.check_of_update(reading, at_risk=pending.at_risk)
         self._clip(pending, reading)
         if self.looks.active:
             self.looks.before_update()
@@ -600,9 +638,8 @@ class StepDriver(Lifecycle):
     def _clip(self, pending: Pending, reading: Reading) -> None:
         context = self.context
         if context.config.clip_norm is not None and pending.norm is not None:
-            clip(
-                context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm
-            )
+            parameters = context.memory.ordered
+            clip(parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
 
     def after_update(self) -> None:
         """An update really happened: scaler and schedule advance."""

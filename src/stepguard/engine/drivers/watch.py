@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.scaler import UpdateCheck, check_of_update, present_scale
+from stepguard.engine.drivers.scaler import UpdateCheck, present_scale
 from stepguard.engine.drivers.schedule import (
     calls_of_step,
     evaluates_again,
@@ -68,6 +68,10 @@ IN_BACKWARD = (
 NOT_REMEMBERED = (
     "buffers stay as the step left them, because no call of the model was seen to begin it"
 )
+
+
+NO_BUFFERS = BufferKeeper(())
+"""Stands in where a forward pass has changed no buffer, so that none has to be put back."""
 
 
 class WatchDriver(Lifecycle):
@@ -195,7 +199,9 @@ class WatchDriver(Lifecycle):
             with self.protect.region:
                 moved = self.rollback.moved()
         taken_back = False
-        if self._fused is not None:
+        if self._fused is not None and LiveTracing.armed is None:
+            taken_back = self.settle()
+        elif self._fused is not None:
             with self.tracing.paused():
                 taken_back = self.settle()
         if scheduled or self.rollback.scaler:
@@ -370,9 +376,11 @@ class WatchDriver(Lifecycle):
     def _issued(self, fused: FusedUpdate) -> None:
         """A fused update is on its way."""
         if self.protect.armed:
-            with self.protect.region:
+            try:
                 self.reader.after_update()
                 fused.issued(self.context)
+            except Exception as fault:
+                self.protect.failed(fault)
         try:
             self.dropped = False
             changed = self.context.buffers.changing() or bool(self.context.memory.attached)
@@ -380,7 +388,7 @@ class WatchDriver(Lifecycle):
                 # changed buffers cannot wait: the next forward needs them put back
                 self.dropped = self.settle(inside=True)
             else:
-                fused.step.buffers = BufferKeeper(())
+                fused.step.buffers = NO_BUFFERS
         finally:
             self._end_step()
 
@@ -435,20 +443,22 @@ class WatchDriver(Lifecycle):
             return
         damaged = self._damaged_peer(sharing, reading)
         if damaged is None:
-            self._judge(self._step(reading), reading, self, again=again)
+            self._judge(reading, self, again=again)
         if sharing or pending.others_bad:
             self._decide_together(sharing, pending, damaged)
         if not self.vetoing and self._check is None:
-            self._check = check_of_update(
-                self.context, self.protect, reading, at_risk=pending.at_risk
-            )
+            self._check = self.check_of_update(reading, at_risk=pending.at_risk)
             if self.looks.active:
                 self.looks.before_update()
 
-    def _judge(
-        self, step: Step, reading: Reading, update: VetoedUpdate, *, again: bool = False
-    ) -> None:
+    def _judge(self, reading: Reading, update: VetoedUpdate, *, again: bool = False) -> None:
         """Judge the step, and respond to a bad one."""
+        if self.transaction.passes(reading):
+            if not again:
+                self._reading = reading
+                self._judged = None
+            return
+        step = self._step(reading)
         reading, verdict = self.transaction.assess(step, reading)
         if again and verdict.finite_anomaly:
             verdict = OK  # along a line search losses say nothing about the run
@@ -472,7 +482,7 @@ class WatchDriver(Lifecycle):
         pending = self._issue()
         reading = self.read(pending) if pending is not None else None
         if reading is not None:
-            self._judge(self._step(reading), reading, self._not_reached)
+            self._judge(reading, self._not_reached)
         return reading
 
     def _refuse(self) -> None:
@@ -559,11 +569,16 @@ class WatchDriver(Lifecycle):
     def _committed(self) -> None:
         """The optimizer has stepped; an update that made something non-finite is undone."""
         reading = self._reading
-        step = self._judged or self._step(reading)
+        step = self._judged
         undone: Reading | None = None
         if reading is not None and self._check is not None:
             undone = self._check.undone(reading)
+        if step is None and (
+            undone is not None or not self.micro_batches.first or self.context.hooks.committed
+        ):
+            step = self._step(reading)
         if undone is not None:
+            assert step is not None
             self._reading, verdict = self.transaction.assess(step, undone)
             self._incident = self.transaction.respond(step, self._reading, verdict, None)
             self._vetoed()

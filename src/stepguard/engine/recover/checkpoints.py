@@ -37,7 +37,6 @@ class Checkpoints:
         """Under which name this rank has published where the last one is."""
         self._seen = -1
         """The last step at which a checkpoint was due."""
-        rewinder.after_commit.append(self.committed)
         rewinder.after_rewind.append(self.rewound)
         rewinder.before_stop.append(self.stopping)
         run_dir = context.config.run_dir
@@ -184,11 +183,12 @@ class Checkpoints:
             # no memory for a copy: the state as it is, while training waits
             self.save(kept=True)
             return
-        if snapshot is None:
-            self._pending = self._seen
-            return
-        snapshot.lent = True
-        self._pending = snapshot
+        self._pending = self._seen
+        if snapshot is not None:
+            snapshot.lent = True
+            self._pending = snapshot
+        if self.committed not in self._rewinder.after_commit:
+            self._rewinder.after_commit.append(self.committed)
 
     def committed(self, done: int) -> None:
         """Write the pending checkpoint if its probation ends after `done` steps."""
@@ -197,6 +197,8 @@ class Checkpoints:
             self._lent = None
         pending = self._pending
         if pending is None:
+            if self._lent is None:
+                self._rewinder.after_commit.remove(self.committed)
             return
         started = max(_step(pending), self._rewinder.probation.incident_at + 1)
         if done - started >= self._context.config.snapshots.probation:

@@ -529,12 +529,6 @@ class Rewinder:
         for tell in self.after_rewind:
             tell()
 
-    def committed(self, done: int) -> None:
-        """After `done` steps: end probations that are over, and notify what waits for it."""
-        self.probation.commit(done)
-        for tell in self.after_commit:
-            tell(done)
-
     def left_behind(self, step: Step, loss: float | None) -> None:
         """This rank alone has refused an update: what it keeps from here on is not the others'."""
         self.probation.incident(step.index, hurt=True)

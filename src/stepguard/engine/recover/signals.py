@@ -138,9 +138,17 @@ class Signals:
         self._say = say
         self.waiting: int | None = None
         """The signal that this guard has not acted upon yet."""
+        self._duties: list[Any] = []
 
-    def listen(self, grace: float) -> None:
-        """Install the handler, if this is the first guard."""
+    def listen(self, grace: float, duties: list[Any]) -> None:
+        """Install the handler, if this is the first guard. `duties`: what is done between steps.
+
+        With several ranks this guard's part is one of them from the start: another rank may get the
+        signal. Else it becomes one when a signal has come.
+        """
+        self._duties = duties
+        if self._stop is not None:
+            duties.append(self)
         # Python allows signal handlers in the main thread only
         if threading.current_thread() is not threading.main_thread():
             return
@@ -195,6 +203,8 @@ class Signals:
     def mark(self, number: int) -> None:
         """Remember the signal until the step is over."""
         self.waiting = number
+        if self not in self._duties:
+            self._duties.append(self)
         name = signal.Signals(number).name
         second = f"a second {name} ends the process at once"
         when = "this step is over" if self._stop is None else "all ranks are at the same step"

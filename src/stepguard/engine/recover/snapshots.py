@@ -23,7 +23,7 @@ from stepguard.state.buffers import AttachedState
 from stepguard.state.run_state import RunState, SavedState
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 from stepguard.tensors.names import TensorPart, dotted, whole_part
-from stepguard.tensors.values import is_finite, versions, written_since
+from stepguard.tensors.values import VERSION, is_finite, written_since
 
 # --- Keep the steps since the last good snapshots, by reference, so that they can be run again.
 
@@ -76,7 +76,7 @@ class KeptSteps:
         size = RANDOM_NUMBERS * len(step.micro_batches)
         for tensor in tensors:
             size += tensor.numel() * tensor.element_size()
-        self._kept.append(KeptStep(step, loss, size, tensors, versions(tensors), lr))
+        self._kept.append(KeptStep(step, loss, size, tensors, list(map(VERSION, tensors)), lr))
         self._size += size
         while self._kept and (self._size > self._limit or len(self._kept) > MOST_STEPS):
             self._complete_from = self._drop_oldest() + 1
@@ -399,7 +399,7 @@ class SnapshotKeeper:
 
     def _snapshot_due(self) -> bool:
         step = self._context.step
-        if step == self._seen or self.off or not self.wanted:
+        if step == self._seen or step in self.cadence.quiet or self.off or not self.wanted:
             return False
         # after a bad step there is nothing new to keep, and something good to lose
         return self.cadence.due(step) and self.probation.incident_at != step - 1

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,7 +23,13 @@ from stepguard.engine.protect import Protection
 from stepguard.locate.source import Line, user_line
 from stepguard.state.batch import OUTPUT_GRADIENT, LossFn, ModelFn, Step, unwrapped
 from stepguard.state.rng import RngState, capture_rng
-from stepguard.tensors.torch_private import COMPILED_CALL, tracing, transforming, tree_flatten
+from stepguard.tensors.torch_private import (
+    COMPILED_CALL,
+    graphs_compiled,
+    tracing_state,
+    transforms,
+    tree_flatten,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +38,7 @@ from collections.abc import Iterable
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from stepguard.tensors.torch_private import graphs_compiled
+from stepguard.tensors.values import VERSION
 
 # --- Hearing the calls of a module without a hook on it.
 
@@ -66,7 +71,10 @@ class HeardCall:
         run = module._call_impl if self.below is None else self.below
         if module is not self._module:
             return run(*args, **kwargs)
-        waiting = [one for one in tuple(self.hearers) if one.called(module, args, kwargs)]
+        waiting = []
+        for hearer in tuple(self.hearers):
+            if hearer.called(module, args, kwargs):
+                waiting.append(hearer)
         try:
             output = run(*args, **kwargs)
         except Exception as error:
@@ -194,7 +202,8 @@ def _leads_to(node: Any, wanted: list[Any]) -> bool:
 # model's part again.
 
 
-VERSION = attrgetter("_version")
+CALLER = 4
+"""Frames from `user_line` out to the caller of the model: our two, and torch's."""
 MOST_CALLS = 64
 """Forward calls of one step that are remembered; a loop that calls the model more often is not run
 again.
@@ -254,6 +263,7 @@ class ModelCalls:
         self.calls: list[ModelCall] = []
         self._names: tuple[Any, int, list[str]] = (None, 0, [])
         """The forward that was called last, the number of its positional arguments, their names."""
+        self._reference = weakref.ref(self)
         self._stop = hear_calls(model, self)
 
     def clear(self) -> None:
@@ -301,10 +311,19 @@ class ModelCalls:
         """The model is about to run. True where its output is wanted."""
         if self._paused or self.off or not module.training or not self._protect.armed:
             return False
-        if not torch.is_grad_enabled() or tracing() or transforming():
+        if not torch.is_grad_enabled() or tracing_state() is not None or transforms() is not None:
             return False
         try:
-            self._called(module, args, kwargs)
+            forward = unwrapped(module).forward
+            forward = getattr(forward, "__func__", forward)
+            if self._names[0] is not forward or self._names[1] != len(args):
+                self._names = (forward, len(args), argument_names(module, len(args)))
+            arguments = dict(zip(self._names[2], args, strict=True))
+            arguments.update(kwargs)
+            self._on_call(arguments)
+            if len(self.calls) < MOST_CALLS:
+                line = user_line(CALLER)
+                self.calls.append(ModelCall(arguments, len(args), capture_rng(), line))
         except Exception as fault:
             self._protect.failed(fault)
         return bool(self.calls)
@@ -313,7 +332,9 @@ class ModelCalls:
         """The model has raised instead."""
         if self._paused or not module.training or not torch.is_grad_enabled():
             return
-        if not (torch.compiler.is_compiling() or tracing() or transforming()):
+        if torch.compiler.is_compiling() or tracing_state() is not None:
+            return
+        if transforms() is None:
             self._on_error(error)
 
     def returned(self, output: Any) -> None:
@@ -322,7 +343,7 @@ class ModelCalls:
             return
         try:
             for index, tensor in enumerate(differentiable(output)):
-                hook = partial(_received, weakref.ref(self), self.calls[-1].gradients, index)
+                hook = partial(_received, self._reference, self.calls[-1].gradients, index)
                 hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the output does not warn
                 try:
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -330,16 +351,6 @@ class ModelCalls:
                     continue  # a tensor that takes no hook
         except Exception as fault:
             self._protect.failed(fault)
-
-    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        forward = unwrapped(module).forward
-        forward = getattr(forward, "__func__", forward)
-        if self._names[0] is not forward or self._names[1] != len(args):
-            self._names = (forward, len(args), argument_names(module, len(args)))
-        arguments = {**dict(zip(self._names[2], args, strict=True)), **kwargs}
-        self._on_call(arguments)
-        if len(self.calls) < MOST_CALLS:
-            self.calls.append(ModelCall(arguments, len(args), capture_rng(), user_line()))
 
 
 def _received(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import repeat
-from operator import attrgetter, is_, sub
+from operator import is_, sub
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from stepguard.sentinel.gradients import DTYPE, GradientNorm, gradient_norm, is_
 from stepguard.sentinel.torch_patches import unscaled
 from stepguard.state.buffers import UndoCopy
 from stepguard.tensors.names import parameter_names
-from stepguard.tensors.values import HALVES, dense_values, versions, written_since
+from stepguard.tensors.values import HALVES, VERSION, dense_values, versions, written_since
 
 HALF_KINDS = frozenset(HALVES)
+NO_PARTS: dict[str, Tensor] = {}
+"""A watched loop adds up its loss by itself."""
 
 # --- Clip the gradients of a loop that stays as it is, as if it called torch's clipping itself.
 
@@ -146,7 +148,6 @@ class GradientVeto:
 
 Marks = tuple[list[int], list[int]]
 """Identity and version of gradients; torch counts the writes to a tensor."""
-VERSION = attrgetter("_version")
 NO_MARKS: Marks = ([], [])
 SAMPLED = 32
 """Parameters that stand for all of a larger model where a loop adds, drops or keeps gradients."""
@@ -185,15 +186,16 @@ class ObservedLoss:
         if root.numel() != 1 or not root.requires_grad or torch.compiler.is_compiling():
             return
         self._heard = True
+        context = self._context
         before = unscaled(root)
         value = root.detach() if before is None else before
-        scaler = self._context.scaler
+        scaler = context.scaler
         scaled = before is None and scaler is None
-        if before is None and scaler is not None and self._context.scaling():
+        if before is None and scaler is not None and context.scaling():
             scale = scaler._get_scale_async()
             if scale is not None:
                 value = value / scale
-        parameters = self._context.parameters
+        parameters = context.parameters
         if parameters is not self._sampled:
             self._sampled = parameters
             self._sample = _sample(parameters)
@@ -202,17 +204,15 @@ class ObservedLoss:
         if self._sample is not parameters:
             self._sample_at_start = _marks(self._sample)
         dropped = self._sample_at_start != self._at_end
-        self._context.memory.habits.backward_begins(
+        context.memory.habits.backward_begins(
             root, parameters, first=not self.losses, dropped=dropped
         )
         if self.losses and dropped:
             # their gradients have been dropped since, so they are part of no update
             self.losses = []
-        summed = summed_in_half(root, self._context)
-        self.losses.append(
-            MicroLoss(value, labels=self.labels, summed_in_half=summed, scaled=scaled)
-        )
-        if self._context.agreement.size > 1:
+        summed = summed_in_half(root, context)
+        self.losses.append(MicroLoss(value, NO_PARTS, self.labels, summed, scaled))
+        if context.agreement.size > 1:
             self._announce(value, summed_in_half=summed)
 
     def after_backward(self, *, failed: bool) -> bool:
@@ -249,15 +249,19 @@ class ObservedLoss:
         parameters = self._context.memory.ordered
         if not tensors or len(tensors) > len(parameters):
             return
+        first: Tensor | None = None
         for parameter in parameters:
-            if parameter.grad is not None:
+            first = parameter.grad
+            if first is not None:
                 break
-        if parameter.grad is not tensors[0]:
+        if first is not tensors[0]:
             return
+        last: Tensor | None = None
         for parameter in reversed(parameters):
-            if parameter.grad is not None:
+            last = parameter.grad
+            if last is not None:
                 break
-        if parameter.grad is not tensors[-1]:
+        if last is not tensors[-1]:
             return
         # Of sharded gradients each rank keeps its part: the whole would take a collective, which a
         # rank without a guard does not join. What ranks exchange for the step adds the parts up.
@@ -265,7 +269,7 @@ class ObservedLoss:
         if shares is not None:
             self._norm = shares.heard(norm)
         else:
-            own = dense_values(norm)
+            own = norm if type(norm) is Tensor else dense_values(norm)
             self._norm = GradientNorm(own, own)
         if not HALF_KINDS.isdisjoint(map(DTYPE, tensors)):
             # torch takes it in half precision, where it overflows early

@@ -79,7 +79,7 @@ class SharedBackward:
         """Optimizers that will step from this backward pass and have not yet."""
         if self.serial < 0:
             return []
-        candidates = self.partners
+        candidates = self.partners if self._partners else []
         if not candidates and self.spent < 0:
             candidates = self._presumed_partners()
         found = []
@@ -141,9 +141,9 @@ class SharedBackward:
         self.spent = self.serial
         for reference in tuple(_of_process):
             other = reference()
-            if other is None or other is self or other in self.partners:
+            if other is None or other is self or other.spent != self.serial:
                 continue
-            if other.spent == self.serial:
+            if other not in self.partners:
                 self._partners.append(reference)
                 other._partners.append(weakref.ref(self))
                 mine = self.watcher
