@@ -54,16 +54,10 @@ _writing: weakref.WeakValueDictionary[tuple[Path, int, int], Context] = (
 )
 """The guards of this process that write into a run folder, by folder, rank and lane."""
 ENGINES = {
-    "deepspeed": (
-        "DeepSpeed",
-        "call stepguard.integrations.deepspeed.guard(engine) after deepspeed.initialize",
-    ),
-    "megatron": (
-        "Megatron",
-        "train without a guard, and look at its checkpoints with stepguard.verify(path)",
-    ),
+    "deepspeed": ("DeepSpeed", "call stepguard.integrations.deepspeed.guard(engine)"),
+    "megatron": ("Megatron", "train without a guard"),
 }
-"""By package: what people call the engine, and what to do with it."""
+"""By package: what people call the engine, and what to do instead."""
 
 
 def build_context(
@@ -248,7 +242,7 @@ def _refuse_engines(model: object, optimizer: object, inside: str) -> None:
             raise ConfigError(
                 f"{type(item).__name__} is {name}'s: it keeps gradients and weights in "
                 "buffers of its own and updates them itself, where a guard cannot stop an update; "
-                f"{instead}."
+                f"{instead}, and look at its checkpoints with stepguard.verify(path)."
             )
 
 

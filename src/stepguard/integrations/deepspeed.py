@@ -232,9 +232,7 @@ class EngineGuard:
                 undo.enter_context(swapped(zero, "has_overflow", lambda *_, **__: True))
             return original()
 
-    def _save(
-        self, original: Callable[..., Any], save_dir: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _save(self, original: Callable[..., Any], save_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """Raise on all ranks before anything is written; every rank calls it."""
         told = self._context.agreement.together(
             lambda: {"bad": stored_trouble(self._engine)}, "an inspection of the weights"
@@ -260,9 +258,10 @@ class EngineGuard:
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32) if gradients else []
         numbers = [loss.float().reshape(()) / divisor for loss in self._losses]
         device = self._engine.device
-        packet = torch.stack([one.to(device).float() for one in (*numbers, *norms)] or [
-            torch.zeros((), device=device)
-        ]).tolist()
+        packet = torch.stack(
+            [one.to(device).float() for one in (*numbers, *norms)]
+            or [torch.zeros((), device=device)]
+        ).tolist()
         losses = tuple(packet[: len(numbers)])
         finite = all(map(math.isfinite, packet[len(numbers) :]))
         return Reading(
@@ -402,7 +401,7 @@ class EngineGuard:
         divisor = self._engine.gradient_accumulation_steps()
 
         def divided(batch: Any) -> Tensor:
-            return total_loss(loss_fn(batch)) / divisor
+            return total_loss(loss_fn(batch)).div(divisor)
 
         return loss_fn if divisor == 1 else divided
 
@@ -503,17 +502,8 @@ def agreed_reading(readings: list[Reading]) -> Reading:
 def stored_trouble(engine: Any) -> list[str]:
     """Parameters, buffers and optimizer slots of this rank's parts that are non-finite."""
     module, zero = engine.module, engine.optimizer
-    found = []
-    for name, parameter in module.named_parameters():
-        # stage 3 keeps this rank's part beside a parameter that is empty
-        if not is_finite(getattr(parameter, "ds_tensor", parameter)):
-            found.append(f"param:{name}")
+    found = [f"param:{name}" for name, part in parts_held(engine) if not is_finite(part)]
     found += bad_buffers({"": module})
-    third = type(zero) is DeepSpeedZeroOptimizer_Stage3
-    flat = zero.fp32_partitioned_groups_flat if third else zero.single_partition_of_fp32_groups
-    for number, part in enumerate(flat):
-        if not found and not is_finite(part):
-            found.append(f"param:float32 part of group {number}")
     for slots in zero.optimizer.state.values():
         for slot, value in slots.items():
             if isinstance(value, Tensor) and not is_finite(value):
@@ -521,10 +511,34 @@ def stored_trouble(engine: Any) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def parts_held(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """What this rank holds of each parameter, and of its float32 master."""
+    zero = engine.optimizer
+    if type(zero) is not DeepSpeedZeroOptimizer_Stage3:
+        yield from engine.module.named_parameters()
+        for number, part in enumerate(zero.single_partition_of_fp32_groups):
+            yield f"float32 part of group {number}", part
+        return
+    for name, parameter in engine.module.named_parameters():
+        yield name, parameter.ds_tensor[: _real(parameter)]
+    for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+        start = 0
+        for parameter in group:
+            yield engine.param_names[parameter], flat[start : start + _real(parameter)]
+            start += parameter.partition_numel()
+
+
+def _real(parameter: Any) -> int:
+    """Elements of a part that belong to the parameter: the padding after them is not initialised."""
+    size = int(parameter.partition_numel())
+    before = size * dist.get_rank(parameter.ds_process_group)
+    return max(0, min(size, int(parameter.ds_numel) - before))
+
+
 def plain_copy(module: nn.Module, known: dict[int, Any]) -> nn.Module:
     """A copy without hooks, whose parameters are whole; tied ones stay tied."""
-    twin = known.get(id(module))
-    if twin is not None:
+    if id(module) in known:
+        twin: nn.Module = known[id(module)]
         return twin
     twin = known[id(module)] = copy.copy(module)
     fields = vars(twin)

@@ -74,8 +74,9 @@ def guard(trainer: Trainer, config: GuardConfig | None = None) -> TrainerGuard:
     TRANSFORMERS.need(trainer, *WRAPPED, "accelerator", "callback_handler")
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise ConfigError(
-            "DeepSpeed updates the weights inside its engine, where a guard cannot veto; train "
-            "without it."
+            "DeepSpeed updates the weights inside its engine, where this guard cannot veto; call "
+            "stepguard.integrations.deepspeed.guard(trainer.deepspeed) in a callback's "
+            "on_train_begin."
         )
     return TrainerGuard(trainer, _settings(trainer, config or GuardConfig()))
 
