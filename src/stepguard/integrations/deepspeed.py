@@ -529,7 +529,7 @@ def parts_held(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _real(parameter: Any) -> int:
-    """Elements of a part that belong to the parameter: the padding after them is not initialised."""
+    """Elements of a part that belong to the parameter; padding after them is not initialised."""
     size = int(parameter.partition_numel())
     before = size * dist.get_rank(parameter.ds_process_group)
     return max(0, min(size, int(parameter.ds_numel) - before))

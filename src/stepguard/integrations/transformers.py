@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from stepguard._errors import ConfigError, SaveRefused, StepguardError, TrainingHalted
+from stepguard.diagnose.rules.sg900 import CLIPPED, EQUAL_REWARDS, LOGP_DIFFERENCE, ON_POLICY
 from stepguard.engine.context import guarded
 from stepguard.engine.incident.closer_look import bad_tensors
+from stepguard.guard import Guard
 from stepguard.integrations._parts import Framework, HostGuard, around
 from stepguard.records import GuardConfig, Reading, Sink
 from stepguard.report.phrases import count
@@ -94,6 +96,7 @@ class TrainerGuard(HostGuard, TrainerCallback):  # type: ignore[misc]
         self._judged = 0
         """Incidents that checkpoints have been judged by."""
         self._step = TrainingStep(trainer, trainer.training_step)
+        self._signals = RewardSignals(trainer) if RewardSignals.computed_by(trainer) else None
         self._saving = False
         self.refused_saves = 0
         """Checkpoints and models that were not written because the state was bad."""
@@ -176,6 +179,8 @@ class TrainerGuard(HostGuard, TrainerCallback):  # type: ignore[misc]
             self.guards[0].port.micro(loss_fn, self._step.batch(inputs, num_items_in_batch))
         loss = original(model, inputs, num_items_in_batch)
         self._losses.add(loss)
+        if self._signals is not None and self.running:
+            self._signals.follow(self.guards[0])
         return loss
 
     def _log(
@@ -412,6 +417,49 @@ def correct(logs: dict[str, Any], losses: Sequence[float], steps: int, bad_elsew
     norm = logs.get("grad_norm")
     if isinstance(norm, float) and not math.isfinite(norm):
         logs.setdefault(NONFINITE, 1)
+
+
+# --- What TRL's GRPO and RLOO trainers compute of rewards, ratios and entropy, for SG926.
+
+
+SIGNALS = (EQUAL_REWARDS, LOGP_DIFFERENCE, CLIPPED, "kl", "entropy", "reward")
+
+
+class RewardSignals:
+    """Follows the newest value of each, before the trainer averages them over its log line."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._seen = dict.fromkeys(SIGNALS, 0)
+        """Values of the present log line that were followed already."""
+
+    @staticmethod
+    def computed_by(trainer: Any) -> bool:
+        """Does this trainer sample several completions of a prompt and compare their rewards?"""
+        needed = ("_metrics", "_step", "num_iterations", "num_generations")
+        return all(hasattr(trainer, name) for name in needed)
+
+    def follow(self, guard: Guard) -> None:
+        """A micro-batch is over."""
+        trainer = self._trainer
+        metrics = trainer._metrics["train"]
+        for name in SIGNALS:
+            values = metrics.get(name, ())
+            new = len(values) if len(values) < self._seen[name] else len(values) - self._seen[name]
+            self._seen[name] = len(values)
+            if not new or values[-1] is None:
+                continue
+            guard.follow(name, values[-1])
+            if name == CLIPPED and self._on_policy():
+                guard.follow(ON_POLICY, values[-1])
+
+    def _on_policy(self) -> bool:
+        """Have the weights at hand sampled the micro-batch that is just over?"""
+        arguments = self._trainer.args
+        place = (self._trainer._step - 1) % (
+            arguments.steps_per_generation * self._trainer.num_iterations
+        )
+        return bool(place < arguments.gradient_accumulation_steps)
 
 
 # --- Choose the half precision that this machine is fast in.
