@@ -1,4 +1,4 @@
-"""TRL's trainers under `guard(trainer)`: healthy runs stay as they are, wrong signals are reported."""
+"""TRL's trainers under `guard(trainer)`: healthy runs stay as they are, wrong signals are named."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_healthy_run_is_bit_equal_and_nothing_is_reported(kind: str, tmp_path: P
     assert reported(tmp_path, "SG926") == []
     if beta:
         steps = read_run(tmp_path / "run").steps
-        assert "frac_reward_zero_std" in steps[-1].followed
+        assert "frac_reward_zero_std" in steps[-1]["followed"]
 
 
 @pytest.mark.slow

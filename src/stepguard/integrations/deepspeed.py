@@ -198,7 +198,7 @@ class EngineGuard:
         return result
 
     def _update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step, at the end of each accumulation: read, agree, and update or veto."""
+        """The optimizer's step, once in each accumulation: read, agree, and update or veto."""
         context = self._context
         context.step = int(self._engine.global_steps)
         own = Reading(step=context.step)

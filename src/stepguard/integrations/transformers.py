@@ -166,6 +166,10 @@ class TrainerGuard(HostGuard, TrainerCallback):  # type: ignore[misc]
         inner.port.reads_text_with(getattr(trainer, "processing_class", None))
         self._logged = (trainer.state.global_step, len(self.incidents))
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if isinstance(logs, dict):
+            self.logged(logs, state.global_step)
+
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.end_run()
 
@@ -561,7 +565,10 @@ class GradientMonitoringCallback(HostGuard, TrainerCallback):  # type: ignore[mi
         """Report what the line hides: a filtered NaN looks like a loss of 0, and a loss that is
         really 0 teaches nothing.
         """
-        if not isinstance(logs, dict) or "loss" not in logs:
+        if not isinstance(logs, dict):
+            return
+        self.logged(logs, state.global_step)
+        if "loss" not in logs:
             return
         logged = logs["loss"]
         bad_norm = not math.isfinite(float(logs.get("grad_norm", 0.0)))
