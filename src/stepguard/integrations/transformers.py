@@ -434,8 +434,8 @@ class RewardSignals:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._seen = dict.fromkeys(SIGNALS, 0)
-        """Values of the present log line that were followed already."""
+        self._seen: dict[str, tuple[Any, int]] = {}
+        """The list of each log line, and how many of its values were followed already."""
 
     @staticmethod
     def computed_by(trainer: Any) -> bool:
@@ -448,11 +448,12 @@ class RewardSignals:
         trainer = self._trainer
         metrics = trainer._metrics["train"]
         for name in SIGNALS:
-            values = metrics.get(name, ())
-            new = len(values) if len(values) < self._seen[name] else len(values) - self._seen[name]
-            self._seen[name] = len(values)
-            if not new or values[-1] is None:
+            values = metrics.get(name)
+            before, count = self._seen.get(name, (None, 0))
+            # a new line has a new list, which may be as long as the one before
+            if not values or (values is before and len(values) == count) or values[-1] is None:
                 continue
+            self._seen[name] = values, len(values)
             guard.follow(name, values[-1])
             if name == CLIPPED and self._on_policy():
                 guard.follow(ON_POLICY, values[-1])
