@@ -209,7 +209,9 @@ def test_checkpoint_of_a_bad_state_is_refused_on_all_ranks(stage: int, folder: P
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_damaged_weights_are_rewound_to_the_last_checkpoint(stage: int, folder: Path) -> None:
-    training = Training(stage, "fp32")
+    # stage 3 computes with whole copies of small parameters, unless it is told not to
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    training = Training(stage, "fp32", zero=zero)
     with training.guarded() as guard:
         training.run(2)
         training.engine.save_checkpoint(str(folder))
