@@ -477,7 +477,7 @@ class EngineGuard:
 
 
 def agreed_reading(readings: list[Reading]) -> Reading:
-    """That of the first rank whose loss is bad; what is stored and bad anywhere is part of it."""
+    """The reading of the first bad rank, with whatever is stored and bad on any rank."""
     bad = []
     state: dict[str, None] = {}
     gradients: dict[str, None] = {}
