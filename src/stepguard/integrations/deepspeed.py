@@ -110,14 +110,14 @@ class EngineGuard:
         self._undo.callback(self._context.resources.close)
         self._protect = Protection(self._disarmed, functools.partial(outputs.note, "fault"))
         self._losses: list[Tensor] = []
-        """Of the micro-batches of the step at hand, on their device."""
+        """One for each micro-batch of the step at hand, on its device."""
         self._seen: list[tuple[LossFn, Any, RngState]] = []
         """The micro-batches that came through `loss`."""
         self._remembered = False
         self._reading: Reading | None = None
-        """Of the update that was just made or passed over."""
+        """The numbers of the update that was just made or passed over."""
         self._incident: Incident | None = None
-        """Waits for the end of `engine.step`."""
+        """An incident that waits for the end of `engine.step`."""
         self._saved: tuple[int, Path, str] | None = None
         """Step, folder and tag of the newest checkpoint, which was good when it was written."""
         self._closed = False
@@ -441,7 +441,7 @@ class EngineGuard:
     # --- decide, apply, record ---
 
     def _conclude(self, incident: Incident) -> None:
-        """The same on every rank: what is decided depends on what all of them know."""
+        """Decide alike on every rank, by what all ranks know; then apply and record."""
         context = self._context
         plan = None
         if self._saved is not None:
