@@ -104,6 +104,7 @@ def watched(loop: Loop, folder: Path, look_every: LookEvery) -> list[float]:
     guard = stepguard.watch(
         loop.model, loop.optimizer, scheduler=loop.scheduler, state=loop.state, config=config
     )
+    loop.follow = guard.follow
     with guard:
         return [loop.step(step) for step in range(STEPS)]
 

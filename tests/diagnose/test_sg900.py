@@ -43,6 +43,7 @@ def watched(rule: Rule, lines: str, folder: Path, config: GuardConfig) -> RunRec
     exec(compile(lines, f"{rule.code} lines", "exec"), names)
     also = {name: names.get(name) for name in ("scaler", "state")}
     guard = stepguard.watch(names["model"], names["optimizer"], config=config, **also)
+    names["guard"] = guard
     with guard:
         for batch in names["batches"]:
             names["step"](batch)

@@ -805,3 +805,30 @@ def test_the_last_checkpoint_is_good_and_the_schedule_held(
     state = last(out / folder)
     assert not bad_tensors(learned(state))
     assert (state["global_step"], state["lr_schedulers"][0]["last_epoch"]) == (steps, steps - 1)
+
+
+# --- metrics
+
+
+class Scored(Net):
+    """Logs a number beside the loss."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.log("accuracy", torch.tensor(math.nan if self.score is None else self.score))
+        return super().training_step(batch, batch_idx)
+
+    score: float | None = None
+
+
+@pytest.mark.parametrize(("score", "lines"), [(None, 1), (0.5, 0)])
+def test_logged_metric_that_alone_is_nan_is_reported_once(
+    score: float | None, lines: int, tmp_path: Path
+) -> None:
+    module = Scored()
+    module.score = score
+    callback = GuardCallback(changed(QUIET, run_dir=tmp_path / "run"))
+    run(tmp_path, module, batches(), callback)
+    assert callback.incidents == ()
+    notes = [note for note in read_run(tmp_path / "run").notes if note.get("kind") == "metric"]
+    assert len(notes) == lines
+    assert all("accuracy was logged as nan at step 1" in str(note["summary"]) for note in notes)

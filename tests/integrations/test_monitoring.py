@@ -88,6 +88,42 @@ def test_the_callback_alone_vetoes_reports_and_holds_the_schedule(
     assert "is filtered" in said["filtered"] and "nan" in said["filtered"]
 
 
+def with_metric(value: float) -> dict[str, Any]:
+    """A callback that puts a number of its own into each log line, before the guard's sees it."""
+
+    class Accuracy(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            logs["logits/chosen"] = value
+
+    return {"callbacks": [Accuracy()]}
+
+
+@pytest.mark.parametrize(("value", "lines"), [(math.nan, 1), (math.inf, 1), (0.5, 0)])
+@pytest.mark.parametrize("bad_row", [None, 9])
+def test_metric_that_alone_is_not_finite_is_reported_once(
+    value: float, lines: int, bad_row: int | None, tmp_path: Path
+) -> None:
+    made = trainer(tmp_path, regression(), numbers(24, nan_at=bad_row), extra=with_metric(value))
+    monitor = GradientMonitoringCallback(quiet(run_dir=tmp_path / "run"))
+    made.add_callback(monitor)
+    made.train()
+    told = [line for line in journal_lines(tmp_path / "run") if line.get("kind") == "metric"]
+    assert len(told) == lines
+    for line in told:
+        assert line["summary"].startswith(f"logits/chosen was logged as {value} at step 1: only")
+
+
+def test_metric_that_trl_merges_into_its_line_is_seen_by_the_guard(tmp_path: Path) -> None:
+    made = trainer(tmp_path, regression(), numbers(24))
+    original = made.log
+    made.log = lambda logs, *more, **named: original({**logs, "kl": math.nan}, *more, **named)
+    with guard(made, quiet(run_dir=tmp_path / "run")) as watching:
+        made.train()
+        assert watching.incidents == ()
+    told = [line for line in journal_lines(tmp_path / "run") if line.get("kind") == "metric"]
+    assert len(told) == 1 and "kl was logged as nan" in told[0]["summary"]
+
+
 @pytest.mark.parametrize("logging_steps", [1, 3])
 def test_the_callback_counts_losses_that_are_exactly_zero(
     tmp_path: Path, logging_steps: int

@@ -7,12 +7,21 @@ from zoo.silent import (
     wrong_labels,
     wrong_losses,
     wrong_models,
+    wrong_rewards,
     wrong_starts,
     wrong_updates,
 )
 from zoo.silent.plant import PLANTS, Plant
 
-MODULES = (wrong_data, wrong_labels, wrong_losses, wrong_models, wrong_starts, wrong_updates)
+MODULES = (
+    wrong_data,
+    wrong_labels,
+    wrong_losses,
+    wrong_models,
+    wrong_rewards,
+    wrong_starts,
+    wrong_updates,
+)
 
 
 def chosen(names: list[str] | None = None) -> list[Plant]:

@@ -49,6 +49,8 @@ class Loop:
     """A run that is made first, in the same folder."""
     resume: Callable[[], None] = lambda: None
     """Called after it, before this one begins."""
+    follow: Callable[[str, Any], None] = lambda name, value: None
+    """The guard's, while it watches this loop."""
 
     def step(self, number: int) -> float:
         """One update; the loss that a log would show."""

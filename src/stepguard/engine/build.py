@@ -53,7 +53,11 @@ _writing: weakref.WeakValueDictionary[tuple[Path, int, int], Context] = (
     weakref.WeakValueDictionary()
 )
 """The guards of this process that write into a run folder, by folder, rank and lane."""
-ENGINES = {"deepspeed": "DeepSpeed", "megatron": "Megatron"}
+ENGINES = {
+    "deepspeed": ("DeepSpeed", "call stepguard.integrations.deepspeed.guard(engine)"),
+    "megatron": ("Megatron", "train without a guard"),
+}
+"""By package: what people call the engine, and what to do instead."""
 
 
 def build_context(
@@ -64,11 +68,17 @@ def build_context(
     modules: dict[str, nn.Module] | None,
     extra: dict[str, Any] | None,
     config: GuardConfig,
+    *,
+    inside: str = "",
 ) -> Context:
-    """Check what the user gave and open what the guard writes to."""
+    """Check what the user gave and open what the guard writes to.
+
+    `inside`: the engine whose own integration asks, so that its optimizer is not refused.
+    """
     outer = optimizer
     optimizer = real_optimizer(optimizer)
     _refuse_averager(outer)
+    _refuse_engines(model, optimizer, inside)
     _check(model, optimizer, modules, extra)
     scheduler = _checked_schedule(scheduler)
     model = data_parallel_wrapper(model) or model
@@ -223,16 +233,20 @@ def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> 
         ) from fault
 
 
-def _check(model: object, optimizer: object, modules: object, extra: object) -> None:
+def _refuse_engines(model: object, optimizer: object, inside: str) -> None:
     # Engines with an update of their own, told by their package: torch's hooks never run there.
     for item in (model, optimizer):
         packages = {kind.__module__.partition(".")[0] for kind in type(item).__mro__}
-        for package in packages & ENGINES.keys():
+        for package in (packages & ENGINES.keys()) - {inside}:
+            name, instead = ENGINES[package]
             raise ConfigError(
-                f"{type(item).__name__} is {ENGINES[package]}'s: it keeps gradients and weights in "
+                f"{type(item).__name__} is {name}'s: it keeps gradients and weights in "
                 "buffers of its own and updates them itself, where a guard cannot stop an update; "
-                "train without a guard, and look at its checkpoints with stepguard.verify(path)."
+                f"{instead}, and look at its checkpoints with stepguard.verify(path)."
             )
+
+
+def _check(model: object, optimizer: object, modules: object, extra: object) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; give the torch.nn.Module that is trained."

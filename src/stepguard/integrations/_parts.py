@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import MethodType
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from stepguard._errors import ConfigError, SaveRefused
 from stepguard.guard import Guard
@@ -33,6 +34,8 @@ class HostGuard:
         self.running = False
         self._past: tuple[Incident, ...] = ()
         """Incidents of the runs before that one."""
+        self._named: set[str] = set()
+        """Logged numbers that were reported as non-finite."""
         self._run = ExitStack()
         self._undo = ExitStack()
 
@@ -77,6 +80,26 @@ class HostGuard:
             for guard in self.guards:
                 guard.port.settle()
 
+    def logged(self, numbers: Mapping[str, Any], step: int) -> None:
+        """Report, once each, logged numbers that are NaN or Inf while the training is unharmed."""
+        bad = []
+        for name, value in numbers.items():
+            known = name in OF_TRAINING or name.startswith("stepguard/") or name in self._named
+            if not known and isinstance(value, float | Tensor) and _not_finite(value):
+                bad.append(name)
+        # a number that is averaged over many steps may come from a bad one
+        if not bad or not self.running or self.incidents:
+            return
+        self._named.update(bad)
+        port = self.guards[0].port
+        if port.finite():
+            values = ", ".join(f"{name} was logged as {float(numbers[name])}" for name in bad)
+            port.say(
+                "metric",
+                f"{values} at step {step}: only what is logged is wrong, for the loss, the "
+                "gradients and the weights are finite (reported once)",
+            )
+
     def refusal(self, what: str, *, together: bool) -> SaveRefused | None:
         """Why this state must not be saved, also reported by the first guard; None where it may.
 
@@ -103,6 +126,14 @@ class HostGuard:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+OF_TRAINING = ("loss", "grad_norm", "train_loss")
+"""What the guard itself judges."""
+
+
+def _not_finite(value: float | Tensor) -> bool:
+    return (not isinstance(value, Tensor) or value.numel() == 1) and not math.isfinite(value)
 
 
 def around(undo: ExitStack, owner: Any, name: str, call: Callable[..., Any]) -> None:

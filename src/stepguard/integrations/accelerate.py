@@ -44,8 +44,9 @@ def guard(accelerator: Accelerator, config: GuardConfig | None = None) -> Accele
     ACCELERATE.need(accelerator, *NEEDED)
     if accelerator.distributed_type in FOREIGN:
         raise ConfigError(
-            f"{accelerator.distributed_type} updates the weights itself, where a guard cannot "
-            "veto; train without it."
+            f"{accelerator.distributed_type} updates the weights itself, where this guard cannot "
+            "veto; with DeepSpeed call stepguard.integrations.deepspeed.guard(model) with the "
+            "model that accelerator.prepare returned."
         )
     if not accelerator._optimizers:
         raise ConfigError(

@@ -100,6 +100,10 @@ class GuardCallback(HostGuard, Callback):  # type: ignore[misc]
                 scaler=getattr(trainer.precision_plugin, "scaler", None),
                 config=_settings(self.config, trainer, number),
             )
+        if trainer.loggers:
+            connector = trainer._logger_connector
+            LIGHTNING.need(connector, "log_metrics")
+            around(self._run, connector, "log_metrics", partial(self._log, trainer))
         if pl_module.automatic_optimization:
             loop = trainer.fit_loop.epoch_loop
             LIGHTNING.need(loop, "update_lr_schedulers")
@@ -130,6 +134,17 @@ class GuardCallback(HostGuard, Callback):  # type: ignore[misc]
             step.about_to_run(args[0], args[1:], guard.steps)
             guard.port.micro(step, args[0])
         return original(*args, **kwargs)
+
+    def _log(
+        self,
+        trainer: Trainer,
+        original: Callable[..., None],
+        metrics: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        original(metrics, *args, **kwargs)
+        self.logged(metrics, trainer.global_step)
 
     def _hold_schedulers(
         self, original: Callable[..., None], interval: str, update_plateau_schedulers: bool

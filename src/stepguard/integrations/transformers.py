@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from stepguard._errors import ConfigError, SaveRefused, StepguardError, TrainingHalted
+from stepguard.diagnose.rules.sg900 import CLIPPED, EQUAL_REWARDS, LOGP_DIFFERENCE, ON_POLICY
 from stepguard.engine.context import guarded
 from stepguard.engine.incident.closer_look import bad_tensors
+from stepguard.guard import Guard
 from stepguard.integrations._parts import Framework, HostGuard, around
 from stepguard.records import GuardConfig, Reading, Sink
 from stepguard.report.phrases import count
@@ -74,8 +76,9 @@ def guard(trainer: Trainer, config: GuardConfig | None = None) -> TrainerGuard:
     TRANSFORMERS.need(trainer, *WRAPPED, "accelerator", "callback_handler")
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise ConfigError(
-            "DeepSpeed updates the weights inside its engine, where a guard cannot veto; train "
-            "without it."
+            "DeepSpeed updates the weights inside its engine, where this guard cannot veto; call "
+            "stepguard.integrations.deepspeed.guard(trainer.deepspeed) in a callback's "
+            "on_train_begin."
         )
     return TrainerGuard(trainer, _settings(trainer, config or GuardConfig()))
 
@@ -93,6 +96,7 @@ class TrainerGuard(HostGuard, TrainerCallback):  # type: ignore[misc]
         self._judged = 0
         """Incidents that checkpoints have been judged by."""
         self._step = TrainingStep(trainer, trainer.training_step)
+        self._signals = RewardSignals(trainer) if RewardSignals.computed_by(trainer) else None
         self._saving = False
         self.refused_saves = 0
         """Checkpoints and models that were not written because the state was bad."""
@@ -162,6 +166,10 @@ class TrainerGuard(HostGuard, TrainerCallback):  # type: ignore[misc]
         inner.port.reads_text_with(getattr(trainer, "processing_class", None))
         self._logged = (trainer.state.global_step, len(self.incidents))
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if isinstance(logs, dict):
+            self.logged(logs, state.global_step)
+
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.end_run()
 
@@ -175,6 +183,8 @@ class TrainerGuard(HostGuard, TrainerCallback):  # type: ignore[misc]
             self.guards[0].port.micro(loss_fn, self._step.batch(inputs, num_items_in_batch))
         loss = original(model, inputs, num_items_in_batch)
         self._losses.add(loss)
+        if self._signals is not None and self.running:
+            self._signals.follow(self.guards[0])
         return loss
 
     def _log(
@@ -413,6 +423,50 @@ def correct(logs: dict[str, Any], losses: Sequence[float], steps: int, bad_elsew
         logs.setdefault(NONFINITE, 1)
 
 
+# --- What TRL's GRPO and RLOO trainers compute of rewards, ratios and entropy, for SG926.
+
+
+SIGNALS = (EQUAL_REWARDS, LOGP_DIFFERENCE, CLIPPED, "kl", "entropy", "reward")
+
+
+class RewardSignals:
+    """Follows the newest value of each, before the trainer averages them over its log line."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._seen: dict[str, tuple[Any, int]] = {}
+        """The list of each log line, and how many of its values were followed already."""
+
+    @staticmethod
+    def computed_by(trainer: Any) -> bool:
+        """Does this trainer sample several completions of a prompt and compare their rewards?"""
+        needed = ("_metrics", "_step", "num_iterations", "num_generations")
+        return all(hasattr(trainer, name) for name in needed)
+
+    def follow(self, guard: Guard) -> None:
+        """A micro-batch is over."""
+        trainer = self._trainer
+        metrics = trainer._metrics["train"]
+        for name in SIGNALS:
+            values = metrics.get(name)
+            before, count = self._seen.get(name, (None, 0))
+            # a new line has a new list, which may be as long as the one before
+            if not values or (values is before and len(values) == count) or values[-1] is None:
+                continue
+            self._seen[name] = values, len(values)
+            guard.follow(name, values[-1])
+            if name == CLIPPED and self._on_policy():
+                guard.follow(ON_POLICY, values[-1])
+
+    def _on_policy(self) -> bool:
+        """Have the weights at hand sampled the micro-batch that is just over?"""
+        arguments = self._trainer.args
+        place = (self._trainer._step - 1) % (
+            arguments.steps_per_generation * self._trainer.num_iterations
+        )
+        return bool(place < arguments.gradient_accumulation_steps)
+
+
 # --- Choose the half precision that this machine is fast in.
 
 
@@ -512,7 +566,10 @@ class GradientMonitoringCallback(HostGuard, TrainerCallback):  # type: ignore[mi
         """Report what the line hides: a filtered NaN looks like a loss of 0, and a loss that is
         really 0 teaches nothing.
         """
-        if not isinstance(logs, dict) or "loss" not in logs:
+        if not isinstance(logs, dict):
+            return
+        self.logged(logs, state.global_step)
+        if "loss" not in logs:
             return
         logged = logs["loss"]
         bad_norm = not math.isfinite(float(logs.get("grad_norm", 0.0)))

@@ -96,7 +96,9 @@ def has_room(roots: Iterable[nn.Module]) -> bool:
     for root in roots:
         for parameter in root.parameters():
             device = parameter.device
-            needed += 2 * parameter.numel() * parameter.element_size()
+            # DeepSpeed's stage 3 keeps the whole size beside a parameter that is empty
+            elements = getattr(parameter, "ds_numel", parameter.numel())
+            needed += 2 * elements * parameter.element_size()
     free = free_memory()
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

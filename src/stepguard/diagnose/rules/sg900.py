@@ -618,6 +618,56 @@ def _same_task(facts: ResumeFacts) -> bool:
     return facts.loss_now <= highest + (highest - lowest) + 0.1 * abs(highest)
 
 
+# --- SG926: a policy gradient without a signal, or with a wrong one. The names are TRL's.
+
+
+EQUAL_REWARDS = "frac_reward_zero_std"
+"""Followed by every trainer that compares the completions of one prompt."""
+ON_POLICY = "clip_ratio/on_policy"
+"""Share of tokens clipped in a batch that the weights at hand have sampled: their ratio is 1."""
+LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+CLIPPED = "clip_ratio/region_mean"
+MANY_VALUES, FEW_VALUES = 8, 4
+MOST_ON_POLICY, MOST_DIFFERENCE, MOST_CLIPPED, MOST_KL = 0.01, 0.2, 0.5, 10.0
+"""Kernels of two engines differ by some hundredths in a log-probability; a clipped token has left
+the ratios from 0.8 to 1.2; a divergence of 10 per token is one rare token behind an exponential."""
+GONE = 0.05
+"""Entropy in nats, and beside that of the beginning, at which a policy has one answer."""
+
+
+@rule()
+def sg926(case: Case) -> Proof | None:
+    def values(name: str) -> list[float]:
+        found = [one.followed[name] for one in case.recent if name in one.followed]
+        return [value for value in found if not math.isnan(value)]
+
+    def lasting(name: str, count: int) -> list[float]:
+        newest = values(name)[-count:]
+        return newest if len(newest) == count else []
+
+    equal = lasting(EQUAL_REWARDS, MANY_VALUES)
+    if not values(EQUAL_REWARDS):
+        return None
+    if median(lasting(ON_POLICY, FEW_VALUES) or [0.0]) > MOST_ON_POLICY:
+        return likely("ratio", share=median(lasting(ON_POLICY, FEW_VALUES)), count=FEW_VALUES)
+    if median(lasting(LOGP_DIFFERENCE, FEW_VALUES) or [0.0]) > MOST_DIFFERENCE:
+        typical = median(lasting(LOGP_DIFFERENCE, FEW_VALUES))
+        return likely("sampler", difference=typical, factor=math.exp(typical), count=FEW_VALUES)
+    if equal and min(equal) == 1.0:
+        reward = next(reversed(values("reward")), None)
+        return likely("equal", count=len(equal), reward=reward)
+    kl = lasting("kl", FEW_VALUES)
+    if kl and min(kl) > MOST_KL:
+        return likely("kl", least=min(kl), most=max(kl), count=len(kl))
+    clipped = lasting(CLIPPED, MANY_VALUES)
+    if clipped and min(clipped) > MOST_CLIPPED:
+        return likely("clipped", share=median(clipped), count=len(clipped))
+    entropy, late = values("entropy"), lasting("entropy", FEW_VALUES)
+    if late and len(entropy) > FEW_VALUES and max(late) < GONE * min(1.0, entropy[0]):
+        return possible("entropy", begun=entropy[0], most=max(late), count=len(late))
+    return None
+
+
 # --- SG927: weights that were not loaded, or are not tied.
 
 
