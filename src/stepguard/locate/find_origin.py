@@ -26,6 +26,7 @@ from stepguard.locate.replay import (
 )
 from stepguard.locate.source import is_users
 from stepguard.locate.tracer import ReachedError, Tracer
+from stepguard.locate.witness import with_witnesses
 from stepguard.records.incident import Evidence, Origin, Reading, with_evidence
 from stepguard.state.batch import Step, rebuild
 
@@ -169,6 +170,7 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int | None) -
     differs = difference(reading, micro, replayer)
     if differs is not None:
         return replace(with_evidence(origin, Evidence(departs=differs)), reproduced=False)
+    origin = with_witnesses(origin, found.call, replayer)
     return samples.with_samples(origin, found, traced, replayer)
 
 

@@ -315,6 +315,8 @@ class Call:
     inputs: tuple[Operand, ...] = ()
     output: Operand | None = None
     evidence: Evidence = NO_EVIDENCE
+    kernel: Any = None
+    """What it takes to run it again by another path, where it is a kernel."""
 
     @property
     def harmful(self) -> bool:

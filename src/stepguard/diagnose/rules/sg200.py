@@ -1,8 +1,9 @@
-"""SG201 to SG208: arithmetic of the forward pass."""
+"""SG201 to SG209: arithmetic of the forward pass, and kernels."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from stepguard.diagnose.case import (
     EVEN,
@@ -34,7 +35,7 @@ from stepguard.diagnose.rule import (
     singular_inputs,
     zero_divisor,
 )
-from stepguard.records import Operand
+from stepguard.records import Operand, Witness
 
 # --- SG201: something was divided by zero.
 
@@ -354,5 +355,58 @@ def sg208(case: Case) -> Proof | None:
         kind, prove = "fused", possible
     if kind is None:
         return None
+    failing = [one for one in _tried(case) if one.finite is False and one.independent]
+    if failing and not any(one.finite for one in _tried(case)):
+        # the same from code that shares nothing with the kernel: the inputs are to blame
+        prove = possible
     given = tuple(operand for operand in case.inputs if operand.dtype)
-    return prove(kind=KINDS[kind], given=given, nothing=not case.inputs)
+    return prove(
+        kind=KINDS[kind],
+        given=given,
+        nothing=not case.inputs,
+        cleared=_listed(failing) if prove is possible and failing else None,
+        untried=_untried(case),
+    )
+
+
+def _untried(case: Case) -> str | None:
+    """Why no other path was run; None where one was."""
+    reasons = [one.why_not for one in case.evidence.witnesses if one.finite is None]
+    return reasons[0] if reasons and not _tried(case) else None
+
+
+# --- SG209: a kernel gives a bad value where another path to the same result is finite.
+
+
+def _tried(case: Case) -> list[Witness]:
+    return [one for one in case.evidence.witnesses if one.finite is not None]
+
+
+def _listed(witnesses: Sequence[Witness]) -> str:
+    return ", ".join(one.name for one in witnesses)
+
+
+@rule(yields_to="SG204")
+def sg209(case: Case) -> Proof | None:
+    # what differs where the kernel is right computes something else
+    finite = [one for one in _tried(case) if one.finite and one.agrees is not False]
+    independent = [one for one in finite if one.independent]
+    if not finite:
+        return None
+    best = (independent or finite)[0]
+    # a reference that could not be compared anywhere may compute something else
+    sure = bool(independent) and (best.agrees is True or best.path != "reference")
+    also = [one for one in _tried(case) if one.finite is False and not one.independent]
+    output = case.output
+    fields = {
+        "kernel": f"`{case.where.op}`",
+        "name": best.name,
+        "value": best.value,
+        "gives": "NaN" if output is None or output.nan else "Inf",
+        "same": best.agrees is True,
+        "also": _listed(also) or None,
+        "math": best.path == "math",
+        "unfused": best.path == "unfused",
+        "reference": best.path == "reference",
+    }
+    return (certain if sure else likely)("" if best.independent else best.path, **fields)
