@@ -348,6 +348,7 @@ PUBLIC = [
     "Verification",
     "WiringWarning",
     "__version__",
+    "register_reference",
     "replay",
     "verify",
     "watch",

@@ -594,9 +594,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Blame the code that runs now: a custom function, else the user's."""
         function = self._innermost_function()
         if function is not None:
-            return self._opaque(
-                tensor, found, "function", function.name, function.reads, function
-            )
+            return self._opaque(tensor, found, "function", function.name, function.reads, function)
         return self._opaque(tensor, found, "code", user_function() or otherwise, [])
 
     def _test(

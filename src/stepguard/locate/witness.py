@@ -55,8 +55,9 @@ def _key(kernel: Any) -> Any:
     """An autograd function is known by its class, an operator by `namespace::name`."""
     if isinstance(kernel, type) and issubclass(kernel, torch.autograd.Function):
         return kernel
-    if isinstance(kernel, torch._ops.OpOverload):
-        return kernel._schema.name
+    schema = getattr(kernel, "_schema", None)
+    if schema is not None:
+        return schema.name
     # torch.library returns a CustomOpDef, torch.ops a packet
     named = getattr(kernel, "_qualname", None) or getattr(kernel, "_qualified_op_name", None)
     return named or str(kernel)
@@ -222,9 +223,7 @@ def _of_function(call: FunctionCall, caught: _Caught) -> Kernel:
         independent.append(("reference", _called(reference), lambda: run(reference)))
     tensors = [one for one in (*given, *(call.gradients or ())) if numeric(one)]
     if any(one.device.type != "cpu" for one in tensors):
-        independent.append(
-            ("cpu", "the function on the CPU", lambda: run(call.cls.apply, _to_cpu))
-        )
+        independent.append(("cpu", "the function on the CPU", lambda: run(call.cls.apply, _to_cpu)))
     return Kernel(
         run=lambda change: run(call.cls.apply, change),
         inputs=tensors,
@@ -324,9 +323,7 @@ def _untried(why: str) -> Witness:
     return Witness(path="reference", name="a reference", why_not=why)
 
 
-def _inputs_of(
-    kernel: FunctionCall, call: Call, micro: int, replayer: Replayer
-) -> _Caught | None:
+def _inputs_of(kernel: FunctionCall, call: Call, micro: int, replayer: Replayer) -> _Caught | None:
     replayer.clear_gradients()
     # a checkpointed block calls its functions again in the backward
     backward = call.evidence.recomputed or kernel.gradients is not None

@@ -378,6 +378,10 @@ def _untried(case: Case) -> str | None:
 # --- SG209: a kernel gives a bad value where another path to the same result is finite.
 
 
+SAME_CODE = ("again", "wider", "contiguous", "slope")
+"""Paths that run the kernel itself, or its own forward; each has its own sentences."""
+
+
 def _tried(case: Case) -> list[Witness]:
     return [one for one in case.evidence.witnesses if one.finite is not None]
 
@@ -409,4 +413,5 @@ def sg209(case: Case) -> Proof | None:
         "unfused": best.path == "unfused",
         "reference": best.path == "reference",
     }
-    return (certain if sure else likely)("" if best.independent else best.path, **fields)
+    prove = certain if sure else likely
+    return prove(best.path if best.path in SAME_CODE else "", **fields)
