@@ -177,6 +177,12 @@ class StepFacts:
     """Deviation of the loss function's input between samples, beside its size."""
     averages: dict[str, str] = field(default_factory=dict)
     """Average of weights that the guard was given -> digest of what it holds."""
+    recomputed: int = 0
+    """Operations of checkpointed blocks whose second forward was compared with the first."""
+    recomputed_otherwise: tuple[str, ...] = ()
+    """Module and operation of the first that gave another result for the same inputs."""
+    recomputed_share: float = 0.0
+    """Share of its elements that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

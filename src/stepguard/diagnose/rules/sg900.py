@@ -616,3 +616,26 @@ def _same_task(facts: ResumeFacts) -> bool:
         return False
     lowest, highest = min(facts.losses), max(facts.losses)
     return facts.loss_now <= highest + (highest - lowest) + 0.1 * abs(highest)
+
+
+# --- SG924: a checkpointed block that computes something else the second time.
+
+
+@rule(looks=2)
+def sg924(case: Case) -> Proof | None:
+    found = [look for look in case.pair if look.facts.recomputed_otherwise]
+    if len(found) < len(case.pair):
+        return None
+    module, op = found[-1].facts.recomputed_otherwise
+    random = any(word in op for word in RANDOM)
+    return certain(
+        module=module,
+        op=op,
+        share=found[-1].facts.recomputed_share,
+        compared=found[-1].facts.recomputed,
+        random=random,
+    )
+
+
+RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "exponential_")
+"""Parts of the names of operations that draw random numbers."""
