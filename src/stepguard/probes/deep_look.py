@@ -704,6 +704,7 @@ class DeepLook:
         without: Sequence[str] = ()
         if self._updates is not None:
             parameters, without = self._updates.rows(values)
+        rule = "" if self._updates is None else self._updates.rule
         tensors = tensor_rows(values["result"])
         counted = (len(tensors), len(parameters))
         if len(parameters) > MOST_ROWS_KEPT:
@@ -726,6 +727,8 @@ class DeepLook:
             norms_in_eval=self._evaluating(nn.modules.batchnorm._NormBase),
             kept_gradients=min(kept_gradients, default=0.0) > 0.0,
             without_gradient=without_unused_parts(self._roots, without),
+            optimizer=type(self._optimizer).__name__ if rule else "",
+            update_rule=rule,
             **self.observer.notes.facts(values),
             **self.observer.recomputed.facts(values),
         )

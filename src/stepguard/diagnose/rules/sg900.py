@@ -639,3 +639,33 @@ def sg924(case: Case) -> Proof | None:
 
 RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "exponential_")
 """Parts of the names of operations that draw random numbers."""
+
+
+# --- SG925: an optimizer whose updates follow another rule than its name says.
+
+
+PLAIN = 5e-3
+"""Share of an update beyond gradient, running mean and weight, up to which it is plain descent."""
+
+
+@rule(looks=2)
+def sg925(case: Case) -> Proof | None:
+    rules = {look.facts.update_rule for look in case.pair}
+    if len(rules) > 1 or "" in rules:
+        return None
+    measured = [[one for one in look.parameters if one.apart is not None] for look in case.pair]
+    plain_ones = [[one.name for one in rows if (one.apart or 0.0) < PLAIN] for rows in measured]
+    names = [name for name in plain_ones[-1] if name in plain_ones[0]]
+    # of a rule for elements all must agree; Muon leaves some matrices to another optimizer
+    if not names or (
+        "element" in rules
+        and any(len(a) > len(b) for a, b in zip(measured, plain_ones, strict=True))
+    ):
+        return None
+    apart = max(one.apart or 0.0 for one in measured[-1] if one.name in names)
+    return likely(
+        "orthogonal" if "orthogonal" in rules else "element",
+        names=names,
+        optimizer=case.last.facts.optimizer,
+        share=apart,
+    )
