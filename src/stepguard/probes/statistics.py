@@ -336,13 +336,13 @@ def _tells(rule: str, parameter: Tensor, gradient: Tensor, epsilon: float) -> Te
         return None
     if rule == "element":
         size = root_mean_square(gradient)
-        uneven = gradient.abs().double().mean() < UNEVEN * size
+        uneven: Tensor = gradient.abs().double().mean() < UNEVEN * size
         # an epsilon above the gradient makes plain descent of it, by design
         return uneven & (size > 100.0 * epsilon)
     if parameter.dim() != 2 or min(parameter.shape) < 4 or parameter.numel() > MOST_SINGULAR:
         return None
     assert parameter.grad is not None
-    values = torch.linalg.svdvals(plain(parameter.grad).float())
+    values: Tensor = torch.linalg.svdvals(plain(parameter.grad).float())
     middle = values[len(values) // 2]
     # a matrix of low rank has nothing to be made even
     return (values[0] > SPREAD * middle) & (middle > 1e-4 * values[0])
