@@ -70,7 +70,7 @@ def test_step_without_compiled_code_is_not_run_for_it(monkeypatch: pytest.Monkey
     with untouched(step) as keeper:
         replayer = Replayer(step, keeper)
         monkeypatch.setattr(replayer, "run", None)
-        assert not compiled_only(replayer)
+        assert compiled_only(replayer) is None
 
 
 def test_repeated_bits_and_unsteady_ones() -> None:

@@ -111,4 +111,5 @@ def test_fault_that_only_the_compiled_graph_has() -> None:
     )
     origin = loop.step(0, [noise(4, 3)])
     assert origin is not None
-    assert origin.reproduced is True and origin.evidence.compiled_only and origin.phase == "loss"
+    assert origin.reproduced is True and origin.evidence.compiled_only
+    assert (origin.phase, origin.module, origin.op) == ("forward", "", "torch.compile")

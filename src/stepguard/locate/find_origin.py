@@ -13,6 +13,7 @@ from torch import Tensor
 from stepguard.diagnose.source_line import name_operands
 from stepguard.locate import evidence, origins, samples
 from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss, first_reader, huge_operand
+from stepguard.locate.compiled import locate_region
 from stepguard.locate.evidence import HUGE
 from stepguard.locate.operands import Call, plain
 from stepguard.locate.origins import huge_origin, origin_of
@@ -262,8 +263,10 @@ def _makers(traced: Tracer, tensors: list[Tensor | None]) -> list[Call]:
 def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
     """Say why a bad step may be clean when it is run again."""
     origin = replace(evidence.evidence_origin(replayer.step, reading), method="replay")
-    if samples.compiled_only(replayer):
-        return replace(with_evidence(origin, Evidence(compiled_only=True)), reproduced=True)
+    micro = samples.compiled_only(replayer)
+    if micro is not None:
+        origin = replace(with_evidence(origin, Evidence(compiled_only=True)), reproduced=True)
+        return locate_region(replayer, micro, origin)
     return replace(with_evidence(origin, samples.steadiness(replayer)), reproduced=False)
 
 

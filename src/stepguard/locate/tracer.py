@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CellType
@@ -44,6 +44,7 @@ from stepguard.locate.operands import (
     reach,
     storage_key,
     summarise,
+    tensors_in,
 )
 from stepguard.locate.source import Line, ModuleSpans, backward_caller, user_function, user_line
 from stepguard.records.incident import Evidence
@@ -508,12 +509,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
     def _leave_function(self, function: CustomFunction, args: Any, outputs: Any) -> None:
-        for tensor in (*_tensors(outputs), *_tensors(args)):
+        for tensor in (*tensors_in(outputs), *tensors_in(args)):
             self._test(tensor, "function", function.name, function.reads, function)
         saved = [*function.reads, *self._read_all(outputs)]
         # The backward may have saved them; good ones must not be kept in memory.
         function.reads = [read for read in saved if read.flaws]
-        for tensor in _tensors(outputs):
+        for tensor in tensors_in(outputs):
             node: Any = tensor.grad_fn
             if getattr(node, "_forward_cls", None) is None:
                 continue
@@ -535,7 +536,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def test() -> None:
             reads = [*self._read_all(grad_outputs), *function.reads]
-            for tensor in _tensors(grad_inputs):
+            for tensor in tensors_in(grad_inputs):
                 self._test(tensor, "function", function.name, reads, function)
 
         if self._active:
@@ -545,7 +546,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def enter_module(self, args: Any) -> None:
         if self._active:
-            for tensor in _tensors(args):
+            for tensor in tensors_in(args):
                 device = tensor.device.type
                 if self.autocast is None and torch.is_autocast_enabled(device):
                     self.autocast = dtype_name(torch.get_autocast_dtype(device))
@@ -558,15 +559,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._carefully(name, self._leave_module, name, args, output)
 
     def _leave_module(self, name: str, args: Any, output: Any) -> None:
-        given = {storage_key(tensor) for tensor in _tensors(args)}
-        reads = self._read_all([t for t in _tensors(args) if self.maker_of(t) is not None])
-        for tensor in (*_tensors(args), *_tensors(output)):
+        given = {storage_key(tensor) for tensor in tensors_in(args)}
+        reads = self._read_all([t for t in tensors_in(args) if self.maker_of(t) is not None])
+        for tensor in (*tensors_in(args), *tensors_in(output)):
             if self.maker_of(tensor) is not None or storage_key(tensor) not in given:
                 self._test(tensor, "module", name, reads)
 
     def _settle(self, values: Any, function: CustomFunction | None = None) -> None:
         """Blame the code that runs now for bad values that appeared in memory known as good."""
-        for tensor in _tensors(values):
+        for tensor in tensors_in(values):
             maker = self.maker_of(tensor)
             if maker is not None and not maker.uninitialised:
                 self._test(tensor, "code", user_function() or maker.op, [])
@@ -657,7 +658,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _read_all(self, values: Any) -> list[Read]:
         """Describe what a function was given; what no operation made becomes known."""
         reads = []
-        for position, tensor in enumerate(_tensors(values)):
+        for position, tensor in enumerate(tensors_in(values)):
             maker = self.maker_of(tensor) or self.store("constant", tensor)
             read = Read(f"input {position}", tensor, maker)
             if maker.out and numeric(tensor):
@@ -667,7 +668,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _exchange(self, func: Any, args: Any, result: Any) -> None:
         """Make known what a collective wrote: operations of other ranks made it."""
-        tensors = [*_tensors(args), *_tensors(result)]
+        tensors = [*tensors_in(args), *tensors_in(result)]
         makers = [self.maker_of(tensor) for tensor in tensors]
         bad = tuple(maker for maker in makers if maker is not None and maker.out)
         for tensor, maker in zip(tensors, makers, strict=True):
@@ -705,19 +706,9 @@ def _results(invocation: Invocation, result: Any) -> list[Tensor]:
         if invocation.operator.writes(read.name):
             tensor = read.tensor if read.overwritten is None else read.overwritten
             results[id(tensor)] = tensor
-    for tensor in _tensors(result):
+    for tensor in tensors_in(result):
         results[id(tensor)] = tensor
     return list(results.values())
-
-
-def _tensors(result: Any) -> Iterable[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for item in result:
-            yield from _tensors(item)
-    elif isinstance(result, Mapping):
-        yield from _tensors(list(result.values()))
 
 
 def _made_just_now(tensor: Tensor) -> bool:

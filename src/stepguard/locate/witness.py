@@ -414,6 +414,19 @@ def _compared(
     )
 
 
+def first_bad_value(own: list[Tensor], other: list[Tensor]) -> tuple[float | None, bool | None]:
+    """What the other has at the first bad element, and whether the two agree elsewhere."""
+    pairs = []
+    for mine, theirs in zip(own, other, strict=False):
+        if numeric(mine) and mine.shape == theirs.shape and mine.numel():
+            pairs.append((plain(mine), plain(theirs)))
+    for mine, theirs in pairs:
+        if not is_finite(mine):
+            bad = ~mine.isfinite().flatten()
+            return float(theirs.flatten()[bad][0]), _agrees(pairs)
+    return None, _agrees(pairs)
+
+
 def _agrees(pairs: list[tuple[Tensor, Tensor]]) -> bool | None:
     """The same values where both are finite; None where there is no such element."""
     compared = different = 0

@@ -277,15 +277,16 @@ WitnessPath = Literal[
     "math",
     "composite",
     "cpu",
+    "eager",
     "unfused",
     "wider",
     "contiguous",
     "slope",
 ]
 """The same kernel once more; the function registered for it; attention as matrix products; torch's
-decomposition of it; the CPU; the optimizer's loop; a wider dtype; contiguous inputs; the slope of
-its own forward."""
-INDEPENDENT: tuple[WitnessPath, ...] = ("reference", "math", "composite", "cpu", "unfused")
+decomposition of it; the CPU; without the compiler; the optimizer's loop; a wider dtype; contiguous
+inputs; the slope of its own forward."""
+INDEPENDENT: tuple[WitnessPath, ...] = ("reference", "math", "composite", "cpu", "eager", "unfused")
 """Paths that share no code with the kernel."""
 
 

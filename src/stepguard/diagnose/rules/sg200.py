@@ -390,7 +390,7 @@ def _listed(witnesses: Sequence[Witness]) -> str:
     return ", ".join(one.name for one in witnesses)
 
 
-@rule(yields_to="SG204")
+@rule(yields_to="SG204 SG703")
 def sg209(case: Case) -> Proof | None:
     # what differs where the kernel is right computes something else
     finite = [one for one in _tried(case) if one.finite and one.agrees is not False]
