@@ -17,8 +17,8 @@ from benchmarks.parts.machine import RESULTS
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
 PAGE = Path(__file__).parents[1] / "docs" / "evidence.md"
 KEPT = (
-    "The allocator keeps freed memory, as tcmalloc and jemalloc do: else page faults drown one "
-    "per cent. "
+    "The allocator keeps freed memory, as tcmalloc and jemalloc do: page faults would otherwise "
+    "hide one per cent. "
 )
 
 
@@ -87,12 +87,10 @@ def _footnote(workloads: list[dict[str, Any]]) -> str:
     rounds = ", ".join(map(str, _rounds(workloads)))
     threads = f"{facts['threads']} thread" + ("s" if facts["threads"] > 1 else "")
     return (
-        "Median ratio to the unguarded step with the same AdamW (forward, backward, "
-        "`clip_grad_norm_`, update) beside it, "
-        f"and 95 % of that median over {rounds} rounds; `own` is what the check adds by itself, "
-        f"measured with forward "
-        "and backward taken out. `bare again` is the unguarded step on both sides: it shows "
-        "the noise. "
+        "Each figure is the median time of a step, relative to the unguarded step (forward, "
+        "backward, `clip_grad_norm_`, AdamW) that ran next to it. In brackets: the 95 % interval "
+        f"of that median over {rounds} rounds. `own` is the time that the check itself adds. "
+        "`unguarded again` compares the unguarded step with itself and shows the noise. "
         f"{_looks(workloads)}"
         f"{KEPT if facts.get('memory_kept') else ''}"
         f"torch {facts['torch']}, {facts['processor']}, {threads}, {facts['date']}, "

@@ -1,4 +1,4 @@
-"""One training, three times: unguarded it dies, guarded it is told why and survives, repaired it
+"""One training, three times: unguarded it dies, guarded it survives and is explained, repaired it
 never fails.
 
     python -m examples.demo                        # under a minute; writes to ./demo_run
@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -275,14 +277,17 @@ def _verdict(console: Console, guarded: Outcome, run_dir: Path) -> int:
 
 
 def next_commands(guarded: Outcome, run_dir: Path) -> list[str]:
-    """What to type next."""
-    commands = [f"stepguard report {run_dir}"]
+    """What to type next. `make demo` runs in a venv that the shell may not be in."""
+    program = "stepguard"
+    if shutil.which(program) is None:
+        program = os.path.relpath(Path(sys.executable).parent / program)
+    commands = [f"{program} report {run_dir}"]
     if find_spec("matplotlib") is not None:
         # `make demo` installs the core only; plots need the extra `plot`
-        commands.append(f"stepguard plot {run_dir}")
+        commands.append(f"{program} plot {run_dir}")
     capsules = [i.capsule for i in guarded.incidents if i.capsule]
     if capsules:
-        commands.append(f"stepguard replay {run_dir}/{capsules[0]}")
+        commands.append(f"{program} replay {run_dir}/{capsules[0]}")
     return commands
 
 

@@ -2,9 +2,8 @@
 
     python scripts/check_references.py      exit 1 and one line for each dead reference
 
-The pages are docs/project/source-reports.md, docs/why-not.md, docs/how-it-works.md,
-docs/project/source-tree.md and CONTRIBUTING.md. A reference is a piece of code between backticks
-that looks like one of these; all other code is text:
+The pages are docs/project/source-reports.md, docs/why-not.md and those of MAPS. A reference is a
+piece of code between backticks that looks like one of these; all other code is text:
 
     tests/engine/watch/test_gradient_veto.py::test_name     a file, and what is defined in it
     configs/file.yaml::key.inner            a key of a .yaml file
@@ -29,7 +28,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = "docs/project/source-reports.md"
 WHY_NOT = "docs/why-not.md"
-MAPS = ("docs/how-it-works.md", "docs/project/source-tree.md", "CONTRIBUTING.md")
+MAPS = (
+    "docs/how-it-works.md",
+    "docs/evidence.md",
+    "docs/guarantees.md",
+    "docs/stability.md",
+    "docs/project/publishing.md",
+    "docs/project/source-tree.md",
+    "CONTRIBUTING.md",
+)
 NUMBERS = range(1, 265)
 STATES = ("done", "otherwise", "part", "open")
 FOLDERS = ("src", "tests", "docs", "recipes", "benchmarks", "zoo", "scripts", "examples")
@@ -201,7 +208,8 @@ class References:
         module = re.fullmatch(r"python -m ([\w.]+)(?: .*)?", span)
         if module is not None:
             path = self.root / Path(*module[1].split("."))
-            return "" if path.with_suffix(".py").is_file() else f"there is no module {module[1]}"
+            there = path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+            return "" if there else f"there is no module {module[1]}"
         script = LAUNCHED.fullmatch(span)
         if script is None:
             return None

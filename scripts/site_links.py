@@ -32,6 +32,7 @@ PREFIX = "repository/"
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
 FENCED = re.compile(r"(^[ \t]*```.*?^[ \t]*```[ \t]*$)", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
+NUMBERED = re.compile(r"\d+\. ")
 
 
 def on_config(config: Any) -> Any:
@@ -60,7 +61,22 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links of the repository into links of the site."""
-    return site_text(markdown, page.file.src_uri)
+    return site_text(widened(markdown), page.file.src_uri)
+
+
+def widened(markdown: str) -> str:
+    """Indent what belongs to a numbered item by four blanks, so that the list is one list.
+
+    GitHub and `stepguard explain` take three; Python-Markdown would begin a new list after each
+    block of code, and every item would be number 1.
+    """
+    lines = []
+    inside = False
+    for line in markdown.split("\n"):
+        if line and not line.startswith(" "):
+            inside = NUMBERED.match(line) is not None
+        lines.append(f" {line}" if inside and line.startswith("   ") else line)
+    return "\n".join(lines)
 
 
 def site_text(markdown: str, uri: str) -> str:

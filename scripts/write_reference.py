@@ -34,8 +34,7 @@ TOPICS = {
 FURTHER = "Further settings"
 INTRODUCTION = """# Configuration
 
-All fields have a default: `GuardConfig()` vetoes and explains, and writes nothing to disk. The page
-is written from the code by `python scripts/write_reference.py`.
+Every field has a default: `GuardConfig()` vetoes and explains bad steps and writes nothing to disk.
 
 ```python
 policy = stepguard.Policy(max_total=20)
@@ -44,16 +43,17 @@ config = stepguard.GuardConfig(run_dir="runs/a", policy=policy, probes=probes)
 config = stepguard.GuardConfig.from_file("guard.toml")
 ```
 
-The same fields in a file:
-[settings of a script](scripts.md#settings-of-a-script-that-stays-as-it-is). A value that cannot be
-meant is a `ConfigError`. `help(stepguard.GuardConfig)` shows the fields, too.
+In a file (TOML, YAML or JSON) the fields have the same names:
+[settings of a script](scripts.md#settings-of-a-script-that-stays-as-it-is). An invalid value raises
+`ConfigError`. `help(stepguard.GuardConfig)` prints these tables, too
+(`python scripts/write_reference.py` writes them from the code).
 """
 GROUPS = {
-    Policy: "what may be done about an incident, and how much may be lost. "
+    Policy: "what the guard may do about an incident, and how much a run may lose. "
     "[Recovery](recovery.md) says which fault gets which remedy.",
-    Snapshots: "copies of the state in memory, which rewinds go back to.",
-    Probes: "what is measured of healthy and suspicious steps, and what finding a cause may cost.",
-    Ranks: "how ranks wait for each other and are compared.",
+    Snapshots: "copies of the training state in memory, the targets of a rewind.",
+    Probes: "what is measured besides the verdict, and how long locating a cause may take.",
+    Ranks: "how long ranks wait for each other, and how often they are compared.",
 }
 
 
@@ -76,11 +76,13 @@ def configuration() -> str:
 
 
 def _fields(fields: dict[str, tuple[str, str]]) -> str:
-    lines = ["| field | type and default | meaning |", "|---|---|---|"]
+    lines = ["| field | values | default | meaning |", "|---|---|---|---|"]
     for name, (declaration, text) in fields.items():
-        kind = re.sub(r"field\(default_factory=(\w+)\)", r"\1()", declaration.partition(": ")[2])
+        kind, _, default = declaration.partition(": ")[2].partition(" = ")
         kind = kind.replace("str | PathLike[str]", "path")
-        lines.append(f"| `{name}` | `{_cell(kind)}` | {_cell(text)} |")
+        kind = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | "), kind)
+        default = re.sub(r"field\(default_factory=(\w+)\)", r"\1()", default)
+        lines.append(f"| `{name}` | `{_cell(kind)}` | `{_cell(default)}` | {_cell(text)} |")
     return "\n".join(lines) + "\n"
 
 

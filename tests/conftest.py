@@ -6,11 +6,14 @@ Also sorts out the tests that start a process, which `make quick` leaves out.
 from __future__ import annotations
 
 import atexit
+import gc
+import importlib
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,17 +59,46 @@ QUICK = "not process and not slow"
 NOT_QUICK = ("benchmarks", "integrations", "recipes")
 """Folders below tests that `make quick` does not even import: that alone takes half a minute."""
 FULL_LENGTH = "full: only at full length, with STEPGUARD_FULL=1 (`make test-all`)"
+IMPORTED = (
+    "torch._dynamo",
+    "matplotlib.pyplot",
+    "pandas",
+    "wandb",
+    "datasets",
+    "peft",
+    "accelerate",
+    "transformers.trainer",
+    "lightning",
+)
+"""What the whole suite imports while it is collected; a part of it may need none of these."""
 _left_out = 0
 _full_length = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    whole = config.args == config.getini("testpaths") and config.option.markexpr != QUICK
+    _freeze_libraries(whole=whole)
     # A shell that starts the suite in the background ignores Ctrl+C, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", FULL_LENGTH)
     if config.option.markexpr == QUICK:
         processes.watch_for_processes()
+
+
+def _freeze_libraries(*, whole: bool) -> None:
+    """Keep what libraries define out of garbage collection, and out of `gc.get_objects`.
+
+    Tests collect often, and the guard asks for all objects at an incident; most of a test's time
+    went into functions of torch. What the tests themselves define stays visible.
+    """
+    if whole:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in IMPORTED:
+                importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -213,11 +213,11 @@ def _without(package: str) -> str | None:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant("bare", "bare", bare),
-    Variant("control", "bare again (noise)", bare),
+    Variant("bare", "unguarded", bare),
+    Variant("control", "unguarded again (noise)", bare),
     Variant("watch", "stepguard.watch", watched, ours=True),
     Variant("step", "guard.step", stepped, ours=True),
-    Variant("bare, fused", "bare, fused AdamW", bare, fused=True),
+    Variant("bare, fused", "unguarded, fused AdamW", bare, fused=True),
     Variant("watch, fused", "stepguard.watch, fused AdamW", watched, fused=True, ours=True),
     Variant("step, fused", "guard.step, fused AdamW", stepped, fused=True, ours=True),
     Variant("hand-written", "isnan/isinf of loss and norm", seed_loop),

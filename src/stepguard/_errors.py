@@ -6,8 +6,8 @@ StepguardError
 ├── JournalError       a run directory or journal cannot be read
 ├── CapsuleError       a capsule is damaged, too new, or cannot be run here
 ├── StoreError         a checkpoint cannot be written, or none can be opened
-├── StateError         a state cannot be kept, or does not fit the objects it should go into
-└── SaveRefused        a framework was about to save non-finite tensors; nothing was written
+├── StateError         a state cannot be saved, or does not fit the model or optimizer
+└── SaveRefused        a framework tried to save non-finite tensors; nothing was written
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXIT_PREFLIGHT = 5
 
 
 class StepguardError(Exception):
-    """Base of everything stepguard raises on purpose.
+    """Base class of stepguard's exceptions.
 
     except stepguard.StepguardError as error:
         print(error)
@@ -41,7 +41,7 @@ class StepguardError(Exception):
 
 
 class ConfigError(StepguardError, ValueError):
-    """A setting has a value it cannot have; the message says what is allowed.
+    """A setting has an invalid value; the message says what is allowed.
 
     For instance:
 
@@ -50,7 +50,7 @@ class ConfigError(StepguardError, ValueError):
 
 
 class JournalError(StepguardError):
-    """A run directory holds no journal, or one this version cannot read.
+    """A run directory has no journal, or one that this version cannot read.
 
     `stepguard report DIR` ends with exit code 2 and this message.
     """
@@ -66,27 +66,26 @@ class CapsuleError(StepguardError):
 
 
 class StoreError(StepguardError):
-    """A checkpoint was not written, or no checkpoint can be opened; the message names what stands
-    in the way.
+    """A checkpoint could not be written, or none can be opened; the message says why.
 
-        try:
-            done = guard.restore()
-        except stepguard.StoreError:
-            done = 0   # nothing to go on from
+    try:
+        done = guard.restore()
+    except stepguard.StoreError:
+        done = 0   # nothing to resume from
     """
 
 
 class StateError(StepguardError):
-    """The state cannot be kept, or does not fit the objects it should go into; says which part.
+    """A state cannot be saved, or does not fit the model or optimizer; the message says which part.
 
     For instance:
 
-        guard.restore()   # StateError where model or optimizer are others than those saved
+        guard.restore()   # StateError if model or optimizer differ from those saved
     """
 
 
 class SaveRefused(StepguardError):  # noqa: N818 (an outcome, like TrainingHalted)
-    """A save was asked for while stored tensors are non-finite. Nothing was written or deleted.
+    """A save was refused because stored tensors are non-finite. Nothing was written or deleted.
 
     For instance:
 
@@ -112,7 +111,7 @@ class SaveRefused(StepguardError):  # noqa: N818 (an outcome, like TrainingHalte
 
 
 class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the design: it is an outcome, not a fault)
-    """The policy stopped the run. The weights are the newest good ones there are.
+    """The policy stopped the run. The weights are the newest good ones.
 
     except stepguard.TrainingHalted as halted:
         print(halted.incident.summary, halted.state)
@@ -122,18 +121,16 @@ class TrainingHalted(StepguardError):  # noqa: N818 (public name fixed by the de
         super().__init__(incident)
         self.incident = incident
         self.state = state
-        """Checkpoint that holds the newest good state; None without a folder to write to,
-        or nothing good.
-        """
+        """Checkpoint with the newest good state; None without a run directory or a good state."""
         self.restart = restart
-        """Can a new start help: `helps`, `same-fault`, or `change-code`."""
+        """Whether a restart can help: `helps`, `same-fault`, or `change-code`."""
         self.printed = False
-        """Has this process printed the line for launchers, which says the same?"""
+        """Whether this process has printed the same facts as a line for launchers."""
 
     @property
     def __traceback__(self) -> TracebackType | None:
-        """Only the user's frames, whatever prints them (hydra, click, a logger): it is their line
-        that was stopped.
+        """The user's frames only, whatever prints them (hydra, click, a logger): their line was
+        stopped.
         """
         return _without_ours(_TRACEBACK.__get__(self))
 

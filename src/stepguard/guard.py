@@ -1,6 +1,6 @@
-"""The public guard: `Guard.step` runs a step under protection.
+"""The public guard: `Guard.step` runs a training step under protection.
 
-A loop that stays as it is gets its guard from `stepguard.watch` (watching.py).
+`stepguard.watch` (watching.py) makes the guard of a loop that runs its own steps.
 """
 
 from __future__ import annotations
@@ -139,20 +139,19 @@ class Port:
 __all__ = ["Guard", "StepResult"]
 
 GRACE_SHARE = 12
-"""Of `Ranks.timeout`: from a signal until all ranks have to be at the step they stop at."""
+"""Share of `Ranks.timeout` in which, after a signal, all ranks must reach the step they stop at."""
 SAVING = "guard.save() after a bad step"
 """What ranks meet for, as a message about a missing one says."""
 
 
 class Guard:
-    """Protects one model and its optimizer. A context manager; `close` undoes everything it
-    installed.
+    """Protects one model and its optimizer. A context manager; `close` removes every hook.
 
         with stepguard.Guard(model, optimizer, scheduler=scheduler) as guard:
             for batch in loader:
                 result = guard.step(loss_fn, batch)
 
-    `stepguard.watch` takes the same arguments and protects a loop that makes its own steps.
+    `stepguard.watch` takes the same arguments and protects a loop that runs its own steps.
     """
 
     def __init__(
@@ -238,15 +237,15 @@ class Guard:
         atexit.unregister(at_exit)
 
     def step(self, loss_fn: LossFn, *micro_batches: Any) -> StepResult:
-        """One optimizer step: zero_grad, forward and backward per micro-batch, read, decide, clip,
-        update.
+        """Run one optimizer step: zero_grad, forward and backward per micro-batch, read, decide,
+        clip, update.
 
-        `loss_fn(micro_batch)` returns a scalar, or a dict of named scalars that are added;
-        micro-batch losses are added, not averaged. Raises TrainingHalted when the policy stops the
+        `loss_fn(micro_batch)` returns a scalar, or a dict of named scalars, which are added. Losses
+        of micro-batches are added, not averaged. Raises TrainingHalted when the policy stops the
         run.
         """
         if self._closed:
-            raise ConfigError("this guard is closed; make a new one to go on.")
+            raise ConfigError("this guard is closed; build a new one to continue.")
         if isinstance(self._driver, WatchDriver):
             raise ConfigError(
                 "this guard watches a loop that runs its own steps; build stepguard.Guard to call "
@@ -270,35 +269,36 @@ class Guard:
             self._wiring.end_step(missing)
 
     def loss(self, loss_fn: LossFn, batch: Any) -> Tensor:
-        """`loss_fn(batch)`, remembered: a bad step of a watched loop is then replayed as a whole.
+        """Return `loss_fn(batch)` and remember it, so that a bad step of a watched loop can be
+        replayed.
 
             loss = guard.loss(loss_fn, batch)
             loss.backward()
 
-        So its first incident has operation, line and sample, and a capsule, as with `guard.step`.
-        Call backward on what it returns, scaled or divided as you like; a term that the loop adds
-        to it is not part of the replay, and the guard then goes by the model's calls alone.
+        The first incident then has operation, line, sample and a capsule, as with `guard.step`.
+        Call backward on the result; you may scale or divide it. If the loop adds another term to
+        it, the replay covers the model's calls only.
         """
         if self._closed:
             return total_loss(loss_fn(batch))
         if not isinstance(self._driver, WatchDriver):
             raise ConfigError(
-                "guard.loss is for a loop that makes its own steps; build the guard with "
+                "guard.loss is for a loop that runs its own steps; build the guard with "
                 "stepguard.watch, or call guard.step(loss_fn, batch)."
             )
         offer(self._context, loss_fn)
         return self._driver.loss_of(loss_fn, batch)
 
     def save(self) -> Path | None:
-        """Seal the present state now. None: refused, because the state is not good; `last-good`
-        stays as it is.
+        """Save and seal the current state. Returns None if the state is not good: then nothing is
+        saved and `last-good` stays.
 
-        With several ranks all of them call it. Where all hold the same weights
-        (DistributedDataParallel) rank 0 may call it alone, and waits for nobody; the seal says what
-        is missing. Where they do not, a call by one rank is refused after a few seconds.
+        With several ranks, all of them call it. Under DistributedDataParallel rank 0 may call it
+        alone and does not wait; the seal then says which parts are missing. If the ranks hold
+        different weights, a call by one rank is refused after a few seconds.
         """
         if self._driver.waits_for_ranks() and not self._context.agreement.all_here(SAVING, 1.0):
-            told = "NOT saved: the last step was bad, and all ranks deal with it in the next one"
+            told = "NOT saved: the last step was bad; all ranks handle it in the next step"
             self._context.outputs.note("checkpoint", told, refused=self._context.step)
             return None
         self._driver.settle()
@@ -310,20 +310,20 @@ class Guard:
         return self._saving.save()
 
     def restore(self, path: str | PathLike[str] = "last-good") -> int:
-        """Load a sealed checkpoint, RNG and loader position included; damaged ones are passed over,
-        each named.
+        """Load a sealed checkpoint, with random states and loader position. Damaged checkpoints are
+        skipped and named.
 
-        Returns the optimizer steps done. `last-good` is the newest good one; raises StoreError
-        where none is usable.
+        Returns the number of completed optimizer steps. `last-good` is the newest good checkpoint.
+        Raises StoreError if none can be used.
         """
         self._driver.settle()
         return self._saving.restore(path if path == "last-good" else Path(path))
 
     def whatif(self, own: OwnFix | None = None) -> WhatIf:
-        """Train the steps before the last incident again, once for each thing that may help.
+        """Repeat the steps before the last incident once for each remedy that may help.
 
-        Returns the candidates, the best first, and prints the table unless the guard is quiet.
-        `own(model, optimizer)` is a fix of yours to try beside them. The run stays as it is.
+        Returns the candidates, best first, and prints a table unless the guard is quiet. Pass your
+        own fix as `own(model, optimizer)` to compare it. The run itself is not changed.
         """
         if not self._closed:
             self._driver.settle()
@@ -332,10 +332,10 @@ class Guard:
 
     @property
     def loader(self) -> ResumableLoader:
-        """The loader to iterate over: `for batch in guard.loader`. It knows its position."""
+        """The loader to iterate over: `for batch in guard.loader`. Its position is saved."""
         if self._context.data.feed is None:
             raise ConfigError(
-                "this guard was given no loader; give stepguard.Guard(..., loader=loader)."
+                "this guard has no loader; build it with stepguard.Guard(..., loader=loader)."
             )
         return self._context.data.feed
 
@@ -354,51 +354,51 @@ class Guard:
 
     @property
     def name(self) -> str:
-        """Which optimizer of which model this is, for a process with several guards."""
+        """Name of the guarded model and optimizer, for a process with several guards."""
         return self._context.run.name
 
     @property
     def rank(self) -> int:
-        """Rank of this process, 0 without ranks."""
+        """Rank of this process; 0 in a single process."""
         return self._context.agreement.world_rank
 
     @property
     def model(self) -> nn.Module:
-        """The model, as it was given."""
+        """The model that was passed in."""
         return self._context.model
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, without a framework's wrapper around it."""
+        """The optimizer, unwrapped from a framework's own class."""
         return self._context.optimizer
 
     @property
     def scheduler(self) -> Any:
-        """The schedule it was given, None without one."""
+        """The learning-rate schedule, or None."""
         return self._context.scheduler
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The GradScaler it was given, None without one."""
+        """The GradScaler, or None."""
         return self._context.scaler
 
     @property
     def config(self) -> GuardConfig:
-        """The settings it was made with."""
+        """The settings of this guard."""
         return self._context.config
 
     @property
     def armed(self) -> bool:
-        """False once a fault of the guard's own has disarmed it."""
+        """False if an internal fault has disarmed the guard."""
         return self._protect.armed
 
     def follow(self, name: str, value: Tensor | float) -> None:
-        """Record a value of this step beside its loss: a gate, a weight, the norm of a latent.
-        It never waits for the device.
+        """Record a value of this step next to its loss: a gate, a weight, the norm of a latent.
+        This never waits for the device.
 
-        Call it in the loss function, or anywhere before the update. Of a tensor with several
-        elements the largest magnitude is recorded, in the journal, the log and incidents. The value
-        never causes an incident: `stepguard live --stage` can set a limit for it.
+        Call it in the loss function, or anywhere before the update. The journal, the log and
+        incidents show it; for a tensor with several elements, its largest magnitude. The value
+        never causes an incident; `stepguard live --stage` can check a limit.
         """
         if not isinstance(value, Tensor | int | float):
             raise ConfigError(
@@ -408,11 +408,11 @@ class Guard:
             self._context.follow(name, value)
 
     def on_commit(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after every update that really happened: the place for an EMA."""
+        """Call `hook` after every committed update, for instance to update an EMA."""
         self._context.hooks.updated.append(hook)
 
     def close(self) -> None:
-        """Read what is pending, say how the run ended, undo every hook. Safe to call twice."""
+        """Read what is pending, record the run's end, remove every hook. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -461,7 +461,7 @@ class Guard:
     def _last_look(self) -> None:
         """Were the parameters still finite after the last update, which no step will read?"""
         if any(incident.stopped for incident in self._context.incidents[-1:]):
-            return  # told already
+            return  # already reported
         if not self._context.step or self.port.finite():
             return
         transaction = self._driver.transaction
@@ -488,7 +488,7 @@ class Guard:
         """Another guard was made for the same optimizer: this one ends, unless it has."""
         if self._closed:
             return
-        self.port.say("wiring", "this guard ends here: another one was made for the same optimizer")
+        self.port.say("wiring", "this guard is closed: a new one was built for the same optimizer")
         self.close()
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""`watch`: protect a loop that stays as it is."""
+"""`watch`: protect a loop that runs its own steps."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def watch(
     state: dict[str, Any] | None = None,
     config: GuardConfig | None = None,
 ) -> Guard:
-    """Guard a loop that stays as it is: the guard reads and vetoes inside `optimizer.step()`.
+    """Guard an unchanged training loop: the guard reads and vetoes inside `optimizer.step()`.
 
-    `scheduler` and `scaler` are held back by a vetoed update, `modules` are further modules by
-    name (a criterion), `loader` one to iterate over as `guard.loader`, `state` further objects
-    with `state_dict` and `load_state_dict` that belong to the run.
+    A vetoed update does not advance `scheduler` and `scaler`. `modules` are further modules by
+    name, such as a criterion; `loader` becomes `guard.loader`, whose position is saved; `state`
+    holds further objects of the run that have `state_dict` and `load_state_dict`.
 
         guard = stepguard.watch(model, optimizer, scheduler=scheduler)
         for batch in loader:
             optimizer.zero_grad()
-            loss = guard.loss(loss_fn, batch)   # or loss_fn(batch), as it was
+            loss = guard.loss(loss_fn, batch)   # or loss_fn(batch), as before
             loss.backward()
             optimizer.step()
             scheduler.step()

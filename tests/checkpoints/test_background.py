@@ -1,8 +1,9 @@
-"""Saving during training: one save at a time, no copies, and a bad disk is told, not felt."""
+"""A save that is slow, fails or loses its power costs no earlier checkpoint."""
 
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,11 +12,14 @@ from typing import TypeVar
 
 import pytest
 import torch
-from benchmarks.disk.faults import Failing
+from benchmarks.disk.faults import Failing, Recorder
+from benchmarks.disk.powerloss import FATES, DataFate, NameFate, Platter, prefixes
 from benchmarks.disk.states import GOOD, facts_at, state_at
 
-from checkpoints.kit import SIZE, held, names
+from checkpoints.kit import SIZE, held, names, saved
+from stepguard._errors import StoreError
 from stepguard.checkpoints import Background, Store
+from stepguard.checkpoints.seal import entry_of, read_pointer
 from stepguard.state.files import Disk, Operation
 
 Result = TypeVar("Result")
@@ -116,3 +120,73 @@ def test_tensors_are_not_copied_and_let_go_afterwards(tmp_path: Path) -> None:
     disk.go.set()
     background.wait()
     assert there() is None
+
+
+# --- power cuts: what was never synced is dropped or zeroed
+
+
+def _recorded(folder: Path) -> tuple[list[Operation], list[int]]:
+    """The operations of four saves with rotation, and after how many of them each save had
+    returned.
+    """
+    disk = Recorder()
+    folder.mkdir()
+    store = Store(folder, keep=1, keep_every=2, disk=disk)
+    returned = []
+    for step in (1, 2, 3, 4):
+        saved(store, step)
+        returned.append(len(disk.operations))
+    store.close()
+    return disk.operations, returned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "entries"), FATES)
+def test_power_cut_after_any_operation_leaves_what_was_acknowledged(
+    data: DataFate, entries: NameFate, tmp_path: Path
+) -> None:
+    operations, returned = _recorded(tmp_path / "recorded")
+    where = tmp_path / "left"
+    for number, platter in prefixes(tmp_path / "recorded", operations):
+        platter.lay_out(where, data, entries)
+        acknowledged = sum(count <= number for count in returned)
+        if acknowledged:
+            assert entry_of(read_pointer(where)).good
+            opened = Store(where).open()
+            assert opened.passed_over == ()
+            assert acknowledged <= held(opened) <= acknowledged + 1
+        else:
+            assert _step_or_none(where) in (None, 1)
+        saved(Store(where, keep=1), 9)
+        assert held(Store(where).open()) == 9
+        assert not [name for name in names(where) if name.startswith(".")]
+        shutil.rmtree(where)
+
+
+def _step_or_none(folder: Path) -> int | None:
+    try:
+        return held(Store(folder).open())
+    except StoreError:
+        return None
+
+
+def test_the_model_of_a_power_cut_loses_what_was_not_synced(tmp_path: Path) -> None:
+    disk, root = Recorder(), tmp_path / "root"
+    root.mkdir()
+    with disk.new_file(root / "synced") as file:
+        file.write(b"abc")
+        file.sync()
+        file.write(b"def")
+    disk.sync_folder(root)
+    disk.rename(root / "synced", root / "renamed")
+    platter = Platter(root)
+    for operation in disk.operations:
+        platter.apply(operation)
+    left = {}
+    for data, entries in FATES:
+        where = tmp_path / f"{data}-{entries}"
+        platter.lay_out(where, data, entries)
+        left[data, entries] = {path.name: path.read_bytes() for path in where.iterdir()}
+    assert left["dropped", "dropped"] == {"synced": b"abc"}
+    assert left["zeroed", "kept"] == {"renamed": b"abc\0\0\0"}
+    assert left["kept", "newest"] == {"renamed": b"abcdef"}

@@ -1,4 +1,4 @@
-"""Saving: what is sealed, what `last-good` names, what stays when a save fails."""
+"""A folder of checkpoints: what is kept, opened, refused, and who may write."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import errno
 import json
 import math
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +16,15 @@ import pytest
 import torch
 from benchmarks.disk.faults import Failing, Lying, Recorder
 from benchmarks.disk.states import GOOD, facts_at, state_at
+from hypothesis import given
+from hypothesis import strategies as st
 
 import forked
-from checkpoints.kit import SIZE, held, names, saved
+from checkpoints.kit import SIZE, held, in_child, names, saved
 from stepguard._errors import StepguardError, StoreError
-from stepguard.checkpoints import Store, files, read_seal
+from stepguard.checkpoints import Entry, Store, files, read_seal, seal
+from stepguard.checkpoints import store as opening
+from stepguard.checkpoints.seal import removable
 from stepguard.state.files import Operation
 
 DOUBTFUL = replace(GOOD, good=False)
@@ -275,4 +281,299 @@ def test_facts_that_are_not_json_are_refused_before_anything_is_written(tmp_path
         StoreError, match="facts of a checkpoint must be plain JSON values: Object of type Tensor"
     ):
         Store(tmp_path).save(1, {}, {"x": torch.ones(1)}, GOOD)
+    assert names(tmp_path) == []
+
+
+# --- opening: every byte is proven, and damaged checkpoints are passed over by name
+
+
+TENSORS = "tensors-00000.safetensors"
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped weight": (
+        lambda p: flip(p / TENSORS, -5),
+        "is not what was sealed: optimizer/weight/exp_avg_sq differs",
+    ),
+    "flipped header": (
+        lambda p: flip(p / TENSORS, 20),
+        "is not what was sealed: its header differs",
+    ),
+    "flipped fact": (
+        lambda p: flip(p / "facts.json", 5),
+        "is not what was sealed: its digest differs",
+    ),
+    "flipped seal": (lambda p: flip(p / "seal.json", 60), "does not match its own digest"),
+    "torn tensors": (
+        lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes()[:-9]),
+        "is not whole: .* bytes",
+    ),
+    "longer tensors": (
+        lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes() + b"\0"),
+        "is not whole",
+    ),
+    "empty seal": (lambda p: (p / "seal.json").write_bytes(b""), "does not have the form of one"),
+    "no seal": (lambda p: (p / "seal.json").unlink(), "seal.json is missing"),
+    "no facts": (lambda p: (p / "facts.json").unlink(), "facts.json is missing"),
+    "no tensors": (lambda p: (p / TENSORS).unlink(), f"{TENSORS} is missing"),
+    "no folder": (lambda p: shutil.rmtree(p), "is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_passed_over_by_name(damage: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    saved(store, 1, 2)
+    harm, words = DAMAGES[damage]
+    harm(tmp_path / "step-2")
+    opened = store.open()
+    assert held(opened) == 1
+    reasons = " | ".join(f"{passed.path.name}: {passed.reason}" for passed in opened.passed_over)
+    assert "step-2" in reasons
+    with pytest.raises(StoreError, match=words):
+        store.open(tmp_path / "step-2")
+
+
+def test_error_names_every_candidate_and_why(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    saved(store, 1, 2, 3)
+    flip(tmp_path / "step-3" / TENSORS, -5)
+    (tmp_path / "step-2" / "facts.json").unlink()
+    (tmp_path / "step-1" / "seal.json").write_bytes(b"{}")
+    with pytest.raises(StoreError) as caught:
+        store.open()
+    text = str(caught.value)
+    assert "holds no good checkpoint that can be used" in text
+    for line in (
+        "step-3: ",
+        "exp_avg_sq differs",
+        "step-2: ",
+        "facts.json is missing",
+        "step-1: ",
+        "form of one",
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "last-good is missing"),
+        (b"", "does not name a checkpoint"),
+        (b"step-1\n", "does not name a checkpoint"),
+        (b"../../etc/passwd 00000000000000000000000000000000\n", "does not name a checkpoint"),
+        (b"step-1 00000000000000000000000000000000\n", "names step-1 with another seal"),
+        (b"step-9 00000000000000000000000000000000\n", "step-9/seal.json is missing"),
+    ],
+)
+def test_lost_or_damaged_pointer_falls_back_to_the_newest_good_and_says_so(
+    content: bytes | None, words: str, tmp_path: Path
+) -> None:
+    store = Store(tmp_path)
+    saved(store, 1, 2)
+    (tmp_path / "last-good").unlink()
+    if content is not None:
+        (tmp_path / "last-good").write_bytes(content)
+    opened = store.open()
+    assert held(opened) == 2
+    assert [passed.path.name for passed in opened.passed_over] == ["last-good"]
+    assert words in opened.passed_over[0].reason
+    saved(store, 3)
+    assert store.open().passed_over == ()
+
+
+def test_named_checkpoint_is_that_one_or_an_error(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    saved(store, 1, 2, 3)
+    assert held(store.open("step-2")) == held(store.open(tmp_path / "step-2")) == 2
+    flip(tmp_path / "step-2" / TENSORS, -5)
+    with pytest.raises(
+        StoreError, match=r"exp_avg_sq differs.*Other sealed checkpoints in .*: step-3, step-1"
+    ):
+        store.open("step-2")
+    with pytest.raises(StoreError, match=r"step-7/seal\.json is missing"):
+        store.open("step-7")
+
+
+def test_reader_continues_when_its_checkpoint_is_removed_by_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path, keep=1)
+    saved(store, 1)
+    read_seal = opening.read_seal
+
+    def meanwhile(path: Path):  # type: ignore[no-untyped-def]
+        seal = read_seal(path)
+        monkeypatch.setattr(opening, "read_seal", read_seal)
+        saved(store, 2, 3)
+        return seal
+
+    monkeypatch.setattr(opening, "read_seal", meanwhile)
+    opened = Store(tmp_path).open()
+    assert held(opened) == 3
+    assert [(p.path.name, "was removed while" in p.reason) for p in opened.passed_over] == [
+        ("step-1", True)
+    ]
+
+
+def test_opening_changes_nothing_on_disk(tmp_path: Path) -> None:
+    saved(Store(tmp_path), 1)
+    (tmp_path / ".step-2.1-1.tmp").mkdir()
+    before = names(tmp_path), (tmp_path / "last-good").read_bytes()
+    Store(tmp_path).open()
+    assert (names(tmp_path), (tmp_path / "last-good").read_bytes()) == before
+
+
+def test_opened_tensors_can_be_trained_on(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.save(1, state_at(1, 8), {}, GOOD)
+    weight = store.open().tensors["model/weight"].requires_grad_()
+    weight.square().sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, 2 * weight.detach())
+
+
+# --- rotation: the newest good ones and the milestones stay, and the last good one always
+
+
+def _steps(store: Store) -> list[int]:
+    return [entry.step for entry in store.list()]
+
+
+def test_the_newest_good_ones_stay(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    saved(store, *range(1, 6))
+    assert _steps(store) == [5, 4]
+    assert names(tmp_path) == ["last-good", "step-4", "step-5"]
+
+
+def test_milestones_stay_for_good(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=1, keep_every=10)
+    saved(store, 5, 10, 15, 20, 25)
+    assert _steps(store) == [25, 20, 10]
+
+
+def test_milestone_saved_again_after_a_rewind_stays_once(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=1, keep_every=10)
+    saved(store, 10, 15, 10, 15)
+    assert names(tmp_path) == ["last-good", "step-10-2", "step-15"]
+    assert held(store.open()) == 15
+
+
+def test_damaged_folders_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=1)
+    saved(store, 1)
+    (tmp_path / "step-50").mkdir()
+    (tmp_path / "step-60").mkdir()
+    (tmp_path / "step-60" / "seal.json").write_text("{}")
+    saved(store, 2)
+    assert names(tmp_path) == ["last-good", "step-2", "step-50", "step-60"]
+
+
+def _entry(serial: int, step: int, good: bool) -> Entry:
+    health = GOOD if good else DOUBTFUL
+    return Entry(
+        path=Path(f"{serial}"),
+        step=step,
+        serial=serial,
+        health=health,
+        sizes={},
+    )
+
+
+@pytest.mark.slow
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=12),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 7),
+    st.integers(0, 11),
+)
+def test_what_goes_is_never_last_good_nor_among_the_newest_good(
+    kinds: list[tuple[int, bool]], keep: int, keep_every: int | None, last: int
+) -> None:
+    entries = [_entry(serial, *kind) for serial, kind in enumerate(kinds)][::-1]
+    pointed = entries[last].path if last < len(entries) else None
+    going = removable(entries, pointed, keep, keep_every)
+    staying = [entry for entry in entries if entry not in going]
+    good = [entry for entry in entries if entry.good]
+    assert all(entry in staying for entry in good[:keep])
+    assert pointed is None or any(entry.path == pointed for entry in staying)
+    milestones = {entry.step for entry in good if keep_every and entry.step % keep_every == 0}
+    assert milestones <= {entry.step for entry in staying if entry.good}
+    assert len(staying) <= 2 * keep + 1 + len(milestones)
+
+
+# --- what lies in a folder of checkpoints, and what `last-good` names
+
+
+def test_every_flipped_bit_of_the_pointer_is_noticed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    saved(store, 1, 2, 3)
+    whole = (tmp_path / "last-good").read_bytes()
+    for bit in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "last-good").write_bytes(content)
+        opened = store.open()
+        assert (opened.step, len(opened.passed_over)) == (3, 1), bit
+
+
+def test_entries_are_listed_newest_first_and_damaged_ones_apart(tmp_path: Path) -> None:
+    saved(Store(tmp_path), 1, 10, 9)
+    (tmp_path / "step-1" / "seal.json").unlink()
+    listed, damaged = seal.list_entries(tmp_path)
+    assert [entry.path.name for entry in listed] == ["step-9", "step-10"]
+    assert [each.path.name for each in damaged] == ["step-1"]
+
+
+# --- one writer per folder: processes get an error, threads wait
+
+
+def test_second_process_gets_a_clear_error_until_the_first_has_gone(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    saved(store, 1)
+
+    def another() -> None:
+        try:
+            saved(Store(tmp_path), 2)
+        except StoreError as fault:
+            if (
+                "another process writes checkpoints into" in str(fault)
+                and held(Store(tmp_path).open()) == 1
+            ):
+                return
+        raise AssertionError
+
+    assert in_child(another) == 0
+    store.close()
+    assert in_child(lambda: saved(Store(tmp_path), 2)) == 0
+    saved(Store(tmp_path), 3)
+    assert held(store.open()) == 3
+
+
+def test_two_stores_of_one_process_take_turns(tmp_path: Path) -> None:
+    one, other = Store(tmp_path), Store(tmp_path)
+    saved(one, 1)
+    saved(other, 2)
+    one.close()
+    saved(other, 3)
+    saved(one, 4)
+    assert held(other.open()) == 4
+
+
+def test_save_inside_a_save_is_an_error_and_not_a_deadlock(tmp_path: Path) -> None:
+    class Reentrant(Recorder):
+        def perform(self, operation, act):  # type: ignore[no-untyped-def]
+            if operation.path.name == "facts.json" and operation.kind == "create":
+                saved(store, 3)
+            return super().perform(operation, act)
+
+    store = Store(tmp_path, disk=Reentrant())
+    with pytest.raises(StoreError, match="a save cannot start inside a save"):
+        saved(store, 2)
     assert names(tmp_path) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from checkpoints.kit import saved
 from stepguard._errors import StoreError
-from stepguard.checkpoints import Store, read_seal
+from stepguard.checkpoints import Store, files, read_seal, seal
 from stepguard.checkpoints import files as file_plan
 from stepguard.checkpoints import files as pieces
 
@@ -219,3 +221,128 @@ def test_what_may_be_nonfinite_is_sealed_and_said(tmp_path: Path) -> None:
     facts = {"nonfinite_ok": ["model/sentinel", "model/fine"]}
     assert_same(through_disk(tmp_path, tensors, **facts), tensors)
     assert read_seal(tmp_path / "step-1").nonfinite == ("model/sentinel",)
+
+
+# --- tensors as pieces of bytes, and the finite test on their bits
+
+
+def test_finite_test_agrees_with_torch_on_every_bit_pattern_of_two_bytes() -> None:
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        wanted = int((~torch.isfinite(patterns.view(dtype))).sum())
+        found = sum(files.nonfinite(piece, dtype) for piece in files.pieces(patterns.view(dtype)))
+        assert found == wanted > 0
+
+
+def test_finite_test_agrees_with_torch_on_every_bit_pattern_of_one_byte() -> None:
+    patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    for dtype in (d for d in FLOATS if d.itemsize == 1):
+        wanted = int((~torch.isfinite(patterns.view(dtype).to(torch.float32))).sum())
+        assert (
+            sum(files.nonfinite(piece, dtype) for piece in files.pieces(patterns.view(dtype)))
+            == wanted
+            > 0
+        )
+
+
+def test_strided_tensor_comes_in_row_major_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE", 64)
+    for shape in ((5, 7, 11), (3, 40), (200, 1), (1, 33)):
+        tensor = torch.randn(*reversed(shape)).permute(*reversed(range(len(shape))))
+        found = b"".join(bytes(piece) for piece in files.pieces(tensor))
+        assert found == tensor.contiguous().numpy().tobytes(), shape
+
+
+# --- how tensors lie in safetensors files, and which cannot
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (
+            torch.eye(3).to_sparse(),
+            r"m cannot be kept in a checkpoint: it has the layout torch.sparse_coo; hand over",
+        ),
+        (torch.empty(3, device="meta"), "m cannot be kept in a checkpoint: it has no plain memory"),
+        (3.0, "m is a float, not a tensor; plain values belong into the facts"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_with_the_way_out(
+    tensor: Tensor, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StoreError, match=words):
+        Store(tmp_path).save(1, {"m": tensor}, {}, GOOD)
+
+
+def test_name_reserved_by_the_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        StoreError, match="__metadata__ cannot be kept in a checkpoint: it has the one name"
+    ):
+        Store(tmp_path).save(1, {"__metadata__": torch.ones(1)}, {}, GOOD)
+
+
+def test_header_is_aligned_and_wide_elements_come_first(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.ones(3, dtype=torch.float16),
+        "b": torch.ones(2, dtype=torch.float64),
+        "c": torch.ones(5, dtype=torch.complex64),
+    }
+    path = Store(tmp_path).save(1, tensors, {}, GOOD)
+    sealed = read_seal(path).tensors
+    start = sealed["b"].start
+    assert start % 8 == 0
+    assert (sealed["c"].start, sealed["a"].start) == (start + 16, start + 56)
+    assert (path / sealed["a"].file).stat().st_size == start + 62
+
+
+def test_files_are_split_by_size_and_none_is_empty_but_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(files, "FILE_BYTES", 100)
+    store = Store(tmp_path)
+    path = store.save(1, {name: torch.ones(20) for name in "abc"}, {}, GOOD)
+    assert len({sealed.file for sealed in read_seal(path).tensors.values()}) == 3
+    assert len(list(path.glob("*.safetensors"))) == 3
+    path = store.save(2, {}, {}, GOOD)
+    assert len(list(path.glob("*.safetensors"))) == 1
+    assert store.open(path).tensors == {}
+
+
+# --- the seal: every byte of it is proven, and its size is bounded
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    saved(Store(tmp_path), 1)
+    return tmp_path / "step-1"
+
+
+def test_seal_larger_than_any_is_not_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seal, "LARGEST", 100)
+    with pytest.raises(StoreError, match="more than 100 are not read"):
+        read_seal(checkpoint)
+
+
+@pytest.mark.slow
+def test_seal_of_many_tensors_is_written_and_read(tmp_path: Path) -> None:
+    tensors = {f"model/{i}": torch.tensor([float(i)]) for i in range(4000)}
+    store = Store(tmp_path)
+    store.save(1, tensors, {}, GOOD)
+    assert store.open().tensors["model/3999"].item() == 3999.0
+
+
+def test_every_flipped_byte_of_a_seal_is_noticed(checkpoint: Path) -> None:
+    content = (checkpoint / "seal.json").read_bytes()
+    for place in range(0, len(content), 7):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        with pytest.raises(StoreError, match="seal"):
+            seal.parse_seal(bytes(damaged), checkpoint)
+
+
+def test_seal_of_a_later_version_asks_for_an_upgrade(checkpoint: Path) -> None:
+    later = replace(read_seal(checkpoint), schema=seal.SCHEMA + 1)
+    with pytest.raises(StoreError, match="upgrade"):
+        seal.parse_seal(seal.seal_bytes(later), checkpoint)

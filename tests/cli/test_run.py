@@ -409,11 +409,11 @@ def test_an_option_behind_the_script_goes_to_the_script_and_is_explained_if_it_i
     done = guarded(tmp_path, "train.py", "--config=guard.toml")
     assert done.returncode == 2
     assert "unrecognized arguments: --config=guard.toml" in done.stderr
-    assert "--config stands after the script and went to it" in done.stderr
+    assert "--config comes after the script and was passed to it" in done.stderr
     write(tmp_path, "import sys\nprint(sys.argv[1:])\n")
     done = guarded(tmp_path, "train.py", "--config", "theirs")
     assert (done.returncode, done.stdout) == (0, "['--config', 'theirs']\n")
-    assert "stands after" not in done.stderr
+    assert "comes after" not in done.stderr
 
 
 RESUMED = """

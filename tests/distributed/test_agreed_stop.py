@@ -55,7 +55,6 @@ def send(whom: str, number: int, out: Path, process: subprocess.Popen[bytes]) ->
     [
         ("torchrun", signal.SIGTERM, "ddp", "step"),
         ("group", signal.SIGINT, "ddp", "watch"),
-        ("rank 1", signal.SIGTERM, "ddp", "step"),
         ("rank 1", signal.SIGTERM, "fsdp2", "watch"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def train(run: Run, steps: range, harm: int = -1) -> None:
         run.step(own_batch(step, 4, FEATURES))
 
 
+@cache
 def never(wrap: str) -> dict[str, Any]:
     with made("bare", wrap) as run:
         train(run, range(STEPS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,14 @@ def trained(kind: str, loop: str, *, bad: bool = False, **settings: Any) -> tupl
     return made, run
 
 
+@cache
+def bare_state(kind: str, *, bad: bool = False, clip: float | None = None) -> dict[str, Any]:
+    """Where the loop ends without a guard."""
+    made, _ = trained(kind, "bare", bad=bad, clip=clip)
+    state: dict[str, Any] = made.state()
+    return state
+
+
 def cells(*columns: str, loops: tuple[str, ...] = ("step", "watch")) -> list[Any]:
     """One case for each wrapper and loop that it can have."""
     cases: list[Any] = []
@@ -270,7 +279,7 @@ STEPPED = ("step",)
 @pytest.mark.parametrize(("kind", "loop"), cells("healthy"))
 def test_healthy_run_is_bit_identical_to_bare(kind: str, loop: str) -> None:
     made, run = trained(kind, loop)
-    assert difference(made.state(), trained(kind, "bare")[0].state()) == ""
+    assert difference(made.state(), bare_state(kind)) == ""
     assert run.told == []
 
 
@@ -278,7 +287,7 @@ def test_healthy_run_is_bit_identical_to_bare(kind: str, loop: str) -> None:
 @pytest.mark.parametrize(("kind", "loop"), cells("NaN"))
 def test_bad_batch_of_one_rank_costs_that_step_only(kind: str, loop: str) -> None:
     made, run = trained(kind, loop, bad=True)
-    assert difference(made.state(), trained(kind, "bare", bad=True)[0].state()) == ""
+    assert difference(made.state(), bare_state(kind, bad=True)) == ""
     (incident,) = run.incidents
     assert incident.step == BAD_STEP
     assert incident.decision is not None and incident.decision.action == "skip"
@@ -293,7 +302,7 @@ def test_bad_batch_of_one_rank_costs_that_step_only(kind: str, loop: str) -> Non
 @pytest.mark.parametrize(("kind", "loop"), cells("clip", loops=STEPPED))
 def test_clipping_is_that_of_a_bare_loop(kind: str, loop: str) -> None:
     made, _ = trained(kind, loop, clip=CLIP)
-    assert difference(made.state(), trained(kind, "bare", clip=CLIP)[0].state()) == ""
+    assert difference(made.state(), bare_state(kind, clip=CLIP)) == ""
 
 
 @on_ranks(2)
@@ -340,7 +349,7 @@ def test_nan_in_a_weight_of_one_rank_is_undone_on_all(kind: str, loop: str) -> N
     assert incident.origin is not None and incident.origin.rank == 1
     if isinstance(made, Wrapped):
         assert incident.origin.tensor == "param:last.weight"
-        assert difference(made.state(), trained(kind, "bare")[0].state()) == ""
+        assert difference(made.state(), bare_state(kind)) == ""
     else:
         assert str(incident.origin.tensor).startswith("param:") and is_finite(made.state())
 

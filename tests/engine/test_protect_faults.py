@@ -407,17 +407,6 @@ def test_fault_at_any_call_in_any_region_never_reaches_the_loop(
         assert finite or disarmed, target
 
 
-def test_region_ends_a_fault_and_disarms_once() -> None:
-    faults: list[Exception] = []
-    protect = Protection(faults.append)
-    with pytest.warns(GuardDisarmed, match="ValueError: wrong"), protect.region:
-        raise ValueError("wrong")
-    with protect.region:
-        raise ValueError("a second one is not told again")
-    assert not protect.armed
-    assert [str(fault) for fault in faults] == ["wrong"]
-
-
 def test_part_ends_a_fault_and_leaves_the_guard_armed() -> None:
     told: list[str] = []
     protect = Protection(lambda fault: None, told.append)

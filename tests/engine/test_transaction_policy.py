@@ -298,7 +298,10 @@ def test_panel_and_journal_say_what_was_left_out_of_a_partly_committed_step(
 @pytest.mark.filterwarnings("ignore::stepguard.engine.protect.NotExplained")
 @pytest.mark.parametrize(
     ("part", "told"),
-    [("put_back", r"rewind to step .* failed"), ("plan", "could not decide by a fault of its own")],
+    [
+        ("put_back", r"rewind to step .* failed"),
+        ("plan", "could not decide because of an internal fault"),
+    ],
 )
 @pytest.mark.parametrize("loop", LOOPS)
 def test_fault_in_a_rewind_stops_the_run_instead_of_flying_into_the_loop(
@@ -382,7 +385,7 @@ def test_decision_says_what_was_really_done(action: Action) -> None:
     decided = incident_of(decision=decision)
     after = not_applied(decided).decision
     assert after is not None and after.action == INSTEAD.get(action, action)
-    failed = f"{action} failed by a fault of stepguard's own"
+    failed = f"{action} failed because of an internal fault of stepguard"
     assert after.reason == (failed if action in INSTEAD else "why")
     # only a finite anomaly that is only told is let through
     spike, bad = (Verdict(kind=k, severity="incident") for k in ("spike", "nonfinite_loss"))

@@ -44,21 +44,17 @@ from stepguard.engine.incident.closer_look import (
     born_in_update,
     examine,
     exploded,
-    overflows_by_scale,
     presumed_verdict,
     stored_culprit,
     stored_trouble,
     surfaces_only,
     weights_ruined,
-    working_scale,
 )
 from stepguard.engine.incident.situation import Decider
-from stepguard.engine.recover.rewind import PastAttempts
 from stepguard.journal import read_run
 from stepguard.judge.decide import Situation
 from stepguard.ranks.one_decision import OneDecision
 from stepguard.records import Evidence, Incident, Operand, Origin, Reading, Verdict
-from stepguard.state.isolation import rerun
 
 DATA = batches(12)
 
@@ -276,18 +272,6 @@ def test_slow_drift_of_the_weights_is_an_incident() -> None:
     assert 32 <= first[0] < 250
 
 
-def test_nan_never_enters_the_history(tmp_path: Path) -> None:
-    scene = _valley()
-    with Guard(scene.model, scene.optimizer, config=quiet(run_dir=tmp_path)) as guard:
-        _down(guard, scene, 40)
-        guard.step(scene.loss_fn, torch.tensor(NAN))
-        with torch.no_grad():
-            scene.model.height.fill_(60.0)
-        guard.step(scene.loss_fn, torch.tensor(0.0))
-        assert _notes(tmp_path)[-1] == (41, "spike")  # a blinded detector would pass it
-        assert all(map(math.isfinite, guard._context.history.losses))
-
-
 # --- learning rates that were not configured, or are not numbers
 
 
@@ -380,31 +364,6 @@ def test_running_statistic_of_a_norm_layer_must_be_finite() -> None:
     model[1].running_mean[0] = math.nan  # type: ignore[index]
     model.register_buffer("sentinel", torch.tensor(math.inf))
     assert bad_tensors(model) == ("buffer:1.running_mean",)
-
-
-def _overflowing(scale: float) -> Any:
-    """A step whose gradients are finite unless the loss is scaled by more than 1e30."""
-    model = nn.Linear(6, 3)
-
-    def loss(batch: Any) -> torch.Tensor:
-        return model(batch[0]).sum() * 1e8
-
-    return step_of(DATA[0], model=model, loss_fn=loss, scale=scale)
-
-
-def test_static_scale_is_the_only_fault_where_the_step_is_finite_without_it(
-    calm_guard: Guard,
-) -> None:
-    assert overflows_by_scale(calm_guard._context, _overflowing(1e38), BAD)
-    assert not overflows_by_scale(calm_guard._context, step_of(poisoned(DATA[0]), scale=8.0), BAD)
-    assert not overflows_by_scale(calm_guard._context, step_of(DATA[0], scale=1.0), BAD)
-
-
-def test_working_scale_is_half_of_the_largest_that_works() -> None:
-    step = _overflowing(2.0**120)
-    scale = working_scale(step)
-    assert rerun(step, scale=2 * scale).grads_finite
-    assert not rerun(step, scale=4 * scale).grads_finite
 
 
 # --- weights that have exploded
@@ -529,56 +488,12 @@ def _situation(
     return decider._answer(incident, step_of(batch or DATA[0]), committed).situation
 
 
-@pytest.mark.parametrize(
-    ("fields", "fault"),
-    [
-        ({"loss": math.nan}, "data"),
-        ({"kind": "spike"}, "anomaly"),
-        ({"kind": "lr_mismatch"}, "update"),
-        ({"bad_state": ("param:w",)}, "state"),
-        ({"bad_state": ("param:w",), "state_born": True}, "update"),
-        ({"bad_state": ("buffer:b",), "state_born": True}, "data"),
-        ({"committed": True}, "state"),
-    ],
-)
-def test_fault_is_told_by_what_is_bad(guard: Guard, fields: dict[str, Any], fault: str) -> None:
-    assert _situation(guard, **fields).fault == fault
-
-
 def test_ruined_weights_with_nothing_to_go_back_to_are_answered_as_bad_data(guard: Guard) -> None:
     ruined = origin_of(phase="optimizer", evidence=Evidence(weights_ruined=True))
     assert _situation(guard, origin=ruined).fault == "data"
     assert guard._rewinder.snapshots.take() is not None
     guard._rewinder.probation.commit(guard._context.config.snapshots.probation)
     assert _situation(guard, origin=ruined).fault == "state"
-
-
-def test_bad_state_counts_as_the_start_only_before_the_first_commit(guard: Guard) -> None:
-    assert _situation(guard, bad_state=("param:w",)).at_start
-    assert not _situation(guard, bad_state=("param:w",), committed=True).at_start
-    guard.step(lambda b: guard._context.model(b[0]).sum(), DATA[0])
-    assert not _situation(guard, bad_state=("param:w",)).at_start
-
-
-def test_guilty_sample_can_be_left_out_at_its_share(guard: Guard) -> None:
-    situation = _situation(guard, origin=origin_of(samples=(2,)))
-    assert (situation.leave_out, situation.lost_share) == ("sample 2", 0.25)
-    whole = _situation(guard)
-    assert (whole.leave_out, whole.lost_share) == ("", 1.0)
-
-
-def test_step_that_did_not_fail_again_is_retried_once(guard: Guard) -> None:
-    by_chance = origin_of(reproduced=False)
-    assert _situation(guard, origin=by_chance).can_retry
-    guard._rewinder.retried = 0
-    assert not _situation(guard, origin=by_chance).can_retry
-    assert not _situation(guard, origin=origin_of(reproduced=True)).can_retry
-
-
-def test_step_that_an_earlier_attempt_lost_is_known(guard: Guard) -> None:
-    assert not _situation(guard).known
-    guard._rewinder.past = PastAttempts(lost_steps=frozenset({0}))
-    assert _situation(guard).known
 
 
 def _singular(value: Tensor, scene: Scene) -> Tensor:

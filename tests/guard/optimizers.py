@@ -125,12 +125,8 @@ class MADGRAD(Optimizer):
         return loss
 
 
-class ScheduleFreeSGD(Optimizer):
-    """No schedule: numbers in the groups move at every step, and the weights differ in train and
-    eval mode.
-    """
-
-    adaptive = False
+class ScheduleFree(Optimizer):
+    """No schedule: numbers in the groups move at every step."""
 
     def __init__(
         self, params: Params, lr: float = 0.05, momentum: float = 0.9, warmup: int = 4
@@ -141,32 +137,13 @@ class ScheduleFreeSGD(Optimizer):
             "warmup": warmup,
             "k": 0,
             "weight_sum": 0.0,
-            "train_mode": True,
         }
         super().__init__(params, settings)
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        self._between(lambda group: 1 - 1 / group["momentum"], train_mode=False)
-
-    @torch.no_grad()
-    def train(self) -> None:
-        self._between(lambda group: 1 - group["momentum"], train_mode=True)
-
-    def _between(self, weight: Callable[[dict[str, Any]], float], *, train_mode: bool) -> None:
-        for group in self.param_groups:
-            if group["train_mode"] == train_mode:
-                continue
-            for p in group["params"]:
-                if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"], weight(group))
-            group["train_mode"] = train_mode
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = evaluated(closure)
         for group in self.param_groups:
-            assert group["train_mode"], "call optimizer.train() first"
             lr = group["lr"] * min(1.0, (group["k"] + 1) / group["warmup"])
             group["weight_sum"] += lr**2
             share = lr**2 / group["weight_sum"]
@@ -174,23 +151,10 @@ class ScheduleFreeSGD(Optimizer):
                 if p.grad is None:
                     continue
                 z = self.state[p].setdefault("z", p.detach().clone())
-                direction = self._direction(p, group["k"])
-                p.lerp_(z, share).add_(direction, alpha=lr * (group["momentum"] * (1 - share) - 1))
-                z.sub_(direction, alpha=lr)
+                p.lerp_(z, share).add_(p.grad, alpha=lr * (group["momentum"] * (1 - share) - 1))
+                z.sub_(p.grad, alpha=lr)
             group["k"] += 1
         return loss
-
-    def _direction(self, p: Tensor, k: int) -> Tensor:
-        assert p.grad is not None
-        if not self.adaptive:
-            return p.grad
-        second = self.state[p].setdefault("exp_avg_sq", torch.zeros_like(p))
-        second.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
-        return p.grad / ((second / (1 - 0.99 ** (k + 1))).sqrt() + 1e-8)
-
-
-class ScheduleFreeAdamW(ScheduleFreeSGD):
-    adaptive = True
 
 
 class Sophia(Optimizer):
@@ -221,66 +185,6 @@ class Sophia(Optimizer):
                     max=1
                 )
                 p.addcmul_(state["exp_avg"].sign(), ratio, value=-group["lr"])
-        return loss
-
-
-class Prodigy(Optimizer):
-    """Estimates its own step size: `d` and its sums live in the groups and move whatever gradients
-    there are.
-    """
-
-    def __init__(self, params: Params, lr: float = 1.0, d0: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr, "d": d0, "d0": d0, "d_numerator": 0.0, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = evaluated(closure)
-        for group in self.param_groups:
-            d, denominator = group["d"], 0.0
-            group["d_numerator"] *= 0.99
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["p0"], state["s"] = p.detach().clone(), torch.zeros_like(p)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-                group["d_numerator"] += d * float((p.grad * (state["p0"] - p)).sum())
-                state["s"].mul_(0.99).add_(p.grad, alpha=d)
-                state["exp_avg"].mul_(0.9).add_(p.grad, alpha=0.1 * d)
-                state["exp_avg_sq"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01 * d * d)
-                denominator += float(state["s"].abs().sum())
-            if denominator > 0:
-                group["d"] = max(d, min(group["d_numerator"] / denominator, 1.02 * d))
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    p.addcdiv_(
-                        state["exp_avg"],
-                        state["exp_avg_sq"].sqrt() + d * 1e-8,
-                        value=-d * group["lr"],
-                    )
-            group["k"] += 1
-        return loss
-
-
-class Lion(Optimizer):
-    """The sign of an interpolated momentum; decays the weights it has gradients for."""
-
-    def __init__(self, params: Params, lr: float = 1e-3, weight_decay: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = evaluated(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                held = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(held.lerp(p.grad, 0.1).sign_(), alpha=-group["lr"])
-                held.lerp_(p.grad, 0.01)
         return loss
 
 
@@ -470,10 +374,6 @@ def _sam(params: Params) -> SAM:
     return SAM(params, torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
-def _adafactor(params: Params) -> Optimizer:
-    return torch.optim.Adafactor(params, lr=1e-2)
-
-
 def _adamw_8bit(params: Params) -> Optimizer:
     """The real one of bitsandbytes: moments are bytes with a scale for each block."""
     with warnings.catch_warnings():
@@ -490,14 +390,10 @@ OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
     "lookahead": _lookahead,
     "sam": _sam,
     "madgrad": MADGRAD,
-    "schedule-free-sgd": ScheduleFreeSGD,
-    "schedule-free-adamw": ScheduleFreeAdamW,
+    "schedule-free": ScheduleFree,
     "sophia": Sophia,
-    "prodigy": Prodigy,
-    "lion": Lion,
     "shampoo": Shampoo,
     "galore": GaLore,
-    "adafactor": _adafactor,
     "own-state-dict": OwnStateDict,
     "adamw-8bit": _adamw_8bit,
 }

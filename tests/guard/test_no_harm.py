@@ -276,19 +276,6 @@ def test_second_run_leaves_the_checkpoints_of_the_first_alone(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", LOOPS)
-def test_catching_the_halt_and_saving_saves_the_newest_weights(loop: str) -> None:
-    model, reference = plain_net(), plain_net()
-    guarded = Scene(model, torch.optim.SGD(model.parameters(), 0.1))
-    alone = Scene(reference, torch.optim.SGD(reference.parameters(), 0.1))
-    good = [(DATA[i],) for i in range(50)]
-    with pytest.raises(TrainingHalted):
-        LOOPS[loop](guarded, [*good, *[((DATA[0][0] * NAN, DATA[0][1]),)] * 200])
-    bare(alone, good)
-    assert difference(state_of(guarded), state_of(alone)) == ""
-
-
-@pytest.mark.slow
 def test_restart_after_a_stop_goes_on_behind_the_bad_stretch(tmp_path: Path) -> None:
     """The same shard of NaN lies ahead at every start; each start gets further, and the last one
     through.

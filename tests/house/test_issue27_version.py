@@ -48,3 +48,14 @@ def test_conda_recipe_needs_what_the_package_needs() -> None:
 
 def test_readme_fits_two_screens() -> None:
     assert len(read("README.md").splitlines()) <= 80
+
+
+def test_readme_states_the_supported_versions_and_the_licence() -> None:
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    versions = re.findall(r":: (3\.\d+)\"", read("pyproject.toml"))
+    (torch,) = (need for need in project["dependencies"] if need.startswith("torch"))
+    line = found(r"^(`Python .*)$", "README.md")
+    assert f"`Python {versions[0]} - {versions[-1]}`" in line
+    assert f"`{torch.replace('>=', ' >= ')}`" in line
+    assert f"`{project['license']}`" in line
+    assert (ROOT / "src" / "stepguard" / "py.typed").is_file()

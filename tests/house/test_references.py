@@ -383,9 +383,21 @@ def test_search_works_in_a_site_that_is_opened_from_disk(site: Path) -> None:
     with started() as browser:
         page = browser.new_page()
         page.goto((site / "tasks" / "loss-is-nan.html").as_uri())
-        page.fill(".md-search__input", "overflow")
+        page.click(".md-search__input")
+        page.keyboard.type("capsule_limit")
         page.wait_for_selector(".md-search-result__item")
-        assert "matching documents" in page.inner_text(".md-search-result__meta")
+        found = page.inner_text(".md-search-result__list")
+        assert "Capsules" in found
+        assert "Configuration" in found
+
+
+def test_numbered_lists_number(site: Path) -> None:
+    """A block of code between two items is part of the first one."""
+    for code in ("SG201", "SG204", "SG703"):
+        page = (site / "findings" / f"{code}.html").read_text(encoding="utf-8")
+        remedies = page.partition('id="what-to-do"')[2].partition("<h2")[0]
+        assert remedies.count("<ol>") == 1
+        assert remedies.count("<li>") > 1
 
 
 def test_api_page_shows_signatures_and_examples_as_code(site: Path) -> None:

@@ -257,6 +257,36 @@ WORST = (
 """One piece of each of the 25 sentences that a new user found hardest to read."""
 
 
+WORST_IN_CODE = (
+    "That of the step after it",
+    "told by gradients",
+    "has put its own there since",
+    "So many steps are done",
+    "As the first rank: say before",
+    "one of so many usual steps",
+    "And times the largest norm",
+    "So are those that differ by less",
+    "Of the trace of the step before",
+    "Of every watched optimizer",
+    "What a rank has left about this",
+    "for one and the same loss",
+    "What is no model and no optimizer",
+    "a setting that cannot be meant",
+    "not all come: none is waited for",
+    "grow together or not at all",
+    "What has been told and has not been fine",
+    "What the step could go on without",
+    "Of a rise: what an earlier batch must show",
+    "What the step after the look before this one",
+    "it has to reach them before anybody waits",
+    "Not the allocation is the mistake",
+    "Those from which on every step",
+    "The same, of a step with so many",
+    "Those of the incident's findings that this",
+)
+"""One piece of each of the 25 docstrings and comments that a reviewer could not decode."""
+
+
 def texts() -> Iterator[tuple[str, str]]:
     """Every page and source file, on one line each, so that a line break hides nothing."""
     source = ROOT / "src" / "stepguard"
@@ -276,6 +306,22 @@ def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield child.lineno, child.value
 
 
+OBLIQUE = re.compile(r"(?:Of|Those|That of|The same|And|So are)\b")
+"""How a docstring begins that continues its name instead of saying something."""
+
+
+def oblique(source: str) -> list[tuple[int, str]]:
+    """Docstrings, also those of constants and fields, that a reader has to complete."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            first = value.value.strip().partition("\n")[0]
+            if OBLIQUE.match(first):
+                found.append((value.lineno, first))
+    return found
+
+
 def wrong_words(source: str) -> list[tuple[int, str]]:
     return [
         (line, text)
@@ -285,11 +331,11 @@ def wrong_words(source: str) -> list[tuple[int, str]]:
 
 
 def test_none_of_the_worst_sentences_is_left() -> None:
-    assert len(WORST) == 25
+    assert len(WORST) == len(WORST_IN_CODE) == 25
     assert [
         (name, piece)
         for name, text in texts()
-        for piece in WORST
+        for piece in WORST + WORST_IN_CODE
         if piece.casefold() in text.casefold()
     ] == []
 
@@ -298,6 +344,25 @@ def test_messages_keep_to_the_words_of_the_docs() -> None:
     paths = sorted((ROOT / "src").rglob("*.py"))
     found = {str(path): wrong_words(path.read_text(encoding="utf-8")) for path in paths}
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def test_docstrings_do_not_continue_their_names() -> None:
+    paths = sorted((ROOT / "src").rglob("*.py"))
+    found = {str(path): oblique(path.read_text(encoding="utf-8")) for path in paths}
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ('SHARE = 0.5\n"""Of the free memory."""', [2]),
+        ('def f():\n    """The same for tensors."""', [2]),
+        ('"""Of"""\nx = "Of many"', [1]),
+        ('"""Often used."""\n"""Share of the free memory."""', []),
+    ],
+)
+def test_a_docstring_that_continues_its_name_would_be_caught(source: str, lines: list[int]) -> None:
+    assert [line for line, _ in oblique(source)] == lines
 
 
 def test_pages_keep_to_the_style(capsys: pytest.CaptureFixture[str]) -> None:

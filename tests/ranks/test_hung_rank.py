@@ -43,7 +43,7 @@ def test_ranks_at_one_place_are_nothing_to_tell() -> None:
 
 def test_rank_without_a_word_is_dead_or_frozen() -> None:
     places = {0: RankProgress(4, 1, 100.0, ""), 1: RankProgress(4, 1, 10.0, "")}
-    assert behind(places, 90.0) == "rank 1 has said nothing since step 4: dead or frozen"
+    assert behind(places, 90.0) == "rank 1 has not reported since step 4: dead or frozen"
 
 
 def test_many_ranks_are_counted() -> None:

@@ -651,6 +651,20 @@ def test_failure_comes_from_the_data_and_nowhere_else() -> None:
     assert math.isfinite(quality(model)) and LEVELS == 1000
 
 
+def test_commands_of_the_demo_can_be_typed_outside_of_its_venv(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    guarded = demo.Outcome("guarded", 5, 59, 0, 1, 0, 25, 0.1, 0.1, 20.0)
+    command, *_ = demo.next_commands(guarded, Path("demo_run"))
+    assert command == "stepguard report demo_run"
+    monkeypatch.setenv("PATH", "")
+    command, *_ = demo.next_commands(guarded, Path("demo_run"))
+    program, _, rest = command.partition(" ")
+    assert rest == "report demo_run"
+    assert Path(program).resolve() == (Path(sys.executable).parent / "stepguard").resolve()
+
+
 @pytest.mark.full
 def test_picture_is_whole_and_needs_no_network() -> None:
     svg = picture.picture(steps=60)

@@ -223,7 +223,7 @@ def test_folders_are_absolute_and_the_command_line_comes_first(
         ("[probes]\nanomalies = 'no'\n", ("Probes.anomalies", "'no' is not known", "'act'")),
         ("[snapshots]\nprobation = 'many'\n", ("probation='many'", "whole number")),
         ("policy = 'skip'\n", ("must be a table", "[policy]")),
-        ("sinks = []\n", ("sinks is an object of Python",)),
+        ("sinks = []\n", ("sinks is a Python object",)),
         ("= 3\n", ("is not TOML",)),
         ("[policy]\nmax_lost_share = 'x'\n", ("Policy.max_lost_share='x'", "must be a number")),
     ],

@@ -17,18 +17,13 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
 from stepguard.state.batch import (
-    OUTPUT_GRADIENT,
     NotPlainError,
     Refill,
-    bad_batch_tensors,
     batch_without,
-    children,
     in_containers_of,
     named_tensors,
     part_named,
     samples_in,
-    tensor_label,
-    total_loss,
     tree_from_json,
     tree_to_json,
     unwrapped,
@@ -59,18 +54,6 @@ def test_tensors_are_named_by_key_field_position_or_attribute() -> None:
     assert names(ImageRecord(one, "a")) == ["image"]
     assert names(SimpleNamespace(image=one, count=3)) == ["image"]
     assert names(UserDict(ids=one)) == ["ids"]
-
-
-def test_modules_and_recorded_output_gradients_are_not_part_of_a_batch() -> None:
-    assert names({"x": torch.zeros(1), OUTPUT_GRADIENT: {0: torch.zeros(1)}}) == ["x"]
-    assert list(children(nn.Linear(1, 1))) == []
-
-
-def test_bad_tensors_are_labelled_once() -> None:
-    bad = {"x": torch.tensor([math.nan]), "ids": torch.tensor([3])}
-    assert bad_batch_tensors((bad, bad)) == ["batch:x"]
-    assert bad_batch_tensors((torch.tensor([math.inf]),)) == ["batch"]
-    assert tensor_label("x.0") == "batch:x.0"
 
 
 def test_a_rebuilt_batch_has_the_same_containers_and_leaves_the_original_alone() -> None:
@@ -422,16 +405,3 @@ def test_wrappers_are_seen_through_in_any_order() -> None:
 def test_module_of_the_user_with_the_same_attribute_is_kept() -> None:
     model = Holder(nn.Linear(1, 1))
     assert unwrapped(model) is model
-
-
-def test_named_losses_are_added() -> None:
-    weight = torch.tensor(2.0, requires_grad=True)
-    loss = total_loss({"ce": weight * 3, "kl": weight * 0.5})
-    loss.backward()
-    assert loss.item() == 7.0
-    assert weight.grad is not None and weight.grad.item() == 3.5
-
-
-def test_empty_loss_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"empty dict; return .*scalar tensor"):
-        total_loss({})

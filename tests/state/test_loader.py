@@ -121,53 +121,60 @@ def _feed(
 
 def _rng(loader: Any) -> list[Any]:
     own = getattr(loader, "generator", None)
-    numbers = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
-    return [*numbers, own.get_state().tolist() if own is not None else None]
+    drawn = [torch.get_rng_state(), *([] if own is None else [own.get_state()])]
+    numbers = [bytes(state.numpy()) for state in drawn]
+    return [*numbers, random.getstate(), bytes(np.random.get_state()[1])]
 
 
-def _passes(iterable: Any, loader: Any) -> list[Any]:
+def _rows(batch: Tensor) -> list[int]:
+    """The samples that a batch of `Noisy` is made of."""
+    return batch.reshape(-1, 4)[:, 0].int().tolist()
+
+
+@pytest.fixture(autouse=True)
+def _workers_end_with_their_loader(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if request.node.get_closest_marker("process"):
+        gc.collect()
+
+
+def _passes(given: Any, loader: Any) -> list[Any]:
     """Two passes with a draw of the loop's own between batches, and every random state after each
     batch.
     """
     _seed()
     seen: list[Any] = []
     for _ in range(2):
-        for batch in iterable:
+        for batch in given() if callable(given) else given:
             seen.append((batch.tolist(), torch.rand(1).tolist(), _rng(loader)))
     return seen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_and_random_numbers_are_those_of_the_bare_loader(kind: str) -> None:
+def test_batches_and_random_numbers_are_those_of_the_bare_loader_and_indices_are_known(
+    kind: str,
+) -> None:
     _seed()
     bare = KINDS[kind]()
     expected = _passes(bare, bare)
     _seed()
     loader = KINDS[kind]()
     sampler, batch_sampler = loader.sampler, loader.batch_sampler
-    assert _passes(_feed(loader), loader) == expected
-    assert loader.sampler is sampler and loader.batch_sampler is batch_sampler
-    del bare, loader
-    gc.collect()  # workers end with their loader
+    feed = _feed(loader)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_indices_are_those_the_batch_was_made_of(kind: str) -> None:
-    _seed()
-    feed = _feed(KINDS[kind]())
-    for _ in range(2):
+    def known() -> Iterator[Tensor]:
         for batch in feed:
-            made_of = batch.reshape(-1, 4)[:, 0].int().tolist()
-            assert feed.indices_of(batch) == made_of
-    del feed
-    gc.collect()
+            assert feed.indices_of(batch) == _rows(batch)
+            yield batch
+
+    assert _passes(known, loader) == expected
+    assert loader.sampler is sampler and loader.batch_sampler is batch_sampler
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["shuffle", "workers", "stateful", "stateful, own batch sampler", "stateful, workers"]
+    "kind", ["shuffle", "stateful", "stateful, own batch sampler", "stateful, workers"]
 )
 def test_indices_are_known_after_going_to_a_position(kind: str) -> None:
     _seed()
@@ -175,18 +182,13 @@ def test_indices_are_known_after_going_to_a_position(kind: str) -> None:
     iterator = iter(feed)
     next(iterator), next(iterator)
     position = feed.position()
-    rest = [batch.reshape(-1, 4)[:, 0].int().tolist() for batch in iterator]
+    rest = [_rows(batch) for batch in iterator]
     other = _feed(KINDS[kind]())
     other.go_to(position, None)
     assert [other.indices_of(batch) for batch in other] == rest
-    del feed, other, iterator
-    gc.collect()
 
 
-OBSERVED = ("shuffle", "generator", "one by one", "own batch sampler", "persistent workers")
-
-
-@pytest.mark.parametrize("kind", OBSERVED)
+@pytest.mark.parametrize("kind", ["generator", "one by one", "persistent workers"])
 def test_loader_that_no_guard_was_given_is_observed_and_stays_as_it_is(kind: str) -> None:
     _seed()
     bare = KINDS[kind]()
@@ -196,16 +198,13 @@ def test_loader_that_no_guard_was_given_is_observed_and_stays_as_it_is(kind: str
     _seed()
     loader = KINDS[kind]()
     assert _passes(loader, loader) == expected
-    for _ in range(2):
-        for batch in loader:
-            found = recent.find(batch)
-            assert found is not None
-            assert found.indices == tuple(batch.reshape(-1, 4)[:, 0].int().tolist())
-            assert found.delivered.place is None
+    for batch in loader:
+        found = recent.find(batch)
+        assert found is not None
+        assert found.indices == tuple(_rows(batch))
+        assert found.delivered.place is None
     stop_observing(recent)
     assert dict(vars(LoaderIterator)) == methods
-    del bare, loader
-    gc.collect()
 
 
 @pytest.mark.process
@@ -219,8 +218,6 @@ def test_iterator_whose_first_batches_nobody_saw_tells_no_wrong_rows() -> None:
     first = next(iter(loader))
     assert recent.find(first) is not None
     stop_observing(recent)
-    del iterator, loader
-    gc.collect()
 
 
 @pytest.mark.process
@@ -231,13 +228,9 @@ def test_nothing_of_the_guard_stays_in_a_loader_with_persistent_workers() -> Non
     for _ in feed:
         break
     assert loader._iterator._index_sampler is loader.batch_sampler
-    bare = [batch.reshape(-1, 4)[:, 0].int().tolist() for batch in loader]
+    bare = [_rows(batch) for batch in loader]
     assert sorted(index for batch in bare for index in batch) == list(range(SIZE))
-    assert all(
-        feed.indices_of(batch) == batch.reshape(-1, 4)[:, 0].int().tolist() for batch in feed
-    )
-    del feed, loader
-    gc.collect()
+    assert all(feed.indices_of(batch) == _rows(batch) for batch in feed)
 
 
 class Stream(IterableDataset[int]):
@@ -486,9 +479,9 @@ POSITIONED = [
 ]
 
 
-# workers of a stateful loader start slowly, and its second pass is no different
+# workers start slowly, and their second pass is no different
 STOPS = [(kind, 3) for kind in POSITIONED] + [
-    (kind, PASS + 2) for kind in POSITIONED if kind != "stateful-workers"
+    (kind, PASS + 2) for kind in POSITIONED if not kind.endswith("workers")
 ]
 
 

@@ -116,3 +116,55 @@ def data_from_the_beginning(loop: Loop, wrong: bool) -> None:
         feed(loop, 0 if wrong else 150)
 
     feed(after_a_run(loop, "classifier", resume), 0)
+
+
+# --- SG927: weights that were not loaded, or are not tied -----------------------------------------
+
+
+def before_the_first_batch(loop: Loop, load: Callable[[], object]) -> None:
+    """Call `load` when the loop asks for its first batch, as a lazy restore does."""
+    batch, waiting = loop.batch, [load]
+
+    def first(step: int) -> Batch:
+        while waiting:
+            waiting.pop()()
+        return batch(step)
+
+    loop.batch = first
+
+
+@plant("SG927", "classifier")
+def names_of_a_compiled_model(loop: Loop, wrong: bool) -> None:
+    """The file has the prefix of torch.compile; the twin's file lacks a new head."""
+    state = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    if wrong:
+        state = {f"_orig_mod.{name}": value for name, value in state.items()}
+    else:
+        state = {name: value for name, value in state.items() if name.startswith("body.")}
+    before_the_first_batch(loop, lambda: loop.model.load_state_dict(state, strict=False))
+
+
+@plant("SG927", "segmenter")
+def frozen_body_without_a_file(loop: Loop, wrong: bool) -> None:
+    """A frozen layer that the file does not hold; the twin trains what its file does not hold."""
+    frozen = dict(loop.model.named_parameters())
+    first = next(iter(frozen))
+    state = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    del state[first]
+    frozen[first].requires_grad_(not wrong)
+    before_the_first_batch(loop, lambda: loop.model.load_state_dict(state, strict=False))
+
+
+@plant("SG927", "denoiser")
+def body_loaded_under_the_name_of_the_whole(loop: Loop, wrong: bool) -> None:
+    """A part is loaded with the names of the whole; the twin mends it by a second load."""
+    state = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    body = {name: one for name, one in state.items() if name.startswith("body.")}
+
+    def load() -> None:
+        loop.model.body.load_state_dict(body, strict=False)
+        if not wrong:
+            names = {name.removeprefix("body."): one for name, one in body.items()}
+            loop.model.body.load_state_dict(names)
+
+    before_the_first_batch(loop, load)

@@ -317,7 +317,7 @@ class DataFacts:
     targets: int = 0
     """Integer targets of all examples, of which some are ignored."""
     supervised: int = 0
-    """Those that count."""
+    """Targets that the loss counts."""
     masked: int = 0
     """Examples with at least one ignored target."""
     empty: dict[str, int] = field(default_factory=dict)

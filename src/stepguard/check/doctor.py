@@ -187,7 +187,7 @@ def _forward_pass(subject: Subject) -> Section:
     """Call the model in evaluation mode; name the first module whose output is not finite."""
     model, inputs = subject.model, subject.batch
     if model is None or any(parameter.is_meta for parameter in model.parameters()):
-        return not_checked("forward pass", "there is no model with weights")
+        return not_checked("forward pass", "no model with weights was given")
     # Lightning keeps an example under the first name, transformers under the second.
     for name in ("example_input_array", "dummy_inputs"):
         inputs = getattr(model, name, None) if inputs is None else inputs

@@ -81,7 +81,7 @@ def _is_in_folder(folder: Path, name: str, what: str, whole: FileLayout) -> bool
 
 METADATA = ".metadata"
 DATA_SUFFIX = ".distcp"
-"""Of the files with the tensors."""
+"""Suffix of the files that hold tensors."""
 ANOTHER = "the file was written by another save"
 Place = tuple[str, tuple[int, ...]]
 """Name of a tensor, and where a piece of it begins."""
@@ -96,7 +96,7 @@ class Piece(NamedTuple):
     is_transformed: bool
     """Compressed or encrypted by an extension of the writer."""
     shape: tuple[int, ...] | None
-    """As `.metadata` describes it; None for an object."""
+    """Shape in `.metadata`; None for an object."""
 
 
 def check_dcp(whole: FileLayout, files: Sequence[Path], progress: Progress) -> list[FileLayout]:

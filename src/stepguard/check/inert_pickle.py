@@ -51,7 +51,7 @@ MOST_WORK = 20_000_000
 """Items that are compared or copied because an opcode refers to a value of any size."""
 LONGEST_TEXT = 16 << 20
 LONGEST_LINE = 1 << 16
-"""Of a text opcode: GLOBAL, INST, INT, FLOAT, ...; a longer byte string stays in the file."""
+"""Bytes of a text opcode (GLOBAL, INST, INT, FLOAT); longer byte strings stay in the file."""
 LONGEST_INTEGER = 1 << 10
 """Bytes of one integer."""
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -146,7 +146,7 @@ class StorageRecord:
     dtype: str
     elements: int
     start: int | None = None
-    """Of its bytes in the file; None: not found, -1: they do not lie in the file as they are."""
+    """Where its bytes begin in the file; None: not found, -1: stored in another form."""
     held: int = 0
     """Bytes that the file holds for it."""
     is_used: bool = False

@@ -185,7 +185,7 @@ class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.divisor = (abs(float(divisor)), dtype, _user_line())
 
     def _squared_error(self, name: str, args: Any, out: Tensor) -> None:
-        """Of torch, or written by hand: a difference, then its square."""
+        """Recognise a squared error, torch's or a difference that is then squared."""
         target = None
         if name == "mse_loss":
             target = args[1]
@@ -399,7 +399,7 @@ SEALED_MODEL = "model/"
 
 @dataclass(slots=True)
 class CheckpointFacts:
-    """As far as the layout was understood."""
+    """What could be read from a checkpoint's layout."""
 
     path: Path
     config: dict[str, Any] = field(default_factory=dict)

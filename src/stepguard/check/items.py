@@ -44,7 +44,7 @@ from stepguard.state.files import free_memory
 OUTLIER = 1000.0
 """Times the median example."""
 RARE = 0.1
-"""Of the examples."""
+"""Share of the examples below which a value is rare."""
 LEAST_EXAMPLES = 8
 """With fewer examples neither a constant column nor an outlier says anything."""
 LEAST_ELEMENTS = {"real": 16, "ids": 8}

@@ -338,7 +338,7 @@ LARGE_MODEL = 100_000_000
 """Parameters. The 5e-5 comes from a model of 892 million; small ones take rates far higher."""
 WARMUP_STEPS = 2000
 WARMUP_SHARE = 0.01
-"""Of the run: 2000 steps are meant for runs of 200 000."""
+"""Warmup as a share of the run: 2000 steps suit a run of 200 000."""
 
 
 def configured_rate(run: Inspection) -> tuple[float, str]:
@@ -510,7 +510,7 @@ def checklist_warmup(run: Inspection) -> Answer:
 
 SMALL_DIVISOR = 1e-6
 LARGEST_DEVIATION = 10.0
-"""Of the target of a squared error, and the inverse of the smallest."""
+"""Largest standard deviation of a regression target; its inverse is the smallest."""
 
 
 def model_stored_finite(run: Inspection) -> Answer:

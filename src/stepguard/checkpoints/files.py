@@ -273,7 +273,7 @@ def _refuse_odd(name: str, tensor: Tensor) -> None:
         )
     odd = ""
     if name == METADATA:
-        odd = "has the one name that safetensors keeps for itself; give it another"
+        odd = "has a name that safetensors reserves; rename it"
     elif tensor.layout is not torch.strided:
         odd = f"has the layout {tensor.layout}; hand over tensor.to_dense()"
     elif tensor.device.type == "meta" or tensor.is_quantized:

@@ -80,7 +80,7 @@ class SealedFile:
     size: Count
     digest: DigestText
     header: str = ""
-    """Of a file of tensors: the digest of what comes before the first of them."""
+    """Digest of what a tensor file holds before its first tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class Seal:
     ranks: Count = 0
     """How many ranks have a seal of their own beside this one."""
     parts: dict[str, SealedPart] = field(default_factory=dict)
-    """Those of the tensors that are parts of larger ones."""
+    """Tensors that are parts of larger ones, by name."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What a rank has added that is not a tensor: `facts[kind]` is `facts.json[kind][rank]`."""
     schema: int = SCHEMA

@@ -28,7 +28,7 @@ RankOption = Annotated[
         "--rank",
         min=0,
         metavar="K",
-        help="Whose steps to show, in a run on several ranks; by default the lowest.",
+        help="The rank whose steps to show; by default the lowest.",
     ),
 ]
 WhichOption = Annotated[

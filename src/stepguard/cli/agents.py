@@ -384,7 +384,7 @@ class AgentTools:
 
     @property
     def _program(self) -> list[str]:
-        """Where the program comes from, if whoever started the server has said it."""
+        """The program's source, if it was named when the server was started."""
         words: list[str] = []
         for option, value in (("--script", self._script), ("--build", self._build)):
             if value is not None:
@@ -469,7 +469,7 @@ def _cleaned(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """The same without characters that hide or control."""
+    """Remove invisible and control characters from all text in `value`."""
     from stepguard.records.codec import printable, strict_json
 
     if isinstance(value, str):

@@ -18,7 +18,7 @@ from stepguard.cli._results import echo
 from stepguard.cli.agents import mcp, skill
 from stepguard.cli.check import check, selftest
 from stepguard.cli.checkpoints import doctor, quarantine, verify
-from stepguard.cli.run import fix, replay, run, whatif
+from stepguard.cli.run import diff, fix, replay, run, whatif
 from stepguard.cli.runs import compare, explain, live, look, plot, report, serve
 
 COMMANDS: tuple[Callable[..., None], ...] = (
@@ -33,6 +33,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     replay,
     fix,
     whatif,
+    diff,
     verify,
     quarantine,
     doctor,

@@ -29,7 +29,8 @@ Config = Annotated[
 Launcher = Annotated[Path | None, typer.Option(metavar="FILE", help="accelerate's yaml or json.")]
 Data = Annotated[Path | None, typer.Option(metavar="PATH", help="File or folder to scan.")]
 Validation = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="Data that must share no example with it.")
+    Path | None,
+    typer.Option(metavar="PATH", help="Validation data; shares no example with --data."),
 ]
 Checkpoint = Annotated[
     Path | None, typer.Option(metavar="PATH", help="What the run would resume from.")
@@ -47,8 +48,10 @@ IgnoreIndex = Annotated[
 Examples = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Scan at most this many examples.")
 ]
-Only = Annotated[list[str], typer.Option(metavar="ITEM", help="Only this id, section or pattern.")]
-Skip = Annotated[list[str], typer.Option(metavar="ITEM", help="Not this id, section or pattern.")]
+Only = Annotated[
+    list[str], typer.Option(metavar="ITEM", help="Check this id, section or pattern only.")
+]
+Skip = Annotated[list[str], typer.Option(metavar="ITEM", help="Skip this id, section or pattern.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Warnings fail as well.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")]
 

@@ -53,7 +53,7 @@ def run(
         None,
         "--restore",
         metavar="WHICH",
-        help="Go on from a checkpoint of the run folder: last-good, newest, auto (last-good if "
+        help="Resume from a checkpoint of the run folder: last-good, newest, auto (last-good if "
         "there is one) or a path.",
     ),
     webhook: str | None = typer.Option(
@@ -62,7 +62,7 @@ def run(
         envvar=WEBHOOK,
         show_envvar=True,
         metavar="URL",
-        help="Post incidents and a stop there, as Slack takes them.",
+        help="Post incidents and stops to this URL, in Slack's format.",
     ),
 ) -> None:
     """Run a training script under the guard, without changing it.
@@ -127,8 +127,8 @@ def _refuse_no_script(script: str, context: typer.Context, *, module: bool) -> N
                 )
     elif script.startswith("-"):
         wrong = (
-            f"{script} is not an option of `stepguard run`; its own stand before the script "
-            f"({', '.join(OPTIONS)}), those of the script after it. A policy is set in a file: "
+            f"{script} is not an option of `stepguard run`; give its options before the script "
+            f"({', '.join(OPTIONS)}), the script's after it. A policy is set in a file: "
             "--config FILE.toml."
         )
     elif module:
@@ -361,3 +361,67 @@ def fix(
         echo(f"stepguard: wrote {file}", err=True)
     if not written:
         echo("stepguard: nothing is written; --apply writes it", err=True)
+
+
+# --- Two runs of one step beside each other.
+
+
+def diff(
+    one: CapsuleArgument,
+    other: Annotated[
+        str | None,
+        typer.Argument(metavar="OTHER", help="Another run or capsule, or a log written by --save."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="SETTING",
+            help="Instead of OTHER: the same step with dtype=float64, threads=1, split=2, "
+            "sdpa=math, compile=off, deterministic=on or optimizer=plain.",
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json", help="Write the operations, to compare another version with."
+        ),
+    ] = None,
+    script: ScriptOption = None,
+    build: BuildOption = None,
+    as_json: JsonOption = False,
+    yes: YesOption = False,
+) -> None:
+    """Find the first operation whose values differ between two runs of a step. Exit code 1 if any.
+
+    Two capsules (runs, ranks), one capsule under another setting, or a log of another version of
+    your code. This runs your training script, or the function given by --build. For a capsule that
+    was made elsewhere, the command it names is printed and confirmed first.
+    """
+    from stepguard.run import difference
+
+    refuse_no_function(build=build)
+    changed = difference.parse_settings(settings or ())
+    if bool(changed) == bool(other) and not (save and not other):
+        raise ConfigError(
+            "give either OTHER or --with SETTING, to compare with; or --save FILE.json."
+        )
+    code = difference.Code(build, script, _confirm_code(yes))
+    # What the script prints must not mix with the result on stdout.
+    with redirect_stdout(sys.stderr):
+        if changed:
+            log, against = difference.under_settings(Path(one), changed, code)
+        else:
+            log = difference.log_of(Path(one), code)
+            against = log if other is None else difference.log_of(Path(other), code)
+    if save is not None:
+        with writing(save, err=True):
+            difference.write_log(log, save)
+        if against is log:
+            return
+    found = difference.compare(log, against)
+    if as_json:
+        echo_json(found)
+    else:
+        echo("\n".join(difference.spelled(found)))
+    raise typer.Exit(EXIT_OK if found.same else EXIT_SCRIPT_FAILED)

@@ -55,7 +55,7 @@ PageOption = Annotated[
     typer.Option(
         "--out",
         metavar="PATH",
-        help="With --html: where to; - is stdout. By default a file in the (second) run directory.",
+        help="Output file of --html; - is stdout. By default a file in the (second) run directory.",
     ),
 ]
 
@@ -125,7 +125,7 @@ def compare(
         Path,
         typer.Argument(metavar="RUN_A", help="A run directory or journal, such as the original."),
     ],
-    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="The one to compare it with.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="The run to compare it with.")],
     as_json: JsonOption = False,
     html: HtmlOption = False,
     out: PageOption = None,

@@ -80,13 +80,27 @@ class ResumeFacts:
     last: int | None = None
     """The last step of the run before; None where there is no journal of it."""
     losses: tuple[float, ...] = ()
-    """Of its last steps."""
+    """Losses of its last steps."""
     lr: tuple[float, ...] = ()
-    """Of its step with the number of the first one of this process; else of its last step."""
+    """Learning rates at the step where this process begins, else at its last step."""
     lr_restarted: bool = False
     """The rates are those that the run before began with, and its last ones were others."""
     batch_again: bool = False
     """The data begins where it began in the run before, in the middle of an epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFacts:
+    """Where the weights of the model come from, as far as it was observed."""
+
+    untied: tuple[tuple[str, str], ...] = ()
+    """Pairs of parameters that the model's configuration ties, and that are two tensors."""
+    missing: int = 0
+    """Tensors that `load_state_dict(strict=False)` did not fill."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Unfilled tensor -> the name under which the file has one, with another prefix."""
+    frozen: tuple[str, ...] = ()
+    """Unfilled ones that are not trained either."""
 
 
 # --- Ranges of the floating-point formats, without torch.
@@ -260,6 +274,8 @@ class Case:
     """What this run goes on from; None where it does not."""
     targets: TargetFacts | None = None
     """What the first batches teach, where they are those of a causal language model."""
+    weights: WeightFacts | None = None
+    """Where the weights of the model come from."""
 
     @property
     def where(self) -> Origin:

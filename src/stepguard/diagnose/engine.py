@@ -25,7 +25,7 @@ MOST_FINDINGS = 4
 CERTAINTY_ORDER: tuple[str, ...] = get_args(Certainty)
 Found = tuple[Rule, Proof]
 HEALTHY_SERIES = "SG9"
-"""Of a run in which every step is finite: silent failures and forecasts."""
+"""Prefix of codes for runs whose steps are all finite: silent failures and forecasts."""
 SERIES = ("SG90", "SG91", "SG92")
 """Silent failures."""
 FORECAST_SERIES = "SG95"

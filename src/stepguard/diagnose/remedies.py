@@ -404,7 +404,7 @@ IN_PLACE = {
     "sqrt": ("{by}.clamp_(min=1e-12)", "{y} stays above 0, where the slope is finite"),
     "exp": ("{by}.clamp_(max={most})", "it stays finite"),
 }
-"""Of operations that change their operand: what to write for the one that fails, and what it does.
+"""In-place operations: what to write instead of the one that fails, and what that does.
 """
 EXPONENTS = {"float16": ("5.0", "10.0")}
 """What exp may be given: so that room is left for what follows, and where larger values are usual,
@@ -482,7 +482,7 @@ def _made_harmless(found: Expression, name: str, most: str) -> Remedy:
 
 
 def _written(fix: Remedy, found: Expression, most: str) -> Remedy:
-    """Their line, with the safe function in place of what failed."""
+    """Write the user's line with the safe function in place of what failed."""
     x, *others = found.operands
     why = fix.title.format(x=f"`{x}`", y=f"`{''.join(others[:1])}`")
     return found.instead(_filled(fix, x, others, found.settings, most), why, fix.safety)
@@ -510,7 +510,7 @@ def _filled(
 
 
 def _in_general(fix: Remedy, case: Case) -> Remedy:
-    """The same without their expression, which is not in the line or is there more than once."""
+    """Write the remedy without the user's expression, which is not in the line or not unique."""
     use = _filled(fix, "x", ["y"] if "y}" in fix.snippet else [])
     for function in SAFE_FUNCTION.findall(fix.snippet)[:1]:
         use = f"stepguard.numerics.{function}"

@@ -214,7 +214,7 @@ def _open_journal(context: Context, run_dir: str | PathLike[str]) -> None:
 
 
 def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> T:
-    """A folder that cannot be written from the start is a setting that cannot be meant."""
+    """Make an output in `folder`; ConfigError if the folder cannot be written."""
     try:
         return make(Path(folder))
     except OSError as fault:

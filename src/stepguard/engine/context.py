@@ -217,7 +217,7 @@ class LeadUp:
     snapshot: Snapshot | None = None
     """Where the steps began; None: with the bad step itself."""
     steps: list[WindowStep] = field(default_factory=list)
-    """Those since the snapshot, without the bad one."""
+    """Steps since the snapshot, without the bad one."""
     earlier: list[WindowStep] = field(default_factory=list)
     """Healthy steps from before the snapshot."""
     failed_before: list[WindowStep] = field(default_factory=list)
@@ -291,7 +291,7 @@ class MeantNonFinite:
     names it.
     """
     ignored: set[int] = field(default_factory=set)
-    """Their ids, which the cheap check leaves out."""
+    """Ids of the tensors that the cheap check skips."""
     first_buffers: list[tuple[str, Tensor]] = field(default_factory=list)
     """Full name and extremes of every buffer before the first step, and of what further objects
     keep; on the device until something is wrong."""
@@ -306,7 +306,7 @@ class DataFeed:
     recent: RecentBatches | None = None
     """The last batches that this loader, or else any DataLoader of the process, delivered."""
     tokenizer: Any = None
-    """Of the user's Trainer: what makes text of `input_ids`."""
+    """The Trainer's tokenizer, which turns `input_ids` into text."""
     ledger: Ledger | None = None
     """Where lost samples are written down; made with the first loss."""
 
@@ -316,7 +316,7 @@ class LossScales:
     """What is known of loss scales and overflows."""
 
     static: float = 1.0
-    """Falls when it is what overflows."""
+    """The static loss scale; halved when the scale itself makes gradients overflow."""
     worked: float | None = None
     """The highest loss scale at which an update was made."""
     loss_overflows: int = 0
@@ -528,7 +528,7 @@ class Context:
         self.memory.attached.remember()
 
     def put_back(self) -> None:
-        """As if the step's forward and backward had never run."""
+        """Undo what the step's forward and backward changed."""
         self.buffers.restore()
         reset = self.memory.attached.restore()
         if reset:

@@ -76,7 +76,7 @@ class Protection:
     def disarm(self, fault: Exception) -> None:
         """Warn once and stay out of the way from now on."""
         self.armed = False
-        message = f"stepguard disarmed itself after a fault of its own: {in_words(fault)}"
+        message = f"stepguard disarmed itself after an internal fault: {in_words(fault)}"
         try:
             self._on_disarm(fault)
         except Exception as second:
@@ -88,7 +88,7 @@ class Protection:
         if name in self._told:
             return
         self._told.add(name)
-        message = f"{name}: switched off after a fault of stepguard's own: {in_words(fault)}"
+        message = f"{name}: switched off after an internal fault of stepguard: {in_words(fault)}"
         if self._tell is not None:
             with contextlib.suppress(Exception):
                 self._tell(message)
@@ -137,7 +137,7 @@ def explain_or_warn(
 
 def warn_not_explained(tell: Callable[[str], None], fault: str) -> None:
     """Report that a bad step is vetoed, but not explained."""
-    message = f"a bad step is not explained, by a fault of stepguard's own: {fault}"
+    message = f"a bad step is not explained, because of an internal fault of stepguard: {fault}"
     tell(message)
     quiet_warning(f"{message}. The run is still protected.", NotExplained)
 

@@ -41,7 +41,7 @@ from stepguard.tensors.values import is_finite
 
 GRADIENT = attrgetter("grad")
 
-# --- What one rank sees and the others do not: it has to reach them before anybody waits.
+# --- Values that only this rank sees: they must reach the other ranks before any rank waits.
 
 
 class SeenAlone:
@@ -209,7 +209,7 @@ class Pending:
     others_bad: bool = False
     """Once read: another optimizer of the same backward has non-finite gradients."""
     fused: bool = False
-    """The kernel of the optimizer leaves everything alone when it is told to."""
+    """The optimizer's kernel changes nothing when `found_inf` is set."""
     overflow_passes: bool = False
     """An infinite loss alone makes no step bad, because it was added up in float16.
 

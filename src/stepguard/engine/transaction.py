@@ -39,9 +39,9 @@ from stepguard.records import Decision, Incident, Origin, Reading, Verdict
 from stepguard.records.incident import OK
 from stepguard.state.batch import Step
 
-OTHERS_HAVE_NOT_SEEN = "only this rank has seen it, after the last step: nothing is put back"
+OTHERS_HAVE_NOT_SEEN = "only this rank saw it, after the last step: nothing is restored"
 LATER = (
-    "only this rank has seen it, after the gradients were exchanged: the others learn of it next"
+    "only this rank saw it, after the gradients were exchanged: the other ranks learn of it next"
 )
 
 

@@ -126,7 +126,7 @@ def check_optimizer(model: object, optimizer: Any, modules: object) -> None:
     why = owner.in_use(building_for.get())
     if why:
         raise ConfigError(
-            f"this optimizer has a guard already, {why}; close that one first, or go on with it."
+            f"this optimizer has a guard already, {why}; close that one first, or keep using it."
         )
     with suppress(TrainingHalted):  # what is still pending is on record by then
         owner.replaced()
@@ -172,7 +172,7 @@ _wirings: list[weakref.ref[Wiring]] = []
 _hook: list[Callable[[], None]] = []
 """Removes the one hook of the process by which wirings observe every optimizer's step."""
 keeps_hearing: set[object] = set()
-"""Who wants the hook to stay, with or without a guard."""
+"""Owners that need the hook to stay, with or without a guard."""
 
 
 def hear_optimizers() -> None:

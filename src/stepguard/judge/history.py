@@ -16,7 +16,7 @@ from stepguard.records.incident import Reading
 MAD_TO_SIGMA = 1.4826
 """Makes the median absolute deviation of normal noise equal to its standard deviation."""
 MEAN_TO_SIGMA = 1.2533
-"""The same for the mean absolute deviation."""
+"""Standard deviation over mean absolute deviation, for a normal distribution."""
 FIRST_LOSSES = 3
 """How many losses stand for the level a run began at."""
 LEVEL_LOSSES = 9
@@ -29,34 +29,34 @@ LR_JUMP = 2.0
 # line for launchers all ask `Progress` and `History.divergence`.
 
 LEARNED_SHARE = 0.3
-"""Of the loss a run began at: how much must have gone before the loss measures what was learned."""
+"""Share of the initial loss that must be gone before the loss measures what was learned."""
 LEARNED_NOISE = 8.0
 """Times the noise of the loss that the progress must be."""
 LOST_SHARE = 0.75
-"""Of what was learned: lost when a run counts as diverged."""
+"""Share of what was learned that is lost when a run counts as diverged."""
 BACK_SHARE = 0.5
-"""Of what was learned: still lost when a diverged run counts as recovered. Of a rise: what an
-earlier batch must show too, and what may remain on older weights."""
+"""Share of what was learned that may still be lost when a diverged run counts as recovered. Also
+the share of a rise that an earlier batch must show, and that older weights may keep."""
 NEAR_SHARE = 0.25
-"""Of what was learned: still lost when the level counts as near its best."""
+"""Share of what was learned that may be lost while the level counts as near its best."""
 RUNAWAY = 10.0
 """Times every loss before it that a loss must be to count as running away."""
 RISEN_ABOVE_START = 1.0
 """Times the loss a run began at, above it: the weights are inspected where nothing is learned."""
 FAR_ABOVE_START = 100.0
-"""The same for a level that no run comes to by learning something else."""
+"""Times the initial loss that no run reaches by learning something else."""
 RUN_AWAY = 1e4
-"""The same for a level that needs no confirmation by the weights, where they are not known."""
+"""Times the initial loss that counts as diverged even if the weights are unknown."""
 SUDDEN = 128
 """Committed steps within which losing what was learned is an accident, and not this run's trend."""
 CAUSED = 32
-"""The same within which weights that have moved can have caused it: later they always have."""
+"""Steps within which moved weights can be the cause; later they have always moved."""
 LARGE_STEP = 0.1
-"""Of the norm of the weights, in one update: a hundred times what is usual."""
+"""One update as a share of the weights' norm: a hundred times what is usual."""
 MOVED = 0.5
-"""Of the norm of the weights: a distance from a good state that cannot be ordinary training."""
+"""Distance from a good state, as a share of the weights' norm, beyond ordinary training."""
 MOVED_NEAR_START = 1.0
-"""The same where the loss has not risen far above where the run began."""
+"""As MOVED, while the loss is not far above where the run began."""
 GROWN = 3.0
 """Times their size before the first step that weights must have to confirm a high loss."""
 GROWN_BY_RISE = 30.0
@@ -64,15 +64,15 @@ GROWN_BY_RISE = 30.0
 EXPLODED = 100.0
 """Times their size before the first step that no weights have, unless the loss shows progress."""
 EXPLODED_UNSEEN = 1e8
-"""The same where no loss is known: targets of a million take weights of a million."""
+"""As EXPLODED, if no loss is known: targets of a million need weights of a million."""
 LEAST_SIZE = 0.05
 """Root mean square that weights which began near 0 may grow to before their growth counts."""
 LEAST_SPREAD = 0.1
-"""Of the median of the losses: losses that lie less far from it are at their usual level."""
+"""Share of the median loss; losses that lie closer to it are at their usual level."""
 NEGLIGIBLE = 1e-5
-"""Of the loss a run began at: differences below it are rounding to this run."""
+"""Share of the initial loss; smaller differences count as rounding."""
 LEAST = 1e-7
-"""The same for a run that began at 0: the resolution of float32 near 1."""
+"""As NEGLIGIBLE, for a run that began at 0: the resolution of float32 near 1."""
 ZERO_STEPS = 5
 """Steps in a row with a loss and gradient of exactly 0 that are worth a line."""
 MATURE = 16
@@ -112,7 +112,7 @@ class Weights:
     update: float | None = None
     """The last update over their norm."""
     growth: float | None = None
-    """Their size over that before the first step."""
+    """Size of the weights over their size before the first step."""
 
     @property
     def known(self) -> bool:

@@ -34,13 +34,13 @@ DRIFT_LEAST = 32
 """Losses a rise must last before it is called a drift."""
 DRIFT_SIGMAS = 4.0
 DRIFT_SHARE = 0.01
-"""Of the first loss of the window: noise that is always expected."""
+"""Share of the window's first loss that is always expected as noise."""
 RUNAWAY_BEFORE = 5.0
 """Times every loss before it that the last loss must be, where the update is not known."""
 LARGE_UPDATE = 0.3
-"""Of the norm of the weights: a healthy update changes them by a thousandth."""
+"""Update as a share of the weights' norm; a healthy one is about 0.001."""
 STOOD_STILL = 0.01
-"""Of the norm of the weights: an update below it cannot have made a loss run away."""
+"""Update as a share of the weights' norm; a smaller one cannot make a loss run away."""
 HEAVY_TAIL = 4.0
 """Times what one loss in twenty exceeds: a heavy-tailed loss does not stand out by its tail."""
 
@@ -406,7 +406,7 @@ def blame_weights(
         blame = (
             f"an earlier batch gives {compared.now:.4g} and gave {compared.then:.4g}, and on the "
             f"weights of step {compared.step} this batch gives {compared.this_then:.4g}: the "
-            "weights are hurt"
+            "weights are damaged"
         )
     else:
         assert moved is not None

@@ -173,7 +173,7 @@ class _Walk:
         return self.finish(first, self.absorption(first))
 
     def _first_unselected(self, root: Call) -> FirstBad | None:
-        """Of several blocks that deselect a bad value, find the one whose gradient went bad first.
+        """Find the block that deselects a bad value and whose gradient went bad first.
 
         The backward runs from the last block to the first.
         """

@@ -155,7 +155,7 @@ def evidence_origin(
                     evidence=bad_elements(tensor, operand) | evidence,
                     remarks=remarks,
                 )
-    # A bad loss is told from a bad gradient, and no more.
+    # Only a bad loss and a bad gradient are distinguished here.
     origin = Origin(
         step=reading.step, phase="backward", method="evidence", evidence=evidence, remarks=remarks
     )

@@ -288,9 +288,9 @@ class Call:
     parents: tuple[Call, ...] = ()
     """Makers of every tensor that went in."""
     flawed: tuple[Call, ...] = ()
-    """Those of the parents whose tensor held a non-finite value when it was read."""
+    """Parents whose tensor held a non-finite value when it was read."""
     causes: tuple[Call, ...] = ()
-    """Those of the flawed whose bad elements explain bad elements of the output."""
+    """Flawed parents whose bad elements explain bad elements of the output."""
     out: Flaws = CLEAN
     intended_inf: bool = False
     """Every infinity of the output was written on purpose, as in an attention mask."""

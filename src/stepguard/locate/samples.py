@@ -135,7 +135,7 @@ MOST_GUILTY = 8
 STANDS_OUT = 30.0
 """Times the largest value of all other rows: rows of healthy, heavy-tailed data differ by less."""
 NUMBER_STANDS_OUT = 1000.0
-"""The same for whole numbers, which are mostly labels, tokens and identifiers."""
+"""As STANDS_OUT, for whole numbers: they are mostly labels, tokens and identifiers."""
 ABOVE_ZEROS = 1000.0
 """What stands out among single numbers of which all others are exactly 0, as sparse rewards are. Of
 longer rows nothing is said then: it may be the additive mask of the only row with padding.

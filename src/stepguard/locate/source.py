@@ -45,7 +45,7 @@ class ModuleSpans:
         """First autograd node that was created inside a module, the one after the last, name."""
         self._hooks = ExitStack()
         self.observer: Any = None
-        """Its `enter_module(args)` and `leave_module(module, args, output)` are called, if any."""
+        """Object whose `enter_module(args)` and `leave_module(module, args, output)` are called."""
 
     def __enter__(self) -> ModuleSpans:
         enter = registry.register_module_forward_pre_hook(self._begin)

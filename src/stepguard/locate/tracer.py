@@ -155,7 +155,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.local_collectives = False
         """A collective was answered with this rank's own values."""
         self._makers: dict[int, Call] = {}
-        """Who wrote the memory at this address. torch reuses addresses of freed tensors: then the
+        """The call that wrote the memory at an address. torch reuses addresses of freed memory: the
         next operation that writes there takes over."""
         self._bad_number: Call | None = None
         """Maker of the last bad value that was read as a Python number."""

@@ -112,7 +112,7 @@ LEAST_ROWS = 8
 OFF_BY = 0.1
 """Logarithm of a sum of probabilities that is not 0 by rounding."""
 MOST_ROWS, MOST_QUERIES, MOST_KEYS = 2048, 64, 4096
-"""Of an attention that are inspected."""
+"""Parts of an attention that are inspected."""
 MASKED_BELOW = -1e4
 """Logits below are taken for masked positions."""
 SOFTMAX_TWICE = "softmax_twice"

@@ -9,17 +9,18 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stepguard._errors import JournalError
-from stepguard.diagnose.case import ResumeFacts
+from stepguard.diagnose.case import ResumeFacts, WeightFacts
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import position
 from stepguard.journal import parse_line
@@ -27,7 +28,8 @@ from stepguard.locate.operands import plain
 from stepguard.probes.statistics import root_mean_square
 from stepguard.records import Reading
 from stepguard.records.probes import Look, TargetFacts
-from stepguard.tensors.names import named_parameters
+from stepguard.sentinel.torch_patches import last_loads
+from stepguard.tensors.names import dotted, named_modules, named_parameters
 from stepguard.tensors.values import is_lazy
 
 # --- Did a resumed run resume? Its first steps beside the journal of the run before, in one folder.
@@ -320,6 +322,50 @@ def _within_an_epoch(context: Context, step: int, look_step: int) -> bool:
                 lengths.append(len(thing))
     made = step * batches
     return bool(lengths) and all(length > 1 and made % length for length in lengths)
+
+
+# --- Weights that a file did not fill, and those that are no longer tied.
+
+
+def weight_facts(context: Context) -> WeightFacts:
+    """What loads and the configuration say. Reads no device."""
+    if context.sharded:
+        return WeightFacts()  # wrappers have replaced the parameters
+    untied: list[tuple[str, str]] = []
+    loaded = WeightFacts()
+    for prefix, module in named_modules(context.roots):
+        ties = getattr(module, "all_tied_weights_keys", None)
+        config = getattr(module, "config", None)
+        if isinstance(ties, dict) and getattr(config, "tie_word_embeddings", False) is True:
+            own = dict(module.named_parameters(remove_duplicate=False))
+            known = [(one, other) for one, other in ties.items() if {one, other} <= own.keys()]
+            apart = [(one, other) for one, other in known if own[one] is not own[other]]
+            untied += [(dotted(prefix, one), dotted(prefix, other)) for one, other in apart]
+        unfilled, unused = last_loads.get(module, ((), ()))  # type: ignore[no-untyped-call]
+        if unfilled and not loaded.missing:
+            loaded = _left_unfilled(prefix, module, unfilled, unused)
+    return replace(loaded, untied=tuple(untied))
+
+
+def _left_unfilled(
+    prefix: str, module: nn.Module, unfilled: Sequence[str], unused: Sequence[str]
+) -> WeightFacts:
+    own = dict(module.named_parameters(remove_duplicate=False))
+    renamed = []
+    for name in unfilled:
+        # the same name behind another prefix
+        twins = [one for one in unused if _ends_alike(one, name)]
+        renamed += [(dotted(prefix, name), twins[0])] if len(twins) == 1 else []
+    frozen = [one for one in unfilled if one in own and not own[one].requires_grad]
+    return WeightFacts(
+        missing=len(unfilled),
+        renamed=tuple(renamed),
+        frozen=tuple(dotted(prefix, one) for one in frozen),
+    )
+
+
+def _ends_alike(one: str, other: str) -> bool:
+    return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
 # --- Targets that are end tokens, or padding, in batches of causal language models with `input_ids`

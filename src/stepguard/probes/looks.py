@@ -21,13 +21,14 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stepguard.diagnose.case import WeightFacts
 from stepguard.diagnose.engine import forecasts, silent_findings
 from stepguard.diagnose.rules.sg950 import trend_begins
 from stepguard.engine.context import Context, StepProbe, guarded
 from stepguard.engine.drivers.schedule import needs_closure, position, wants_a_value
 from stepguard.engine.protect import Protection
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
-from stepguard.probes.first_steps import ResumeCheck, TargetCounts
+from stepguard.probes.first_steps import ResumeCheck, TargetCounts, weight_facts
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import Look, NextBatch
@@ -85,7 +86,7 @@ class LookSchedule:
         """The step of the last look."""
         self._spent = 0.0
         self._cost = 0.0
-        """Of the last look."""
+        """Seconds that the last probe took."""
         self._settled = True
         """False: the last look has cost what it says, and perhaps more."""
 
@@ -164,7 +165,7 @@ class HostFacts:
         self.samples = 0
         """In such a batch."""
         self._digest: tuple[int, str] = (-1, "")
-        """Of what the step at hand was given on the CPU."""
+        """Step and digest of its CPU inputs."""
         self._last_digest: Any = ""
         self._equal = 0
         """Sampled steps in a row with this digest."""
@@ -322,6 +323,7 @@ class HealthCheck:
         self._look_is_new = False
         """It is judged with the reading of its step, which comes after it."""
         self.resume = ResumeCheck(context)
+        self._weights: WeightFacts | None = None
 
     def looked(self, look: Look) -> None:
         """A health probe was taken."""
@@ -360,6 +362,8 @@ class HealthCheck:
         self._look_is_new = False
         first = self._first or Reading(step=0)
         facts = self._host_facts
+        if self._weights is None:
+            self._weights = weight_facts(self._context)
         found = silent_findings(
             self._looks,
             self._committed,
@@ -373,6 +377,7 @@ class HealthCheck:
             unreached=facts.unreached(),
             resume=self.resume.facts(self._first, self._looks),
             targets=facts.targets.facts(),
+            weights=self._weights,
             **known,
         )
         for finding in found:
@@ -496,7 +501,7 @@ class Looks(StepProbe):
         """A probe that an optimizer inside the backward pass has ended: no more are taken."""
         self._batches: Counter[str] = Counter()
         self._pair: tuple[SeenBatch, SeenBatch] | None = None
-        """The batch of the last look and that of the step after it, until that step is over."""
+        """Batches of the last probed step and of the step after it, while that one runs."""
         self._batch_after: NextBatch = "unknown"
         self._outsiders: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Tensors that get gradients beside model and optimizer, and the number of each."""

@@ -119,7 +119,7 @@ def share_of(chosen: Tensor) -> Tensor:
 
 
 def root_mean_square(values: Tensor) -> Tensor:
-    """As one number in float64, on a sample."""
+    """Root mean square in float64, of a sample of the values."""
     return sampled(values).double().square().mean().sqrt()
 
 

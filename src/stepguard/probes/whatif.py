@@ -292,7 +292,7 @@ def _noise_of_batches(recorded: Sequence[float]) -> float:
 
 
 def _loss(outcome: TrialOutcome) -> float:
-    """Of held-out batches where there are any; below every loss where none is known."""
+    """Loss on held-out batches if there are any; minus infinity if none is known."""
     loss = outcome.loss if outcome.held_out is None else outcome.held_out
     return -math.inf if loss is None else loss
 
@@ -332,7 +332,7 @@ class TrialSubject:
 
     @property
     def limit(self) -> float | None:
-        """Of a finite anomaly, half-way from the losses before: above it a loss counts as bad."""
+        """Loss above which a trial counts as bad: halfway from the losses before to the anomaly."""
         loss = self.incident.reading.loss
         if not self.incident.verdict.finite_anomaly or loss is None:
             return None

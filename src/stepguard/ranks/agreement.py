@@ -229,7 +229,7 @@ class RankGroup(NamedTuple):
     """Some of the ranks of this run."""
 
     members: tuple[int, ...]
-    """As the user counts them."""
+    """World ranks."""
     group: Any
     """Their process group; None where there is none yet."""
 
@@ -309,7 +309,7 @@ class Agreement:
         self.rank = self.world_rank
         """Position among the ranks that decide together; the first one writes."""
         self.members = tuple(range(self.size))
-        """Those ranks, as the user counts them."""
+        """World ranks of this guard's group."""
         self._group: Any = None
         """None stands for all ranks: a reference would keep torch's group alive past its end."""
         self._needs_group = False
@@ -338,7 +338,7 @@ class Agreement:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         span = hashlib.blake2b(repr(self.members).encode(), digest_size=4).hexdigest()
         self.name = f"stepguard/{attempt}/{self._kind[0]}/{span}/{self._number}"
-        """The same on all ranks of this guard, and of no other guard."""
+        """Key of this guard, equal on all its ranks and unique to it."""
         self._seconds = seconds
         self._meeting = Meeting(self.name, self.members, self.world_rank, seconds)
         self._met: bool | None = None

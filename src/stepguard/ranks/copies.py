@@ -127,7 +127,7 @@ class Odd:
     """Ranks that differ from the others of their kind."""
 
     ranks: tuple[int, ...]
-    """Those that differ; all of them where there is no majority."""
+    """Ranks that differ; all ranks if there is no majority."""
     agree: tuple[int, ...]
     """The majority; empty where there is none."""
     what: str = ""
@@ -226,7 +226,7 @@ def _copies(name: str, holders: Mapping[int, Part]) -> list[tuple[int, ...]]:
 
 
 def _odd_one(values: Mapping[int, T]) -> Odd | None:
-    """Who differs from the majority; all of them where more than half do not agree."""
+    """Ranks that differ from the majority; all ranks if there is none."""
     counted = Counter(values.values())
     if len(counted) < 2:
         return None
@@ -516,9 +516,9 @@ class PeerHealing:
         self.healed_at = -1
         """The last step at which a rank was healed: a second time there would be no help."""
         self.givers: dict[str, int] = {}
-        """As planned, by shard: the healthy rank."""
+        """The plan: the healthy rank of each shard."""
         self.damaged: set[str] = set()
-        """As planned: the names of what is copied from it."""
+        """The plan: names of the tensors to copy from it."""
 
     def own_damage(self) -> list[str]:
         """Names of what is damaged here and may be held by a peer."""
@@ -534,7 +534,7 @@ class PeerHealing:
         why = ""
         for name in self._stored_trouble():
             if name not in covered:
-                why = f"{name} is damaged, of which no other rank holds a copy"
+                why = f"{name} is damaged, and no other rank holds a copy"
         held: dict[str, Held] = {}
         for shard, table in self._tables().items():
             shapes = {name: [str(t.dtype), list(local_part(t).shape)] for name, t in table.items()}
@@ -548,7 +548,7 @@ class PeerHealing:
         return {"why": why, "held": held}
 
     def plan(self, offers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], str]:
-        """Who heals whom, by shard; or why that is not possible, in words."""
+        """Return which rank heals each shard, or why that is impossible."""
         if self.healed_at == self._trained.step:
             return {}, "it has been tried at this step"
         for offer in offers:
@@ -571,7 +571,7 @@ class PeerHealing:
         """The first rank that holds this shard undamaged, or why none can be trusted."""
         whole = {rank: held.whole for rank, held in by_rank.items() if not held.damaged}
         if not whole:
-            return -1, "no rank that holds the same is undamaged"
+            return -1, "every rank that holds a copy is damaged"
         seen = {(held.structure, held.rest) for held in by_rank.values()}
         if len(seen) > 1 or len(set(whole.values())) > 1:
             return -1, "the ranks do not hold copies of the same weights"

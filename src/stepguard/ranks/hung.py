@@ -131,7 +131,7 @@ def behind(places: dict[int, RankProgress], heard_after: float) -> str:
     words: list[str] = []
     for rank, place in places.items():
         if place.at < heard_after:
-            words.append(f"rank {rank} has said nothing since step {place.step}: dead or frozen")
+            words.append(f"rank {rank} has not reported since step {place.step}: dead or frozen")
         elif place[:2] < furthest:
             where = f", in {place.line}" if place.line else ""
             words.append(f"rank {rank} has not come as far as the others{where}")
@@ -224,7 +224,7 @@ class AgreedStop:
         self._publish(store)
 
     def _publish(self, store: Any) -> None:
-        """As the first rank: say before the next look how far it is from there to the one after."""
+        """On rank 0, publish the interval between the next poll and the one after it."""
         if self._context.agreement.rank == 0:
             place = f"{self._name}/look/{self._number % 2}"
             now = self._clock()

@@ -49,7 +49,7 @@ WAIT_GRADIENT = 10.0
 """Bad gradients are almost always everybody's: a rank that is late is not to be taken for gone."""
 NO_ROOM = "there is no room for all parameters and their gradients on the rank that failed"
 NO_RANK = (
-    "the rank it came from is not known: no rank shows it again by itself, and the gradients were "
+    "the rank it came from is not known: no rank reproduces it alone, and the gradients were "
     "already exchanged"
 )
 
@@ -97,7 +97,7 @@ class OneDecision:
         if reading.grads_finite:
             return False
         if missed:
-            # they were told with the gradients; to wait for them again would hold up the run
+            # the gradients carried it; waiting for the ranks again would hold up the run
             others = [str(r) for r in agreement.members if r != agreement.world_rank]
             raise RankAbsent(
                 f"of rank {', '.join(others[:MOST_NAMED])} one did not come to a step that "
@@ -287,7 +287,7 @@ def own_trouble(step: Step, reading: Reading) -> int:
 
 
 def _proven_trouble(reading: Reading) -> int:
-    """The same without running anything."""
+    """What the reading alone proves, without running anything."""
     if reading.missed or (reading.bad_state and not reading.state_born):
         # a bad shard spoils the loss of every rank that gathers it, so it outranks a bad loss
         return HELD

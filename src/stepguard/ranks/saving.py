@@ -90,7 +90,7 @@ class SharedSave:
         return f"{WRITTEN}{digest}"
 
     def _sealed(self) -> str:
-        """As the first rank: wait for all, and seal what they have written."""
+        """On rank 0, wait for all ranks and seal what they have written."""
         try:
             words = []
             # all of them first: one that is still writing would write into a folder that is gone
@@ -260,13 +260,13 @@ def _story(
     said = f"the checkpoint holds places in the data for {len(stored)} ranks, this run has {size}"
     without = ", ".join(str(rank) for rank in range(size) if rank not in stored)
     if without and shared is None:
-        said += f": ranks {without} START THE DATA AGAIN, for the places differ"
+        said += f": ranks {without} START THE DATA AGAIN, because the positions differ"
     elif without and shared is not None:
         place = f"batch {shared[1]} of pass {shared[0]}, as the others"
         said += f": ranks {without} go on at {place}, with random numbers of their own"
     if same_ranks:
         return said
-    share = "each rank's share of the data is another one now"
+    share = "each rank now gets a different share of the data"
     return f"{said}; {share}: until this pass ends some samples come twice and some not at all"
 
 

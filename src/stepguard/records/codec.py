@@ -48,7 +48,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same, for what must not end a line."""
+    """Escape line breaks as well, for text that must stay on one line."""
     return printable(text.replace("\n", " ").replace("\t", " "))
 
 

@@ -15,15 +15,16 @@ from stepguard.records.probes import Look
 
 
 Action = Literal["leave_out", "skip", "retry", "undo", "heal", "rewind", "stop", "note"]
-"""`leave_out`: the update was made without what was proven guilty. `undo`: the optimizer made the
-bad value, its update was taken back. `heal`: a damaged rank was given the state of a healthy one.
-`note`: reported, nothing done.
+"""`leave_out`: the update was made without the samples that were proven guilty. `undo`: the
+optimizer made the bad value; its update was reverted. `heal`: a damaged rank got the state of a
+healthy one.
+`note`: reported, no action taken.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The action, why it was that one, and how much of each budget is used."""
+    """The action that was taken, the reason, and how much of each budget is used."""
 
     action: Action
     reason: str = ""
@@ -34,45 +35,45 @@ class Decision:
     lr_factor: float | None = None
     """Multiplies every group's learning rate, with `Policy(on_incident="whatif")`."""
     new_scale: float | None = None
-    """The static loss scale to go on with, where the scale was the cause."""
+    """The new static loss scale, if the scale was the cause."""
     new_eps: float | None = None
-    """The optimizer's epsilon to go on with, with `Policy(on_incident="whatif")`."""
+    """The optimizer's new epsilon, with `Policy(on_incident="whatif")`."""
     new_clip: float | None = None
-    """The norm to clip to from here on, with `Policy(on_incident="whatif")`."""
+    """The new norm to clip to, with `Policy(on_incident="whatif")`."""
     rewound_to: int | None = None
-    """With `rewind`: the optimizer steps that are left after it."""
+    """With `rewind`: the optimizer step that the run went back to."""
     left_out: str = ""
-    """What the update was made without, in words: `sample 5`, `micro-batch 2 of 4`."""
+    """What was dropped from the update, in words: `sample 5`, `micro-batch 2 of 4`."""
     dropped_micro_batches: tuple[int, ...] = ()
     """With `leave_out`: the micro-batches that were dropped whole, counted from 0."""
     data: str | None = None
     """With `rewind`: `repeat` or `skip` the steps since."""
     not_restored: str = ""
-    """What a vetoed update moved and could not be put back, in words; empty: nothing."""
+    """What a vetoed update changed and could not be restored, in words; empty if nothing."""
 
 
 # --- Why it happened, with evidence, and what to do about it.
 
 
 Safety = Literal["safe", "changes-numbers", "changes-training"]
-"""What a remedy does to healthy steps: nothing, other values, or another training."""
+"""What a remedy changes in healthy steps: nothing, their values, or what is learned."""
 Certainty = Literal["certain", "likely", "possible"]
-"""How sure a finding is: no other cause fits, others are not excluded, rather a circumstance."""
+"""How sure a finding is: no other cause fits, others are not excluded, a contributing fact."""
 
 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """Lines of the user's program, and what to write instead of them."""
+    """Lines of the user's program and their replacement."""
 
     file: str
     """The source file, as Python knows it."""
     line: int
     """The first of the lines, counted from 1."""
     old: tuple[str, ...]
-    """The lines as they are."""
+    """The current lines."""
     new: tuple[str, ...]
-    """The lines as they are to be."""
+    """The new lines."""
 
 
 @documented
@@ -85,23 +86,23 @@ class Remedy:
     snippet: str = ""
     """Code to paste; may be empty."""
     safety: Safety = "safe"
-    """What it does to healthy steps: nothing, other values, or another training."""
+    """What it changes in healthy steps: nothing, their values, or what is learned."""
     edits: tuple[Edit, ...] = ()
-    """The remedy as edits of the program's lines; empty where it is not such an edit."""
+    """The remedy as edits of the program's lines; empty if it is not a code change."""
     needs: tuple[str, ...] = ()
     """Functions of `stepguard.numerics` that the edits call."""
     tried: str = ""
-    """What came of running the step with it, or why it was not run; empty without edits."""
+    """Result of running the step with it, or why it was not run; empty without edits."""
     proven: bool = False
-    """The step was run with it: loss and gradients are finite."""
+    """True if the step was run with it and loss and gradients were finite."""
     loss: float | None = None
-    """The loss of the step with it, where it was run."""
+    """The loss of the step with it, if it was run."""
 
 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One cause, most certain first in an incident.
+    """One cause of an incident, with its evidence and remedies.
 
     For instance:
 
@@ -116,9 +117,10 @@ class Finding:
     evidence: tuple[str, ...] = ()
     """Sentences with numbers: the operand that was 0, the row that was masked."""
     certainty: Certainty = "possible"
-    """certain: nothing else fits; likely: others are not excluded; possible: a circumstance."""
+    """certain: no other cause fits; likely: others are not excluded; possible: it may contribute.
+    """
     remedies: tuple[Remedy, ...] = ()
-    """Ordered by how safe they are to apply."""
+    """Remedies, the safest first."""
 
 
 # --- What a Reading means: fine, worth a line, suspicious, or an incident.
@@ -155,7 +157,7 @@ Severity = Literal["ok", "note", "suspicion", "incident"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The judgement of one step: kind, how grave it is, and the numbers it rests on."""
+    """The judgement of one step: its kind, its severity, and the numbers behind it."""
 
     kind: VerdictKind = "ok"
     severity: Severity = "ok"
@@ -177,7 +179,7 @@ class Verdict:
 OK = Verdict()
 
 
-# --- What one step looked like from outside: a few numbers, read with at most one host sync.
+# --- The numbers read from one step, with at most one host sync.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +189,13 @@ class Reading:
     step: int
     """Index of the optimizer step, counted from 0 over the guard's life."""
     loss: float | None = None
-    """Sum of the micro-batch losses, not scaled; None where no loss could be seen."""
+    """Sum of the unscaled micro-batch losses; None if no loss was seen."""
     micro_losses: tuple[float, ...] = ()
     """The loss of each micro-batch, in order."""
     components: dict[str, float] = field(default_factory=dict)
     """Named parts of the loss, added over the micro-batches."""
     followed: dict[str, float] = field(default_factory=dict)
-    """What the user follows with `guard.follow`, by name."""
+    """Values recorded with `guard.follow`, by name."""
     grad_norm: float | None = None
     """2-norm of all gradients in fp32, after unscaling and before clipping; of sharded ones that
     of all ranks."""
@@ -202,7 +204,7 @@ class Reading:
     grads_finite: bool = True
     """Exact: no gradient element is NaN or Inf."""
     clip_factor: float | None = None
-    """What clipping multiplied the gradients by; None where nothing clips."""
+    """Factor that clipping applied to the gradients; None without clipping."""
     scale: float | None = None
     """GradScaler scale during the step."""
     lr: tuple[float, ...] = ()
@@ -211,9 +213,9 @@ class Reading:
     """Name and position of the learning-rate schedule during the step: `OneCycleLR at 33 of 100`.
     Filled for every incident whose schedule can be found."""
     climbs: bool = False
-    """The optimizer maximises: what is returned as the loss should rise."""
+    """The optimizer maximises, so the returned loss should rise."""
     labels: int | None = None
-    """How many targets the step had, where the batch says so."""
+    """Number of targets in the step, if the batch shows it."""
     shared_loss: float | None = None
     """Where ranks compare losses, the largest of them, of sharded models their mean: finite
     anomalies are judged by it."""
@@ -226,24 +228,24 @@ class Reading:
     bad_grads: tuple[str, ...] = ()
     """Parameters whose gradient is non-finite; filled only once something is wrong."""
     unnamed_grads: int = 0
-    """How many more there are, where several ranks name only the first ones to each other."""
+    """How many more there are; several ranks exchange only the first names."""
     state_born: bool = False
-    """True when `bad_state` was finite before this step's update: the optimizer made it."""
+    """True if `bad_state` was finite before this step's update: the optimizer made it bad."""
     missed: str = ""
-    """An update that this rank refused alone, in words: its weights are no longer the others'."""
+    """An update that only this rank refused, in words: its weights now differ from the others'."""
     loss_overflow: bool = False
-    """The loss is infinite only because finite values were added up beyond the range of its dtype:
-    every gradient is finite."""
+    """The loss is infinite only because a sum of finite values exceeds its dtype; every gradient is
+    finite."""
     overflow: bool = False
-    """Gradients are non-finite only by the loss scale: a replay at scale 1 is finite."""
+    """Gradients are non-finite only because of the loss scale: a replay at scale 1 is finite."""
     repeat_loss: float | None = None
-    """Loss of an earlier good batch on the present weights; only measured on suspicion."""
+    """Loss of an earlier good batch on the current weights; measured only on suspicion."""
     repeat_before: float | None = None
-    """What that same batch gave when it was new, to tell hurt weights from a hard batch."""
+    """Loss of that batch when it was new: it separates damaged weights from a hard batch."""
     update_ratio: float | None = None
-    """Norm of the last update over that of the weights; only measured on suspicion."""
+    """Norm of the last update over that of the weights; measured only on suspicion."""
     weights_moved: float | None = None
-    """Relative distance of the weights from the last good snapshot; only measured on suspicion."""
+    """Relative distance of the weights from the last good snapshot; measured only on suspicion."""
     alarm: bool = False
     """Some rank reported a non-finite value."""
     bad_ranks: tuple[int, ...] = ()
@@ -251,9 +253,7 @@ class Reading:
 
     @property
     def judged_loss(self) -> float | None:
-        """The loss every rank sees alike; turned over where it is to rise, so that lower is always
-        better.
-        """
+        """The loss that is equal on every rank, negated where it should rise: lower is better."""
         loss = self.loss if self.shared_loss is None else self.shared_loss
         return -loss if self.climbs and loss is not None else loss
 
@@ -361,7 +361,7 @@ class Evidence:
     denominator_root: str | None = None
     """The only stored tensor the divisor was computed from, if that is one batch tensor."""
     argument: Literal["zero", "negative"] | None = None
-    """Of a logarithm, root, power or variance."""
+    """Sign of the argument of a logarithm, root, power or variance."""
     argument_from: str | None = None
     argument_root: str | None = None
     negative_power: bool = False
@@ -405,7 +405,7 @@ class Evidence:
     number_argument: str | None = None
     """The argument for which a bad Python number was given."""
     number: float | None = None
-    """That number: NaN, or infinite where one computes with it."""
+    """The number: NaN, or infinite in a computation."""
 
     # --- precision
 
@@ -424,7 +424,7 @@ class Evidence:
     eps: float | None = None
     """The optimizer's epsilon."""
     eps_underflow: bool = False
-    """That epsilon is 0 in the parameter's dtype."""
+    """The epsilon rounds to 0 in the parameter's dtype."""
     finite_norm: float | None = None
     """Norm of the gradients in float64, where float32 overflows."""
 
@@ -441,9 +441,9 @@ class Evidence:
     others_max: float | None = None
     """Largest finite magnitude in all other samples."""
     loss_with: float | None = None
-    """A finite loss that jumped, replayed with all its samples."""
+    """Value of a finite loss that jumped, replayed with all its samples."""
     loss_without: float | None = None
-    """The same without the guilty ones."""
+    """Its value replayed without the guilty samples."""
     confounded_samples: bool = False
     """Leaving samples out does not separate guilty from innocent ones."""
     bad_elements: int | None = None
@@ -457,7 +457,7 @@ class Evidence:
     repeat_loss: float | None = None
     """The loss of an earlier batch on the present weights."""
     weights_ruined: bool = False
-    """That loss shows that the weights are lost, so the update is to blame."""
+    """The repeated loss shows that the weights have diverged, so the update is to blame."""
     surfaced_at: str | None = None
     """The operation in which diverged weights first showed."""
 
@@ -573,8 +573,8 @@ class Operand:
     name: str = ""
     """Argument name in the operator's schema, or a stored tensor's name."""
     label: str = ""
-    """What to call it: the user's own expression in the source line, or its part (`the divisor`);
-    empty where `name` says it.
+    """Label for people: the user's expression in the source line, or its role (`the divisor`);
+    empty if `name` is clear enough.
     """
     dtype: str = ""
     """Such as `float32`."""
@@ -597,8 +597,8 @@ class Operand:
     value: float | None = None
     """The element at `index`, or the number itself for a Python scalar."""
     exponents: tuple[tuple[int, int], ...] = ()
-    """How many elements lie from 2^n to below 2^(n+1), by n; zeros and non-finite ones are not in
-    it. Of a tensor of more than a million elements, a regular part of them.
+    """Number of elements from 2^n to below 2^(n+1), by n, without zeros and non-finite elements. A
+    tensor of more than a million elements is sampled.
     """
 
     @property
@@ -614,7 +614,7 @@ class Operand:
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """The user's statement that an operation is part of."""
+    """The user's statement that contains an operation."""
 
     file: str
     """The source file, as Python knows it."""
@@ -631,7 +631,7 @@ class Statement:
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Origin:
-    """The birth of the first harmful value, as exactly as it could be confirmed.
+    """Where the first harmful value originated, as exactly as it could be confirmed.
 
     For instance:
 
@@ -654,48 +654,45 @@ class Origin:
     source: str | None = None
     """`file.py:88` of the user's frame."""
     library: str | None = None
-    """`package/file.py:47` of an installed package that the user's line has called; None where the
-    operation is in the user's own line.
+    """`package/file.py:47` of an installed package that the user's line called; None if the
+    operation is in the user's line itself.
     """
     context: tuple[str, ...] = ()
     """Source lines around `source`, each with its number."""
     statement: Statement | None = None
     """The statement at `source`, and which part of it the operation is."""
     tensor: str | None = None
-    """`batch:x`, `param:NAME`, `buffer:NAME`, `opt:SLOT` where a stored tensor is the culprit."""
+    """`batch:x`, `param:NAME`, `buffer:NAME` or `opt:SLOT`, if a stored tensor is the origin."""
     samples: tuple[int, ...] = ()
-    """Indices in the batch, each confirmed by leaving it out, or for a finite loss that jumped far
-    larger than all others; empty when none could be found.
+    """Indices in the batch, each confirmed by dropping it; for a finite loss that jumped, those far
+    above all others. Empty if none was found.
     """
     rows: tuple[str, ...] = ()
-    """Who the samples are, in the order of `samples`: `row 48211` of the data set, `id a.png`;
-    empty: not known.
+    """Identities in the order of `samples`: `row 48211` of the data set, `id a.png`; empty if not
+    known.
     """
     content: str = ""
-    """What the first of these samples holds: dtype, shape and range of its tensors."""
+    """Content of the first of these samples: dtype, shape and range of its tensors."""
     excerpt: str = field(default="", compare=False)
-    """The beginning of its text, where it has one. For the terminal of this process only: no file
-    and no other process gets it.
+    """The beginning of its text, if it has any. Shown in this process's terminal only; never
+    written to a file or sent to another process.
     """
     micro_batch: int | None = None
-    """Which micro-batch of the step, counted from 0; None where there is one, or it is not known.
-    """
+    """Micro-batch of the step, counted from 0; None if there is only one or it is unknown."""
     rank: int | None = None
-    """Rank that made it; None where that is not known."""
+    """Rank where it originated; None if unknown."""
     inputs: tuple[Operand, ...] = ()
-    """What the operation was given."""
+    """Inputs of the operation."""
     output: Operand | None = None
-    """What it returned."""
+    """Output of the operation."""
     method: str = ""
     """How it was found: `replay`, `scan`, `output-gradient`, ..."""
     reproduced: bool | None = None
-    """True: the replay shows it again; False: it does not (transient); None: no replay was
-    possible.
-    """
+    """True if a replay reproduces it, False if not (transient), None if no replay was possible."""
     evidence: Evidence = NO_EVIDENCE
-    """What was measured around the bad value; the rules that name a cause read it."""
+    """Facts measured around the bad value, from which the rules name a cause."""
     remarks: tuple[str, ...] = ()
-    """Sentences for people: what was not observed, and what was cut short for lack of time."""
+    """Sentences on what was not observed, and what was cut short to save time."""
 
     @property
     def place(self) -> str:
@@ -783,13 +780,14 @@ def place_and_phase(origin: Origin) -> str:
 
 
 MOST_REMEDIES = 2
-"""Of the first finding, in a notebook."""
+"""Remedies of the first finding that a notebook shows."""
 
 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Incident:
-    """Everything known about one bad step. Valid from the verdict on; the rest may stay empty.
+    """Everything known about one bad step. Verdict and reading are always there; the rest may be
+    empty.
 
     For instance:
 
@@ -802,11 +800,11 @@ class Incident:
     step: int
     """Optimizer step, counted from 0."""
     verdict: Verdict
-    """What was seen: its kind, and a sentence in `verdict.summary`."""
+    """The kind of incident, and a sentence in `verdict.summary`."""
     reading: Reading
-    """What was measured of the step: loss, gradient norm, learning rate, bad tensors."""
+    """Measurements of the step: loss, gradient norm, learning rate, bad tensors."""
     origin: Origin | None = None
-    """Where the first harmful value originated; None where it was not searched for."""
+    """Where the first harmful value originated; None if it was not searched for."""
     findings: tuple[Finding, ...] = ()
     """Causes with evidence, the most certain first."""
     decision: Decision | None = None
@@ -814,15 +812,15 @@ class Incident:
     capsule: str | None = None
     """Folder of the bad step on disk, relative to the run directory."""
     replayable: bool = True
-    """The capsule names a script or a build function to run it with; a notebook has neither."""
+    """The capsule names a script or build function that can run it; a notebook has neither."""
     run: str | None = None
     """Run directory, or None when nothing is written."""
     rank: int = 0
-    """Rank that recorded it; the rank of origin is `origin.rank`."""
+    """Rank that recorded it; `origin.rank` is where it originated."""
 
     @property
     def stopped(self) -> bool:
-        """Did the policy end the run with it?"""
+        """Whether the policy stopped the run at this incident."""
         # An exception of the user's ends the run by itself, unless their program catches it.
         if self.verdict.kind == "exception" or self.decision is None:
             return False
@@ -908,12 +906,11 @@ def not_checked(title: str, why: str) -> Section:
     return Section(title=title, status="not checked", lines=(why,))
 
 
-# --- What a run's events are passed on to: journal, readable log, terminal, TensorBoard, your
-# own.
+# --- Where a run's events go: journal, readable log, terminal, TensorBoard, your own loggers.
 
 
 class Sink:
-    """Receives a run's events as they happen. Override what you need.
+    """Receives a run's events as they happen. Override the methods you need.
 
         class Pager(stepguard.Sink):
             def incident(self, incident):
@@ -921,28 +918,28 @@ class Sink:
 
         guard = stepguard.Guard(model, optimizer, config=GuardConfig(sinks=(Pager(),)))
 
-    A sink of yours is called on rank 0; if it raises, it is dropped and training continues.
+    Your sink is called on rank 0. If it raises, it is removed and training continues.
     """
 
     def step(self, reading: Reading, committed: bool) -> None:
         """A step was read; `committed` is False when its update did not happen."""
 
     def incident(self, incident: Incident) -> None:
-        """A step was bad: called once, when it has been dealt with and all is known about it."""
+        """A step was bad: called once, after it was handled and diagnosed."""
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Any other line of the journal: a note, a fault of the guard's own, the end of the run."""
+        """Any other line of the journal: a note, an internal fault, the end of the run."""
 
     def look(self, look: Look) -> None:
-        """A health probe was taken at a healthy step."""
+        """A health probe was taken of a healthy step."""
 
     def halted(self, incident: Incident, exit_line: str) -> None:
-        """The policy stops the run for this incident; `exit_line` says so to launch scripts."""
+        """The policy stops the run at this incident; `exit_line` is the line for launchers."""
 
     def close(self) -> None:
-        """The guard is closed: flush, and close what this sink opened itself.
+        """The guard is closed: flush, and close what this sink opened.
 
-        A sink that several guards share may get further events, and opens itself again.
+        A sink shared by several guards may receive further events and must reopen itself.
         """
 
     def __repr__(self) -> str:

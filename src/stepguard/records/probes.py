@@ -138,7 +138,7 @@ class StepFacts:
     repeats: int = 0
     """Probes before this one with the same batch."""
     batch_after: NextBatch = "unknown"
-    """What the step after the look before this one was given, beside that look's batch."""
+    """Whether the step after the previous probe was given the probed batch again."""
     training: bool = True
     """The model is in training mode."""
     dropout: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What users set: frozen, keyword-only, checked where it is built."""
+"""The user's settings: frozen, keyword-only, validated when they are built."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ACTIONS: tuple[str, ...] = get_args(Action)
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What may be done about an incident, and how much may be lost. The fault decides the rest.
+    """What the guard may do about an incident, and how much a run may lose. The fault decides which
+    of the allowed actions is taken.
 
     For instance:
 
@@ -29,29 +30,30 @@ class Policy:
     """
 
     actions: tuple[Action, ...] = ("retry", "leave_out", "skip", "heal", "rewind", "stop")
-    """What is allowed, in this order: retry what failed by chance, leave out what is proven guilty,
-    skip the step; for damaged state, heal from a rank with a copy, else rewind. `stop` is always
-    allowed. With `note`, a state that is non-finite before the first step is reported and trained
-    on; else the run stops.
+    """Allowed actions, tried in this order: retry a transient failure, leave out the samples that
+    are proven guilty, skip the step; for damaged state, heal from a rank with a copy, else rewind.
+    `stop` is always allowed. A state that is non-finite before the first step stops the run, unless
+    `note` is among the actions: then it is reported and training continues.
     """
     max_consecutive: int | None = None
-    """Incidents in a row after which the run stops; None does not count."""
+    """Stop the run after this many incidents in a row; None sets no limit."""
     max_total: int | None = None
-    """Incidents in the whole run after which it stops; None does not count."""
+    """Stop the run after this many incidents altogether; None sets no limit."""
     max_rewinds: int = 3
-    """Rewinds in the whole run."""
+    """Largest number of rewinds in the whole run."""
     max_lost_share: float = 0.5
-    """Share of the samples of the last 200 steps that may be dropped because data, forward or loss
-    were bad; beyond it the run stops. It counts once 32 steps were lost.
+    """Stop the run when more than this share of the samples of the last 200 steps was dropped
+    because data, forward or loss were bad, and at least 32 steps were lost.
     """
     on_incident: Literal["decide", "whatif"] = "decide"
-    """`whatif` trains recent steps again before a bad step is dropped or rewound, and does the
-    cheapest thing that keeps the bad value away: skip, leave out, larger epsilon, harder clipping,
-    lower rate. About 60 steps for each of the first 20 incidents, in one process.
+    """`whatif` repeats recent steps before it drops or rewinds a bad one, and applies the cheapest
+    remedy that keeps the bad value away: skip, leave out, larger epsilon, harder clipping, lower
+    learning rate. It costs about 60 steps for each of the first 20 incidents; one process only.
     """
     exceptions: Literal["raise", "skip"] = "raise"
-    """An exception in the step, under `guard.step`: recorded and raised again, or recorded and the
-    step dropped, within the budgets above. Ctrl+C, exits and exhausted memory are always raised.
+    """What happens to an exception in the step, under `guard.step`: `raise` records it and raises
+    it again, `skip` records it and drops the step, within the limits above. Ctrl+C, exits and
+    out-of-memory errors are always raised.
     """
 
     def __post_init__(self) -> None:
@@ -68,19 +70,19 @@ class Policy:
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshots:
-    """Copies of the state in memory, which rewinds go back to."""
+    """Copies of the training state in memory, the targets of a rewind."""
 
     every: int | Literal["auto"] = "auto"
-    """Steps between snapshots; `auto` keeps copying under 0.5 % of the time of training."""
+    """Steps between snapshots; `auto` spends at most 0.5 % of the training time on copying."""
     count: int = 3
-    """Snapshots kept at a time; 0 takes none."""
+    """Snapshots kept at a time; 0 turns snapshots off."""
     memory: int | None = None
-    """Bytes of host memory that they may take; None is half of what is free when the first one is
-    taken.
+    """Most bytes of host memory for all snapshots; None allows half of the memory that is free when
+    the first one is taken.
     """
     probation: int = 20
-    """Steps without an incident, and with the loss where it was, after which a snapshot or
-    checkpoint counts as good.
+    """Healthy steps, with the loss at its usual level, after which a snapshot or checkpoint counts
+    as good.
     """
 
     def __post_init__(self) -> None:
@@ -90,24 +92,28 @@ class Snapshots:
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
-    """What is measured of healthy and suspicious steps, and how much finding a cause may cost."""
+    """What is measured besides the verdict, and how long locating a cause may take."""
 
     look_every: int | Literal["auto"] | None = "auto"
-    """Steps between health probes: statistics of a healthy step, taken while it runs. `auto` probes
-    the third step, then ever fewer, with at most 0.1 % of the time of training; None takes none.
+    """Steps between health probes, which take statistics of a healthy step while it runs. `auto`
+    probes the third step, then less and less often, for at most 0.1 % of the training time; None
+    turns probes off.
     """
     locate_budget: float = 6.0
-    """How long locating one incident may take, in unguarded steps. 0 replays nothing."""
+    """How long locating one incident may take, in multiples of an unguarded step; 0 turns replays
+    off.
+    """
     spike_sigmas: float | None = 6.0
-    """Robust deviations above the median that make a loss worth a line; None reports no spikes."""
+    """Report a loss this many robust standard deviations above the median; None reports no spikes.
+    """
     anomalies: Literal["note", "act", "off"] = "note"
-    """What a jump or slow rise of a finite loss leads to. `note`: it is reported, and none of your
-    code runs again. `act`: a rewind, where independent signs show that the weights did it. `off`:
-    nothing.
+    """Response to a jump or slow rise of a finite loss. `note` reports it and runs none of your
+    code again; `act` rewinds if independent evidence shows that the weights are the cause; `off`
+    ignores it.
     """
     outliers: Literal["note"] | None = None
-    """Report a parameter's gradient that is far above all it has been, before it enters the
-    optimizer's moments. None does not measure them.
+    """`note` reports a parameter's gradient that is far above its recent norms, before it enters
+    the optimizer's moments; None does not measure gradients per parameter.
     """
 
     def __post_init__(self) -> None:
@@ -117,16 +123,16 @@ class Probes:
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """How ranks wait for each other and are compared."""
+    """How long ranks wait for each other, and how often they are compared."""
 
     timeout: float = 60.0
-    """Seconds that a rank waits for the others once a step is bad (at most 30 in `save` and
-    `restore`). Then the step stays vetoed, and the guard names the missing ranks and ends. After
-    five times as long without any progress a line names the ranks that are behind.
+    """Seconds a rank waits for the others at an incident (at most 30 in `save` and `restore`).
+    After that the step stays vetoed, and the guard names the missing ranks and ends. After five
+    times as long without any progress, one line names the ranks that are behind.
     """
     compare_every: int | None = None
-    """Steps between two comparisons of the ranks: weights of copies of one model, learning rates
-    and data. Each costs one pass over the weights and a small exchange; None makes none.
+    """Steps between comparisons of the ranks: weights of replicas, learning rates and data. Each
+    costs one pass over the weights and a small exchange; None turns them off.
     """
 
     def __post_init__(self) -> None:
@@ -136,7 +142,7 @@ class Ranks:
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardConfig:
-    """Settings of one guard. A value that cannot be meant raises ConfigError here.
+    """Settings of one guard. An invalid value raises ConfigError as soon as it is given.
 
     For instance:
 
@@ -145,76 +151,76 @@ class GuardConfig:
     """
 
     clip_norm: float | None = None
-    """Clip the gradients to this 2-norm before every update; None leaves them alone. Under `watch`
-    and `stepguard run` as if the loop called `clip_grad_norm_` before `optimizer.step()`.
+    """Clip the gradients to this 2-norm before every update; None does not clip. Under `watch` and
+    `stepguard run` this works as if the loop called `clip_grad_norm_` before `optimizer.step()`.
     """
     run_dir: str | PathLike[str] | None = None
-    """Where journal, incidents and checkpoints go; None writes nothing."""
+    """Folder for journal, incidents and checkpoints; None writes nothing."""
     human_log: str | PathLike[str] | None = None
     """Folder for a readable log: `latest.log` (a link to the newest) and `training_log.jsonl`."""
     policy: Policy = field(default_factory=Policy)
-    """What may be done about an incident, and how much may be lost."""
+    """What the guard may do about an incident, and how much a run may lose."""
     snapshots: Snapshots = field(default_factory=Snapshots)
-    """Copies of the state in memory."""
+    """Copies of the training state in memory."""
     probes: Probes = field(default_factory=Probes)
-    """What is measured beside the verdict."""
+    """What is measured besides the verdict."""
     ranks: Ranks = field(default_factory=Ranks)
-    """How ranks wait for each other."""
+    """How long ranks wait for each other, and how often they are compared."""
     checkpoint_every: int | None = None
-    """Steps between sealed checkpoints; None saves only when asked. Each is written in the
-    background, once its probation is over.
+    """Steps between sealed checkpoints; None saves only when `guard.save()` is called. Each is
+    written in the background after its probation.
     """
     keep: int = 3
-    """Newest good checkpoints that stay on disk, and the best one."""
+    """Number of newest good checkpoints kept on disk, besides the best one."""
     resume_lr: Literal["checkpoint", "config"] = "checkpoint"
-    """Where `guard.restore` finds another learning rate than the optimizer was built with: which of
-    the two counts.
+    """Which learning rate applies if the checkpoint's differs from the one the optimizer was built
+    with.
     """
     on_signal: Literal["save", "off"] = "save"
-    """SIGTERM and Ctrl+C: `save` ends the step and saves a good state before they have their effect
-    (where there is a `run_dir`); `off` leaves them alone.
+    """On SIGTERM or Ctrl+C, `save` finishes the step and saves a good state first, if there is a
+    `run_dir`; `off` does not handle signals.
     """
     loss_scale: float | None = None
-    """A static scale: `guard.step` multiplies the loss by it before backward and divides it out of
-    the gradients.
+    """A static loss scale: `guard.step` multiplies the loss by it before backward and divides the
+    gradients by it.
 
-    It is halved when it is what makes the gradients overflow.
+    It is halved when the scale itself makes the gradients overflow.
     """
     labels_key: str | None = None
-    """Key of the batch that holds the targets, so that targets other than -100 are counted."""
+    """Batch key of the targets, so that targets other than -100 are counted."""
     id_key: str | None = None
-    """Key of the batch that holds one id per sample, so that a bad sample is named by it."""
+    """Batch key of one id per sample, used to name bad samples."""
     capsule: Literal["full", "no-data", "off"] = "full"
-    """What of a bad step is kept on disk; `no-data` leaves the batch out."""
+    """What is kept of a bad step on disk: everything, everything but the batch, or nothing."""
     capsule_limit: int = 2**30
-    """Bytes of one capsule. A larger step is kept without parameters, buffers and optimizer state,
-    which a replay takes from a sealed checkpoint of the run.
+    """Most bytes of one capsule. For a larger step, parameters, buffers and optimizer state are
+    left out, and a replay takes them from a sealed checkpoint of the run.
     """
     build: str | None = None
-    """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be run
-    again elsewhere.
+    """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be replayed
+    on another machine.
     """
     terminal: Literal["auto", "quiet", "logging"] = "auto"
-    """`quiet` prints nothing; `logging` hands messages to Python's logging instead of stderr.
+    """`quiet` prints nothing; `logging` sends messages to Python's logging instead of stderr.
 
-    Incidents are recorded in any case.
+    Incidents are recorded either way.
     """
     sinks: tuple[Sink, ...] = ()
-    """Loggers that get every step and incident, on rank 0: see stepguard.integrations.sinks."""
+    """Loggers that receive every step and incident on rank 0; see stepguard.integrations.sinks."""
 
     @classmethod
     def from_file(cls, path: str | PathLike[str], **given: Any) -> GuardConfig:
-        """Read a TOML, YAML or JSON file; what is `given` beside it comes first.
+        """Read a TOML, YAML or JSON file; settings `given` here override those of the file.
 
-        Each group is a table of its own: `[policy]`, `[snapshots]`, `[probes]`, `[ranks]`. Folders
-        are meant from the current directory.
+        Each group is a table: `[policy]`, `[snapshots]`, `[probes]`, `[ranks]`. Relative paths
+        start at the current directory.
         """
         table = read_table(Path(path))
         written = dict(table)
         try:
             if "sinks" in table:
                 raise ConfigError(
-                    "sinks is an object of Python and cannot stand in a file; give it in code."
+                    "sinks is a Python object and cannot be set in a file; set it in code."
                 )
             for name in ("run_dir", "human_log"):
                 if isinstance(table.get(name), str) and table[name].strip():

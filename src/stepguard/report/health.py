@@ -179,7 +179,7 @@ def _level(run: Run, *, run_away: bool) -> Iterator[str]:
     elif not away and not run_away and progress.learned and now > progress.lost_limit:
         share = (now - best) / (levels[0] - best)
         lost = "all of it" if share >= 1 else f"{share:.0%} of it"
-        yield f"what was learned is gone again, {lost}: {numbers}"
+        yield f"what was learned is lost again, {lost}: {numbers}"
 
 
 def _disarmed(run: Run) -> Iterator[str]:
@@ -315,7 +315,7 @@ class StageOutcome:
     state: State
     value: float | None = None
     note: str = ""
-    """Why there is no number, where steps have come and none of them has it."""
+    """Why the value is missing although steps were recorded."""
 
 
 def parse_stage(text: str) -> Stage:

@@ -270,7 +270,7 @@ ACTION_WORDS: dict[Action, ActionWords] = {
         log="Stopping training to prevent corruption...",
     ),
     "note": ActionWords(
-        done="reported, nothing done",
+        done="reported, no action taken",
         effect="the update was made",
         log="Continuing",
     ),

@@ -19,7 +19,7 @@ MOST_LABELS = 6
 SMOOTH_OVER = 25
 """At least this many values are one median; more in long runs."""
 ROW_HEIGHT = 0.055
-"""Of the upper panel, for one row of marks."""
+"""Height of one row of marks, as a share of the upper panel."""
 
 INK = "#1f2933"
 GRID = "#e4e7eb"

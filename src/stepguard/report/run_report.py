@@ -182,7 +182,7 @@ def kinds(summary: RunSummary) -> list[tuple[str, ...]]:
 
 
 def details(group: IncidentGroup) -> tuple[str, list[Row], list[str]]:
-    """Of a kind of incident: what is wrong; place, cause and answer; what to type next."""
+    """Describe a kind of incident: title; place, cause and answer; commands to type next."""
     cause = f"{group.code} {group.title}".strip()
     if group.code and group.certainty:
         cause += f" ({group.certainty})"
@@ -210,7 +210,7 @@ STYLES = {
     "unhealthy": "bold red",
     "stopped": "bold red",
 }
-"""Of events, of stages and of verdicts."""
+"""Styles by state, for events, stages and verdicts."""
 
 
 def render_terminal(

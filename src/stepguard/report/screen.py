@@ -231,7 +231,7 @@ class Name(Unbroken):
 
 
 def fitted(text: Text, width: int) -> Text:
-    """The same text with every word that is longer than a line shortened to one."""
+    """Shorten every word that is longer than a line."""
     long = [found for found in _WORD.finditer(text.plain) if len(found[0]) > width]
     if not long:
         return text

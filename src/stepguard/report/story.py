@@ -262,7 +262,7 @@ class Run:
     """One run: all its attempts, on all ranks."""
 
     id: str
-    """As in the seals of its checkpoints."""
+    """The run's id, as its checkpoint seals state it."""
     number: int
     """Which run of this folder it is, from 1."""
     path: Path
@@ -279,7 +279,7 @@ class Run:
     torn: int = 0
     """Lines of the whole folder that cannot be read."""
     further: tuple[Run, ...] = ()
-    """The same run as the guards of its further optimizers have recorded it."""
+    """Records of the run by the guards of its further optimizers."""
 
     @property
     def lanes(self) -> tuple[Run, ...]:

@@ -186,6 +186,8 @@ def _worded(note: Note) -> tuple[str, Weight]:
         return note.text or phrases.verdict_title(note.kind or "note"), "note"
     if note.type == "fault":
         return f"the guard failed and was disarmed: {note.text}".rstrip(": "), "incident"
+    if note.type == "no_look":
+        return f"no health probe: {note.text}", "info"
     if note.type != "end":
         return f"{note.type}: {note.text}".rstrip(": "), "info"
     if note.fields.get("error"):

@@ -47,6 +47,7 @@ from stepguard.locate.source import variable_name
 from stepguard.records import GuardConfig
 from stepguard.records.codec import printable
 from stepguard.report.phrases import count
+from stepguard.sentinel.torch_patches import observe_loads
 from stepguard.state.sharded import distributed
 from stepguard.tensors.names import optimizer_parameter_ids, optimizer_parameters, wrap
 from stepguard.watching import watch
@@ -179,10 +180,13 @@ class AutomaticGuards:
         self._stepping: list[int] = []
         self._calls = 0
         self._undo = ExitStack()
+        self._loads = ExitStack()
+        """Undone after the guards, whose own patch lies above it."""
         self._call_hook: ExitStack | None = None
 
     def __enter__(self) -> AutomaticGuards:
         wrap(self._undo, Optimizer, "__init__", self._noticing)
+        observe_loads(self._loads)
         self._undo.callback(self._stop_listening)
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         # guards are made while an optimizer steps, when no hook may be added
@@ -197,6 +201,7 @@ class AutomaticGuards:
             # The value refers to its weak key: left there, neither would ever be freed.
             automatic_guards.pop(guard.optimizer, None)
             guard.close()
+        self._loads.close()
         keeps_hearing.discard(self)
         stop_hearing()
 
@@ -313,7 +318,7 @@ class AutomaticGuards:
         if guard.rank == 0:
             self._complain(
                 f"{guard.name or 'the run'} goes on after {done} steps; the script's own loop and "
-                "its data begin at their start"
+                "its data start from the beginning"
             )
 
     def _make_way(self, guard: Guard) -> None:
@@ -352,7 +357,7 @@ def start_from(which: str, config: GuardConfig) -> str | None:
     if which == "auto":
         return None
     raise ConfigError(
-        f"--restore {which} finds no checkpoint in {folder}; --restore auto starts afresh where "
+        f"--restore {which} finds no checkpoint in {folder}; --restore auto starts anew where "
         "there is none."
     )
 
@@ -410,8 +415,8 @@ def run_script(
     if code == EXIT_USAGE and misplaced:
         # the script refused its options: perhaps one of them was meant for stepguard
         tell(
-            f"{misplaced[0]} stands after the script and went to it; options of stepguard stand "
-            f"before: stepguard run {misplaced[0]} ... {Path(script).name}"
+            f"{misplaced[0]} comes after the script and was passed to it; options of stepguard go "
+            f"before it: stepguard run {misplaced[0]} ... {Path(script).name}"
         )
     _tell_how_it_ended(automatic, code, config)
     return code

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -74,6 +74,8 @@ RECORDS = ("journal*.jsonl", "capsule.json", "window.json", "seal.json")
 MOST_RUNS = 1000.0
 """Runs of the step that trying the fixes may take: nothing waits for it here."""
 
+NOTHING: Mapping[str, nn.Module] = {}
+Found = TypeVar("Found")
 Inspect = Callable[[Step, Incident], None]
 Confirm = Callable[[str], bool]
 """Asked with what would be run, for a capsule that was not made here."""
@@ -95,8 +97,27 @@ def replay(
     before code that a capsule of somebody else, another machine or another folder names.
     `inspect` is called with the step and the incident while the script's objects are still alive.
     """
+
+    def locate_again(again: CapsuleReplay[Incident], step: Step) -> Incident:
+        incident = again.located(step)
+        if inspect is not None:
+            inspect(step, incident)
+        return incident
+
+    return with_step(capsule, locate_again, build=build, script=script, confirm=confirm)
+
+
+def with_step(
+    capsule: str | Path,
+    use: Callable[[CapsuleReplay[Found], Step], Found],
+    *,
+    build: str | Callable[[], Any] | None = None,
+    script: str | None = None,
+    confirm: Confirm = lambda command: False,
+) -> Found:
+    """Return what `use` makes of the capsule's step, while the script's objects are alive."""
     content = read_capsule(Path(capsule))
-    again = CapsuleReplay(content, inspect)
+    again = CapsuleReplay(content, use)
     again.take_weights(built=build is not None)
     if callable(build):
         return again.from_built(build())
@@ -126,17 +147,20 @@ def replay(
     return again.from_script(content.script, content.module, check)
 
 
-class CapsuleReplay:
+class CapsuleReplay(Generic[Found]):
     """Replays one capsule with the objects of the user's program."""
 
-    def __init__(self, capsule: Capsule, inspect: Inspect | None) -> None:
+    def __init__(
+        self, capsule: Capsule, use: Callable[[CapsuleReplay[Found], Step], Found]
+    ) -> None:
         self.capsule = capsule
-        self._inspect = inspect
+        self._use = use
         self._decoded = capsule.decoded()
-        self._found: Incident | None = None
+        self._found: list[Found] = []
+        """What `use` has returned."""
         self._offers = 0
         self._seen: list[Context] = []
-        """Of the script's guards."""
+        """Contexts of the script's guards."""
         self._why_not = ""
         self._weights = ""
         """Whose weights the step is run with, where they are not those it began from."""
@@ -172,7 +196,7 @@ class CapsuleReplay:
         if opened.step != bad:
             self._weights = f"weights of step {opened.step}, the bad step was {bad}"
 
-    def from_built(self, built: Any) -> Incident:
+    def from_built(self, built: Any) -> Found:
         """Replay with what a build function returned."""
         what = ""
         if not isinstance(built, tuple):
@@ -184,11 +208,11 @@ class CapsuleReplay:
                 f"the build function returned {what}; return (model, optimizer, loss_fn)."
             )
         model, optimizer, loss_fn, *modules = built
-        return self._run(model, optimizer, loss_fn, modules[0] if modules else {})
+        return self._use(self, self._step(model, optimizer, loss_fn, *modules))
 
     def from_script(
         self, script: str, module: str | None, check: Check = lambda path: None
-    ) -> Incident:
+    ) -> Found:
         """Run the script up to a guarded step that fits, and replay with its objects."""
         # A capsule may name code of the user's project, nothing else on the machine.
         path = inside(Path(script), script, CapsuleError)
@@ -227,12 +251,12 @@ class CapsuleReplay:
             # The script ends here without having closed its guards.
             for context in self._seen:
                 context.resources.close()
-        if self._found is None:
+        if not self._found:
             why = self._why_not or "it ended without calling guard.step"
             raise CapsuleError(
                 f"{path.name} gave nothing to run the capsule with: {why}; pass script= or build=."
             )
-        return self._found
+        return self._found[0]
 
     def _take(self, context: Context, loss_fn: LossFn) -> bool:
         """Take the first step whose model and optimizer fit the capsule."""
@@ -244,24 +268,25 @@ class CapsuleReplay:
             self._why_not = why_not
             return False
         if not why_not:
-            self._found = self._run(context.model, context.optimizer, loss_fn, context.modules)
+            taken = self._step(context.model, context.optimizer, loss_fn, context.modules)
+            self._found.append(self._use(self, taken))
         return True
 
-    def _run(
+    def _step(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         loss_fn: LossFn,
-        modules: Mapping[str, nn.Module],
-    ) -> Incident:
-        """Fill the objects with the capsule's state, replay and locate."""
+        modules: Mapping[str, nn.Module] = NOTHING,
+    ) -> Step:
+        """Fill the objects with the capsule's state."""
         capsule = self.capsule
         reading, batches, rng = self._decoded
         roots = {"": unwrapped(model), **modules}
         capsule.fill(roots, optimizer)
         buffers = BufferKeeper(roots.values())
         buffers.remember()
-        step = Step(
+        return Step(
             index=reading.step,
             model=model,
             optimizer=optimizer,
@@ -273,6 +298,11 @@ class CapsuleReplay:
             scale=float(capsule.facts["scale"]),
             clip_norm=capsule.facts["clip_norm"],
         )
+
+    def located(self, step: Step) -> Incident:
+        """Replay the step and locate its first harmful value."""
+        capsule = self.capsule
+        reading = self._decoded[0]
         kind: VerdictKind = capsule.facts["verdict"]
         summary = str(capsule.facts.get("summary", ""))
         verdict = Verdict(kind=kind, severity="incident", summary=summary)
@@ -316,10 +346,7 @@ class CapsuleReplay:
         incident = replace(incident, findings=diagnose(incident, RunFacts()))
         budget = LocateBudget(steps=MOST_RUNS)
         budget.begin(step)
-        incident = try_remedies(incident, step, RunFacts(), budget)
-        if self._inspect is not None:
-            self._inspect(step, incident)
-        return incident
+        return try_remedies(incident, step, RunFacts(), budget)
 
 
 def _run_of(capsule: Capsule) -> Path:
@@ -449,7 +476,7 @@ class ProvenFix:
     """The incident as the replay found it: before the change."""
     remedy: Remedy
     code: str
-    """Of the finding that it answers."""
+    """Code of the finding that it answers."""
     files: dict[Path, tuple[str, str]]
     """Each file as it is, and as it is to be."""
 

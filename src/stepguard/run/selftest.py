@@ -103,7 +103,7 @@ class Training:
         return found
 
     def batches(self, count: int = STEPS, bad: int | None = None) -> list[Batch]:
-        """The same batches each time; sample 4 of batch `bad` makes log(0)."""
+        """Return `count` fixed batches; sample 4 of batch `bad` makes log(0)."""
         source = torch.Generator().manual_seed(1)
         made = []
         for number in range(count):
@@ -154,7 +154,7 @@ def healthy(device: torch.device, **options: Any) -> Row:
 
 
 def fused(device: torch.device) -> Row:
-    """The same with a fused optimizer, which takes the verdict on the device."""
+    """Healthy run with a fused optimizer, which takes the verdict on the device."""
     try:
         Training(device, fused=True).unguarded_step(Training(device).batches(1)[0])
     except (RuntimeError, TypeError) as error:
@@ -310,11 +310,14 @@ def overhead(device: torch.device) -> Row:
                 wait()
                 if number >= ROUNDS:
                     took[name].append(time.perf_counter() - begun)
-    micro = {name: 1e6 * statistics.median(times) for name, times in took.items()}
-    added = ", ".join(
-        f"{name} +{micro[name] - micro['unguarded']:.0f} us" for name in ("guard.step", "watch")
-    )
-    return True, f"unguarded {micro['unguarded']:.0f} us a step; {added}"
+    plain_ms = 1e3 * statistics.median(took["unguarded"])
+    parts = [f"unguarded {plain_ms:.3g} ms a step"]
+    for name in ("guard.step", "watch"):
+        # beside the unguarded step of the same round, so that a busy machine slows both
+        pairs = zip(took[name], took["unguarded"], strict=True)
+        low, middle, high = statistics.quantiles([1e3 * (one - other) for one, other in pairs])
+        parts.append(f"{name} {middle:+.3g} ms (half of the rounds {low:+.3g} to {high:+.3g})")
+    return True, "; ".join(parts)
 
 
 CHECKS: dict[str, Callable[[torch.device], Row]] = {

@@ -74,7 +74,7 @@ class GradientNorm:
     shards: bool = False
     """The norm of all ranks, of gradients of which each rank holds a part."""
     squares: Tensor | None = None
-    """Of sharded gradients that were measured on this rank only: what it adds to the square of the
+    """What this rank's shards add to the square of the
     norm of all ranks."""
 
 
@@ -114,7 +114,7 @@ def _one_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
 
 
 def _norm_of_one_kind(dense: Sequence[Tensor], *, each: bool, wide: bool) -> GradientNorm:
-    """As get_total_norm does it, so that the total is the same bit for bit."""
+    """Follow get_total_norm step by step, so that the total is the same bit for bit."""
     dtype = torch.float64 if wide and dense[0].device.type != "mps" else None
     every = torch.stack(list(foreach_norm(list(dense), 2, dtype=dtype)))
     total = torch.linalg.vector_norm(every)
@@ -518,7 +518,7 @@ class Shares:
 SCANNED_EACH_STEP = 2**20
 """Elements that are tested after every update: about a quarter of a millisecond."""
 TENSORS_EACH_STEP = 128
-"""The same for tensors: each costs a microsecond, however small it is."""
+"""Tensors scanned each step: each costs a microsecond, however small it is."""
 STEPS_A_ROUND = 32
 """Updates after which every parameter of a larger model was tested once."""
 

@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stepguard.tensors.names import wrap
 from stepguard.tensors.torch_private import CLIP_NORM, current_autograd_node
 
 Update = Callable[[Any], None]
@@ -52,6 +53,8 @@ class _Backwards:
 _listeners: list[weakref.ref[Listener]] = []
 """Weak: a watched optimizer holds its listener by its hooks, and both may go while others stay."""
 _undo = ExitStack()
+last_loads: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Names that the last `load_state_dict` of a module did not fill, and did not use."""
 _before_scaling: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """What a scaler returned, while it lives, and the loss it was made of."""
 
@@ -158,11 +161,19 @@ def _observed_load(original: Any) -> Any:
     @functools.wraps(original)
     def load_state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         out = original(self, *args, **kwargs)
+        unfilled = tuple(getattr(out, "missing_keys", ()))
+        unused = tuple(getattr(out, "unexpected_keys", ()))
+        last_loads[self] = (unfilled, unused)
         for listener in _told():
             listener.after_load()
         return out
 
     return load_state_dict
+
+
+def observe_loads(undo: ExitStack) -> None:
+    """Keep what loads leave unfilled, also before the first guard."""
+    wrap(undo, torch.nn.Module, "load_state_dict", _observed_load)
 
 
 def _observed_scale(original: Any) -> Any:

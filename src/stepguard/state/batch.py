@@ -152,7 +152,7 @@ CONSTANTS = (
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 Layout = Literal["parts", "samples", "constant", "unclear"]
-"""Of a list: each entry holds all samples, each is one sample, none depends on samples."""
+"""What the entries of a list are: parts of all samples, samples, or the same for all samples."""
 
 
 def samples_in(batch: Any) -> int | None:

@@ -309,7 +309,7 @@ def write_facts(
 
 
 def _signature(facts: Mapping[str, Any], key: bytes) -> str:
-    """Of everything in the JSON, which names the code; tensors run nothing."""
+    """Sign everything in the JSON, which names the code to run; tensors run nothing."""
     signed = json.loads(dumps({name: facts[name] for name in facts if name != "signature"}))
     return hmac.digest(key, dumps(signed).encode(), hashlib.sha256).hex()
 

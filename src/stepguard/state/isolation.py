@@ -121,7 +121,7 @@ class Rerun:
     losses: tuple[float, ...]
     grads_finite: bool
     gradients: tuple[Tensor | None, ...] = ()
-    """Of the optimizer's parameters, in order; only where asked for."""
+    """Gradients of the optimizer's parameters, in order; only where asked for."""
 
 
 def rerun(step: Step, *, scale: float | None = None, micro: Sequence[int] | None = None) -> Rerun:

@@ -179,7 +179,7 @@ class Delivered:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those of its first tensors that are still in memory."""
+        """Its first tensors, as far as they are still in memory."""
         alive = (mark() for mark in self.marks)
         return [tensor for tensor in alive if tensor is not None]
 

@@ -52,7 +52,7 @@ def sharded_part(modules: Iterable[nn.Module]) -> str:
 
 
 SHARE_OF_FREE = 0.5
-"""Of the free memory that parameters and their gradients may take."""
+"""Share of the free memory that parameters and their gradients may take."""
 SILENT = {
     "reduce_grads": False,
     "all_reduce_grads": False,

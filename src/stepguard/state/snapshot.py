@@ -16,7 +16,7 @@ from stepguard.tensors.torch_private import foreach_copy_
 
 Standing = Literal["young", "good", "bad"]
 SHARE_OF_FREE = 0.5
-"""Of the free memory, if no limit is set."""
+"""Share of the free memory that is used if no limit is set."""
 LEAST = 2
 """Snapshots that must fit: one that is good and one that may become so."""
 KEEPS_BEST = 3
@@ -29,7 +29,7 @@ class Snapshot:
 
     step: int
     serial: int
-    """Counts over the life of the ring, so that two snapshots of one step can be told apart."""
+    """Counts over the life of the ring, so that two snapshots of one step differ."""
     state: SavedState
     memory: dict[str, Any] = field(default_factory=dict)
     """What the guard itself remembered then and no file needs."""

@@ -129,5 +129,5 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def written_since(tensors: Iterable[Tensor], marks: Sequence[int]) -> list[Tensor]:
-    """Those of the tensors that were written to since `marks` was taken of them."""
+    """Tensors that were written to since `marks` was taken."""
     return [t for t, mark in zip(tensors, marks, strict=True) if t._version != mark]

@@ -153,7 +153,7 @@ def test_note_names_the_parameter_and_changes_nothing(mode: str, tmp_path: Path)
     assert difference(state_of(at), state_of(plain)) == ""
     (said,) = [n for n in read_run(tmp_path).notes if n.get("kind") == "outlier"]
     assert said["step"] == AT and "2.bias" in said["summary"] and "2.weight" not in said["summary"]
-    assert "reported, nothing done" in said["summary"]
+    assert "reported, no action taken" in said["summary"]
 
 
 def test_buffers_and_sparse_or_missing_gradients_are_no_trouble() -> None:

@@ -248,14 +248,6 @@ def test_checkpoint_that_leads_to_a_stop_again_and_again_is_left_for_an_older_on
     )
 
 
-def test_starts_that_ended_without_a_stop_take_the_same_checkpoint_again(tmp_path: Path) -> None:
-    _two_checkpoints(tmp_path)
-    for _ in range(4):
-        with guard_of(scene(), config(tmp_path)) as guard:
-            assert guard.restore() == 8
-    assert notes(tmp_path, "lr_mismatch") == []
-
-
 def test_nothing_usable_is_one_error(tmp_path: Path) -> None:
     for path in _two_checkpoints(tmp_path):
         shutil.rmtree(path)

@@ -306,11 +306,6 @@ def test_damage_in_the_first_steps_is_repaired_from_a_snapshot_on_probation(harm
     ]
 
 
-def test_short_run_with_the_default_settings_can_rewind() -> None:
-    guard, _ = run(scene("sgd"), grouped(learnable(60), 1), {45: nan_weight}, quiet())
-    assert [d[0] for d in decisions(guard)] == ["rewind"]
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "fused"])
 def test_watched_loop_goes_on_from_the_good_state_with_the_next_batch(optimizer: str) -> None:
     at, reference = scene(optimizer), scene(optimizer)
@@ -513,41 +508,6 @@ def _plan(planning: Guard, **how: bool) -> tuple[RewindPlan | None, str]:
         if plan is None or plan.target.kind == "snapshot" or planner.fetch(plan)["there"]:
             return plan, why_not
         planner.tried.append(plan)
-
-
-def _snapshot_at(planning: Guard, step: int) -> None:
-    planning._context.step = step
-    assert planning._rewinder.snapshots.take() is not None
-
-
-def _planned(planning: Guard, *, visible: bool = True, transient: bool = False) -> int | None:
-    plan, _ = _plan(planning, transient=transient, visible=visible)
-    return None if plan is None else plan.target.step
-
-
-def test_visible_damage_goes_to_the_newest_sound_snapshot_whatever_its_standing(
-    planning: Guard,
-) -> None:
-    _snapshot_at(planning, 4)
-    planning._rewinder.probation.commit(6)
-    with torch.no_grad():
-        next(iter(planning._context.model.parameters()))[0, 0] = math.inf
-    _snapshot_at(planning, 8)
-    assert _planned(planning) == 4
-
-
-def test_plan_that_was_taken_is_not_made_again(planning: Guard) -> None:
-    _snapshot_at(planning, 4)
-    _snapshot_at(planning, 8)
-    taken = []
-    while _planned(planning) is not None:
-        plan, snapshot = _planner(planning).take()
-        taken.append((plan.target.step, snapshot.step))
-    assert taken == [(8, 8), (4, 4)]
-    _, why_not = _plan(planning, transient=False, visible=True)
-    assert why_not.startswith("every rewind has been tried at step 8, 4")
-    _planner(planning).forget()
-    assert _planned(planning) == 8
 
 
 def test_checkpoint_is_read_before_it_is_counted_on(planning: Guard) -> None:

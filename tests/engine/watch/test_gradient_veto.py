@@ -232,28 +232,6 @@ def _grads(scene: Scene) -> list[Tensor | None]:
     return [parameter.grad for parameter in scene.model.parameters()]
 
 
-@pytest.mark.parametrize("variant", ["SGD", "AdamW-fused"])
-def test_user_exception_passes_through_and_leaves_the_guard_usable(variant: str) -> None:
-    scene, reference = _scene(variant), _scene(variant)
-    interrupted = [True]
-
-    def loss_fn(batch: Any) -> Tensor:
-        if interrupted and batch is DATA[2]:
-            interrupted.clear()
-            raise KeyError("the user's own")
-        return scene.loss_fn(batch)
-
-    with Guard(scene.model, scene.optimizer, config=QUIET, **scene.close_over()) as guard:
-        guard.step(loss_fn, DATA[0], DATA[1])
-        with pytest.raises(KeyError, match="the user's own"):
-            guard.step(loss_fn, DATA[2])
-        assert guard.step(loss_fn, DATA[2]).committed
-        assert guard.armed and [i.verdict.kind for i in guard.incidents] == ["exception"]
-    scene.ema = reference.ema = None
-    bare(reference, [(DATA[0], DATA[1]), (DATA[2],)])
-    assert difference(state_of(scene), state_of(reference)) == ""
-
-
 class _Torn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

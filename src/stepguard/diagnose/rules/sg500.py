@@ -320,9 +320,9 @@ def _how_well_a_jump(case: Case) -> Certainty:
 
 
 STILL = 1e-5
-"""Of their norm: an update so small moves no loss by itself."""
+"""Update norm as a share of the weights' norm; one this small cannot move the loss."""
 LARGE_MOVE = 0.05
-"""Of its size, in one update: healthy parameters move by a thousandth."""
+"""Move of one parameter in one update, as a share of its size; 0.001 is healthy."""
 STANDS_OUT = 10.0
 """Times the move of all weights together."""
 EXTREME_NUMBER = 1e6

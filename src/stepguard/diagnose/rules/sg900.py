@@ -1,4 +1,4 @@
-"""SG901 to SG923: silent failures, from health probes and readings of a healthy run."""
+"""SG901 to SG927: silent failures, from health probes and readings of a healthy run."""
 
 from __future__ import annotations
 
@@ -488,7 +488,7 @@ LEAST_ENTROPY = 0.3
 NEARLY_ALL = 0.9
 FEWEST_TARGETS = 256
 MOVED = 0.05
-"""Of the size of all weights, that they must have moved by."""
+"""Least move of the weights, as a share of their size."""
 LEARNED = 0.8
 """Loss, beside the entropy of the labels, below which something is learned from the inputs."""
 
@@ -669,3 +669,23 @@ def sg925(case: Case) -> Proof | None:
         optimizer=case.last.facts.optimizer,
         share=apart,
     )
+
+
+# --- SG927: weights that were not loaded, or are not tied.
+
+
+@rule()
+def sg927(case: Case) -> Proof | None:
+    weights = case.weights
+    if weights is None:
+        return None
+    if weights.untied:
+        one, other = weights.untied[0]
+        return certain("untied", one=one, other=other)
+    # an adapter or a new head is meant to be missing, and is trained
+    if weights.renamed and 2 * len(weights.renamed) >= weights.missing:
+        name, other = weights.renamed[0]
+        return certain("renamed", name=name, other=other, missing=weights.missing)
+    if weights.frozen:
+        return likely("frozen", names=weights.frozen, missing=weights.missing)
+    return None

@@ -325,7 +325,7 @@ def _sizes(look: Look) -> Figures:
 
 @rule()
 def sg955(case: Case) -> Proof | None:
-    # both grow together or not at all in a healthy run, so a forecast may reach farther
+    # the loss and the gradient norm only grow together in a run that diverges: look farther ahead
     return _coming(_diverging(case.recent, 10.0) or SIZES.soonest(case.looks))
 
 

@@ -1,1 +1,1 @@
-"""Who calls forward, backward and update: `guard.step`, a watched loop, closures, fused ones."""
+"""Drivers of one step: `guard.step`, a watched loop, closures, fused optimizers."""

@@ -71,7 +71,7 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Is every group fused, so that the kernel leaves everything alone when it is told to?"""
+    """Is every group fused, so that `found_inf` makes the kernel change nothing?"""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return all(group.get("fused") for group in optimizer.param_groups)
@@ -456,7 +456,7 @@ def _any_above(rates: tuple[float, ...], limits: tuple[float, ...]) -> bool:
 
 
 def _highest(found: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    """Of each group the highest finite rate."""
+    """The highest finite learning rate of each group."""
     highest: list[float] = []
     for rates in found:
         highest += [0.0] * (len(rates) - len(highest))

@@ -182,7 +182,7 @@ class AnomalyCheck:
         self.proven = proven.bad
         if proven.bad or not verdict.bad or self._told_lately(reading.step):
             return reading, proven
-        # a runaway loss is told, whatever could be proven
+        # a runaway loss is reported even if nothing could be proven
         self._told_at = reading.step
         return reading, verdict
 

@@ -37,7 +37,7 @@ LOWEST_SCALE = 2.0**-24
 LOOK_CLOSER_AFTER = 4
 """Overflows in a row after which it is no longer presumed that a scaler is calibrating."""
 FAR_BELOW = 2.0**-10
-"""Of a scale that overflows: at this share the step is finite if only the scale is wrong."""
+"""Share of an overflowing loss scale at which a step is finite if only the scale is wrong."""
 
 
 def examine(context: Context, step: Step, reading: Reading) -> Reading:
@@ -46,7 +46,7 @@ def examine(context: Context, step: Step, reading: Reading) -> Reading:
         # found after the update, which has been undone since
         return reading
     if context.memory.missed:
-        # it was told by gradients: they are not bad of themselves
+        # another rank's refusal arrived as NaN gradients; this rank's are fine
         fine = replace(reading, grads_finite=True, grad_norm=None, bad_state=())
         return replace(fine, missed=context.memory.missed)
     if _only_rate(context, reading):
@@ -105,12 +105,12 @@ def stored_trouble(context: Context) -> list[str]:
 
 
 def _label(name: str) -> str:
-    """As records name it: an optimizer's slot without its parameter."""
+    """Return the name used in records: an optimizer slot without its parameter."""
     return f"opt:{name.rpartition('/')[2]}" if name.startswith("opt:") else name
 
 
 def _unaccepted(context: Context, names: list[str]) -> list[str]:
-    """Those that are not accepted as non-finite. Asking what is reads the device the first time."""
+    """Names not accepted as non-finite. The first call reads the device."""
     if not names:
         return []
     accepted = context.on_purpose()

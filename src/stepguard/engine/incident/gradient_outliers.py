@@ -25,7 +25,7 @@ WINDOW = 128
 SIGMAS = 10.0
 """Robust deviations of the logarithm above its median."""
 TIMES = 10.0
-"""And times the largest norm of the window."""
+"""An outlier must also be this many times the largest norm of the window."""
 LEAST_SIGMA = 0.02
 MAD_TO_SIGMA = 1.4826
 MOST_NAMED = 3
@@ -124,7 +124,7 @@ class Outliers:
         said = ", ".join(named)
         if len(self._found) > MOST_NAMED:
             said += f" and {len(self._found) - MOST_NAMED} more"
-        return f"gradient far above all before it: {said}; reported, nothing done"
+        return f"gradient far above every earlier one: {said}; reported, no action taken"
 
     def committed(self) -> None:
         """Remember what went into an update that went through."""

@@ -71,7 +71,7 @@ def write_down(context: Context, incident: Incident, step: Step) -> Incident:
                 if table is not None:
                     write_file(folder / GRADIENTS, dumps(table).encode())
         except Exception as fault:
-            # a full disk must not cost the veto, nor what else is told of the incident
+            # a full disk must not cost the veto, nor the rest of the incident's record
             why = f"{type(fault).__name__}: {fault}"
             context.outputs.note(
                 "output", f"the folder of incident {incident.id} could not be written: {why}"

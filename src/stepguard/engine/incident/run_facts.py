@@ -48,7 +48,7 @@ def not_applied(incident: Incident) -> Incident:
     action = INSTEAD.get(decision.action)
     if action is None:
         return incident
-    why = f"{decision.action} failed by a fault of stepguard's own"
+    why = f"{decision.action} failed because of an internal fault of stepguard"
     return replace(incident, decision=replace(decision, action=action, reason=why))
 
 
@@ -246,7 +246,7 @@ def moved_most(context: Context, rates: Sequence[float]) -> tuple[str, float] | 
 
 
 def _relative_move(parameter: Tensor, rate: float, direction: Tensor | None) -> float | None:
-    """Of parameters that start at 0, as biases do, any move is large: they are left out."""
+    """Relative move of a parameter. None for one that starts at 0: any move of it is large."""
     if direction is None or not _is_plain(parameter.data):
         return None
     size = _norm([parameter.detach()])

@@ -138,7 +138,7 @@ def _holds_values_of(delivered: Delivered, batch: Any, start: int = 0) -> bool |
 def name_samples(
     origin: Origin, step: Step, recent: RecentBatches | None, id_key: str | None
 ) -> Origin:
-    """The same origin, with the names of its samples and what the first of them holds."""
+    """Return the origin with its samples named and the content of the first one."""
     if not origin.samples:
         return origin
     origin = replace(origin, content=_content(origin.samples[0], origin.micro_batch or 0, step))
@@ -391,7 +391,7 @@ def _agreed(context: Context, entries: list[BadSamples]) -> list[BadSamples]:
 
 
 def _moment(entry: BadSamples) -> list[int]:
-    """The same on every rank for one and the same loss."""
+    """Key of a lost batch, equal on all ranks."""
     return [entry.attempt, entry.step, entry.epoch or 0, entry.batch or 0]
 
 

@@ -255,11 +255,9 @@ def _compiled(module: nn.Module) -> bool:
 # --- Decide: what is the fault, what can be done about it, and what is done, on every rank alike.
 
 
-HEALED = "torchft brings a replica back from its peers, and this one would part from them"
-UNDECIDED = "stepguard could not decide by a fault of its own"
-DISARMED = (
-    "the state itself is damaged, and a fault of stepguard's own keeps it from being repaired"
-)
+HEALED = "torchft restores a replica from its peers; a local rewind would separate it from them"
+UNDECIDED = "stepguard could not decide because of an internal fault"
+DISARMED = "the state itself is damaged, and an internal fault of stepguard prevents its repair"
 VERIFY_FROM = 2
 """Bad steps in a row after which the weights are verified on an earlier batch."""
 
@@ -531,7 +529,7 @@ class Decider:
     def _healing(
         self, incident: Incident, offers: list[dict[str, Any]], *, wanted: bool
     ) -> tuple[dict[str, int], str]:
-        """Who heals whom, by shard; or why no rank can heal another."""
+        """Return which rank heals each shard, or why none can."""
         if not wanted:
             return {}, "no stored tensor is damaged"
         why = self._policy_against_healing(incident)

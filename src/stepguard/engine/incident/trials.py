@@ -53,7 +53,7 @@ ROUNDING_OF_LOSS = 1e-3
 FAR_ABOVE = 1e6
 """Times the losses of the run so far."""
 MOST_CHANGE = 0.1
-"""Of a value that was fine, by a fix that is known to change some."""
+"""Largest change of a healthy value that a value-changing fix may make."""
 
 
 class _NoFixError(Exception):

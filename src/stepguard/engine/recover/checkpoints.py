@@ -128,7 +128,7 @@ class Checkpoints:
             return path
         word = agreement.word_of(about, writing_time(state))
         if not word:
-            self._refuse("NOT saved: the first rank, which writes what all hold, has not done so")
+            self._refuse("NOT saved: the first rank has not written the shared state")
             return None
         path = Path(word)
         try:
@@ -146,7 +146,7 @@ class Checkpoints:
         probation = context.config.snapshots.probation
         if hurt is not None and context.step - hurt <= probation:
             since = f"have not been good for {probation} steps"
-            return f"the weights were hurt at step {hurt} and {since}"
+            return f"the weights were damaged at step {hurt} and {since}"
         why = self._rewinder.probation.divergence()
         return f"the run has diverged: {why}" if why else ""
 
@@ -244,7 +244,7 @@ class Checkpoints:
             return state, ""
         if pending.memory["diverged"]:
             return state, f"the run has diverged: {pending.memory['diverged']}"
-        return state, "an incident found the weights hurt"
+        return state, "an incident showed damaged weights"
 
     def rewound(self) -> None:
         """Drop a pending checkpoint that the run has gone back from."""
@@ -281,7 +281,7 @@ class Checkpoints:
             return self._save_newest_good(archive)
         if together:
             return self.save()
-        self._say("the ranks have not come to the same step: nothing is saved, last-good is kept")
+        self._say("the ranks did not reach the same step: nothing is saved, last-good is kept")
         return None
 
     def _save_newest_good(self, archive: Archive) -> Path | None:

@@ -171,7 +171,7 @@ class Archive:
 
     def _recorded(self, step: int, health: Health, save: Callable[[], Path]) -> Path:
         path = save()
-        # people are told of what is not written only
+        # only what is not written is reported
         summary = (
             f"sealed {path.name}" if health.good else f"kept {path.name}, not good: {health.why}"
         )
@@ -259,7 +259,7 @@ class Archive:
         self.store.write_part(path, rank, tensors, {}, allowed, facts)
 
     def _own_buffers(self) -> set[str]:
-        """Those that DistributedDataParallel does not send from the first rank to all."""
+        """Buffers that DistributedDataParallel does not broadcast from rank 0."""
         if getattr(self._context.model, "broadcast_buffers", True):
             return set()
         return self._parts.buffers()
@@ -305,7 +305,7 @@ def restore_checkpoint(
     wanted = _choose(context, store, which, attempts)
     opened, state = _open_together(context, archive, run_state, wanted)
     for passed in opened.passed_over:
-        context.outputs.note("checkpoint", f"{passed.path} is passed over: {passed.reason}")
+        context.outputs.note("checkpoint", f"{passed.path} is skipped: {passed.reason}")
     rates = _different_rates(context.optimizer, state.facts["groups"], state.tensors)
     _load(context, rewinder, state)
     context.run.id = opened.health.run or context.run.id

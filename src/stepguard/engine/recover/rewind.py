@@ -102,7 +102,7 @@ def _repeatable(
 
 
 def proven_guilty(step: Step, incident: Incident) -> str:
-    """What the step could go on without, in words; empty where it is all of it."""
+    """Describe the part of the step that can be dropped; empty if that is all of it."""
     reading = incident.reading
     if reading.bad_state or reading.overflow:
         return ""
@@ -157,7 +157,7 @@ def without_samples(step: Step, incident: Incident) -> Step | None:
 
 
 def good_micro_batches(step: Step) -> list[int]:
-    """Those that are finite on their own."""
+    """Micro-batches whose loss and gradients are finite by themselves."""
     return [index for index in range(len(step.micro_batches)) if _finite(step, [index])]
 
 
@@ -297,7 +297,7 @@ class RewindPlanner:
         """Checkpoints, for going further back than memory does."""
         self.tried: list[RewindPlan] = []
         self._repeated: dict[RewindPlan, int] = {}
-        """Of those, the exact repetitions, and the step that had failed."""
+        """Rewinds that repeat the steps exactly, with the step that had failed."""
         self.chosen: RewindPlan | None = None
         self._fetched: Snapshot | None = None
         """What was read from disk for the chosen plan."""
@@ -390,7 +390,7 @@ class RewindPlanner:
         return found
 
     def _repeatable(self, steps: Iterable[int]) -> list[int]:
-        """Those after which every step can be run again as it was."""
+        """Steps from which an exact repetition is possible."""
         # not where parameters came later: the first steps had no use for them
         grown = {s.step for s in self._ring.snapshots if self._whole.grown_since(s.state)}
         return [s for s in steps if s not in grown and self._snapshots.kept.since(s) is not None]
@@ -618,7 +618,7 @@ def _repeat(runs: Runs, step: Step) -> StepResult | None:
             # what this rank alone has refused, all of them hear of in the next step
             why = _why_not_on(runs, kept, result, same=missed or kept.same(result.loss))
             if why:
-                left = f"so the steps since {start.step} are left behind instead"
+                left = f"so the steps since {start.step} are dropped instead"
                 runs.context.outputs.note("rewind", f"{why}, {left}")
                 runs.rewinder.put_back(start)
                 return None

@@ -59,7 +59,7 @@ class KeptStep:
 
 
 class KeptSteps:
-    """As many of the last steps as fit into `limit` bytes."""
+    """The last steps, as many as fit into `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -208,7 +208,7 @@ class Probation:
         return not self._run_state.misfit(snapshot.state, own_only=True)
 
     def meant_nonfinite(self, names: set[str]) -> set[str]:
-        """Those tensors that may be non-finite: sentinels, and a bad start that was let pass."""
+        """Tensors that may be non-finite: sentinels, and a bad start that the policy accepts."""
         if not names:
             return set()
         accepted = self._context.on_purpose()

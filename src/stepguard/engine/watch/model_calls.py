@@ -260,7 +260,7 @@ class ModelCalls:
         """A step is over."""
         self.calls = []
         if not isinstance(vars(self._model).get(COMPILED_CALL), HeardCall):
-            # `module.compile()` has put its own there since: listen around that
+            # `module.compile()` has replaced the call since: attach again around it
             self._stop()
             self._stop = hear_calls(self._model, self)
 

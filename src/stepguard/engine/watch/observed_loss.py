@@ -165,10 +165,10 @@ class ObservedLoss:
         self._sampled: list[Tensor] = []
         """The list of parameters that `_sample` was taken of."""
         self._at_start = NO_MARKS
-        """Of all gradients, before the backward pass."""
+        """Version marks of all gradients before the backward pass."""
         self._sample_at_start = NO_MARKS
         self._at_end = NO_MARKS
-        """Of the sample, after the backward pass."""
+        """Version marks of the sampled gradients after the backward pass."""
         self._heard = False
         self._taken: tuple[GradientNorm, Marks] | None = None
         self.labels: Tensor | None = None

@@ -24,7 +24,7 @@ from stepguard.state.batch import unwrapped
 from stepguard.state.snapshot import Cadence
 
 _of_process: list[weakref.ref[SharedBackward]] = []
-"""Of every watched optimizer."""
+"""One entry per watched optimizer of this process."""
 
 
 class Sharing(Protocol):
@@ -51,7 +51,7 @@ class SharedBackward:
         self.counts = True
         """Does that dropped update still count as a step of this guard?"""
         self.norm: Tensor | None = None
-        """Of the gradients that the last update used, still on the device."""
+        """Norm of the gradients that the last update used, still on the device."""
         self._partners: list[weakref.ref[SharedBackward]] = []
         _of_process.append(weakref.ref(self))
 
@@ -65,7 +65,7 @@ class SharedBackward:
 
     @property
     def partners(self) -> list[SharedBackward]:
-        """Those that were seen to step from the same backward pass."""
+        """Optimizers known to step from the same backward pass."""
         if not self._partners:
             return []
         found = [reference() for reference in self._partners]
@@ -76,7 +76,7 @@ class SharedBackward:
         self.serial = backwards()
 
     def waiting(self) -> list[Sharing]:
-        """Those that will step from the same backward and have not yet."""
+        """Optimizers that will step from this backward pass and have not yet."""
         if self.serial < 0:
             return []
         candidates = self.partners
