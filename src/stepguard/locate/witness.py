@@ -101,7 +101,7 @@ class Kernel:
 
 
 def _copies(value: Any, change: Change = _same) -> Any:
-    """The same with copies of all tensors, those of floating point changed."""
+    """Copy all tensors in a value, and change those of floating point."""
 
     def one(item: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -428,7 +428,7 @@ def first_bad_value(own: list[Tensor], other: list[Tensor]) -> tuple[float | Non
 
 
 def _agrees(pairs: list[tuple[Tensor, Tensor]]) -> bool | None:
-    """The same values where both are finite; None where there is no such element."""
+    """Compare the values where both are finite; None where there is no such element."""
     compared = different = 0
     for mine, other in pairs:
         both = mine.isfinite() & other.isfinite()

@@ -469,7 +469,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.note_fault: Exception | None = None
         """Why nothing more is noted of losses and layers; everything else is measured on."""
         self.compare_fault: Exception | None = None
-        """The same, of checkpointed blocks."""
+        """Why checkpointed blocks are no longer compared; everything else is measured on."""
         self.paused = False
         """The guard does work of its own, which is not part of the step."""
         self.backward_begins: Callable[[], None] | None = None

@@ -82,7 +82,7 @@ class Recomputed:
             self._first[key].append(seen)
 
     def _compare(self, key: Any, seen: _Seen) -> None:
-        """Of all calls that look alike one must have given the same for the same."""
+        """Compare with all calls that look alike: one must have given the same for the same."""
         earlier = self._first.get(key, ())
         if not 0 < len(earlier) <= MOST_ALIKE:
             return

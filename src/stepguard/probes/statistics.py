@@ -215,7 +215,7 @@ class Updates:
         self._without: set[str] = set()
         self.rule = declared_rule(optimizer)
         self._tell: dict[int, Tensor] = {}
-        """Of parameters whose update would show another rule: 1.0, on the device."""
+        """Whether an update of this parameter would show another rule, by its identity."""
         epsilons = _epsilons(optimizer)
         # Parameters with a gradient that only the optimizer knows are copies in float32 that the
         # weights are written back from.

@@ -283,9 +283,9 @@ WitnessPath = Literal[
     "contiguous",
     "slope",
 ]
-"""The same kernel once more; the function registered for it; attention as matrix products; torch's
-decomposition of it; the CPU; without the compiler; the optimizer's loop; a wider dtype; contiguous
-inputs; the slope of its own forward."""
+"""How the result is computed again: by the same kernel once more, the registered function, attention
+as matrix products, torch's decomposition, the CPU, eager code, the optimizer's loop, a wider dtype,
+contiguous inputs, or as the slope of the kernel's own forward."""
 INDEPENDENT: tuple[WitnessPath, ...] = ("reference", "math", "composite", "cpu", "eager", "unfused")
 """Paths that share no code with the kernel."""
 
