@@ -283,7 +283,7 @@ WitnessPath = Literal[
     "contiguous",
     "slope",
 ]
-"""How the result is computed again: by the same kernel once more, the registered function, attention
+"""How the result is computed again: by the kernel once more, the registered function, attention
 as matrix products, torch's decomposition, the CPU, eager code, the optimizer's loop, a wider dtype,
 contiguous inputs, or as the slope of the kernel's own forward."""
 INDEPENDENT: tuple[WitnessPath, ...] = ("reference", "math", "composite", "cpu", "eager", "unfused")
