@@ -390,6 +390,11 @@ def _listed(witnesses: Sequence[Witness]) -> str:
     return ", ".join(one.name for one in witnesses)
 
 
+def _failing_alike(case: Case) -> list[Witness]:
+    """Runs of the kernel's own code that are not finite either."""
+    return [one for one in _tried(case) if one.finite is False and not one.independent]
+
+
 @rule(yields_to="SG204 SG703")
 def sg209(case: Case) -> Proof | None:
     # what differs where the kernel is right computes something else
@@ -400,15 +405,15 @@ def sg209(case: Case) -> Proof | None:
     best = (independent or finite)[0]
     # a reference that could not be compared anywhere may compute something else
     sure = bool(independent) and (best.agrees is True or best.path != "reference")
-    also = [one for one in _tried(case) if one.finite is False and not one.independent]
     output = case.output
+    makes_nan = output is None or output.nan
     fields = {
         "kernel": f"`{case.where.op}`",
         "name": best.name,
         "value": best.value,
-        "gives": "NaN" if output is None or output.nan else "Inf",
+        "gives": "NaN" if makes_nan else "Inf",
         "same": best.agrees is True,
-        "also": _listed(also) or None,
+        "also": _listed(_failing_alike(case)) or None,
         "math": best.path == "math",
         "unfused": best.path == "unfused",
         "reference": best.path == "reference",

@@ -648,21 +648,24 @@ PLAIN = 5e-3
 """Share of an update beyond gradient, running mean and weight, up to which it is plain descent."""
 
 
+def _shares_apart(look: Look, below: float) -> dict[str, float]:
+    """Parameters whose update is plain descent up to such a share."""
+    shares = {one.name: one.apart for one in look.parameters if one.apart is not None}
+    return {name: share for name, share in shares.items() if share < below}
+
+
 @rule(looks=2)
 def sg925(case: Case) -> Proof | None:
     rules = {look.facts.update_rule for look in case.pair}
     if len(rules) > 1 or "" in rules:
         return None
-    measured = [[one for one in look.parameters if one.apart is not None] for look in case.pair]
-    plain_ones = [[one.name for one in rows if (one.apart or 0.0) < PLAIN] for rows in measured]
-    names = [name for name in plain_ones[-1] if name in plain_ones[0]]
+    names = in_all(case.pair, lambda look: set(_shares_apart(look, PLAIN)))
     # of a rule for elements all must agree; Muon leaves some matrices to another optimizer
-    if not names or (
-        "element" in rules
-        and any(len(a) > len(b) for a, b in zip(measured, plain_ones, strict=True))
-    ):
+    measured = max(len(_shares_apart(look, math.inf)) for look in case.pair)
+    if not names or ("element" in rules and len(names) < measured):
         return None
-    apart = max(one.apart or 0.0 for one in measured[-1] if one.name in names)
+    shares = _shares_apart(case.last, PLAIN)
+    apart = max(shares[name] for name in names)
     return likely(
         "orthogonal" if "orthogonal" in rules else "element",
         names=names,
