@@ -265,6 +265,11 @@ def _unfused(
     except Exception as error:
         why = f"{type(error).__name__}: {error}"[:100]
         return Witness(path="unfused", name=name, why_not=why)
+    return _compared(failed, twin, names, name)
+
+
+def _compared(failed: Optimizer, twin: Optimizer, names: Sequence[str], name: str) -> Witness:
+    """What the loop gave, beside what the kernel gave."""
     finite, value, agrees = True, None, None
     for (_, mine, _), (_, theirs, _) in zip(
         _updated(failed, names), _updated(twin, names), strict=True

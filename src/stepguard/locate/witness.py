@@ -301,7 +301,7 @@ def with_witnesses(origin: Origin, call: Call, replayer: Replayer) -> Origin:
         replayer.budget.leave_out("running the kernel by another path")
         return origin
     if isinstance(kernel, Invocation):
-        if not all(is_finite(read.tensor) for read in kernel.reads if numeric(read.tensor)):
+        if not _all_finite([read.tensor for read in kernel.reads]):
             return origin
         found = _ask(_of_operator(kernel), origin, replayer)
         known = call.evidence.opaque or kernel.operator.base.startswith(ATTENTION)
@@ -309,14 +309,17 @@ def with_witnesses(origin: Origin, call: Call, replayer: Replayer) -> Origin:
         caught = _inputs_of(kernel, call, origin.micro_batch or 0, replayer)
         if caught is None:
             return with_evidence(origin, Evidence(witnesses=(_untried(NOT_FOUND),)))
-        inputs = [*caught.given, *(kernel.gradients or ())]
-        if not all(is_finite(one) for one in inputs if numeric(one)):
+        if not _all_finite([*caught.given, *(kernel.gradients or ())]):
             return origin
         found, known = _ask(_of_function(kernel, caught), origin, replayer), True
     if not known and not any(one.finite for one in found):
         # an ordinary operation: its rule says more than that other kernels agree with it
         return origin
     return with_evidence(origin, Evidence(witnesses=tuple(found)))
+
+
+def _all_finite(values: Sequence[Any]) -> bool:
+    return all(is_finite(one) for one in values if numeric(one))
 
 
 def _untried(why: str) -> Witness:

@@ -241,11 +241,8 @@ class Updates:
                 measured["gradient"] = root_mean_square(gradient)
                 measured["gradient_zeros"] = share_of(gradient == 0)
                 measured["copies"] = _rows_are_copies(parameter)
-                if self.rule and parameter.numel() >= LEAST_TELLING:
-                    epsilon = epsilons.get(id(parameter)) or 0.0
-                    tells = _tells(self.rule, parameter, gradient, epsilon)
-                    if tells is not None:
-                        self._tell[id(parameter)] = tells
+                if self.rule:
+                    self._note_rule(parameter, gradient, epsilons.get(id(parameter)))
             known = {
                 "name": name,
                 "dtype": str(parameter.dtype).removeprefix("torch."),
@@ -256,6 +253,13 @@ class Updates:
             }
             numbers.add("before", known, **measured)
             self._sampled.append((parameter, before, gradient))
+
+    def _note_rule(self, parameter: Tensor, gradient: Tensor, epsilon: float | None) -> None:
+        """Note whether the update of this parameter would show another rule than the declared."""
+        if parameter.numel() >= LEAST_TELLING:
+            tells = _tells(self.rule, parameter, gradient, epsilon or 0.0)
+            if tells is not None:
+                self._tell[id(parameter)] = tells
 
     def committed(self) -> None:
         """The update is over."""

@@ -355,18 +355,24 @@ def sg208(case: Case) -> Proof | None:
         kind, prove = "fused", possible
     if kind is None:
         return None
-    failing = [one for one in _tried(case) if one.finite is False and one.independent]
-    if failing and not any(one.finite for one in _tried(case)):
-        # the same from code that shares nothing with the kernel: the inputs are to blame
+    failing = _clearing(case)
+    if failing:
         prove = possible
     given = tuple(operand for operand in case.inputs if operand.dtype)
     return prove(
         kind=KINDS[kind],
         given=given,
         nothing=not case.inputs,
-        cleared=_listed(failing) if prove is possible and failing else None,
+        cleared=_listed(failing) or None,
         untried=_untried(case),
     )
+
+
+def _clearing(case: Case) -> list[Witness]:
+    """Paths that fail alike and share no code with the kernel: then the inputs are to blame."""
+    if any(one.finite for one in _tried(case)):
+        return []
+    return [one for one in _tried(case) if one.independent]
 
 
 def _untried(case: Case) -> str | None:
