@@ -35,11 +35,11 @@ demo: $(CORE) ## a run that hits NaN, is diagnosed and continues
 	$(RUN) -m examples.demo
 
 # two workers: most tests wait for processes they start, and each has its own seed and folder
-test: venv ## every test; of large products enough for every pair of values
+test: venv ## what a commit needs; of large products enough for every pair of values
 	$(RUN) -m pytest -n 2 --dist worksteal
 
 # each of its processes is fresh, each product whole, and every case of the zoo proven
-test-all: venv ## the same at full length: for a night or a release
+test-all: venv ## everything at full length: for a night or a release
 	STEPGUARD_FULL=1 $(RUN) -m pytest -n 2 --dist worksteal
 
 quick: venv ## fast tests that start no process, in less than a minute
@@ -67,7 +67,7 @@ dist: venv ## wheel and sdist in dist/, checked, and the wheel installed and run
 	rm -rf dist/.venv
 	@ls -l dist
 
-coverage: venv ## every test again, with the share of lines of src/stepguard that ran
+coverage: venv ## the same tests, with the share of lines of src/stepguard that ran
 	$(RUN) -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered
 
 # Debian's own; elsewhere put a chromium on the PATH, or name one in STEPGUARD_CHROMIUM

@@ -6,7 +6,7 @@ people use.
 
 Each restart goes on in the folder of the last one, litter included; what must be there is known
 outside the killed process. Beside it a disk that fills up. Not covered: power loss
-(tests/checkpoints/test_power_loss.py tries every prefix of the operations), network filesystems.
+(tests/checkpoints/test_background.py tries every prefix of the operations), network filesystems.
 """
 
 from __future__ import annotations

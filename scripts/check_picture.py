@@ -24,7 +24,7 @@ SHOWN = (
     "lr",
     "labels",
     "data.finite",
-    "data.duplicates",
+    "data.range",
     "model.*",
 )
 TITLE = "A preflight: the state of the run, failures with evidence and fix, what passed"
@@ -35,10 +35,10 @@ def picture() -> str:
     console = paper(width=WIDTH, colour=True, record=True)
     torch.manual_seed(0)
     with contextlib.chdir(PROJECT):
-        subject, context = resolve(
+        subject = resolve(
             "tinychat.faults:several_at_once", Path("config.json"), Path("launch.json")
         )
-        result = check(subject, only=SHOWN, target="train:build", context=context)
+        result = check(subject, only=SHOWN, target="train:build")
     paint_preflight(console, result)
     return console.export_svg(
         title="stepguard check train:build --config config.json --launcher launch.json",

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import processes
 from browser import NO_BROWSER, NO_SITE
-from forked import FULL
+from forked import DOCUMENTED, FULL, TESTS
 from leaks import leaks_since, look, seed, unseed
 
 pytest_plugins = ["pytester"]
@@ -47,6 +47,10 @@ os.environ["TERM"] = "xterm"
 if "stepguard-tests-" not in os.environ.get("XDG_CONFIG_HOME", ""):
     os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="stepguard-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
+# containers set it; every Python that the tests start would compile the package again, and every
+# worker the tests: a third of the time of `make quick`
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 # torch.compile draws a bar, whose thread would outlive the first test that compiles
 tqdm.monitor_interval = 0
@@ -56,9 +60,13 @@ hypothesis.settings.load_profile("house")
 
 QUICK = "not process and not slow"
 """The marker expression of `make quick`."""
-NOT_QUICK = ("benchmarks", "integrations", "recipes")
-"""Folders below tests that `make quick` does not even import: that alone takes half a minute."""
-FULL_LENGTH = "full: only at full length, with STEPGUARD_FULL=1 (`make test-all`)"
+NOT_QUICK = ("benchmarks", "integrations", "recipes", "cli/test_agents.py")
+"""Parts of tests that `make quick` does not even import: that alone takes half a minute."""
+LANES = {
+    "full": "only at full length, with STEPGUARD_FULL=1 (`make test-all`)",
+    "documented": "a documented command that takes long: `.ci/run` and `make test-all`",
+}
+"""Markers of tests that `make test` leaves to another lane."""
 IMPORTED = (
     "torch._dynamo",
     "matplotlib.pyplot",
@@ -81,7 +89,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts the suite in the background ignores Ctrl+C, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", FULL_LENGTH)
+    for name, text in LANES.items():
+        config.addinivalue_line("markers", f"{name}: {text}")
     if config.option.markexpr == QUICK:
         processes.watch_for_processes()
 
@@ -102,17 +111,25 @@ def _freeze_libraries(*, whole: bool) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if config.option.markexpr != QUICK or collection_path.parent != Path(__file__).parent:
+    if config.option.markexpr != QUICK or TESTS not in collection_path.parents:
         return None
-    return collection_path.name in NOT_QUICK or None
+    return str(collection_path.relative_to(TESTS)) in NOT_QUICK or None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # before pytest's own hook, which deselects by marker
     processes.mark(items)
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("documented")
     global _full_length
-    long = [] if FULL else [item for item in items if item.get_closest_marker("full")]
+    later = {"full": not FULL, "documented": not DOCUMENTED}
+    long = [
+        item
+        for item in items
+        if any(later[name] and item.get_closest_marker(name) for name in LANES)
+    ]
     if long:
         _full_length = len(long)
         config.hook.pytest_deselected(items=long)
@@ -145,7 +162,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         said = f"LEFT OUT: {_left_out} tests that start a process or are slow, and {folders}"
         terminalreporter.write_line(f"{said}; `make test` runs them too", yellow=True)
     elif _full_length:
-        said = f"LEFT OUT: {_full_length} tests at full length; `make test-all` runs them too"
+        said = f"LEFT OUT: {_full_length} tests of longer lanes; `make test-all` runs them too"
         terminalreporter.write_line(said, yellow=True)
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
     if any(NO_SITE in reason for reason in skipped):

@@ -22,6 +22,8 @@ import stepguard
 
 FULL = os.environ.get("STEPGUARD_FULL", "") not in ("", "0")
 """Everything at full length: see CONTRIBUTING.md."""
+DOCUMENTED = FULL or os.environ.get("STEPGUARD_DOCUMENTED", "") not in ("", "0")
+"""Also what guards a documented command and takes long, as `.ci/run` wants it."""
 TESTS = Path(__file__).parent
 PATHS = [str(Path(stepguard.__file__).parents[1]), str(TESTS), str(TESTS.parent)]
 """The package, the tests and the benchmarks, for processes of their own."""

@@ -17,7 +17,7 @@ from benchmarks import harmless
 from forked import FULL
 
 FAMILIES = list(catalogue.load().values())
-STEPS = 200
+STEPS = 200 if FULL else 120
 
 
 def compared() -> list[Family]:

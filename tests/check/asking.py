@@ -48,8 +48,8 @@ def ask(
 ) -> Preflight:
     """`stepguard check TARGET` in the project's folder."""
     with inside(PROJECT):
-        subject, context = resolve(target, config, launcher, **given)
-        return check(subject, only=only, target=target, context=context)
+        subject = resolve(target, config, launcher, **given)
+        return check(subject, only=only, target=target)
 
 
 def ask_one(target: str, item: str, **given: Any) -> Outcome:

@@ -17,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
+from check import hostile
+
 
 class Small(nn.Module):
     """Parameters, norm statistics, a causal mask, tied weights."""
@@ -188,3 +190,24 @@ def _bind(listening: socket.socket, path: Path) -> None:
         listening.bind(path.name)
     finally:
         os.chdir(before)
+
+
+def run_with_bad_ones(folder: Path) -> Path:
+    """Two good checkpoints, two corrupt ones, and one that cannot be judged."""
+    folder.mkdir()
+    everything = trained()
+    save_zip(folder / "good.pt", everything)
+    save_zip(folder / "bad.pt", {"w": torch.tensor([float("nan")])})
+    save_trainer(folder / "checkpoint-20", everything)
+    broken = save_trainer(folder / "checkpoint-40", everything)
+    (broken / "optimizer.pt").write_bytes((broken / "optimizer.pt").read_bytes()[:-40])
+    (folder / "too-large.pt").write_bytes(hostile.bomb(1 << 20))
+    return folder
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -20,10 +20,8 @@ from torch.optim import lr_scheduler
 from check.asking import CONFIG, HEALTHY, ask, ask_one, built, inside, saved, written
 from stepguard.check import inspection, items_step
 from stepguard.check import items as items_project
-from stepguard.check.inspection import CheckContext, Inspection
-from stepguard.check.preflight import TITLES, Subject, check, run_item
+from stepguard.check.preflight import TITLES, Subject, check
 from stepguard.check.settings import read_settings
-from stepguard.checkpoints import Health, Store
 from stepguard.records.checks import Outcome, Preflight
 
 FAULTS = """
@@ -32,8 +30,6 @@ fp16_ignored_on_cpu | precision.effective | fail | came out as float32 | mixed_p
 amp_without_a_dtype | precision.unnamed | fail | float16 on cuda | launcher's mixed_precision=bf16
 launcher_overruled | precision.configured | fail | the launcher | asks for float32
 float16_context | scaler.missing | fail | no GradScaler | 6e-08
-scaler_over_half_weights | scaler.fits | fail | float16 | unscale
-scaler_without_need | scaler.fits | warn | bfloat16 | only adds a scale
 half_weights | optimizer.eps | fail | eps=1e-08 is 0 in float16 | 0 / 0
 optimizer_of_another_model | optimizer.parameters | fail | none of the model's |
 head_left_out | optimizer.parameters | warn | 2 trainable parameters | head.weight
@@ -44,15 +40,11 @@ literal_rate | lr.config | fail | optimizer.lr=5e-05 | up to 0.0005
 schedule_too_short | lr.schedule | fail | fails at step | ValueError
 other_accumulation | launcher.agrees | fail | gradient_accumulation_steps=2 | has 8
 no_label_counts | labels.empty | fail | 1 example of 24 | 5 (id chat-0-5)
-class_out_of_range | labels.range | fail | 16 classes | 99 in example 7 (id chat-0-7)
-answers_cut_off | labels.truncated | warn | 2 answers of 24 | 2 (id chat-0-2), 3 (id chat-0-3)
 nan_in_the_data | data.finite | fail | 17 (id chat-0-17) [sound]: NaN at [3] | 1 of 16 values
 silence | data.constant | warn | 9 (id chat-0-9) [sound] = 0 | 16 places
 wrong_unit | data.range | warn | 11 (id chat-0-11) | 1 of 24
 outside_the_declared_range | data.range | fail | sound spans | allowed is -0.5 to 0.5
-value_missing | data.missing | warn | sound: 1 of 24 | 13 (id chat-0-13)
 unreadable_example | data.unreadable | fail | 19 (OSError: image file | 1 example of 24
-repeated_example | data.duplicates | warn | 21 (id another name) = 4 (id chat-0-4) | 4.17 %
 leaked_example | data.leak | fail | 2 (id validation-2) = 6 (id chat-0-6) | 1 example of 8
 poisoned_weights | model.stored_finite | fail | param:head.weight | 1 of 128 values
 poisoned_statistics | model.stored_finite | fail | buffer:batch_norm.running_var | 1 of 8 values
@@ -94,7 +86,7 @@ def test_every_item_passes_the_healthy_project(healthy: Preflight) -> None:
     assert {o.id: o.evidence for o in healthy.of("warn", "fail", "not_checked")} == {}
     assert healthy.ok and [o.id for o in healthy.outcomes] == list(TITLES)
     idle = {o.id for o in healthy.of("not_applicable")}
-    assert idle == {"scaler.missing", "scaler.fits", "optimizer.stalled"}
+    assert idle == {"scaler.missing", "optimizer.stalled"}
 
 
 def test_healthy_project_is_aligned_because_the_probe_agrees(healthy: Preflight) -> None:
@@ -107,7 +99,7 @@ def test_healthy_project_is_aligned_because_the_probe_agrees(healthy: Preflight)
 
 def test_sections_stay_together() -> None:
     ids = list(TITLES)
-    assert len(ids) == 46
+    assert len(ids) == 39
     sections = list(dict.fromkeys(item.partition(".")[0] for item in ids))
     assert sorted(ids, key=lambda item: sections.index(item.partition(".")[0])) == ids
 
@@ -208,31 +200,19 @@ def test_checkpoint_that_would_run_code_is_refused_and_not_run(tmp_path: Path) -
     assert not marker.exists()
 
 
-def test_sealed_checkpoint_fits_the_model_it_was_made_of_and_no_other(tmp_path: Path) -> None:
-    tensors = {f"model/{name}": tensor for name, tensor in built()["model"].state_dict().items()}
-    health = Health(loss=1.0, level=1.0, steps_watched=3, incidents=0, good=True)
-    path = Store(tmp_path).save(3, tensors | {"rng/0/cpu": torch.zeros(4)}, {"step": 3}, health)
-    result = ask(HEALTHY, "checkpoint", checkpoint=path)
-    assert [outcome.status for outcome in result.outcomes] == ["pass", "pass"]
-    other = saved(tmp_path / "other.pt", torch.nn.Linear(8, 8))
-    outcome = ask_one(HEALTHY, "checkpoint.fits", checkpoint=other)
-    assert outcome.status == "fail" and "missing: alpha" in outcome.evidence[0]
-    assert "not in the model: bias, weight" in outcome.evidence[1]
-
-
 def test_checkpoint_that_brings_another_rate_back_is_found(tmp_path: Path) -> None:
     parts = built()
     for group in parts["optimizer"].param_groups:
         group["max_lr"] = 5e-4
     path = saved(tmp_path / "old.pt", parts["model"], parts["optimizer"], parts["scheduler"])
     outcome = ask_one(HEALTHY, "lr.checkpoint", checkpoint=path)
-    rate = "old.pt: optimizer/param_groups/0/max_lr=0.0005 comes back"
-    assert outcome.evidence == (f"{rate}, configured is optimizer.lr=5e-05",)
+    assert outcome.status == "fail" and outcome.evidence[1] == "optimizer.lr=5e-05"
+    assert "old.pt: optimizer/param_groups/0/max_lr: the peak of" in outcome.evidence[0]
+    assert "is 0.0005" in outcome.evidence[0]
     optimizer = torch.optim.AdamW(LINEAR.parameters(), lr=5e-4)
     path = saved(path, LINEAR, None, lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
     outcome = ask_one(HEALTHY, "lr.checkpoint", checkpoint=path)
-    assert outcome.status == "fail"
-    assert "scheduler/base_lrs/0=0.0005 comes back" in outcome.evidence[0]
+    assert outcome.status == "fail" and "scheduler/base_lrs/0" in outcome.evidence[0]
 
 
 # --- The configuration.
@@ -307,9 +287,8 @@ def test_unquoted_exponent_is_a_number_where_the_program_takes_it_for_one(
     (tmp_path / "train.py").write_text(source)
     (tmp_path / "c.yaml").write_text(text)
     optimizer = torch.optim.SGD(LINEAR.parameters(), lr=2e-3) if source == "optimizer" else None
-    subject = Subject(model=LINEAR, optimizer=optimizer, config=read_settings(tmp_path / "c.yaml"))
-    run = Inspection(subject, CheckContext(tmp_path, script=tmp_path / "train.py"))
-    outcome = run_item("config.types", run)
+    settings = read_settings(tmp_path / "c.yaml")
+    outcome = look(tmp_path, "config.types", model=LINEAR, optimizer=optimizer, config=settings)
     assert outcome.status == status, outcome
     assert status != "warn" or "1.0e-4 instead of 1e-4" in outcome.fix
 
@@ -376,22 +355,6 @@ def test_long_run_is_not_tried_to_its_end(monkeypatch: pytest.MonkeyPatch) -> No
         subject = Subject(optimizer=optimizer, scheduler=schedule, steps=steps)
         (said,) = check(subject, only=["lr.schedule"]).outcome("lr.schedule").evidence
         assert said.endswith("5 steps tried (the length of the run is not configured)")
-
-
-@pytest.mark.parametrize(
-    ("autocast", "key", "status"),
-    [(True, "dtype", "pass"), (False, "dtype", "fail"), (True, "model_dtype", "fail")],
-)
-def test_a_plain_dtype_is_met_by_autocast_over_float32_weights(
-    tmp_path: Path, autocast: bool, key: str, status: str
-) -> None:
-    def loss_fn(rows: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return LINEAR(rows).float().sum()
-
-    config = {"training": {key: "bf16"}}
-    parts = {"model": LINEAR, "loss_fn": loss_fn, "batch": ROWS, "config": config}
-    assert look(tmp_path, "precision.weights", **parts).status == status
 
 
 def test_no_alignment_is_claimed_against_the_probe() -> None:

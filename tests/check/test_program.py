@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from check.asking import inside
 from stepguard import ConfigError
-from stepguard.check.inspection import CheckContext, Inspection, NotGiven, Probe
+from stepguard.check.inspection import Inspection, NotGiven, Probe
 from stepguard.check.items_step import emulated
 from stepguard.check.preflight import Subject, alignment, check, run_item, status_facts
-from stepguard.check.subject import files_below, read_framework, read_source, subject_of
+from stepguard.check.subject import files_below, read_framework, read_source
 from stepguard.records.checks import Verification
 
 ITEMS = ("checklist.loss_checked", "checklist.norms", "checklist.recovery")
@@ -28,12 +27,18 @@ UNGUARDED = ("warn", "warn", "warn")
 LINEAR = nn.Linear(2, 2)
 
 
+@pytest.fixture(autouse=True)
+def _in_the_folder(tmp_path: Path) -> Iterator[None]:
+    with inside(tmp_path):
+        yield
+
+
 def program(folder: Path, source: str, *, known: bool = True, **parts: Any) -> Inspection:
     """A program of one script."""
     script = folder / "train.py"
     script.write_text(source)
-    context = CheckContext(folder, script=script if known else None)
-    return Inspection(Subject(model=nn.Linear(2, 2), **parts), context)
+    model = nn.Linear(2, 2)
+    return Inspection(Subject(model=model, script=script if known else None, **parts))
 
 
 def statuses(folder: Path, source: str, *, known: bool = True) -> tuple[str, ...]:
@@ -42,7 +47,7 @@ def statuses(folder: Path, source: str, *, known: bool = True) -> tuple[str, ...
 
 
 def inspect(**parts: Any) -> Inspection:
-    return Inspection(Subject(**parts), CheckContext(Path()))
+    return Inspection(Subject(**parts))
 
 
 @pytest.mark.parametrize(
@@ -81,21 +86,18 @@ def test_points_about_code_follow_the_source(
         ("keep = np.isfinite(rows)", False),
         ("torch.isfinite(loss_scale)", False),
         ("if not math.isfinite(loss.item()): raise", True),
-        ("value = float(loss)\nif not math.isfinite(value): raise", True),
         ("total.backward()\nif not torch.isfinite(total): raise", True),
         ("scaler.scale(objective).backward()\ntorch.isfinite(objective)", True),
         ("accelerator.backward(out)\ntorch.isfinite(out)", True),
         ("torch.isfinite(outputs.loss)", True),
         ("torch.isfinite(parts['loss'])", True),
-        ("def good(x):\n    return torch.isfinite(x).all()\ngood(loss)", True),
-        ("def good(x):\n    return torch.isfinite(x).all()\ngood(batch)", False),
     ],
 )
 def test_only_a_test_of_the_loss_validates_the_loss(
     tmp_path: Path, test: str, is_of_the_loss: bool
 ) -> None:
     (tmp_path / "train.py").write_text(test.replace(": raise", ": print(1)"))
-    found = read_source(tmp_path, [tmp_path / "train.py"])
+    found = read_source([tmp_path / "train.py"])
     assert ("isfinite" in found.places) is is_of_the_loss
 
 
@@ -126,7 +128,7 @@ def test_installed_and_hidden_source_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "env" / "pyvenv.cfg").touch()
     (tmp_path / "broken.py").write_text("def (:")
     (tmp_path / "mine.py").write_text("config.lr\n")
-    project = read_source(tmp_path, files_below(tmp_path))
+    project = read_source(files_below(tmp_path))
     assert (project.files, "hidden" in project.mentions) == (1, False)
     assert "lr" in project.mentions
 
@@ -136,7 +138,6 @@ def test_installed_and_hidden_source_does_not_count(tmp_path: Path) -> None:
     [
         ("clip_grad_norm_(model.parameters(), 1.0)", "warn", "program clips at train.py:1 to 1"),
         ("clip_grad_norm_(model.parameters(), max_norm=0.5)", "pass", "train.py:1 to 0.5"),
-        ("LIMIT = 0.3\nclip_grad_norm_(params, LIMIT)", "pass", "train.py:2 to 0.3"),
         ("clip_grad_norm_(params, args.clip)", "pass", "not written there as a number"),
         ("loss.backward()", "warn", "the program clips nowhere"),
     ],
@@ -147,59 +148,6 @@ def test_clipping_of_the_program_counts_and_the_fix_is_what_is_expected(
     outcome = run_item("checklist.clip", program(tmp_path, source))
     assert outcome.status == status and words in outcome.evidence[0]
     assert status == "pass" or ("0.5" in outcome.fix and "1.0" not in outcome.fix)
-
-
-def test_a_script_that_checks_itself_is_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import stepguard\nstepguard.watch(model, opt)\n")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
-    with inside(tmp_path):
-        result = check(Subject(model=nn.Linear(2, 2)), only=["checklist.norms"])
-    assert result.outcome("checklist.norms").status == "pass"
-
-
-SETTINGS = "import stepguard\ng = stepguard.Guard(m, o, config=stepguard.GuardConfig({}))\n"
-
-
-@pytest.mark.parametrize(
-    ("given", "clip", "checkpoints", "recovery"),
-    [
-        (
-            'clip_norm=0.4, checkpoint_every=20, run_dir="runs"',
-            "GuardConfig.clip_norm=0.4 at train.py:2",
-            "GuardConfig.checkpoint_every=20 at train.py:2: a crash costs at most 20 steps",
-            "skip, rewind, stop, checkpoints below runs",
-        ),
-        (
-            "clip_norm=args.clip, checkpoint_every=args.every, run_dir=args.out",
-            "the program clips at train.py:2, to a norm that is not written there as a number",
-            "return `guard`: its checkpoint_every is not written as a number at train.py:2",
-            "skip, rewind, stop, checkpoints below its run_dir (train.py:2)",
-        ),
-        (
-            "clip_norm=None",
-            "no clipping norm is configured, and the program clips nowhere",
-            "give --config FILE, or return `guard`",
-            "without a run_dir nothing survives the process",
-        ),
-        (
-            'policy=stepguard.Policy(actions=("skip", "stop"))',
-            "no clipping norm is configured, and the program clips nowhere",
-            "give --config FILE, or return `guard`",
-            "the policy is skip, stop, without rewind",
-        ),
-    ],
-    ids=["numbers", "computed", "off", "policy"],
-)
-def test_settings_of_a_guard_are_those_that_the_program_writes(
-    tmp_path: Path, given: str, clip: str, checkpoints: str, recovery: str
-) -> None:
-    run = program(tmp_path, SETTINGS.format(given))
-    expected = {"clip": clip, "checkpoints": checkpoints, "recovery": recovery}
-    for item, words in expected.items():
-        assert words in " ".join(run_item(f"checklist.{item}", run).evidence)
 
 
 def test_precision_of_a_program_that_opens_autocast_is_not_guessed(tmp_path: Path) -> None:
@@ -225,31 +173,10 @@ def half() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def trainer(**args: Any) -> SimpleNamespace:
-    """The parts of a transformers Trainer that are looked at."""
-    return SimpleNamespace(
-        model=nn.Linear(2, 2),
-        args=SimpleNamespace(learning_rate=2e-4, **args),
-        accelerator=SimpleNamespace(autocast=half, mixed_precision="bf16", scaler=None),
-        optimizer=None,
-        train_dataset=[{"x": torch.ones(2)}],
-        compute_loss_context_manager=nullcontext,
-    )
-
-
-PLUGIN = SimpleNamespace(forward_context=half, precision="bf16-mixed")
-
-
 @pytest.mark.parametrize(
     "given",
-    [
-        half,
-        SimpleNamespace(autocast=half, mixed_precision="bf16"),
-        SimpleNamespace(autocast=half, _precision=PLUGIN, world_size=2),
-        SimpleNamespace(precision_plugin=PLUGIN, accumulate_grad_batches=4),
-        trainer(bf16=True),
-    ],
-    ids=["function", "accelerate", "fabric", "lightning", "transformers"],
+    [half, SimpleNamespace(autocast=half, mixed_precision="bf16")],
+    ids=["function", "owner"],
 )
 def test_probe_runs_in_the_context_that_is_given(given: Any) -> None:
     subject = Subject(model=LINEAR, autocast=given, config={"bf16": True})
@@ -258,48 +185,6 @@ def test_probe_runs_in_the_context_that_is_given(given: Any) -> None:
     assert result.alignment == "aligned"
     assert ("AMP enabled", "yes, autocast to bfloat16") in result.facts
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_trainer_that_asks_for_fp16_and_gets_nothing_is_found() -> None:
-    given = trainer(fp16=True)
-    given.accelerator.autocast, given.accelerator.mixed_precision = nullcontext, "fp16"
-    result = check(subject_of(given, "build"), only=["precision.effective", "scaler.missing"])
-    outcome = result.outcome("precision.effective")
-    assert outcome.status == "fail"
-    assert "TrainingArguments(fp16=True)" in outcome.evidence[2]
-    assert "On a CPU fp16 is ignored" in outcome.fix
-    assert result.outcome("scaler.missing").status == "not_applicable"
-
-
-def test_optimizer_the_trainer_would_make_is_looked_at_and_taken_back() -> None:
-    given = trainer(bf16=True)
-    given.model.half()
-
-    def create_optimizer() -> torch.optim.Optimizer:
-        given.optimizer = torch.optim.AdamW(given.model.parameters(), lr=2e-4)
-        return given.optimizer
-
-    given.create_optimizer = create_optimizer
-    found = subject_of(given, "build")
-    assert check(found, only=["optimizer.eps"]).outcome("optimizer.eps").status == "fail"
-    assert given.optimizer is None
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("accelerate")
-def test_real_trainer_is_read_without_being_changed(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes)
-    model = transformers.LlamaForCausalLM(config)
-    rows = [{"input_ids": [row, 2, 3, 4], "labels": [-100, 2, 3, 4]} for row in range(4)]
-    rows[0]["labels"] = [-100] * 4
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", fp16=True)
-    given = transformers.Trainer(model=model, args=args, train_dataset=rows)
-    result = check(subject_of(given, "build"), skip=["checklist", "code", "config.unread"])
-    assert {outcome.id for outcome in result.of("fail")} == {"precision.effective", "labels.empty"}
-    assert result.outcome("lr.config").status == "pass"
-    assert given.optimizer is None
 
 
 def test_context_that_cannot_be_opened_is_one_clear_error() -> None:
@@ -421,4 +306,4 @@ def test_checkpoint_that_does_not_exist_is_an_error_and_a_verified_one_is_not_re
     with pytest.raises(ConfigError, match=r"no\.pt does not exist"):
         _ = inspect(checkpoint="no.pt").verified
     known = Verification(path="no.pt", format="made up")
-    assert Inspection(Subject(), CheckContext(Path()), verified=known).verified is known
+    assert Inspection(Subject(), verified=known).verified is known

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from check import hostile, saved
+from check import saved
 from stepguard._errors import StoreError
 from stepguard.check import quarantine
 from stepguard.check.verify import check_checkpoint, file_digest
@@ -17,31 +17,14 @@ from stepguard.records.checks import Problem, Verification
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    everything = saved.trained()
-    saved.save_zip(folder / "good.pt", everything)
-    saved.save_zip(folder / "bad.pt", {"w": torch.tensor([float("nan")])})
-    saved.save_trainer(folder / "checkpoint-20", everything)
-    broken = saved.save_trainer(folder / "checkpoint-40", everything)
-    (broken / "optimizer.pt").write_bytes((broken / "optimizer.pt").read_bytes()[:-40])
-    (folder / "too-large.pt").write_bytes(hostile.bomb(1 << 20))
-    return folder
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    return saved.run_with_bad_ones(tmp_path / "run")
 
 
 @pytest.mark.parametrize("survived", range(3))
 def test_crash_in_between_loses_nothing(
     run: Path, monkeypatch: pytest.MonkeyPatch, survived: int
 ) -> None:
-    before = snapshot(run)
+    before = saved.snapshot(run)
     real, count = Path.rename, 0
 
     def rename(self: Path, target: Path) -> Path:
@@ -60,7 +43,7 @@ def test_crash_in_between_loses_nothing(
         quarantine.apply(run, quarantine.plan(run, checkpoints, bad))
     monkeypatch.undo()
     quarantine.undo(run)
-    assert snapshot(run) == before
+    assert saved.snapshot(run) == before
 
 
 def forge(folder: Path, original: str, place: str, digests: dict[str, str]) -> None:

@@ -2,7 +2,7 @@
 the difference.
 
 That they are requested, and when, is in the recorded operations (`test_store.py`,
-`test_power_loss.py`).
+`test_background.py`).
 """
 
 from __future__ import annotations

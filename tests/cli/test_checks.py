@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import stepguard
-from check import hostile, saved
+from check import saved
 from check.asking import HEALTHY, PROJECT, project_in
 from cli.journals import invoke, write_run
 from house.fresh import run_cli
@@ -113,42 +113,25 @@ def test_bar_appears_on_a_terminal_after_a_while_and_leaves_no_trace(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    everything = saved.trained()
-    saved.save_zip(folder / "good.pt", everything)
-    saved.save_zip(folder / "bad.pt", {"w": torch.tensor([float("nan")])})
-    saved.save_trainer(folder / "checkpoint-20", everything)
-    broken = saved.save_trainer(folder / "checkpoint-40", everything)
-    (broken / "optimizer.pt").write_bytes((broken / "optimizer.pt").read_bytes()[:-40])
-    (folder / "too-large.pt").write_bytes(hostile.bomb(1 << 20))
-    return folder
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    return saved.run_with_bad_ones(tmp_path / "run")
 
 
 quarantine_of = partial(invoke, "quarantine")
 
 
 def test_only_bad_ones_move_and_undo_brings_them_back(run: Path) -> None:
-    before = snapshot(run)
+    before = saved.snapshot(run)
     done = quarantine_of(run)
     assert done.exit_code == 0, done.output
-    after = snapshot(run)
+    after = saved.snapshot(run)
     moved = {name for name in before if name not in after}
     assert moved == {"bad.pt"} | {name for name in before if name.startswith("checkpoint-40/")}
     assert all(after[f"quarantine/{name}"] == before[name] for name in moved)
     assert all(after[name] == before[name] for name in before if name not in moved)
     assert quarantine_of(run, "--undo").exit_code == 0
-    assert snapshot(run) == before
+    assert saved.snapshot(run) == before
     dry = quarantine_of(run, "--dry-run")
-    assert dry.exit_code == 4 and "would be moved" in dry.stdout and snapshot(run) == before
+    assert dry.exit_code == 4 and "would be moved" in dry.stdout and saved.snapshot(run) == before
     data = json.loads(quarantine_of(run, "--json").stdout)
     assert {move["original"] for move in data["moved"]} == {"bad.pt", "checkpoint-40"}
     assert [Path(path).name for path in data["not_judged"]] == ["too-large.pt"]
@@ -352,8 +335,8 @@ def test_configuration_that_the_checkpoint_overrides_fails(project: Path) -> Non
     Path("config.py").write_text("LEARNING_RATE = 1e-4\nBATCH_SIZE = 32\n")
     done = doctor_of("run", "--config", "config.py")
     assert done.exit_code == 5
-    assert "max_lr=0.0005 comes back" in done.stdout
-    assert "configured is LEARNING_RATE=0.0001" in done.stdout
+    assert "max_lr: the peak of OneCycleLR (max_lr) is 0.0005" in done.stdout
+    assert "LEARNING_RATE=0.0001" in done.stdout
 
 
 def check_of(*words: str) -> tuple[int, str, str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+import pytest
 
 from stepguard.diagnose import RunFacts, diagnose
 from stepguard.records import Evidence, Finding, Incident, Operand, Origin, Reading, Verdict
@@ -133,6 +136,22 @@ class Cases:
 
 def parts(bad: Bad) -> tuple[Origin | None, dict[str, Any]]:
     return (bad, {}) if isinstance(bad, Origin) else bad
+
+
+def checks(rules: dict[str, Cases]) -> tuple[Callable[..., None], ...]:
+    """Three tests of each rule: it fires with its numbers, comes first, and stays silent."""
+    each = pytest.mark.parametrize("code", rules)
+
+    def fires(code: str) -> None:
+        check_fires(code, rules[code])
+
+    def comes_first(code: str) -> None:
+        check_comes_first(code, rules[code])
+
+    def stays_silent(code: str) -> None:
+        check_stays_silent(code, rules[code])
+
+    return each(fires), each(comes_first), each(stays_silent)
 
 
 def check_fires(code: str, cases: Cases) -> None:

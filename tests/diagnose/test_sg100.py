@@ -11,9 +11,7 @@ from diagnose.literals import (
     NAN,
     Cases,
     at,
-    check_comes_first,
-    check_fires,
-    check_stays_silent,
+    checks,
     codes,
     found,
     number,
@@ -295,19 +293,7 @@ NO_COUNTS = {
 }
 
 
-@pytest.mark.parametrize("code", RULES)
-def test_fires_with_its_numbers_and_a_remedy(code: str) -> None:
-    check_fires(code, RULES[code])
-
-
-@pytest.mark.parametrize("code", RULES)
-def test_comes_first_for(code: str) -> None:
-    check_comes_first(code, RULES[code])
-
-
-@pytest.mark.parametrize("code", RULES)
-def test_stays_silent_on(code: str) -> None:
-    check_stays_silent(code, RULES[code])
+test_fires_with_its_numbers, test_comes_first, test_stays_silent = checks(RULES)
 
 
 @pytest.mark.parametrize("name", NO_COUNTS)

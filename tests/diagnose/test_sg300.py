@@ -14,9 +14,7 @@ from diagnose.literals import (
     NAN,
     Cases,
     at,
-    check_comes_first,
-    check_fires,
-    check_stays_silent,
+    checks,
     found,
     number,
     spans,
@@ -253,19 +251,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("code", RULES)
-def test_fires_with_its_numbers_and_a_remedy(code: str) -> None:
-    check_fires(code, RULES[code])
-
-
-@pytest.mark.parametrize("code", RULES)
-def test_comes_first_for(code: str) -> None:
-    check_comes_first(code, RULES[code])
-
-
-@pytest.mark.parametrize("code", RULES)
-def test_stays_silent_on(code: str) -> None:
-    check_stays_silent(code, RULES[code])
+test_fires_with_its_numbers, test_comes_first, test_stays_silent = checks(RULES)
 
 
 def test_static_scale_comes_with_the_remedy_of_a_dynamic_one() -> None:

@@ -17,9 +17,7 @@ from diagnose.literals import (
     UPDATE,
     Cases,
     at,
-    check_comes_first,
-    check_fires,
-    check_stays_silent,
+    checks,
     codes,
     found,
     number,
@@ -255,19 +253,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("code", RULES)
-def test_fires_with_its_numbers_and_a_remedy(code: str) -> None:
-    check_fires(code, RULES[code])
-
-
-@pytest.mark.parametrize("code", RULES)
-def test_comes_first_for(code: str) -> None:
-    check_comes_first(code, RULES[code])
-
-
-@pytest.mark.parametrize("code", RULES)
-def test_stays_silent_on(code: str) -> None:
-    check_stays_silent(code, RULES[code])
+test_fires_with_its_numbers, test_comes_first, test_stays_silent = checks(RULES)
 
 
 def diverged(

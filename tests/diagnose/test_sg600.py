@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from diagnose.literals import (
     BACKWARD,
     CALM,
@@ -14,9 +12,7 @@ from diagnose.literals import (
     UPDATE,
     Cases,
     at,
-    check_comes_first,
-    check_fires,
-    check_stays_silent,
+    checks,
     codes,
     found,
     origin,
@@ -187,19 +183,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("code", RULES)
-def test_fires_with_its_numbers_and_a_remedy(code: str) -> None:
-    check_fires(code, RULES[code])
-
-
-@pytest.mark.parametrize("code", RULES)
-def test_comes_first_for(code: str) -> None:
-    check_comes_first(code, RULES[code])
-
-
-@pytest.mark.parametrize("code", RULES)
-def test_stays_silent_on(code: str) -> None:
-    check_stays_silent(code, RULES[code])
+test_fires_with_its_numbers, test_comes_first, test_stays_silent = checks(RULES)
 
 
 def test_state_loaded_bad_is_also_a_corrupted_checkpoint() -> None:

@@ -31,7 +31,7 @@ from integrations.trainers import (
     texts,
 )
 from stepguard import ConfigError, Guard, GuardConfig, TrainingHalted
-from stepguard.integrations.accelerate import AcceleratorGuard, SaveRefused, guard
+from stepguard.integrations.accelerate import SaveRefused, guard
 
 
 @dataclass
@@ -45,6 +45,13 @@ class Script:
     """Computes its loss through `guard.loss`."""
     precision: str = "no"
     folder: Path | None = None
+    """Of checkpoints with automatic names."""
+    saves: Path | None = None
+    """Where a state is saved after every step."""
+    model: Any = None
+    rows: list[Any] | None = None
+    lr: float = 1e-2
+    eps: float = 1e-8
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -57,10 +64,12 @@ class Script:
             gradient_accumulation_steps=self.accumulate,
             project_config=project if self.folder is not None else None,
         )
-        model = regression()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=self.fused)
+        model = regression() if self.model is None else self.model
+        rates = {"lr": self.lr, "eps": self.eps, "fused": self.fused}
+        optimizer = torch.optim.AdamW(model.parameters(), **rates)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        loader = torch.utils.data.DataLoader(numbers(24, nan_at=self.nan_at), batch_size=4)
+        rows = numbers(24, nan_at=self.nan_at) if self.rows is None else self.rows
+        loader = torch.utils.data.DataLoader(rows, batch_size=4)
         prepared = self.accelerator.prepare(model, optimizer, loader, schedule)
         self.model, self.optimizer, self.loader, self.schedule = prepared
 
@@ -68,12 +77,14 @@ class Script:
         loss: Tensor = self.model(**batch)["loss"]
         return loss
 
-    def train(self, config: GuardConfig | None, *, save: bool = False) -> Any:
+    def train(self, config: GuardConfig | None) -> Any:
         torch.manual_seed(0)
         with guard(self.accelerator, config) if config is not None else nullcontext() as watching:
+            self.watching = watching
             for batch in self.loader:
                 with self.accelerator.accumulate(self.model):
-                    loss = watching.loss(self.loss_fn, batch) if self.exact else self.loss_fn(batch)
+                    told = self.exact and watching is not None
+                    loss = watching.loss(self.loss_fn, batch) if told else self.loss_fn(batch)
                     self.accelerator.backward(loss)
                     if self.accelerator.sync_gradients:
                         self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -81,9 +92,16 @@ class Script:
                     self.schedule.step()
                     self.optimizer.zero_grad()
                 self.losses.append(float(loss.detach()))
-                if save:
-                    self.accelerator.save_state()
+                if self.saves is not None:
+                    self.accelerator.save_state(str(self.saves / f"step-{len(self.losses)}"))
         return watching
+
+    def bad_saves(self) -> list[int]:
+        saved = sorted(self.saves.glob("step-*/model.safetensors")) if self.saves else []
+        return [
+            sum(not bool(torch.isfinite(t).all()) for t in load_file(path).values())
+            for path in saved
+        ]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -146,14 +164,12 @@ def test_the_incident_is_that_of_the_plain_loop() -> None:
     assert [facts(i) for i in watching.incidents] == [facts(i) for i in plain.incidents]
 
 
-def test_an_optimizer_made_nan_is_taken_back_and_named() -> None:
-    script = Script()
-    script.optimizer.optimizer.param_groups[0]["eps"] = 0.0
+def test_a_feature_that_is_always_0_meets_an_epsilon_of_0() -> None:
     rows = numbers(24)
     for row in rows:
         row["x"][2] = 0.0  # the weights of this feature get a gradient of exactly 0
-    script.loader = torch.utils.data.DataLoader(rows, batch_size=4)
-    with pytest.raises(__import__("stepguard").TrainingHalted) as halted:
+    script = Script(rows=rows, eps=0.0)
+    with pytest.raises(TrainingHalted) as halted:
         script.train(quiet(policy=HALTING))
     assert halted.value.incident.origin.phase == "optimizer"
     assert bad_tensors(script.model) == 0
@@ -256,48 +272,13 @@ def test_a_vetoed_update_counts_as_skipped_for_accelerate_and_a_committed_one_do
     assert accelerator.optimizer_step_was_skipped is False
 
 
-class Saving:
-    """Trains a few steps and saves its state after each."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        half: bool = False,
-        masked: Any = lambda row: False,
-        eps: float = 1e-8,
-    ) -> None:
-        self.folder, self.accelerator = folder, Accelerator(cpu=True)
-        model = llama().half() if half else llama()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, eps=eps)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        loader = torch.utils.data.DataLoader(texts(16, masked), batch_size=4)
-        prepared = self.accelerator.prepare(model, optimizer, loader, schedule)
-        self.model, self.optimizer, self.loader, self.schedule = prepared
-        self.losses: list[float] = []
-
-    def loss_fn(self, batch: Any) -> Any:
-        return self.model(**batch).loss
-
-    def train(self, watching: AcceleratorGuard | None = None) -> None:
-        for number, batch in enumerate(self.loader):
-            loss = (
-                watching.loss(self.loss_fn, batch) if watching is not None else self.loss_fn(batch)
-            )
-            self.accelerator.backward(loss)
-            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
-            self.losses.append(float(loss.detach()))
-            self.accelerator.save_state(str(self.folder / f"step-{number}"))
-
-    def bad_saves(self) -> list[int]:
-        saved = sorted(self.folder.glob("step-*/model.safetensors"))
-        return [
-            sum(not bool(torch.isfinite(t).all()) for t in load_file(path).values())
-            for path in saved
-        ]
+def saving(
+    folder: Path, *, half: bool = False, masked: Any = lambda row: False, eps: float = 1e-8
+) -> Script:
+    """A language model of four steps."""
+    model = llama().half() if half else llama()
+    kept = {"saves": folder, "lr": 2e-4, "eps": eps, "exact": True}
+    return Script(model=model, rows=texts(16, masked), **kept)
 
 
 OPTIMIZER_FAULTS = {"fp16 weights": {"half": True}, "no epsilon": {"eps": 0.0}}
@@ -307,8 +288,8 @@ OPTIMIZER_FAULTS = {"fp16 weights": {"half": True}, "no epsilon": {"eps": 0.0}}
 def test_an_optimizer_made_nan_ruins_an_unguarded_script_and_its_saves(
     tmp_path: Path, name: str
 ) -> None:
-    script = Saving(tmp_path, **OPTIMIZER_FAULTS[name])
-    script.train()
+    script = saving(tmp_path, **OPTIMIZER_FAULTS[name])
+    script.train(None)
     assert math.isfinite(script.losses[0]) and all(math.isnan(loss) for loss in script.losses[1:])
     assert len(script.bad_saves()) == 4 and all(script.bad_saves())
 
@@ -317,22 +298,14 @@ def test_an_optimizer_made_nan_ruins_an_unguarded_script_and_its_saves(
 def test_an_optimizer_made_nan_is_taken_back_named_and_never_saved(
     tmp_path: Path, name: str
 ) -> None:
-    script = Saving(tmp_path, **OPTIMIZER_FAULTS[name])
-    with (
-        guard(script.accelerator, quiet(policy=HALTING)) as watching,
-        pytest.raises(TrainingHalted),
-    ):
-        script.train(watching)
-    first = watching.incidents[0]
-    assert first.origin is not None
+    script = saving(tmp_path, **OPTIMIZER_FAULTS[name])
+    with pytest.raises(TrainingHalted):
+        script.train(quiet(policy=HALTING))
+    first = script.watching.incidents[0]
     assert (first.step, first.origin.phase, first.origin.op) == (0, "optimizer", "aten.addcdiv_")
     assert first.findings[0].code == "SG502"
-    assert [i.decision.action for i in watching.incidents if i.decision] == [
-        "undo",
-        "undo",
-        "undo",
-        "stop",
-    ]
+    done = [i.decision.action for i in script.watching.incidents if i.decision]
+    assert done == ["undo", "undo", "undo", "stop"]
     assert bad_tensors(script.model) == 0
     assert set(script.bad_saves()) <= {0}
     assert script.schedule.scheduler.last_epoch == 0
@@ -344,14 +317,12 @@ def test_a_batch_without_labels_gives_a_nan_loss_and_is_skipped_under_a_guard(
     def masked(row: int) -> bool:
         return 8 <= row < 12
 
-    bare = Saving(tmp_path / "bare", masked=masked)
-    bare.train()
+    bare = saving(tmp_path / "bare", masked=masked)
+    bare.train(None)
     assert [math.isnan(loss) for loss in bare.losses] == [False, False, True, False]
     assert bare.schedule.scheduler.last_epoch == 4
-    script = Saving(tmp_path / "guarded", masked=masked)
-    with guard(script.accelerator, quiet()) as watching:
-        script.train(watching)
-    (incident,) = watching.incidents
+    script = saving(tmp_path / "guarded", masked=masked)
+    (incident,) = script.train(quiet()).incidents
     assert (incident.step, incident.findings[0].code) == (2, "SG102")
     assert incident.origin is not None and incident.origin.reproduced
     assert script.schedule.scheduler.last_epoch == 3

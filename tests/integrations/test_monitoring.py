@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import functools
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
+import forked
 from integrations.trainers import (
     bad_in_checkpoints,
     bad_tensors,
@@ -42,30 +41,49 @@ from stepguard.integrations.transformers import (
 
 # --- the callback
 # --------------------------------------------------------------------------------------------------
+def monitored(
+    folder: Path, model: Any = None, rows: Any = None, *before: TrainerCallback, **settings: Any
+) -> tuple[GradientMonitoringCallback, Any]:
+    """A run under the callback alone, with one NaN row unless told otherwise; it is over."""
+    extra = settings.pop("extra", {})
+    monitor = GradientMonitoringCallback(quiet(run_dir=folder / "run"))
+    made = trainer(
+        folder,
+        regression() if model is None else model,
+        numbers(24, nan_at=9) if rows is None else rows,
+        extra={"callbacks": [*before, monitor], **extra},
+        **{"optim": "adamw_torch", **settings},
+    )
+    made.train()
+    return monitor, made
+
+
+class Solved(nn.Module):
+    """Its loss is 0, and not a NaN that the Trainer filtered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.weight * 0).sum()}
+
+
+SAVING = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+
+
 @pytest.mark.parametrize("logging_steps", [1, 3])
 def test_the_callback_alone_vetoes_reports_and_holds_the_schedule(
     tmp_path: Path, logging_steps: int
 ) -> None:
-    monitor = GradientMonitoringCallback(quiet(run_dir=tmp_path / "run"))
-    made = trainer(
-        tmp_path,
-        regression(),
-        numbers(24, nan_at=9),
-        extra={"callbacks": [monitor]},
-        logging_steps=logging_steps,
-        optim="adamw_torch",
-    )
-    made.train()
+    monitor, made = monitored(tmp_path, logging_steps=logging_steps)
     (incident,) = monitor.incidents
     assert incident.step == 2
     assert bad_tensors(made.model) == 0
     assert made.lr_scheduler.last_epoch == 5
     assert monitor.reported["loss"] == 1
-    said = {
-        line.get("kind"): line["summary"]
-        for line in journal_lines(tmp_path / "run")
-        if "summary" in line
-    }
+    lines = journal_lines(tmp_path / "run")
+    said = {line.get("kind"): line["summary"] for line in lines if "summary" in line}
     assert "cannot refuse trainer.save_model()" in said["callback-only"]
     assert "is filtered" in said["filtered"] and "nan" in said["filtered"]
 
@@ -74,26 +92,7 @@ def test_the_callback_alone_vetoes_reports_and_holds_the_schedule(
 def test_the_callback_counts_losses_that_are_exactly_zero(
     tmp_path: Path, logging_steps: int
 ) -> None:
-    """Solved examples: their loss is 0 and not a NaN that the Trainer filtered."""
-
-    class Solved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            return {"loss": (self.weight * 0).sum()}
-
-    monitor = GradientMonitoringCallback(quiet(run_dir=tmp_path / "run"))
-    made = trainer(
-        tmp_path,
-        Solved(),
-        numbers(24),
-        extra={"callbacks": [monitor]},
-        logging_steps=logging_steps,
-        optim="adamw_torch",
-    )
-    made.train()
+    monitor, made = monitored(tmp_path, Solved(), numbers(24), logging_steps=logging_steps)
     assert monitor.reported["zero_loss"] == made.state.global_step
     assert monitor.reported["loss"] == 0 and not monitor.incidents
     notes = [line for line in journal_lines(tmp_path / "run") if line.get("kind") == "zero_loss"]
@@ -121,44 +120,28 @@ def test_gradients_are_gone_when_on_step_end_runs(tmp_path: Path) -> None:
 
 
 def test_the_callback_tells_a_bad_norm_from_a_fine_one(tmp_path: Path) -> None:
-    monitor = GradientMonitoringCallback(quiet())
-    made = trainer(
-        tmp_path,
-        regression(),
-        numbers(24, nan_at=9),
-        extra={"callbacks": [monitor]},
-        optim="adamw_torch",
-    )
-    made.train()
-    assert [math.isfinite(norm) for norm in logged(made, "grad_norm")] == [
-        True,
-        True,
-        False,
-        True,
-        True,
-        True,
-    ]
+    monitor, made = monitored(tmp_path)
+    finite = [math.isfinite(norm) for norm in logged(made, "grad_norm")]
+    assert finite == [step != 2 for step in range(6)]
     assert monitor.reported["grad_norm"] == 1
 
 
 def test_the_callback_does_not_let_made_up_parameters_be_saved(tmp_path: Path) -> None:
     class Break(torch.optim.SGD):
-        """A fault inside the optimizer that no look at gradients can see."""
+        """A fault inside the optimizer that no look at gradients can see, in its third step."""
+
+        steps = 0
 
         def step(self, closure: Any = None) -> Any:
             out = super().step(closure)
-            if made.state.global_step == 2:
+            self.steps += 1
+            if self.steps == 3:
                 self.param_groups[0]["params"][0].data.fill_(math.nan)
             return out
 
-    monitor = GradientMonitoringCallback(quiet())
     model = regression()
-    optimizers = (Break(model.parameters(), lr=0.1), None)
-    extra = {"callbacks": [monitor], "optimizers": optimizers}
-    made = trainer(
-        tmp_path, model, numbers(24), extra=extra, max_steps=3, save_strategy="steps", save_steps=1
-    )
-    made.train()
+    extra = {"optimizers": (Break(model.parameters(), lr=0.1), None)}
+    monitor, _ = monitored(tmp_path, model, numbers(24), extra=extra, **SAVING)
     (incident,) = monitor.incidents
     assert incident.decision is not None and incident.decision.action == "undo"
     assert incident.origin is not None and incident.origin.phase == "optimizer"
@@ -175,18 +158,7 @@ def test_the_callback_does_not_let_parameters_be_saved_that_were_broken_after_th
             if state.global_step == 3:
                 kwargs["model"].inner.weight.data.fill_(math.nan)
 
-    monitor = GradientMonitoringCallback(quiet())
-    extra = {"callbacks": [Break(), monitor]}
-    made = trainer(
-        tmp_path,
-        regression(),
-        numbers(24),
-        extra=extra,
-        max_steps=3,
-        save_strategy="steps",
-        save_steps=1,
-    )
-    made.train()
+    monitor, _ = monitored(tmp_path, None, numbers(24), Break(), **SAVING)
     assert monitor.reported["parameters"] == 1
     assert bad_in_checkpoints(tmp_path) == {"checkpoint-1": 0, "checkpoint-2": 0}
 
@@ -202,9 +174,7 @@ def test_beside_a_guard_the_callback_only_reports(tmp_path: Path) -> None:
 
 
 def test_the_callback_leaves_nothing_behind(tmp_path: Path) -> None:
-    monitor = GradientMonitoringCallback(quiet())
-    made = trainer(tmp_path, regression(), numbers(8), extra={"callbacks": [monitor]}, max_steps=2)
-    made.train()
+    _, made = monitored(tmp_path, None, numbers(8), max_steps=2)
     inner = made.optimizer.optimizer
     assert not inner._optimizer_step_pre_hooks and not inner._optimizer_step_post_hooks
 
@@ -245,15 +215,8 @@ def test_a_step_without_labels_is_dropped_with_momentum_and_decay(
 
 
 def test_of_an_accumulated_step_only_the_bad_micro_batch_is_dropped(tmp_path: Path) -> None:
-    made = safe(
-        trainer(
-            tmp_path,
-            regression(),
-            numbers(24, nan_at=9),
-            gradient_accumulation_steps=2,
-            max_steps=3,
-        )
-    )
+    settings = {"gradient_accumulation_steps": 2, "max_steps": 3}
+    made = safe(trainer(tmp_path, regression(), numbers(24, nan_at=9), **settings))
     before = made.model.outer.bias.detach().clone()
     with pytest.warns(MicroBatchDropped, match="its loss is nan"):
         made.train()
@@ -280,15 +243,7 @@ def test_a_model_that_gives_no_loss_is_an_error_that_names_the_batch(tmp_path: P
 
 
 def test_a_true_zero_stays_a_zero(tmp_path: Path) -> None:
-    class Zero(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Any, labels: Any) -> Any:
-            return {"loss": (self.weight * x).sum() * 0.0}
-
-    made = safe(trainer(tmp_path, Zero(), numbers(8), max_steps=2))
+    made = safe(trainer(tmp_path, Solved(), numbers(8), max_steps=2))
     made.train()
     assert logged(made, "loss") == [0.0, 0.0]
 
@@ -399,7 +354,7 @@ real = metadata.version
 metadata.version = lambda name: "4.57.6" if name == "transformers" else real(name)
 import stepguard.integrations.transformers
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ran = forked.python(["-c", code])
     assert ran.returncode == 1
     last = ran.stderr.strip().splitlines()[-1]
     assert last.startswith(

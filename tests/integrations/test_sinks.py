@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import forked
 import stepguard
 from stepguard import ConfigError, GuardConfig
 from stepguard.integrations.sinks import ScalarSink
@@ -232,9 +231,7 @@ print("TOLD " + json.dumps(told))
 
 def test_trackio_gets_every_step_as_it_was_and_an_alert(tmp_path: Path) -> None:
     script = TRACKIO.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = forked.python(["-c", script])
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("TOLD ")]
     losses, logs, alerts = json.loads(line.removeprefix("TOLD "))
@@ -275,9 +272,7 @@ run.finish()
 
 def test_wandb_gets_finite_numbers_on_an_axis_of_their_own(tmp_path: Path) -> None:
     script = WANDB.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = forked.python(["-c", script])
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("SUMMARY ")]
     losses, summary = json.loads(line.removeprefix("SUMMARY "))

@@ -1,10 +1,11 @@
-"""Operators, their arguments and numbers; and which of them explain a bad output."""
+"""Operators, their arguments and numbers, which of them explain a bad output; batches as trees."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+from collections import UserDict
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from stepguard.locate.operands import (
     ancestors,
     aten,
     attribute,
+    batch_tensors,
     broadcast_index,
     broadcasts,
     describe,
@@ -35,6 +37,7 @@ from stepguard.locate.operands import (
     summarise,
     unravel,
 )
+from stepguard.state.batch import sample_count, subset
 
 # --- numbers on a tensor: extremes and counts of the finite part, and the element that is shown
 
@@ -405,3 +408,57 @@ def test_one_position_of_a_foreach_operation() -> None:
     assert only.reads[0].name == "self" and only.reads[0].tensor is tensors[1]
     assert only.numbers == [("scalars", 3.0)]
     assert only.args == ([tensors[1]], [3.0])
+
+
+# --- batches as trees of named tensors
+# --------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    name: str = "a"
+
+
+class Own:
+    def __init__(self) -> None:
+        self.x = torch.ones(2)
+        self.note = "kept"
+
+
+def names(batch: Any) -> list[str]:
+    return [name for name, _ in batch_tensors(batch)]
+
+
+def test_tensors_are_named_by_their_way_through_the_tree() -> None:
+    one = torch.ones(2)
+    assert names(one) == ["batch"]
+    assert names({"x": one, "boxes": [one, (one, 3)]}) == [
+        "batch:x",
+        "batch:boxes.0",
+        "batch:boxes.1.0",
+    ]
+    assert names(Pair(one, one)) == ["batch:x", "batch:y"]
+    assert names(Frozen(one)) == ["batch:x"]
+    assert names(UserDict(x=one)) == ["batch:x"]
+    assert names(Own()) == ["batch:x"]
+
+
+def test_samples_are_counted_and_picked() -> None:
+    batch = {"x": torch.arange(6.0).reshape(3, 2), "files": ["a", "b", "c"], "scale": 2.0}
+    assert sample_count(batch) == 3
+    kept = subset(batch, [0, 2], 3)
+    assert kept["x"].tolist() == [[0.0, 1.0], [4.0, 5.0]]
+    assert kept["files"] == ["a", "c"]
+    assert kept["scale"] == 2.0
+
+
+def test_as_many_views_as_samples_stay_whole() -> None:
+    views = [torch.ones(2, 3), torch.zeros(2, 3)]
+    kept = subset({"views": views, "y": torch.arange(2)}, [1], 2)
+    assert len(kept["views"]) == 2 and kept["views"][0].shape == (1, 3)

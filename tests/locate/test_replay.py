@@ -1,25 +1,57 @@
-"""A replay changes nothing: weights, gradients, buffers, optimizer state, RNG and modes stay."""
+"""A replay runs the same step again, changes nothing, and counts only if it goes bad in the same
+way: micro-batches, the model's part of a watched step, frames, buffers, exceptions, compiled code.
+"""
 
 from __future__ import annotations
 
 import copy
+import linecache
 import math
+import os
 import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import forked
+from process_group import part
 from stepguard.locate import locate
-from stepguard.locate.replay import Replayer
-from stepguard.records import Reading
-from stepguard.state.batch import Step
+from stepguard.locate.find_origin import frames_at_origin
+from stepguard.locate.origins import (
+    buffer_origin,
+    place_exception,
+    place_replayed_exception,
+    traceback_origin,
+)
+from stepguard.locate.replay import (
+    CAME_IN,
+    OUTSIDE_BACKWARD,
+    OUTSIDE_BOTH,
+    OUTSIDE_FORWARD,
+    LocateBudget,
+    ModelReplayer,
+    Replayer,
+    kind,
+)
+from stepguard.locate.samples import bad_micro_batch, compiled_only, steadiness
+from stepguard.records import Origin, Reading
+from stepguard.state.batch import OUTPUT_GRADIENT, Step
 from stepguard.state.buffers import BufferKeeper
 from stepguard.state.isolation import untouched
 from stepguard.state.rng import capture_rng
 
-from .cases import noise
+from .cases import BAD_GRADIENT, BAD_LOSS, noise, step_of, with_row
+from .guarded import code, evidence, first_incident
+from .guarded import noise as features
+from .loop import Loop
 
 
 class Busy(nn.Module):
@@ -190,3 +222,522 @@ def test_tests_of_the_guard_are_not_part_of_the_trace() -> None:
     assert traced.ran.clean and traced.ran.parts.keys() == {"main"}
     assert [c.op for c in calls if c.stage == "forward"] == ["aten.mm", "aten.pow", "aten.mean"]
     assert "aten.sum" not in {c.op for c in calls}
+
+
+# --- the bad micro-batch, and steps that repeat their bits
+# --------------------------------------------------------------------------------------------------
+
+
+def scaled(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Finite losses; the gradient of the square root at 0 is not."""
+    return lambda x: (model(x) * 0.0).abs().sum().sqrt() + model(x).pow(2).mean()
+
+
+def test_bad_gradient_is_searched_and_earlier_gradients_stay() -> None:
+    model = nn.Linear(3, 1, bias=False)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        loss = model(x).pow(2).mean()
+        if bool((x == 0).all()):
+            loss = loss + model(x).sum().sqrt()
+        return loss
+
+    step = step_of(loss_fn, model, noise(4, 3), torch.zeros(4, 3), noise(4, 3))
+    with untouched(step) as keeper:
+        replayer = Replayer(step, keeper)
+        assert bad_micro_batch(replayer, BAD_GRADIENT) == 1
+        kept = model.weight.grad
+        assert kept is not None
+        replayer.clear_gradients()
+        replayer.run(0)
+        assert torch.equal(kept, model.weight.grad)
+
+
+def test_bad_loss_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 1)
+    step = step_of(scaled(model), model, noise(4, 3), noise(4, 3))
+    reading = Reading(step=0, loss=math.nan, micro_losses=(1.0, math.nan), grads_finite=False)
+    with untouched(step) as keeper:
+        replayer = Replayer(step, keeper)
+        monkeypatch.setattr(replayer, "run", None)
+        assert bad_micro_batch(replayer, reading) == 1
+
+
+def test_step_without_compiled_code_is_not_run_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 1)
+    step = step_of(scaled(model), model, noise(4, 3))
+    with untouched(step) as keeper:
+        replayer = Replayer(step, keeper)
+        monkeypatch.setattr(replayer, "run", None)
+        assert compiled_only(replayer) is None
+
+
+def test_repeated_bits_and_unsteady_ones() -> None:
+    model = nn.Linear(3, 1)
+    step = step_of(lambda x: model(x).pow(2).mean(), model, noise(4, 3))
+    with untouched(step) as keeper:
+        assert steadiness(Replayer(step, keeper)).same_bits
+        factors = iter([1.0, 2.0, 3.0])
+        step.loss_fn = lambda x: model(x).pow(2).mean() * next(factors)
+        assert not steadiness(Replayer(step, keeper)).same_bits
+
+
+# --- the model's part of a watched step: made inside it, or came from outside
+# --------------------------------------------------------------------------------------------------
+
+
+BAD_WEIGHT = replace(BAD_GRADIENT, bad_grads=("weight",))
+
+
+def watched(model: nn.Module, x: Tensor, gradient: Tensor | None) -> Step:
+    """A step of which only the call `model(x)` is known, and the gradient of its output."""
+    step = step_of(lambda batch: batch, model, x)
+    step.loss_fn = None
+    step.micro_batches = ({"x": x, OUTPUT_GRADIENT: {} if gradient is None else {"0": gradient}},)
+    step.lines = ((__file__, 7),)
+
+    def model_fn(batch: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+        return [model(batch["x"])], [batch[OUTPUT_GRADIENT].get("0")]
+
+    step.model_fn = model_fn
+    return step
+
+
+def outside(step: Step, reading: Reading) -> Origin:
+    with untouched(step) as keeper:
+        return ModelReplayer(step, keeper).outside_model(reading)
+
+
+def test_bad_output_goes_before_bad_gradients() -> None:
+    step = watched(nn.Linear(3, 1), torch.full((2, 3), math.nan), torch.ones(2, 1))
+    with untouched(step) as keeper:
+        replayer = ModelReplayer(step, keeper)
+        assert replayer.bad_call() == 0
+        assert not replayer.run(0).loss_finite
+
+
+def test_bad_gradient_of_the_model_itself() -> None:
+    class Root(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sqrt()
+
+    model = Root(3, 1, bias=False)
+    step = watched(model, torch.zeros(2, 3), torch.ones(2, 1))
+    with untouched(step) as keeper:
+        replayer = ModelReplayer(step, keeper)
+        assert replayer.bad_call() == 0
+        ran = replayer.run(0)
+        assert ran.loss_finite and ran.bad_gradients
+
+
+def test_remarks_say_where_the_value_was_not_made() -> None:
+    model = nn.Linear(3, 1)
+    clean = watched(model, noise(2, 3), torch.ones(2, 1))
+    assert outside(clean, BAD_LOSS).remarks == (OUTSIDE_FORWARD,)
+    assert outside(clean, BAD_WEIGHT).remarks == (OUTSIDE_BOTH,)
+    bad = watched(model, noise(2, 3), torch.full((2, 1), math.inf))
+    assert outside(bad, BAD_WEIGHT).remarks == (OUTSIDE_BACKWARD,)
+
+
+def test_caller_of_the_model_is_the_source_where_the_trace_has_none() -> None:
+    step = watched(nn.Linear(3, 1), noise(2, 3), None)
+    with untouched(step) as keeper:
+        replayer = ModelReplayer(step, keeper)
+        origin = replayer.with_caller(Origin(step=0, phase="input", tensor="batch:x"), 0)
+        assert origin.source is not None and origin.source.endswith("test_replay.py:7")
+        known = Origin(step=0, phase="forward", source="model.py:3")
+        assert replayer.with_caller(known, 0) is known
+        assert replayer.with_caller(Origin(step=0, phase="state"), 0).source is None
+
+
+def test_computed_argument_is_not_called_data() -> None:
+    leaf = noise(2, 3).requires_grad_()
+    step = watched(nn.Linear(3, 1), leaf * 2.0, None)
+    with untouched(step) as keeper:
+        replayer = ModelReplayer(step, keeper)
+        origin = replayer.with_caller(Origin(step=0, phase="input", tensor="batch:x"), 0)
+    assert (origin.phase, origin.tensor) == ("forward", None)
+    assert CAME_IN in origin.remarks
+
+
+# --- a replay that stops where the first bad value is made
+# --------------------------------------------------------------------------------------------------
+
+
+def innermost(trace: TracebackType | None) -> TracebackType:
+    assert trace is not None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def test_innermost_frame_is_the_users_line_with_its_variables() -> None:
+    model = nn.Linear(3, 1)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        out = model(x)
+        small = out * 0.0
+        return small.log().mean() * 0.0
+
+    trace = frames_at_origin(step_of(loss_fn, model, noise(4, 3)), BAD_LOSS)
+    frame = innermost(trace).tb_frame
+    assert frame.f_code.co_name == "loss_fn"
+    assert not frame.f_locals["small"].any()
+
+
+def test_handler_of_the_users_does_not_catch_the_stop() -> None:
+    model = nn.Linear(3, 1)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        try:
+            return (model(x) * 0.0).log().mean()
+        except Exception:
+            return model(x).mean()
+
+    assert frames_at_origin(step_of(loss_fn, model, noise(4, 3)), BAD_LOSS) is not None
+
+
+def test_bad_gradient_stops_at_the_forward_line_behind_it() -> None:
+    model = nn.Linear(3, 1, bias=False)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        root = model(x).sum().sqrt()
+        return root + model(x).pow(2).mean()
+
+    step = step_of(loss_fn, model, torch.zeros(4, 3))
+    stopped = innermost(frames_at_origin(step, BAD_GRADIENT))
+    assert "root = " in linecache.getline(__file__, stopped.tb_lineno)
+
+
+def test_clean_step_and_finite_reading_give_no_frames() -> None:
+    model = nn.Linear(3, 1)
+    step = step_of(lambda x: model(x).mean(), model, noise(4, 3))
+    assert frames_at_origin(step, BAD_LOSS) is None
+    finite = Reading(step=0, loss=1.0, micro_losses=(1.0,), grads_finite=True)
+    assert frames_at_origin(step, finite) is None
+
+
+# --- a buffer that the forward made bad
+# --------------------------------------------------------------------------------------------------
+
+
+class Averaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 1)
+        self.register_buffer("level", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.level.add_(x.min().log())
+        return self.fc(x)
+
+
+def reading(name: str) -> Reading:
+    return Reading(step=0, loss=1.0, grads_finite=True, bad_state=(name,), state_born=True)
+
+
+def test_operation_that_wrote_the_buffer_is_named() -> None:
+    model = Averaging()
+    x = noise(4, 3).abs()
+    x[1, 2] = 0.0
+    step = step_of(lambda batch: model(batch).pow(2).mean(), model, x)
+    origin = buffer_origin(step, reading("buffer:level"))
+    assert (origin.op, origin.tensor, origin.reproduced) == ("aten.log", "buffer:level", True)
+    assert origin.output is not None and origin.output.neginf == 1
+    assert float(model.level) == 0.0
+
+
+def test_statistics_of_a_norm_layer_are_placed_at_the_layer() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    x = noise(4, 3)
+    x[0, 0] = math.inf
+    step = step_of(lambda batch: model(batch).nan_to_num(0.0).mean(), model, x)
+    origin = buffer_origin(step, reading("buffer:0.running_mean"))
+    assert origin.module == "0" and origin.op is not None and "batch_norm" in origin.op
+
+
+def test_buffer_that_stays_fine_is_not_reproduced() -> None:
+    model = Averaging()
+    step = step_of(lambda batch: model(batch).pow(2).mean(), model, noise(4, 3).abs() + 1.0)
+    origin = buffer_origin(step, reading("buffer:level"))
+    assert origin.reproduced is False and origin.op is None
+
+
+# --- exceptions of the user's code: read from the traceback, proven by replays
+# --------------------------------------------------------------------------------------------------
+
+
+class Strict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x < 0).any()):
+            raise ValueError("negative input")
+        return self.fc(x)
+
+
+def strict_step(*micro_batches: Tensor) -> Step:
+    model = nn.Sequential(Strict())
+    return step_of(lambda x: model(x).pow(2).mean(), model, *micro_batches)
+
+
+def raised(step: Step, micro: int = 0) -> tuple[Exception, Origin]:
+    assert step.loss_fn is not None
+    with pytest.raises(Exception) as caught:
+        step.loss_fn(step.micro_batches[micro])
+    error = caught.value
+    assert isinstance(error, Exception)
+    return error, traceback_origin(error, 0, step.named_roots())
+
+
+def test_traceback_names_line_module_and_phase() -> None:
+    _, origin = raised(strict_step(torch.tensor([[-1.0, 1.0, 1.0]])))
+    assert (origin.phase, origin.module, origin.method) == ("forward", "0", "traceback")
+    assert origin.source is not None and origin.source.startswith("tests/locate/test_replay")
+    assert any("negative input" in line for line in origin.context)
+
+
+def test_error_of_the_loss_expression_is_outside_the_model() -> None:
+    model = nn.Linear(3, 1)
+    step = step_of(lambda x: model(x).reshape(7).sum(), model, noise(4, 3))
+    error, origin = raised(step)
+    assert (origin.phase, origin.module) == ("loss", None)
+    placed = place_exception(origin, error, step, 0, LocateBudget(10.0))
+    assert placed.reproduced is True and placed.samples == ()
+
+
+def test_guilty_sample_is_proven_by_leaving_it_out() -> None:
+    x = noise(8, 3).abs()
+    x[5, 0] = -1.0
+    step = strict_step(x)
+    error, origin = raised(step)
+    placed = place_exception(origin, error, step, 0, LocateBudget(10.0))
+    assert (placed.reproduced, placed.samples, placed.micro_batch) == (True, (5,), 0)
+
+
+def test_exception_that_does_not_come_again_is_not_reproduced() -> None:
+    step = strict_step(-noise(2, 3).abs())
+    error, origin = raised(step)
+    model = step.model
+    step.loss_fn = lambda x: model(x.abs()).mean()
+    placed = place_exception(origin, error, step, 0, LocateBudget(10.0))
+    assert placed.reproduced is False and placed.samples == ()
+
+
+def test_recorded_step_is_run_and_its_exception_placed() -> None:
+    x = noise(4, 3).abs()
+    x[2] = -1.0
+    origin = place_replayed_exception(strict_step(noise(4, 3).abs(), x))
+    assert (origin.micro_batch, origin.samples, origin.reproduced) == (1, (2,), True)
+
+
+def test_recorded_step_that_runs_now_is_not_reproduced() -> None:
+    origin = place_replayed_exception(strict_step(noise(4, 3).abs()))
+    assert origin.reproduced is False
+
+
+def test_operation_that_failed_is_named() -> None:
+    model = nn.Linear(3, 1)
+
+    def loss_fn(x: Any) -> Tensor:
+        return torch.linalg.cholesky(model(x).reshape(2, 2) * 0.0 - 1.0).sum()
+
+    step = step_of(loss_fn, model, noise(4, 3))
+    error, origin = raised(step)
+    placed = place_exception(origin, error, step, 0, LocateBudget(10.0))
+    assert placed.op == "aten.linalg_cholesky_ex"
+
+
+# --- a replay reproduces a step only if it goes bad in the same way
+# --------------------------------------------------------------------------------------------------
+
+
+def mean_square(model: nn.Module, batch: Tensor | dict[str, Tensor]) -> Tensor:
+    return model(batch["x"] if isinstance(batch, dict) else batch).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("value", "word"), [(math.nan, "nan"), (math.inf, "+inf"), (-math.inf, "-inf"), (0.5, "finite")]
+)
+def test_kinds_of_a_loss(value: float, word: str) -> None:
+    assert kind(value) == word
+
+
+def test_minus_infinity_where_plus_infinity_was_seen_is_not_reproduced() -> None:
+    model = nn.Linear(3, 1)
+    signs: list[float] = []
+
+    def loss_fn(batch: dict[str, Tensor]) -> Tensor:
+        signs.append(1.0)
+        return mean_square(model, batch) / batch["below"] * (-1.0) ** len(signs)
+
+    incident = first_incident(
+        model, loss_fn, lambda step: {"x": features(step), "below": torch.tensor(1.0 - step)}
+    )
+    assert incident.origin is not None
+    assert incident.origin.reproduced is False
+    said = next(finding for finding in incident.findings if finding.code == "SG702")
+    assert "the loss was +inf and the replay gives -inf" in " ".join(said.evidence)
+
+
+def test_infinity_where_nan_was_seen_is_not_reproduced() -> None:
+    model = nn.Linear(3, 1)
+    calls: list[int] = []
+
+    def loss_fn(batch: Tensor) -> Tensor:
+        calls.append(1)
+        return mean_square(model, batch) * (
+            math.nan if len(calls) == 2 else math.inf if len(calls) > 2 else 1.0
+        )
+
+    incident = first_incident(model, loss_fn, features)
+    assert incident.origin is not None and incident.origin.reproduced is False
+
+
+def test_another_part_of_the_loss_is_not_the_same_fault() -> None:
+    model = nn.Linear(3, 1)
+    calls: list[int] = []
+
+    def loss_fn(batch: Tensor) -> dict[str, Tensor]:
+        calls.append(1)
+        one, other = mean_square(model, batch), model(batch).abs().mean()
+        bad = torch.tensor(math.inf)
+        return {
+            "one": one * bad if len(calls) == 2 else one,
+            "other": other * bad if len(calls) > 2 else other,
+        }
+
+    incident = first_incident(model, loss_fn, features)
+    assert incident.origin is not None and incident.origin.reproduced is False
+    assert "the loss part 'one' was +inf" in (incident.origin.evidence.departs or "")
+
+
+def test_another_gradient_is_not_the_same_fault() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 1, bias=False), "b": nn.Linear(3, 1, bias=False)})
+    calls: list[int] = []
+
+    def loss_fn(batch: Tensor) -> Tensor:
+        calls.append(1)
+        broken = "a" if len(calls) == 2 else "b"
+        total = mean_square(model["a"], batch) + mean_square(model["b"], batch)
+        if len(calls) > 1:
+            total = total + (model[broken].weight * 0).sum().sqrt()
+        return total
+
+    incident = first_incident(model, loss_fn, features)
+    assert incident.origin is not None and incident.origin.reproduced is False
+    assert "the gradient of a.weight was non-finite" in (incident.origin.evidence.departs or "")
+
+
+def test_same_infinity_is_reproduced() -> None:
+    model = nn.Linear(3, 1)
+    incident = first_incident(
+        model,
+        lambda batch: -mean_square(model, batch) / batch["below"],
+        lambda step: {"x": features(step), "below": torch.tensor(1.0 - step)},
+    )
+    assert incident.origin is not None and incident.origin.reproduced is True
+    assert code(incident) == "SG201", evidence(incident)
+
+
+# --- data-parallel and compiled models
+# --------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.bn, self.out = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.bn(torch.exp(self.fc(x))))
+
+
+def ranks_of_a_group() -> None:
+    """Run by every rank of the test below."""
+    dist.init_process_group("gloo")
+    _locate_as(dist.get_rank())
+    part()
+
+
+def _locate_as(rank: int) -> None:
+    model = DistributedDataParallel(Normed())
+
+    def loss(x: Tensor) -> Tensor:
+        value = model(x).pow(2).mean()
+        count = torch.tensor(float(len(x)))
+        dist.all_reduce(count)
+        return value * len(x) / count
+
+    loop = Loop(model, torch.optim.SGD(model.parameters(), lr=0.01), loss)
+    attributes = set(vars(model))
+    if rank == 0:
+        origin = loop.step(0, [with_row(900.0, row=2)])
+        assert origin is not None
+        place = (origin.phase, origin.module, origin.op, origin.samples)
+        assert place == ("forward", "", "aten.exp", (2,)), origin
+    else:  # takes part in the step, and in nothing of the replay
+        keeper = [p.detach().clone() for p in model.parameters()]
+        loss(noise(4, 3)).backward()
+        assert all(torch.equal(a, b) for a, b in zip(keeper, model.parameters(), strict=True))
+    dist.barrier()
+    assert set(vars(model)) == attributes
+    model.zero_grad()
+    loss(noise(4, 3, seed=rank)).backward()  # both ranks still agree afterwards
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    mine = grads.clone()
+    dist.all_reduce(grads)
+    assert torch.allclose(grads / 2, mine)
+
+
+def test_one_rank_of_two_locates_without_the_other() -> None:
+    code = "from locate.test_replay import ranks_of_a_group; ranks_of_a_group()"
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(forked.PATHS)}
+    ended = forked.python(["-c", code], ranks=2, variables=variables, imports=("pytest",))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_model_is_replayed_eagerly_and_named() -> None:
+    model: Any = torch.compile(Normed(), backend="eager")
+    loop = Loop(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), lambda x: model(x).pow(2).mean()
+    )
+    origin = loop.step(0, [with_row(900.0)])
+    assert origin is not None
+    assert (origin.phase, origin.module, origin.op, origin.samples) == (
+        "forward",
+        "",
+        "aten.exp",
+        (1,),
+    )
+
+
+def _wrong_backend(graph: Any, example: Any) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return [out * math.nan for out in graph.forward(*args)]
+
+    return run
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_fault_that_only_the_compiled_graph_has() -> None:
+    inner = nn.Linear(3, 1)
+    model: Any = torch.compile(inner, backend=_wrong_backend)
+    loop = Loop(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), lambda x: model(x).pow(2).mean()
+    )
+    origin = loop.step(0, [noise(4, 3)])
+    assert origin is not None
+    assert origin.reproduced is True and origin.evidence.compiled_only
+    assert (origin.phase, origin.module, origin.op) == ("forward", "", "torch.compile")

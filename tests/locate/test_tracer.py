@@ -1,17 +1,31 @@
-"""The trace: makers by memory, modules by call stack, and who is to blame for each bad output."""
+"""The trace: makers by memory, modules by call stack, facts measured at an operation, the record
+of what was found, and a step of a watched loop under the live tracer.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from stepguard.locate.operands import Call
-from stepguard.locate.source import ModuleSpans
+from stepguard.locate import live_trace
+from stepguard.locate.blame import FirstBad
+from stepguard.locate.live_trace import SEEN_LIVE, LiveTracer, leave
+from stepguard.locate.operands import Call, Flaws
+from stepguard.locate.origins import line_of, origin_of
+from stepguard.locate.source import Line, ModuleSpans
 from stepguard.locate.tracer import Tracer
+from stepguard.records import Evidence, Origin
+from stepguard.state.batch import Step
+from stepguard.tensors.torch_private import TorchDispatchMode, dispatch_mode_stack
+
+from .cases import BAD_LOSS, noise, step_of
 
 # --- the trace: makers by memory, nodes by number, and who is to blame for each bad output
 
@@ -309,3 +323,297 @@ def test_hook_that_raises_leaves_the_stack() -> None:
             model(torch.ones(1, 2))
         assert spans.current is None
     assert len(model[0]._forward_hooks) == 1
+
+
+# --- facts that are measured at the operation that made a bad value
+
+
+def first_bad(compute: Callable[[], Tensor]) -> Call:
+    """The first operation of the computation whose bad result was measured."""
+    tracer = Tracer(ModuleSpans({}))
+    with tracer:
+        compute()
+    return next(call for call in tracer.calls if call.output is not None)
+
+
+def evidence(compute: Callable[[], Tensor]) -> Evidence:
+    return first_bad(compute).evidence
+
+
+def test_zero_over_zero_names_divisor_and_what_computed_it() -> None:
+    mask = torch.zeros(3)
+    found = evidence(lambda: torch.zeros(1) / mask.sum())
+    assert found.zero_denominator and found.zero_numerator
+    assert found.denominator_from == "aten.sum" and not found.denominator_fractional
+
+
+def test_a_fractional_divisor_is_told_from_a_count() -> None:
+    found = evidence(lambda: torch.ones(2) / torch.tensor([0.0, 0.5]))
+    assert found.zero_denominator and found.denominator_fractional and not found.zero_numerator
+
+
+@pytest.mark.parametrize(
+    ("compute", "argument"),
+    [
+        (lambda: torch.log(torch.tensor([0.0])), "zero"),
+        (lambda: torch.log(torch.tensor([-1.0])), "negative"),
+        (lambda: torch.log1p(torch.tensor([-1.0])), "zero"),
+        (lambda: torch.tensor([-2.0]) ** 0.5, "negative"),
+    ],
+    ids=["log 0", "log -1", "log1p -1", "root of -2"],
+)
+def test_the_argument_is_zero_or_negative(compute: Callable[[], Tensor], argument: str) -> None:
+    assert evidence(compute).argument == argument
+
+
+def test_a_negative_base_that_overflows_has_no_missing_root() -> None:
+    assert evidence(lambda: torch.tensor([-1e30]) ** 3).argument is None
+
+
+def test_zero_to_a_negative_power_is_named() -> None:
+    assert evidence(lambda: torch.zeros(1) ** -1.5).negative_power
+
+
+def test_overflow_in_half_precision_is_finite_in_a_wider_dtype() -> None:
+    large = torch.full((2,), 6e4, dtype=torch.float16)
+    found = evidence(lambda: large + large)
+    assert found.half_precision and found.finite_in == "float32"
+    assert found.dtype_limit == 65504.0
+
+
+def test_what_overflows_in_any_dtype_has_no_wider_one() -> None:
+    assert evidence(lambda: torch.tensor([0.0]).log()).finite_in is None
+
+
+def test_an_infinity_times_zero_was_written_on_purpose() -> None:
+    found = evidence(lambda: torch.zeros(2) * float("inf"))
+    assert found.zero_times_inf and found.intended_inf
+    assert (found.number_argument, found.number) == ("other", float("inf"))
+
+
+def test_an_epsilon_that_half_precision_cannot_hold_has_vanished() -> None:
+    zeros = torch.zeros(2, dtype=torch.float16)
+    assert (
+        evidence(lambda: torch.ones(2, dtype=torch.float16) / (zeros + 1e-8)).eps_vanished == 1e-8
+    )
+
+
+def test_operands_show_the_element_that_met_the_bad_one() -> None:
+    call = first_bad(lambda: torch.log(torch.tensor([2.0, -3.0])))
+    assert call.inputs[0].index == (1,) and call.inputs[0].value == -3.0
+    assert call.output is not None and call.output.nan == 1
+
+
+# --- facts on rows, reductions and targets
+
+INF = float("inf")
+
+
+def test_masked_rows_of_a_softmax_are_counted() -> None:
+    scores = torch.tensor([[0.0, 1.0], [-INF, -INF], [-INF, 0.0]])
+    found = evidence(lambda: torch.softmax(scores, dim=-1))
+    assert (found.masked_rows, found.rows) == (1, 3)
+
+
+def test_the_axis_of_the_softmax_decides_what_a_row_is() -> None:
+    scores = torch.tensor([[-INF, 0.0], [-INF, 0.0]])
+    found = evidence(lambda: torch.softmax(scores, dim=0))
+    assert (found.masked_rows, found.rows) == (1, 2)
+
+
+def test_a_mean_of_nothing_reduced_no_element() -> None:
+    assert evidence(lambda: torch.zeros(0).mean()).reduced_elements == 0
+
+
+def test_a_deviation_of_one_element_is_named() -> None:
+    with pytest.warns(UserWarning, match="degrees of freedom"):
+        assert evidence(lambda: torch.ones(1).std()).reduced_elements == 1
+
+
+def test_targets_that_count_are_counted() -> None:
+    scores = torch.zeros(3, 2)
+    found = evidence(lambda: F.cross_entropy(scores, torch.full((3,), -100)))
+    assert (found.valid_targets, found.targets) == (0, 3)
+
+
+def test_a_target_class_of_probability_zero_is_named() -> None:
+    mask = torch.tensor([[True, False]])
+    scores = torch.zeros(1, 2)
+    found = evidence(lambda: F.nll_loss(scores.masked_fill(mask, -INF), torch.tensor([0])))
+    assert found.zero_target_probability and found.valid_targets == 1
+
+
+def test_a_ctc_target_that_is_too_long_is_counted() -> None:
+    log_p = torch.randn(2, 1, 3).log_softmax(-1)
+    targets = torch.tensor([[1, 2, 1]])
+    found = evidence(
+        lambda: F.ctc_loss(log_p, targets, torch.tensor([2]), torch.tensor([3]), reduction="none")
+    )
+    assert found.ctc_infeasible == 1
+
+
+def test_a_running_variance_below_zero_has_no_root() -> None:
+    x = torch.randn(4, 2)
+    found = evidence(lambda: F.batch_norm(x, torch.zeros(2), torch.tensor([1.0, -1.0])))
+    assert found.argument == "negative"
+
+
+# --- the record: phase, module, line and facts
+# --------------------------------------------------------------------------------------------------
+
+
+def setting(scale: float = 1.0) -> tuple[Tracer, Step]:
+    model = nn.Sequential(nn.Linear(3, 1))
+    step = step_of(lambda x: model(x).mean(), model, noise(4, 3))
+    step.scale = scale
+    tracer = Tracer(ModuleSpans({"": model, "criterion": nn.MSELoss()}))
+    return tracer, step
+
+
+def made(module: str | None, **fields: object) -> Call:
+    line = Line(__file__, 3)
+    call = Call(index=0, op="aten.log", stage="forward", module=module, line=line)
+    for name, value in fields.items():
+        setattr(call, name, value)
+    return call
+
+
+def test_phase_follows_the_module() -> None:
+    traced, step = setting()
+    phases = {}
+    for module in ("0", "criterion", None):
+        phases[module] = origin_of(FirstBad(made(module)), traced, step).phase
+    assert phases == {"0": "forward", "criterion": "loss", None: "loss"}
+
+
+def test_facts_on_the_replay_as_a_whole() -> None:
+    traced, step = setting(scale=8.0)
+    traced.unseen |= {"aten.b", "aten.a"}
+    evidence = origin_of(FirstBad(made("0")), traced, step).evidence
+    assert (evidence.scale, evidence.unseen) == (8.0, ("aten.a", "aten.b"))
+    batch = step.micro_batches[0]
+    assert evidence.batch_max == float(batch.abs().max())
+
+
+def test_uninitialised_memory_is_placed_where_it_is_read() -> None:
+    traced, step = setting()
+    reader = made("0")
+    allocated = Call(index=0, op="aten.empty", stage="forward", uninitialised=True)
+    origin = origin_of(FirstBad(allocated, reader), traced, step)
+    assert (origin.op, origin.module) == ("aten.empty", "0")
+    assert origin.evidence.uninitialised
+
+
+def test_stored_parameter_is_counted_and_placed_at_its_consumer() -> None:
+    traced, step = setting()
+    with torch.no_grad():
+        step.model.get_parameter("0.weight")[0, 1] = math.nan
+    stored = Call(index=-1, op="param:0.weight", stage="stored", out=Flaws(nan=True))
+    origin = origin_of(FirstBad(stored, made("0")), traced, step)
+    assert (origin.phase, origin.tensor, origin.module) == ("state", "param:0.weight", "0")
+    assert (origin.evidence.bad_elements, origin.evidence.elements) == (1, 3)
+    assert origin.inputs[0].index == (0, 1) and origin.micro_batch is None
+
+
+def test_constant_from_outside_has_no_name() -> None:
+    traced, step = setting()
+    stored = Call(index=-1, op="constant", stage="stored", out=Flaws(inf=True))
+    origin = origin_of(FirstBad(stored, made(None)), traced, step)
+    assert (origin.phase, origin.tensor, origin.evidence.constant) == ("loss", None, "inf")
+
+
+def test_line_of_a_backward_call_is_that_of_its_node_or_of_a_parent() -> None:
+    tracer = Tracer(ModuleSpans({}))
+    line = Line("model.py", 4)
+    tracer.lines[7] = line
+    node = Call(index=1, op="aten.mul", stage="backward", sequence=7)
+    assert line_of(node, tracer) == line
+    behind = Call(index=2, op="aten.add", stage="backward", sequence=9, parents=(node,))
+    assert line_of(behind, tracer) == line
+    assert line_of(Call(index=3, op="aten.add", stage="backward"), tracer) is None
+
+
+# --- one step of a watched loop under the live tracer
+# --------------------------------------------------------------------------------------------------
+
+
+def tracer_of(model: nn.Module) -> LiveTracer:
+    return LiveTracer(step_of(lambda batch: batch, model))
+
+
+def live_origin(model: nn.Module, x: Tensor, factor: float) -> Origin | None:
+    step = step_of(lambda batch: batch, model)
+    tracer = LiveTracer(step)
+    tracer.switch(on=True)
+    scaled = x * 1.0
+    tracer.model_called({"x": scaled})
+    loss = model(scaled).sigmoid().mul(factor).log().mean()
+    tracer.before_backward(loss)
+    loss.backward()
+    tracer.after_backward(ours=True)
+    tracer.finish()
+    assert not dispatch_mode_stack()
+    return tracer.origin(step, BAD_LOSS)
+
+
+def test_bad_value_of_the_loss_expression_is_named() -> None:
+    origin = live_origin(nn.Linear(3, 1), noise(4, 3), 0.0)
+    assert origin is not None
+    assert (origin.op, origin.phase, origin.method) == ("aten.log", "loss", "live")
+    assert origin.source is not None and "test_tracer.py:" in origin.source
+    assert SEEN_LIVE in origin.remarks and origin.reproduced is None
+
+
+def test_data_that_is_bad_before_the_model_is_called_is_input() -> None:
+    x = noise(4, 3)
+    x[2, 0] = float("nan")
+    origin = live_origin(nn.Linear(3, 1), x, 1.0)
+    assert origin is not None and origin.phase == "input"
+
+
+def test_bad_weight_is_named() -> None:
+    model = nn.Linear(3, 1)
+    with torch.no_grad():
+        model.weight[0, 1] = float("nan")
+    origin = live_origin(model, noise(4, 3), 1.0)
+    assert origin is not None
+    assert (origin.phase, origin.tensor, origin.module) == ("state", "param:weight", "")
+
+
+def test_healthy_step_has_no_origin() -> None:
+    assert live_origin(nn.Linear(3, 1), noise(4, 3), 1.0) is None
+
+
+class Passing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_mode_is_taken_from_under_another_one() -> None:
+    lower = Passing()  # type: ignore[no-untyped-call]
+    lower.__enter__()  # type: ignore[no-untyped-call]
+    with Passing() as upper:  # type: ignore[no-untyped-call]
+        leave(lower)
+        assert list(dispatch_mode_stack()) == [upper]
+        leave(lower)
+    assert not dispatch_mode_stack()
+
+
+def test_fault_of_the_tracer_ends_the_trace_and_not_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tracer = tracer_of(nn.Linear(1, 1))
+    monkeypatch.setattr(tracer, "_inspect", lambda *arguments: 1 / 0)
+    tracer.switch(on=True)
+    assert torch.ones(2).sum().item() == 2.0
+    tracer.finish()
+    assert isinstance(tracer.fault, ZeroDivisionError) and not tracer.calls
+
+
+def test_full_tracer_records_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_trace, "MOST_CALLS", 2)
+    tracer = tracer_of(nn.Linear(1, 1))
+    tracer.switch(on=True)
+    torch.ones(2).exp().sin().cos()
+    tracer.finish()
+    assert len(tracer.calls) == 2

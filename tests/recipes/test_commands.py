@@ -316,6 +316,7 @@ def test_every_command_of_the_readme_is_run(recipe: str) -> None:
 IMPORTED = {"sft": ("transformers.trainer", "peft"), "radiodiff": ("accelerate",)}
 
 
+@pytest.mark.documented
 @pytest.mark.parametrize("recipe", COMMANDS)
 def test_the_documented_commands_run_at_a_short_length(recipe: str, tmp_path: Path) -> None:
     folder = fresh(recipe, tmp_path)
@@ -436,6 +437,7 @@ def test_latent_dlm_survives_a_schedule_in_bfloat16_and_a_loss_scale_that_overfl
     assert "optimizer.eps: group 0: eps=1e-08 is 0 in float16" in ended.stdout
 
 
+@pytest.mark.documented
 def test_radiodiff_survives_the_logarithm_of_zero_and_refuses_the_reports_precision() -> None:
     ended = run("radiodiff", "radiodiff", "--short", module="recipes.verify")
 

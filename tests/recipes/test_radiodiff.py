@@ -267,6 +267,7 @@ def test_the_floor_of_the_schedule_is_absolute_and_its_end_is_no_complex_number(
     assert rates[10:] == pytest.approx([1e-6] * 3)
 
 
+@pytest.mark.documented
 def test_the_command_of_the_report_refuses_its_own_precision_settings(tmp_path: Path) -> None:
     command = [
         "-m",
@@ -288,14 +289,14 @@ def test_the_command_of_the_report_refuses_its_own_precision_settings(tmp_path: 
 def test_two_processes_leave_out_the_same_steps_and_end_with_the_same_weights(
     tmp_path: Path,
 ) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     worker = str(Path(__file__).with_name("radiodiff_ranks.py"))
     often = (
         "model.eps=0",
         "model.timesteps=20",
         f"trainer.results_folder={tmp_path}",
     )  # a time of 0 in 21 draws
-    ended = run("radiodiff", *torchrun, worker, str(tmp_path), *SMALL, *often)
+    words = (worker, str(tmp_path), *SMALL, *often)
+    ended = run("radiodiff", *words, ranks=2, imports=("accelerate",))
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     first, second = ((tmp_path / f"rank{rank}").read_text() for rank in range(2))

@@ -4,15 +4,14 @@ learned from.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import Trainer
 
 from stepguard.check.preflight import Subject, check
-from stepguard.check.subject import subject_of
 from stepguard.records.checks import Preflight
+from stepguard.state.rng import kept_rng
 
 LOOKED_AT = ("labels", "data", "precision", "scaler", "optimizer")
 
@@ -22,8 +21,23 @@ def subject(trainer: Trainer, config: Any, eos: int) -> Subject:
     asked = {**trainer.args.to_dict(), "max_length": config.data.max_length, "eos_token_id": eos}
     if not (trainer.args.fp16 or trainer.args.bf16):
         asked["mixed_precision"] = config.model.torch_dtype  # without autocast the weights decide
-    found = subject_of(trainer, "homework.sft:build")
-    return replace(found, label_key="labels", config=asked)
+    dataset: Any = trainer.train_dataset
+    with kept_rng():
+        batch = trainer.data_collator([dataset[index] for index in range(min(2, len(dataset)))])
+    # the optimizer that the Trainer would make, made here and taken back
+    before = trainer.optimizer
+    optimizer = before or trainer.create_optimizer()
+    trainer.optimizer = before
+    return Subject(
+        model=trainer.model,
+        optimizer=getattr(optimizer, "optimizer", optimizer),
+        dataset=dataset,
+        batch=batch,
+        validation=trainer.eval_dataset,
+        autocast=trainer.accelerator,
+        label_key="labels",
+        config=asked,
+    )
 
 
 def status_report(trainer: Trainer, found: Preflight) -> tuple[str, bool]:

@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -290,8 +290,8 @@ class Measured(NamedTuple):
     low: float
     high: float
     size: int
-    kind: str
-    """`real` for measurements and images, `ids` for other whole numbers, `bool`."""
+    is_real: bool
+    """A measurement or an image, not another whole number or a truth value."""
 
 
 @dataclass(slots=True)
@@ -305,10 +305,6 @@ class DataFacts:
     seen: int = 0
     nonfinite: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
-    duplicates: list[str] = field(default_factory=list)
-    missing: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    numbers: Counter[str] = field(default_factory=Counter)
-    """Examples that have numbers under a key."""
     values: defaultdict[str, list[Measured]] = field(default_factory=lambda: defaultdict(list))
     prints: dict[bytes, str] = field(default_factory=dict)
     """Fingerprint of the content -> name of the first example that has it."""
@@ -318,16 +314,8 @@ class DataFacts:
     """Integer targets of all examples, of which some are ignored."""
     supervised: int = 0
     """Targets that the loss counts."""
-    masked: int = 0
-    """Examples with at least one ignored target."""
-    empty: dict[str, int] = field(default_factory=dict)
-    """Examples without a target that counts, and their lengths."""
-    lowest: tuple[float, str] = (math.inf, "")
-    highest: tuple[float, str] = (-math.inf, "")
-    lengths: list[int] = field(default_factory=list)
-    """Tokens of each example with targets that are not padding."""
-    cuts: list[tuple[str, int, float]] = field(default_factory=list)
-    """Examples that are supervised to their last token: name, length, last target."""
+    empty: list[str] = field(default_factory=list)
+    """Examples without a target that counts."""
 
     @property
     def scope(self) -> str:
@@ -373,23 +361,20 @@ def scan(given: Any, subject: Subject, progress: Progress | None = None) -> Data
 
 def _take(facts: DataFacts, name: str, values: Any, subject: Subject) -> None:
     tensors = dict(as_tensors(values))
-    texts = {}
-    for key, value in values.items() if hasattr(values, "items") else ():
-        if value is None or (isinstance(value, str) and not value):
-            facts.missing[str(key)].append(name)
-        elif isinstance(value, str):
-            texts[str(key)] = value
-    first = facts.prints.setdefault(_fingerprint(tensors, texts), name)
-    if first != name:
-        facts.duplicates.append(f"{name} = {first}")
+    items = values.items() if hasattr(values, "items") else ()
+    texts = {str(key): value for key, value in items if isinstance(value, str)}
+    facts.prints.setdefault(_fingerprint(tensors, texts), name)
     label = _target_key(tensors, subject.label_key)
     for key, tensor in tensors.items():
-        if key == label and not (tensor.is_floating_point() or tensor.is_complex()):
-            facts.numbers[key] += 1
-            _count_targets(facts, name, tensors, key, subject.ignore_index)
-        elif tensor.numel():
-            facts.numbers[key] += 1
-            _measure(facts, name, key, tensor)
+        if key != label or tensor.is_floating_point() or tensor.is_complex():
+            if tensor.numel():
+                _measure(facts, name, key, tensor)
+            continue
+        counted = tensor[tensor != subject.ignore_index]
+        facts.targets += tensor.numel()
+        facts.supervised += len(counted)
+        if not len(counted):
+            facts.empty.append(name)
 
 
 def _target_key(tensors: dict[str, Tensor], given: str | None) -> str | None:
@@ -426,10 +411,8 @@ def _measure(facts: DataFacts, name: str, key: str, tensor: Tensor) -> None:
     low, high = float(tensor.min()), float(tensor.max())
     if math.isfinite(low) and math.isfinite(high):
         image = tensor.dtype == torch.uint8 and tensor.dim() >= 2
-        kind = "real" if tensor.is_floating_point() or image else "ids"
-        if tensor.dtype == torch.bool:
-            kind = "bool"
-        facts.values[key].append(Measured(name, low, high, tensor.numel(), kind))
+        is_real = image or tensor.is_floating_point()
+        facts.values[key].append(Measured(name, low, high, tensor.numel(), is_real))
         return
     bad = ~torch.isfinite(tensor)
     first = bad.nonzero()[0].tolist()
@@ -445,27 +428,3 @@ def _measure(facts: DataFacts, name: str, key: str, tensor: Tensor) -> None:
 def in_example(name: str, key: str) -> str:
     """`7 (id chat-7) [sound]`."""
     return f"{name} [{key}]" if key else name
-
-
-def _count_targets(
-    facts: DataFacts, name: str, tensors: dict[str, Tensor], key: str, ignored: int
-) -> None:
-    """Count one example by the whole numbers under this key."""
-    labels = tensors[key].reshape(-1)
-    counted = labels[labels != ignored]
-    facts.targets += len(labels)
-    facts.supervised += len(counted)
-    facts.masked += len(counted) < len(labels)
-    tokens = torch.arange(len(labels))
-    mask = tensors.get("attention_mask")
-    if mask is not None and mask.numel() == len(labels) and mask.any():
-        # Padding may be on either side.
-        tokens = mask.reshape(-1).nonzero().reshape(-1)
-    facts.lengths.append(len(tokens))
-    if not len(counted):
-        facts.empty[name] = len(tokens)
-        return
-    facts.lowest = min(facts.lowest, (int(counted.min()), name))
-    facts.highest = max(facts.highest, (int(counted.max()), name))
-    if len(labels) > 1 and labels[tokens[-1]] != ignored:
-        facts.cuts.append((name, len(tokens), float(labels[tokens[-1]])))

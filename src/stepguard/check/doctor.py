@@ -14,10 +14,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from stepguard._errors import CapsuleError, ConfigError, StoreError
-from stepguard.check.inspection import CheckContext, Inspection, nonfinite_outputs, trace_step
+from stepguard.check.inspection import Inspection, nonfinite_outputs, trace_step
 from stepguard.check.items_step import floating_tensors, judge_step
 from stepguard.check.preflight import call_build, run_item
 from stepguard.check.settings import as_number, flat, read_settings
@@ -59,23 +59,23 @@ def examine(
     section about the run's journal, for those who read it.
     """
     # Before the checkpoints, which may take minutes to read.
-    settings = {} if config is None else read_settings(config)
+    settings = None if config is None else read_settings(config)
 
     def watched(name: str) -> bool:
         return any(fnmatch(name.lower(), pattern.lower()) for pattern in watch)
 
     found = verify(folder, plan=plan, progress=progress, watch=watched, exclude=exclude)
-    sections = [_checkpoints(folder, found), journal, _capsules(folder)]
-    if config is not None:
-        sections.insert(0, _configuration(config, settings, best_of(found)))
+    sections: list[Section | None] = []
+    if settings is not None:
+        sections.append(_configuration(settings, best_of(found)))
+    sections += [_checkpoints(folder, found), journal, _capsules(folder)]
     ranges = {}
     for leaf in found.leaves:
         # a gate's moments and step count in the optimizer are not the gate
         ranges[leaf.path] = [(t.name, t.low, t.high) for t in leaf.watched if t.role != "optimizer"]
     if build is not None:
-        subject, fault = _built(build)
-        sections += [_fresh_model(subject, fault), _forward_pass(subject)]
-        tensors = floating_tensors(subject.model) if subject.model is not None else {}
+        fresh, tensors = _fresh_model(build)
+        sections += fresh
         ranges["fresh model"] = [
             (name, float(values.min()), float(values.max()))
             for name, values in tensors.items()
@@ -87,28 +87,25 @@ def examine(
     return Examination(path=str(folder), sections=tuple(filter(None, sections)))
 
 
-def _configuration(file: Path, settings: dict[str, Any], best: Verification | None) -> Section:
-    """Judge the file by the items of `check`, against the checkpoint to resume from."""
+def _configuration(settings: dict[str, Any], best: Verification | None) -> Section:
+    """Judge it by the items of `check`, against the checkpoint to resume from."""
     shown = [f"{leaf.key} = {leaf.value}" for leaf in flat(settings) if leaf.means("shown")]
-    lines = [", ".join(shown) or f"{file.name} names no known setting"]
-    status: SectionStatus = "fine"
-    run = Inspection(
-        Subject(config=settings), CheckContext(Path.cwd(), config_file=file), verified=best
-    )
+    lines = [", ".join(shown) or "it names no known setting"]
+    run = Inspection(Subject(config=settings), verified=best)
+    statuses = set()
     for name in ("config.types", "config.values", "lr.checkpoint"):
         outcome = run_item(name, run)
         if outcome.status in ("fail", "warn"):
             lines += [*outcome.evidence, f"fix: {outcome.fix}"]
             # Many programs convert what they read, so a number in quotes does not stop a run.
-            if name != "config.types":
-                status = "failed"
-            elif status == "fine":
-                status = "warning"
-    rates = [leaf for leaf in flat(settings) if leaf.means("rate")]
-    unusable = [str(leaf) for leaf in rates if as_number(leaf.value) is None]
-    if unusable:
+            statuses.add("warning" if name == "config.types" else "failed")
+    for leaf in flat(settings):
+        if leaf.means("lr") and as_number(leaf.value) is None:
+            statuses.add("failed")
+            lines.append(f"{leaf}: not a positive number")
+    status: SectionStatus = "warning" if statuses else "fine"
+    if "failed" in statuses:
         status = "failed"
-        lines.append(f"{', '.join(unusable)}: not a positive number")
     return Section(title="configuration", status=status, lines=tuple(lines))
 
 
@@ -159,44 +156,24 @@ def _capsules(folder: Path) -> Section | None:
     )
 
 
-def _built(build: str) -> tuple[Subject, str]:
-    """A model, (model, inputs), or whatever `check` takes; and what the build function raised."""
+def _fresh_model(build: str) -> tuple[list[Section], dict[str, Tensor]]:
+    """Are the first values of the model finite, and what one call in evaluation mode gives?"""
     with importable():
         function = import_function(build, ConfigError)
         try:
-            built = call_build(function, build)
-            if isinstance(built, nn.Module):
-                return Subject(model=built), ""
-            if isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module):
-                return Subject(model=built[0], batch=built[1]), ""
-            return subject_of(built, build), ""
+            subject = subject_of(call_build(function, build), build)
         except ConfigError as fault:
-            return Subject(), str(fault)
-
-
-def _fresh_model(subject: Subject, fault: str) -> Section:
-    """Are the first values of the model finite?"""
-    if fault:
-        return Section(title="fresh model", status="failed", lines=(fault,))
-    outcome = run_item("model.stored_finite", Inspection(subject, CheckContext(Path.cwd())))
-    said = f"{type(subject.model).__name__}: {', '.join(outcome.evidence)}"
-    return Section(title="fresh model", status=STATUSES[outcome.status], lines=(said,))
-
-
-def _forward_pass(subject: Subject) -> Section:
-    """Call the model in evaluation mode; name the first module whose output is not finite."""
-    model, inputs = subject.model, subject.batch
-    if model is None or any(parameter.is_meta for parameter in model.parameters()):
-        return not_checked("forward pass", "no model with weights was given")
-    # Lightning keeps an example under the first name, transformers under the second.
-    for name in ("example_input_array", "dummy_inputs"):
-        inputs = getattr(model, name, None) if inputs is None else inputs
-    if inputs is None:
-        return not_checked(
-            "forward pass",
-            "let the build function return (model, inputs), or give the model an "
-            "`example_input_array`",
-        )
+            failed = Section(title="fresh model", status="failed", lines=(str(fault),))
+            return [failed, not_checked("forward pass", "no model with weights was given")], {}
+    model = subject.model
+    run = Inspection(subject)
+    values = run_item("model.stored_finite", run)
+    said = f"{type(model).__name__}: {', '.join(values.evidence)}"
+    sections = [Section(title="fresh model", status=STATUSES[values.status], lines=(said,))]
+    if model is None or subject.batch is None or run.device.type == "meta":
+        why = "let the build function return (model, inputs), with weights"
+        sections.append(not_checked("forward pass", why))
+        return sections, {} if model is None else floating_tensors(model)
     bad: list[str] = []
     names = {module: name for name, module in model.named_modules()}
 
@@ -207,13 +184,14 @@ def _forward_pass(subject: Subject) -> Section:
     handles = [module.register_forward_hook(hook) for module in names]
     model.eval()
     try:
-        step = trace_step(Subject(model=model, batch=inputs), FrameworkContext(), inputs)
+        alone = Subject(model=model, batch=subject.batch)
+        answer = judge_step(trace_step(alone, FrameworkContext(), subject.batch))
     finally:
         for handle in handles:
             handle.remove()
-    answer = judge_step(step)
     said = ", ".join(answer.evidence) + "".join(f"; first in {name}" for name in bad[:1])
-    return Section(title="forward pass", status=STATUSES[answer.status], lines=(said,))
+    sections.append(Section(title="forward pass", status=STATUSES[answer.status], lines=(said,)))
+    return sections, floating_tensors(model)
 
 
 def _watched_values(
@@ -221,30 +199,29 @@ def _watched_values(
 ) -> Section:
     """A line for each checkpoint, and in it the largest values first."""
     title = "watched values"
-
-    def largest(value: tuple[str, float, float]) -> float:
-        ends = max(abs(value[1]), abs(value[2]))
-        return math.inf if math.isnan(ends) else ends
-
-    lines = {}
-    values = [value for found in ranges.values() for value in found]
+    lines = []
+    values: list[float] = []
     for source, found in ranges.items():
-        said = []
-        for name, low, high in sorted(found, key=largest, reverse=True):
-            said.append(
-                f"{name} = {low:.4g}" if low == high else f"{name} = {low:.4g} to {high:.4g}"
-            )
-        if said:
-            lines[f"{source}: {first_few(said, 2 * MOST_SHOWN)}"] = max(map(largest, found))
+        sized = []
+        for name, low, high in found:
+            # NaN is larger than anything.
+            largest = math.inf if math.isnan(low + high) else max(abs(low), abs(high))
+            span = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+            sized.append((largest, f"{name} = {span}"))
+        sized.sort(reverse=True)
+        values += [largest for largest, _ in sized]
+        if sized:
+            said = first_few((text for _, text in sized), 2 * MOST_SHOWN)
+            lines.append((sized[0][0], f"{source}: {said}"))
     if not lines:
         wanted = " or ".join(watch)
         return not_checked(
             title, f"no tensor is named {wanted}; choose others with --watch PATTERN"
         )
-    shown = sorted(lines, key=lambda line: lines[line], reverse=True)[:MOST_SHOWN]
+    shown = [line for _, line in sorted(lines, reverse=True)[:MOST_SHOWN]]
     if len(lines) > MOST_SHOWN:
         shown.append(f"and {len(lines) - MOST_SHOWN} more checkpoints")
-    large = sum(largest(value) > LIMIT for value in values)
+    large = sum(largest > LIMIT for largest in values)
     if not large:
         head = f"{count(len(values), 'value')}, none above {LIMIT:g}"
         return Section(title=title, status="fine", lines=(head, *shown))

@@ -48,7 +48,6 @@ from stepguard.checkpoints.seal import (
     read_rank_seals,
     read_seal,
 )
-from stepguard.diagnose.case import words
 from stepguard.records.checks import Problem, Role
 from stepguard.report.phrases import first_few
 
@@ -241,9 +240,19 @@ NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.(sa
 INDEX_SUFFIX = ".index.json"
 TRAINER_STATE = "trainer_state.json"
 JSON_FILES = ("config.json", "adapter_config.json", "generation_config.json", TRAINER_STATE)
-SIDE_FILES = words(
-    "trainer_state.json optimizer.pt optimizer.bin scheduler.pt scheduler.bin training_args.bin "
-    "adapter_config.json config.json random_states_0.pkl scaler.pt"
+SIDE_FILES = frozenset(
+    [
+        "trainer_state.json",
+        "optimizer.pt",
+        "optimizer.bin",
+        "scheduler.pt",
+        "scheduler.bin",
+        "training_args.bin",
+        "adapter_config.json",
+        "config.json",
+        "random_states_0.pkl",
+        "scaler.pt",
+    ]
 )
 """Files that make one checkpoint of a folder with weights."""
 

@@ -11,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -30,7 +29,7 @@ from stepguard.check.data import (
     scan,
     source_of,
 )
-from stepguard.check.inert_pickle import PickledObject, TensorRecord
+from stepguard.check.inert_pickle import PickledObject
 from stepguard.check.scan import Damaged
 from stepguard.check.settings import (
     Launcher,
@@ -51,7 +50,7 @@ from stepguard.check.subject import (
     read_framework,
     read_source,
 )
-from stepguard.check.torch_file import is_checkpoint_file, read_content
+from stepguard.check.torch_file import read_content
 from stepguard.check.verify import check_path as verify
 from stepguard.diagnose.case import plain as real_format
 from stepguard.diagnose.case import words
@@ -111,7 +110,6 @@ MATMULS = words(
 )
 """The operations autocast is for: their dtype is the effective precision."""
 DIVISIONS = words("div div_ true_divide reciprocal")
-CROSS_ENTROPIES = words("nll_loss_forward nll_loss2d_forward nll_loss nll_loss_nd")
 DELICATE = words("exp log logsumexp _softmax _log_softmax sqrt rsqrt pow cdist_forward")
 """Operations worth naming, because many incidents begin in one."""
 LARGEST_EPS = 1e-3
@@ -138,8 +136,6 @@ class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The smallest magnitude something was divided by, its dtype, and where."""
         self.lost_eps: dict[str, str] = {}
         """Small numbers that were added without effect: `loss.py:12` -> `1e-08 in float32`."""
-        self.classes: int | None = None
-        """Number of classes of the cross-entropy, if there is one."""
         self.latent = (0.0, 1.0)
         """Mean and standard deviation of the target of a squared error; of several, of the one
         whose deviation is farthest from 1."""
@@ -166,9 +162,6 @@ class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
             small = isinstance(eps, float) and 0 < abs(eps) <= LARGEST_EPS
             if small and value.is_floating_point() and torch.equal(value, out):
                 self.lost_eps[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
-        elif name in CROSS_ENTROPIES:
-            # Classes are the second dimension, behind the batch, if there is a batch.
-            self.classes = int(args[0].shape[:2][-1])
         elif name in ("mse_loss", "sub", "pow", "square"):
             self._squared_error(name, args, out)
         return out
@@ -383,90 +376,35 @@ def dry_run(optimizer: Optimizer, scheduler: Any, steps: int) -> tuple[list[floa
     return rates, ""
 
 
-# --- Facts a checkpoint on disk holds about the run that wrote it: shapes, configuration, versions.
+# --- Facts a checkpoint on disk holds about the run that wrote it: configuration and versions.
 
 CONFIGS = ("config", "cfg", "hyper_parameters", "hparams", "args", "settings")
-MODELS = ("model", "state_dict", "model_state_dict", "net", "module", "weights")
-NOT_THE_MODEL = ("training_args", "rng_state", "random_states", "optimizer", "scheduler")
-"""Files of a folder that hold no tensors of the model."""
-SETTINGS_FILES = ("args", "hparams", "settings", "run_config", "training_args", "train_config")
-"""JSON files that hold the run's settings; `config.json` of transformers is the model's."""
-SEALED_FACTS = "facts"
-"""The JSON file of a checkpoint of stepguard."""
-SEALED_MODEL = "model/"
-"""How a checkpoint of stepguard names the model's tensors among all others."""
 
 
-@dataclass(slots=True)
-class CheckpointFacts:
-    """What could be read from a checkpoint's layout."""
+class CheckpointFacts(NamedTuple):
+    """Empty where the checkpoint holds none."""
 
-    path: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The model's tensors."""
-    versions: dict[str, str] = field(default_factory=dict)
-    unread: list[str] = field(default_factory=list)
-    """Files that could not be read, with the reason."""
+    config: dict[str, Any]
+    versions: dict[str, str]
 
 
 def read_checkpoint_facts(path: Path) -> CheckpointFacts:
-    """Read a file, or a folder of files as transformers, accelerate and stepguard write it."""
-    facts = CheckpointFacts(path)
-    folder = path if path.is_dir() else path.parent
-    files = [path]
-    if path.is_dir():
-        files = sorted(path.iterdir())
-    for file in files:
-        try:
-            if file.suffix == ".json" and file.stem in SETTINGS_FILES:
-                facts.config = facts.config or read_settings(file)
-            elif file.suffix == ".json" and file.stem == SEALED_FACTS:
-                _take(facts, read_settings(file))
-            elif file == path or _holds_the_model(file):
-                _take(facts, read_content(file))
-        except Damaged as fault:
-            facts.unread.append(f"{file.name}: {fault.kind}: {fault.detail[:140]}")
-        except ConfigError as fault:
-            facts.unread.append(str(fault))
-    # Hydra keeps the configuration of a run beside its outputs.
-    hydra = folder / ".hydra" / "config.yaml"
-    if not facts.config and hydra.is_file():
-        facts.config = read_settings(hydra)
-    return facts
-
-
-def _holds_the_model(file: Path) -> bool:
-    return is_checkpoint_file(file) and not file.name.startswith(NOT_THE_MODEL)
-
-
-def _take(facts: CheckpointFacts, content: Any) -> None:
-    """Take what is known from the top level of a checkpoint."""
-    if not isinstance(content, Mapping):
-        return
-    for name in CONFIGS:
-        found = _plain(content.get(name))
-        if isinstance(found, dict):
-            facts.config = facts.config or found
-    if isinstance(content.get("versions"), Mapping):
-        facts.versions |= content["versions"]
-    tensors = _shapes(content)
-    # A file of tensors only may be one shard of several; a sealed one names all tensors of a run.
-    if len(tensors) == len(content):
-        sealed = {name: tensors[name] for name in tensors if name.startswith(SEALED_MODEL)}
-        for name, shape in (sealed or tensors).items():
-            facts.shapes[name.removeprefix(SEALED_MODEL)] = shape
-    for name in MODELS:
-        facts.shapes = facts.shapes or _shapes(content.get(name))
-    facts.shapes = facts.shapes or tensors
-
-
-def _shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
-    found = {}
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else ():
-        if isinstance(tensor, TensorRecord):
-            found[str(name)] = tuple(tensor.shape)
-    return found
+    """Read a file of torch.save, or the facts of a checkpoint of stepguard."""
+    content: Any = None
+    # What is damaged is reported by `checkpoint.sound`.
+    with suppress(Damaged, ConfigError):
+        if not path.is_dir():
+            content = read_content(path)
+        elif (path / "facts.json").exists():
+            content = read_settings(path / "facts.json")
+    # Only these: states are large, and a pickle can put a list into itself.
+    found: list[dict[str, Any]] = [{}, {}]
+    for place, names in enumerate((CONFIGS, ("versions",))):
+        for name in names if isinstance(content, Mapping) else ():
+            value = _plain(content.get(name))
+            if isinstance(value, dict):
+                found[place] = found[place] or value
+    return CheckpointFacts(*found)
 
 
 def _plain(value: Any) -> Any:
@@ -489,35 +427,17 @@ def _plain(value: Any) -> Any:
 BUILD = "give TARGET as module:function whose function returns"
 
 
-@dataclass(frozen=True, slots=True)
-class CheckContext:
-    """How the check was started."""
-
-    folder: Path
-    """Where the project's source lies."""
-    script: Path | None = None
-    """The program that is checked; None where only a configuration or data is given."""
-    config_file: Path | None = None
-    tracked: Tracked | None = None
-    """The configuration the build function was called with."""
-    why_untracked: str = (
-        "give TARGET as module:function whose function takes the configuration, and --config FILE"
-    )
-
-
 class Inspection:
     """Lazy facts about a subject. Raises NotGiven, which says what to give, for what is missing."""
 
     def __init__(
         self,
         subject: Subject,
-        context: CheckContext,
         progress: Progress | None = None,
         *,
         verified: Verification | None = None,
     ) -> None:
         self.subject = subject
-        self.context = context
         self._progress = progress
         self._verified = verified
 
@@ -543,6 +463,12 @@ class Inspection:
         """Empty if there is none."""
         return {} if self.subject.config is None else plain(self.subject.config)
 
+    @property
+    def tracked(self) -> Tracked | None:
+        """The configuration that knows which of its keys were read."""
+        given = (self.subject.tracked, self.subject.config)
+        return next((one for one in given if isinstance(one, Tracked)), None)
+
     def needed_config(self) -> dict[str, Any]:
         if self.subject.config is None:
             raise NotGiven("give --config FILE")
@@ -563,6 +489,18 @@ class Inspection:
     @cached_property
     def launcher(self) -> Launcher:
         return read_launcher(self.subject.launcher or {}, self.subject.launcher_name, os.environ)
+
+    @property
+    def guard(self) -> Any:
+        """The GuardConfig that the subject gives, by itself or in a Guard."""
+        return getattr(self.subject.guard, "config", self.subject.guard)
+
+    @property
+    def guarded_at(self) -> str:
+        """Where the program starts a guard of stepguard; empty if it does not."""
+        if self.guard is not None:
+            return "the returned `guard`"
+        return self.program.places.get("guard", "")
 
     @cached_property
     def framework(self) -> FrameworkContext:
@@ -645,7 +583,7 @@ class Inspection:
         with suppress(NotGiven):
             step = self.traced_step
         opened = ""
-        if self.context.script is not None and not self.framework.openers:
+        if self.subject.script is not None and self.subject.autocast is None:
             opened = self.program.places.get("autocast", "")
         if step is None and opened:
             raise NotGiven(
@@ -707,21 +645,20 @@ class Inspection:
 
     @cached_property
     def project(self) -> Source:
-        """The source below the folder the check was started in.
+        """The source below the current folder.
 
         A configuration in Python names all its keys, which is not a use of them.
         """
-        files = files_below(self.context.folder)
-        own = self.context.config_file and self.context.config_file.resolve()
-        return read_source(self.context.folder, (f for f in files if f.resolve() != own))
+        own = self.subject.config_file
+        files = files_below(Path.cwd())
+        return read_source(f for f in files if own is None or f != own.resolve())
 
     @cached_property
     def program(self) -> Source:
         """The source of the program itself: its script, and what that imports from the folder."""
-        if self.context.script is None:
+        if self.subject.script is None:
             raise NotGiven(
                 "give TARGET as module:function: what this folder does may belong to another "
                 "program"
             )
-        folder = self.context.folder
-        return read_source(folder, program_files(folder, self.context.script))
+        return read_source(program_files(Path.cwd(), self.subject.script))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stepguard import __version__
-from stepguard.check.data import DataFacts, Measured, in_example
+from stepguard.check.data import Measured, in_example
 from stepguard.check.inspection import (
     Answer,
     Inspection,
@@ -43,12 +43,8 @@ from stepguard.state.files import free_memory
 
 OUTLIER = 1000.0
 """Times the median example."""
-RARE = 0.1
-"""Share of the examples below which a value is rare."""
-LEAST_EXAMPLES = 8
-"""With fewer examples neither a constant column nor an outlier says anything."""
-LEAST_ELEMENTS = {"real": 16, "ids": 8}
-"""A tensor with fewer may be constant by chance."""
+FEWEST = 16
+"""With fewer elements or examples a constant or an outlier says nothing."""
 
 
 def data_finite(run: Inspection) -> Answer:
@@ -62,44 +58,14 @@ def data_finite(run: Inspection) -> Answer:
     )
 
 
-def data_missing(run: Inspection) -> Answer:
-    data = run.data
-    if not data.numbers:
-        raise NotApplicable("the data has no columns of numbers")
-    gaps = []
-    for key, names in data.missing.items():
-        # A column of texts may be empty by right.
-        if data.numbers[key]:
-            total = len(names) + data.numbers[key]
-            gaps.append(f"{key}: {len(names)} of {total} ({first_few(names, 3)})")
-    if not gaps:
-        return passed(f"no empty value in {data.scope}")
-    return warned(
-        f"empty values in {first_few(gaps, 4)}",
-        fix="Fill them or leave these examples out, and say which.",
-    )
-
-
 def data_constant(run: Inspection) -> Answer:
     scope = run.data.scope
     names = []
     for key, values in run.data.values.items():
-        places: dict[str, list[str]] = {"real": [], "ids": []}
-        for name, least, most, elements, kind in values:
-            # The chance that whole numbers agree is smaller.
-            if least == most and elements >= LEAST_ELEMENTS.get(kind, math.inf):
-                place = in_example(name, key)
-                places[kind].append(f"{place} = {least:g} in all {elements:,} places")
-        names += places["real"]
-        # Masks are 0 or 1 throughout by right, and so are types of tokens and class maps: only a
-        # row that is unlike nearly all others is one that went wrong.
-        low, high = _span(values)
-        if high - low > 1 and len(places["ids"]) <= RARE * len(values):
-            names += places["ids"]
-        # A column of measurements; whole numbers are ids or classes, which may all be the same.
-        measured = values[0].kind == "real" and values[0].size == 1 and not low.is_integer()
-        if measured and low == high and len(values) >= LEAST_EXAMPLES:
-            names.append(f"{key} = {low:g} in every example")
+        for name, least, most, elements, is_real in values:
+            # Masks and types of tokens are whole numbers, which may all be the same.
+            if least == most and elements >= FEWEST and is_real:
+                names.append(f"{in_example(name, key)} = {least:g} in all {elements:,} places")
     if not names:
         return passed(f"no constant input in {scope}")
     return warned(
@@ -129,7 +95,7 @@ def data_range(run: Inspection) -> Answer:
         if low < least or high > most:
             said = f"{key} spans {low:.4g} to {high:.4g}, allowed is {least:g} to {most:g}"
             outside.append(f"{said}; largest in {example}")
-        if values[0].kind != "real":
+        if not values[0].is_real:
             continue
         name = key or "values"
         spans.append(f"{name} {low:.3g} to {high:.3g}")
@@ -154,7 +120,7 @@ def _outliers(name: str, sizes: list[tuple[float, str]]) -> list[str]:
     usual = median(size for size, _ in sizes)
     far = [f"{example} ({size:.4g})" for size, example in sizes if size > OUTLIER * usual]
     # If most examples are all 0, any other is infinitely far from the median.
-    if not far or not usual or len(sizes) < LEAST_EXAMPLES:
+    if not far or not usual or len(sizes) < FEWEST // 2:
         return []
     beyond = f"{len(far)} of {len(sizes)} beyond {OUTLIER:g} x {usual:.3g}, the usual"
     return [f"{name}: {beyond}: {first_few(far, 3)}"]
@@ -175,17 +141,6 @@ def data_unreadable(run: Inspection) -> Answer:
     return passed(f"{data.scope} can be read", *data.remarks)
 
 
-def data_duplicates(run: Inspection) -> Answer:
-    repeated = run.data.duplicates
-    if not repeated:
-        return passed(f"{run.data.scope}, all different")
-    share = 100 * len(repeated) / run.data.seen
-    return warned(
-        f"{count(len(repeated), 'repeated example')} ({share:.3g} %): {first_few(repeated, 4)}",
-        fix="Remove the repetitions, or weight them on purpose.",
-    )
-
-
 def data_leak(run: Inspection) -> Answer:
     ours, theirs = run.data.prints, run.validation.prints
     of = f"of {run.validation.seen:,}"
@@ -202,82 +157,21 @@ def data_leak(run: Inspection) -> Answer:
 # --- Targets.
 
 
-def _labels(run: Inspection) -> DataFacts:
-    """The data, if it has integer targets."""
-    if run.data.lengths:
-        return run.data
-    usual = "key labels, label, target or y, nor in the last part of a tuple"
-    key = f"key {run.subject.label_key!r}" if run.subject.label_key else usual
-    raise NotApplicable(f"no integer targets under the {key}; --label-key names another")
-
-
 def labels_empty(run: Inspection) -> Answer:
-    data = _labels(run)
+    data = run.data
+    if not data.targets:
+        usual = "key labels, label, target or y, nor in the last part of a tuple"
+        key = f"key {run.subject.label_key!r}" if run.subject.label_key else usual
+        raise NotApplicable(f"no integer targets under the {key}; --label-key names another")
     share = f"{data.supervised:,} of {data.targets:,} targets count"
     if not data.empty:
         return passed(f"each of {data.scope} has a target that counts; {share}")
-    evidence = [
-        f"{count(len(data.empty), 'example')} of {len(data.lengths):,} without a target other "
-        f"than {run.subject.ignore_index}: {first_few(data.empty)}"
-    ]
-    longest = max(data.lengths)
-    full = list(data.empty.values()).count(longest)
-    if full and min(data.lengths) != longest:
-        evidence.append(
-            f"{full} of them fill the whole length of {longest}: the prompt alone was too long"
-        )
     return failed(
-        *evidence,
+        f"{count(len(data.empty), 'example')} of {data.seen:,} without a target other "
+        f"than {run.subject.ignore_index}: {first_few(data.empty)}",
         share,
         fix="Leave these examples out before batching, or cut the prompt and keep the answer "
         "(truncation_side='left'); see `stepguard explain SG102`.",
-    )
-
-
-def labels_range(run: Inspection) -> Answer:
-    data = _labels(run)
-    if not data.supervised:
-        raise NotApplicable("no target counts")
-    (low, low_name), (high, high_name) = data.lowest, data.highest
-    spans = f"targets span {low} to {high}"
-    classes = None
-    with suppress(NotGiven):
-        classes = run.traced_step.classes
-    wrong = ""
-    if low < 0:
-        wrong = f"{spans}: {low} in example {low_name} is not a class and not the ignore_index"
-    elif classes is not None and high >= classes:
-        wrong = f"{spans}, but the loss has {classes} classes: {high} in example {high_name}"
-    if wrong:
-        return failed(wrong, fix="Correct the labels, the number of classes, or the ignore_index.")
-    if classes is None:
-        return passed(f"{spans}; the number of classes was not seen in a cross-entropy")
-    return passed(f"{spans}, the loss has {classes} classes")
-
-
-def labels_truncated(run: Inspection) -> Answer:
-    data = _labels(run)
-    limit = run.number("max_length")
-    if data.targets == len(data.lengths):
-        raise NotApplicable("the targets are single classes, not sequences")
-    if not data.masked:
-        raise NotApplicable("every token counts: packed text has no end that could be cut off")
-    if limit is None:
-        raise NotGiven("give --config FILE that names max_length")
-    # transformers keeps the end token in the model, perhaps as a list of several.
-    model_end = getattr(getattr(run.subject.model, "config", None), "eos_token_id", None)
-    end = as_number(run.number("eos") or model_end)
-    cut = [name for name, length, last in data.cuts if length >= limit and last != end]
-    lengths = f"lengths {min(data.lengths)} to {max(data.lengths)}, limit {limit:g}"
-    if not cut:
-        return passed(f"no answer ends at the limit; {lengths}")
-    how = "to the last token" if end is None else f"without the end token {end:g}"
-    return warned(
-        f"{count(len(cut), 'answer')} of {len(data.lengths):,} run into the limit {how}: "
-        f"{first_few(cut)}",
-        lengths,
-        fix="Raise the maximal length, or leave out what is longer: a cut answer teaches to stop "
-        "nowhere.",
     )
 
 
@@ -299,7 +193,7 @@ def config_types(run: Inspection) -> Answer:
             if run.subject.optimizer is not None and run.setting("lr") == leaf:
                 rates = peak_rates(run.optimizer)
             became = any(math.isclose(float(leaf.value), rate, rel_tol=1e-3) for rate in rates)
-            if not became and not run.project.imports & {"omegaconf", "hydra"}:
+            if not became and not run.project.mentions & {"omegaconf", "hydra"}:
                 doubtful.append(f"{leaf.key}: {leaf.value}")
         elif spells_number(leaf.value):
             numbers.append(f"{leaf.key}: {leaf.value!r}")
@@ -343,15 +237,15 @@ def config_values(run: Inspection) -> Answer:
 
 def _unused(run: Inspection) -> list[str]:
     """Keys that the program has not taken, and that its source does not name (a training loop)."""
-    if run.context.tracked is None:
-        raise NotGiven(run.context.why_untracked)
-    left = unread(run.context.tracked)
+    if run.tracked is None:
+        raise NotGiven("give --config FILE, and TARGET as module:function whose function takes it")
+    left = unread(run.tracked)
     return [key for key in left if key.rpartition(".")[2] not in run.project.mentions]
 
 
 def config_unread(run: Inspection) -> Answer:
     unused = _unused(run)
-    total = len(list(flat(plain(run.context.tracked))))
+    total = len(list(flat(plain(run.tracked))))
     if not unused:
         return passed(f"{total} keys were read, or are named in the source")
     return warned(
@@ -366,7 +260,7 @@ def config_changed(run: Inspection) -> Answer:
     stored = run.checkpoint
     old = dict(flat(stored.config))
     if not old:
-        raise NotApplicable(f"{stored.path.name} holds no configuration that can be read")
+        raise NotApplicable("the checkpoint holds no configuration that can be read")
     differences = []
     for key in sorted(new.keys() & old.keys()):
         same = _comparable(old[key]) == _comparable(new[key])
@@ -376,7 +270,7 @@ def config_changed(run: Inspection) -> Answer:
     said += _listed("only in the checkpoint", sorted(old.keys() - new.keys()))
     said += _listed("new", sorted(new.keys() - old.keys()))
     if not said:
-        return passed(f"{len(new)} values equal those stored in {stored.path.name}")
+        return passed(f"{len(new)} values equal those stored in the checkpoint")
     return warned(
         *said,
         fix="Make sure that each change is meant, and that loading the checkpoint does not undo "
@@ -435,43 +329,23 @@ LARGEST_CLIP = 0.5
 RAREST_CHECKPOINTS = 1000
 
 
-def _guard_setting(run: Inspection, name: str) -> tuple[Any, str]:
-    """A field of the GuardConfig or Policy, and where the source writes it.
-
-    It is that of the returned guard, else what the program's source gives; None if it is computed.
-    """
-    guard = getattr(run.subject.guard, "config", run.subject.guard)
-    if guard is not None:
-        return getattr(guard, name, getattr(getattr(guard, "policy", None), name, None)), ""
-    if run.context.script is None:
-        return None, ""
-    return run.program.settings.get(name, (None, ""))
-
-
 def _guarded_or_configured(run: Inspection, name: str, meaning: str) -> tuple[float | None, str]:
-    """A number of the GuardConfig, else of the configuration, and which of them names it."""
-    value, place = _guard_setting(run, name)
-    if isinstance(value, int | float):
-        return float(value), f"GuardConfig.{name}={value:.12g}{place and f' at {place}'}"
+    """A number of the returned GuardConfig, else of the configuration, and which names it."""
+    value = getattr(run.guard, name, None)
+    if value is not None:
+        return float(value), f"GuardConfig.{name}={value:.12g}"
     return run.number(meaning), str(run.setting(meaning))
-
-
-def _guarded_at(run: Inspection) -> str:
-    """Where the program starts a guard of stepguard; empty if it does not."""
-    if run.subject.guard is not None:
-        return "the returned `guard`"
-    return run.program.places.get("guard", "")
 
 
 def checklist_clip(run: Inspection) -> Answer:
     value, said = _guarded_or_configured(run, "clip_norm", "clip")
     place = ""
-    if value is None and run.context.script is not None:
-        unclipped = _guard_setting(run, "clip_norm")
-        value, place = run.program.settings.get("clipping", unclipped)
-        said = f"the program clips at {place}" + (f" to {value:g}" if value is not None else "")
+    if value is None and run.subject.script is not None:
+        place = run.program.places.get("clipping", "")
+        value = run.program.clip
+        said = f"the program clips at {place}" + ("" if value is None else f" to {value:g}")
     if not place and (value or 0) <= 0:
-        if run.subject.config is None and run.subject.guard is None and run.context.script is None:
+        if run.subject.config is None and run.guard is None and run.subject.script is None:
             raise NotGiven("give TARGET as module:function, --config FILE, or return `guard`")
         return warned(
             "no clipping norm is configured, and the program clips nowhere",
@@ -494,9 +368,10 @@ def checklist_clip(run: Inspection) -> Answer:
 
 
 def checklist_loss_checked(run: Inspection) -> Answer:
-    place = _guarded_at(run)
-    if place:
-        return passed(f"stepguard reads the loss and every gradient of each step ({place})")
+    if run.guarded_at:
+        return passed(
+            f"stepguard reads the loss and every gradient of each step ({run.guarded_at})"
+        )
     tests = {name: at for name, at in run.program.places.items() if name in FINITE_TESTS}
     said = ", ".join(f"{name} at {place}" for name, place in tests.items())
     if "isfinite" in tests or {"isnan", "isinf"} <= tests.keys():
@@ -512,9 +387,8 @@ def checklist_loss_checked(run: Inspection) -> Answer:
 
 
 def checklist_norms(run: Inspection) -> Answer:
-    place = _guarded_at(run)
-    if place:
-        return passed(f"stepguard records the norm of every step ({place})")
+    if run.guarded_at:
+        return passed(f"stepguard records the norm of every step ({run.guarded_at})")
     for name in NORM_NAMES:
         if name in run.program.places:
             return passed(f"{name} at {run.program.places[name]}")
@@ -526,47 +400,39 @@ def checklist_norms(run: Inspection) -> Answer:
 
 def checklist_checkpoints(run: Inspection) -> Answer:
     every, said = _guarded_or_configured(run, "checkpoint_every", "save_every")
-    place = _guard_setting(run, "checkpoint_every")[1]
-    if every is None and place:
-        raise NotGiven(
-            f"return `guard`: its checkpoint_every is not written as a number at {place}"
-        )
-    if every is None and run.subject.config is None and run.subject.guard is None:
+    if every is None and run.subject.config is None and run.guard is None:
         raise NotGiven("give --config FILE, or return `guard`")
     fix = f"checkpoint_every={RAREST_CHECKPOINTS} or less."
     if every is None or every <= 0:
         return warned("no interval between checkpoints is configured", fix=fix)
-    cost = f"{int(every):,} steps"
+    said += f": a crash costs at most {int(every):,} steps"
     if run.steps:
-        cost += f" of {run.steps:,}"
+        said += f" of {run.steps:,}"
     if every <= min(RAREST_CHECKPOINTS, run.steps or math.inf):
-        return passed(f"{said}: a crash costs at most {cost}")
-    return warned(f"{said}: a crash costs up to {cost}", fix=fix)
+        return passed(said)
+    return warned(said, fix=fix)
 
 
 def checklist_recovery(run: Inspection) -> Answer:
-    actions = ", ".join(map(str, _guard_setting(run, "actions")[0] or ()))
-    if actions and "rewind" not in actions.split(", "):
+    actions = list(map(str, run.guard.policy.actions)) if run.guard is not None else []
+    if actions and "rewind" not in actions:
         return warned(
-            f"the policy is {actions}, without rewind", fix="Add 'rewind' to Policy.actions."
+            f"the policy is {', '.join(actions)}, without rewind",
+            fix="Add 'rewind' to Policy.actions.",
         )
-    place = _guarded_at(run)
-    if not place:
+    if not run.guarded_at:
         return warned(
             "nothing goes back to a good state by itself in "
             f"{count(run.program.files, 'source file')}",
             fix="guard = stepguard.Guard(model, optimizer, config=GuardConfig(run_dir=..., "
             "checkpoint_every=1000)).",
         )
-    folder, written = _guard_setting(run, "run_dir")
-    kept = folder or run.subject.run_dir or (written and f"its run_dir ({written})")
-    where = "; without a run_dir nothing survives the process"
-    if kept:
-        where = f", checkpoints below {kept}"
-    return passed(f"stepguard's policy ({place}): {actions or 'skip, rewind, stop'}{where}")
+    kept = getattr(run.guard, "run_dir", None) or run.subject.run_dir
+    where = f", checkpoints below {kept}" if kept else ""
+    return passed(f"a guard goes back by itself ({run.guarded_at}){where}")
 
 
-# --- The checkpoint: whole and finite, of this model, and written by the code that would run now.
+# --- The checkpoint: whole and finite, and written by the code that would run now.
 
 
 def checkpoint_sound(run: Inspection) -> Answer:
@@ -581,39 +447,6 @@ def checkpoint_sound(run: Inspection) -> Answer:
     if found.warnings:
         return warned(f"{said}; {first_few(found.warnings, 2)}", fix=more)
     return passed(f"{said}, whole and finite")
-
-
-def checkpoint_fits(run: Inspection) -> Answer:
-    stored = run.checkpoint
-    if not stored.shapes:
-        raise NotApplicable(
-            f"{stored.path.name} holds no model state that can be read "
-            f"({first_few(stored.unread, 1) or 'empty'})"
-        )
-    # Modules may keep objects that are not tensors in their state (get_extra_state).
-    state = run.model.state_dict()
-    had = {_bare(name): shape for name, shape in stored.shapes.items()}
-    wanted = {_bare(name): tuple(t.shape) for name, t in state.items() if hasattr(t, "shape")}
-    other = []
-    for name in sorted(wanted.keys() & had.keys()):
-        if wanted[name] != had[name]:
-            other.append(f"{name} {had[name]} for {wanted[name]}")
-    said = _listed("missing", sorted(wanted.keys() - had.keys()))
-    said += _listed("not in the model", sorted(had.keys() - wanted.keys()))
-    said += _listed("other shape", other, 2)
-    if not said:
-        return passed(
-            f"{count(len(wanted), 'tensor')} of {stored.path.name} match the model in name and "
-            "shape"
-        )
-    return failed(
-        *said, fix="Build the model with the settings of the checkpoint; strict=False hides this."
-    )
-
-
-def _bare(name: str) -> str:
-    """Without what DistributedDataParallel and torch.compile put before every name."""
-    return name.removeprefix("module.").removeprefix("_orig_mod.")
 
 
 def code_current(run: Inspection) -> Answer:

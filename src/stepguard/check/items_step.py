@@ -24,9 +24,10 @@ from stepguard.check.inspection import (
     peak_rates,
     warned,
 )
-from stepguard.check.settings import as_number, meant, wanted
+from stepguard.check.settings import as_number, wanted
 from stepguard.check.subject import default_dtypes
-from stepguard.diagnose.case import FORMATS, largest, rounds_to_zero
+from stepguard.check.verify import other_rate
+from stepguard.diagnose.case import FORMATS, rounds_to_zero
 from stepguard.diagnose.case import plain as real_format
 from stepguard.report.phrases import count, first_few
 from stepguard.state.buffers import keeps_statistics
@@ -112,7 +113,7 @@ def precision_unnamed(run: Inspection) -> Answer:
         return failed(*said, fix=fix)
     configured = wanted(run.config)
     if configured is None:
-        if not run.framework.openers:
+        if run.subject.autocast is None:
             raise NotGiven("give --config FILE, or return `autocast`")
         return passed(f"{run.framework.name} was opened as it is")
     if configured.dtype is not None:
@@ -121,31 +122,6 @@ def precision_unnamed(run: Inspection) -> Answer:
     if run.subject.model is not None and run.launcher.dtype == run.probe.dtype:
         return passed(f"{why}, the launcher does, and the probe agrees: {run.probe.dtype}")
     return warned(f"{why}: {default_dtypes()}", fix=fix)
-
-
-def precision_weights(run: Inspection) -> Answer:
-    said = ", ".join(f"{size:,} in {name}" for name, size in run.param_dtypes.items())
-    setting = run.setting("weights")
-    dtype = meant(setting.value) if setting else None
-    if setting and dtype and dtype not in run.param_dtypes:
-        probed = ""
-        # `dtype` may mean the arithmetic; `model_dtype` and its like cannot.
-        if setting.name == "dtype" and "float32" in run.param_dtypes:
-            with suppress(NotGiven):
-                probed = run.probe.dtype
-        if probed != dtype:
-            return failed(
-                f"{setting} is configured, the parameters are: {said}",
-                fix=f"Pass the dtype on to the model: model.to(torch.{dtype}), or change "
-                f"{setting.key}.",
-            )
-    if len({p.dtype for p in run.model.parameters() if p.requires_grad}) > 1:
-        return warned(
-            f"trained parameters mix dtypes: {said}",
-            fix="Train parameters of one dtype; load adapters and heads in the dtype of the rest, "
-            "or all in float32.",
-        )
-    return passed(f"parameters: {said or 'none'}")
 
 
 def scaler_missing(run: Inspection) -> Answer:
@@ -168,40 +144,14 @@ def scaler_missing(run: Inspection) -> Answer:
     )
 
 
-def scaler_fits(run: Inspection) -> Answer:
-    given = run.subject.scaler or run.framework.scaler
-    if given is None:
-        raise NotApplicable("there is no GradScaler")
-    if "float16" in run.param_dtypes:
-        return failed(
-            f"{run.param_dtypes['float16']:,} parameters are float16: GradScaler.unscale_ raises "
-            "'Attempting to unscale FP16 gradients' at the first step",
-            fix="Keep the weights in float32 (model.float()) and let autocast choose float16.",
-        )
-    # A GradScaler is made for CUDA by default, and switches itself off where there is none.
-    if not given.is_enabled():
-        return warned(
-            f"{type(given).__name__} is switched off here: without its device it does nothing",
-            fix=f"GradScaler({run.device.type!r}), or drop it.",
-        )
-    if run.probe.dtype != "float16":
-        return warned(
-            f"a GradScaler is on, but the step runs in {run.probe.dtype}: it only adds a scale",
-            fix="Drop the GradScaler, or open float16 autocast.",
-        )
-    return passed(f"scale {given.get_scale():g}, the step runs in float16")
-
-
 # --- Optimizer and norm layers.
 
 MOST_LOST = 0.5
 """Share of weights that no update of size lr can move."""
 ADAPTIVE = ("adam", "lion", "adagrad", "rmsprop", "rprop", "adafactor")
 """Optimizers whose step is about lr for every weight, whatever the gradient."""
-CHAIN = 4
-"""Norms in a row that zeros must survive: four RMSNorms with eps=1e-20 overflow float32."""
-LARGEST_GAIN = 1e7
-"""Gradients that one norm layer may amplify by this much in every dtype."""
+SMALLEST_EPS = 1e-19
+"""Four norms in a row with a smaller eps take a gradient of 1 beyond float32 where rows are 0."""
 EPSILONS = ("eps", "variance_epsilon", "epsilon")
 
 
@@ -289,41 +239,34 @@ def optimizer_stalled(run: Inspection) -> Answer:
     )
 
 
-def _norm_layers(model: nn.Module) -> dict[tuple[str, float, str, bool], list[str]]:
-    """Names by class, eps, dtype, and whether the layer is not one of torch's."""
-    kinds = defaultdict(list)
-    for name, module in model.named_modules():
-        title = type(module).__name__
-        found = [getattr(module, key) for key in EPSILONS if hasattr(module, key)]
-        # A layer whose class is called a norm, however the library spells its eps.
-        if "norm" in title.lower() and found and isinstance(found[0], int | float):
-            own = next(module.parameters(recurse=False), torch.zeros(0))
-            ours = not type(module).__module__.startswith("torch.")
-            kinds[title, float(found[0]), real_format(str(own.dtype)), ours].append(name)
-    return kinds
-
-
 def norm_eps(run: Inspection) -> Answer:
-    kinds = _norm_layers(run.model)
-    if not kinds:
-        raise NotApplicable("the model has no norm layer with an eps")
-    bad = []
-    for (title, epsilon, dtype, ours), names in kinds.items():
-        problem = ""
+    smallest = math.inf
+    bad: dict[str, list[str]] = defaultdict(list)
+    for name, module in run.model.named_modules():
+        title = type(module).__name__
+        # A layer whose class is called a norm, however the library spells its eps.
+        found = [getattr(module, key) for key in EPSILONS if hasattr(module, key)]
+        if "norm" not in title.lower() or not found or not isinstance(found[0], int | float):
+            continue
+        epsilon = float(found[0])
+        smallest = min(smallest, epsilon)
+        own = next(module.parameters(recurse=False), torch.zeros(0))
+        dtype = real_format(str(own.dtype))
         # torch's own layers compute in float32, whatever the dtype of their weights is.
+        ours = not type(module).__module__.startswith("torch.")
+        problem = ""
         if epsilon == 0 or (ours and rounds_to_zero(epsilon, dtype)):
             problem = "a row of zeros gives NaN or an infinite gradient"
-        elif epsilon**-0.5 > max(LARGEST_GAIN, largest(dtype) ** (1 / CHAIN)):
-            problem = (
-                f"a row of zeros multiplies the gradient by {epsilon**-0.5:.3g}; {CHAIN} in a row "
-                f"leave {dtype}"
-            )
+        elif epsilon < SMALLEST_EPS:
+            problem = f"a row of zeros multiplies the gradient by {epsilon**-0.5:.3g}"
         if problem:
-            bad.append(f"{title}(eps={epsilon:g}) in {dtype} ({first_few(names, 2)}): {problem}")
+            bad[f"{title}(eps={epsilon:g}) in {dtype}: {problem}"].append(name)
     if bad:
-        return failed(*bad, fix="eps=1e-6 or above in float32 and bfloat16, 1e-5 in float16.")
-    layers = count(sum(map(len, kinds.values())), "norm layer")
-    return passed(f"{layers}, smallest eps {min(epsilon for _, epsilon, *_ in kinds):g}")
+        said = [f"{why} ({first_few(names, 2)})" for why, names in bad.items()]
+        return failed(*said, fix="eps=1e-6 or above in float32 and bfloat16, 1e-5 in float16.")
+    if smallest == math.inf:
+        raise NotApplicable("the model has no norm layer with an eps")
+    return passed(f"the smallest eps of a norm layer is {smallest:g}")
 
 
 # --- The learning rate: in the optimizer, over the whole schedule, and after loading a checkpoint.
@@ -346,9 +289,6 @@ def configured_rate(run: Inspection) -> tuple[float, str]:
     rate = run.number("lr")
     if rate is not None:
         return rate, str(run.setting("lr"))
-    rate = run.framework.facts.get("lr")
-    if rate is not None:
-        return float(rate), f"TrainingArguments.learning_rate={rate:g}"
     raise NotGiven("give --config FILE that names the learning rate")
 
 
@@ -433,27 +373,15 @@ def lr_checkpoint(run: Inspection) -> Answer:
         raise NotApplicable(f"{name} holds neither optimizer nor scheduler state that can be read")
     try:
         configured, said = configured_rate(run)
-        said = f"configured is {said}"
     except NotGiven:
         configured = max(peak_rates(run.optimizer))
         said = f"the optimizer has {configured:.3g}"
-    stored = defaultdict(list)
-    for rate in found.rates:
-        stored[rate.kind].append(rate)
-    # Peak of OneCycleLR, else the base of another schedule, else the rate itself. base_lrs of
-    # OneCycleLR are its low start, which it never uses again.
-    groups = [stored["max_lr"] or stored["initial_lr"] or stored["lr"]]
-    if not stored["max_lr"]:
-        groups.append(stored["base_lr"])
-    bad = []
-    for rates in filter(None, groups):
-        if not any(math.isclose(rate.value, configured, rel_tol=CLOSE) for rate in rates):
-            bad.append(f"{name}: {rates[0].name}={rates[0].value:.3g} comes back, {said}")
-    if not bad:
-        shown = [rate for rates in groups for rate in rates] or found.rates
-        return passed(f"{name} holds {shown[0].name}={shown[0].value:.3g}, {said}")
+    other = other_rate(found.rates, configured)
+    if not other:
+        return passed(f"{name} holds the same rate: {said}")
     return failed(
-        *bad,
+        f"{name}: {other[0].tensor}: {other[0].detail}",
+        said,
         fix="After load_state_dict set lr, initial_lr, max_lr and min_lr of every group and the "
         "scheduler's base_lrs to the configured rate, or keep the old rate in the configuration.",
     )

@@ -24,7 +24,6 @@ from stepguard.check.data import READERS as DATA_KINDS
 from stepguard.check.data import Progress
 from stepguard.check.inspection import (
     Answer,
-    CheckContext,
     Inspection,
     NotApplicable,
     NotGiven,
@@ -34,12 +33,9 @@ from stepguard.check.inspection import (
 from stepguard.check.settings import READERS as CONFIG_KINDS
 from stepguard.check.settings import (
     Tracked,
-    UnquotedNumber,
-    flat,
-    plain,
     read_settings,
 )
-from stepguard.check.subject import Subject, is_source_of, subject_of
+from stepguard.check.subject import Subject, subject_of
 from stepguard.records.checks import Alignment, Outcome, Preflight
 from stepguard.state.capsule import import_function, importable
 
@@ -50,9 +46,7 @@ TITLES = {
     "precision.configured": "every place asks for the same precision",
     "precision.effective": "the step really runs in the configured precision",
     "precision.unnamed": "mixed precision names its dtype",
-    "precision.weights": "parameters have the configured dtype",
     "scaler.missing": "float16 has a loss scale",
-    "scaler.fits": "the GradScaler is on and fits the dtypes",
     "optimizer.eps": "the optimizer's eps survives the parameters' dtype",
     "optimizer.parameters": "the optimizer holds the model's parameters",
     "optimizer.stalled": "updates of size lr survive the weights' dtype",
@@ -66,20 +60,15 @@ TITLES = {
     "config.changed": "the configuration equals the checkpoint's",
     "launcher.agrees": "launcher and program agree",
     "labels.empty": "every example has a target that counts",
-    "labels.range": "targets are classes of the loss",
-    "labels.truncated": "answers are not cut off",
     "data.finite": "inputs are finite",
-    "data.missing": "no value is missing",
     "data.constant": "inputs vary",
     "data.range": "values lie where they are expected",
     "data.unreadable": "every example can be read",
-    "data.duplicates": "no example is repeated",
     "data.leak": "training and validation data are disjoint",
     "model.stored_finite": "stored weights and state are finite",
     "model.fresh_forward": "one step of the model is finite",
     "scalars.limit": "watched values are within their limits",
     "checkpoint.sound": "the checkpoint is whole and finite",
-    "checkpoint.fits": "the checkpoint fits the model",
     "code.current": "code and versions in use",
     "disk.space": "the disk holds the checkpoints",
     "memory.estimate": "the step fits into memory",
@@ -107,7 +96,6 @@ def check(
     only: Iterable[str] = (),
     skip: Iterable[str] = (),
     target: str = "",
-    context: CheckContext | None = None,
     progress: Progress | None = None,
 ) -> Preflight:
     """Check everything the subject has. `only` and `skip` take ids or patterns such as `data.*`.
@@ -115,15 +103,7 @@ def check(
     The subject's objects are left bit for bit as they were. Raises ConfigError for a subject that
     cannot be used.
     """
-    if context is None:
-        context = CheckContext(
-            Path.cwd(), why_untracked="wrap the configuration in stepguard.check.preflight.Tracked"
-        )
-        # The program that asks for its own check, if it was started from below this folder.
-        started = getattr(sys.modules.get("__main__"), "__file__", None)
-        if started is not None and is_source_of(Path(started), Path.cwd()):
-            context = replace(context, script=Path(started))
-    run = Inspection(subject, context, progress)
+    run = Inspection(subject, progress)
     chosen = selected(only, skip)
     answered = {name: run_item(name, run) for name in sorted(chosen, key=LAST.__contains__)}
     result = Preflight(
@@ -250,7 +230,7 @@ def alignment(run: Inspection) -> tuple[Alignment, tuple[str, ...]]:
 
 def resolve(
     target: str, config: Path | None = None, launcher: Path | None = None, **given: Any
-) -> tuple[Subject, CheckContext]:
+) -> Subject:
     """Say what is to be checked. Runs nothing but the build function, if the target is one.
 
     `given` are fields of the Subject that options set; None and empty ones do not count.
@@ -275,39 +255,22 @@ def resolve(
             "these, for instance stepguard check train:build."
         )
     settings = None if config is None else read_settings(config)
-    context = CheckContext(Path.cwd(), config_file=config)
     subject = Subject(config=settings)
     if not path.exists():
-        subject, context = _built(target, settings, context)
+        subject = _built(target, settings)
     if launcher is not None:
         options["launcher"] = read_settings(launcher, "launcher")
         options["launcher_name"] = launcher.name
-    return replace(subject, **options), context
+    return replace(subject, config_file=config, **options)
 
 
-def _built(
-    target: str, settings: dict[str, Any] | None, context: CheckContext
-) -> tuple[Subject, CheckContext]:
+def _built(target: str, settings: dict[str, Any] | None) -> Subject:
     """Call the build function, with the configuration if it takes a parameter."""
     tracked = None
     with importable():
         build = import_function(target, ConfigError)
-        parameters = _positional(build)
-        needed = [p.name for p in parameters if p.default is p.empty]
-        if len(needed) > 1:
-            raise ConfigError(
-                f"{target} needs {', '.join(needed)}; it is called with the configuration and "
-                "nothing else."
-            )
-        if needed and settings is None:
-            raise ConfigError(
-                f"{target} takes {needed[0]!r}; give --config FILE, which it is called with."
-            )
-        if settings is not None and parameters:
+        if settings is not None and inspect.signature(build).parameters:
             tracked = Tracked(settings)
-        elif settings is not None:
-            why = f"{target} takes no parameter, so it cannot be given the configuration"
-            context = replace(context, why_untracked=why)
         subject = subject_of(call_build(build, target, tracked), target)
         script = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
     if isinstance(subject.config, Tracked):
@@ -315,12 +278,7 @@ def _built(
     if settings is not None and (subject.config is None or subject.config is tracked):
         subject = replace(subject, config=settings)
     # A package without an __init__.py has no file.
-    return subject, replace(context, tracked=tracked, script=Path(script) if script else None)
-
-
-def _positional(build: Callable[..., Any]) -> list[inspect.Parameter]:
-    found = inspect.signature(build).parameters.values()
-    return [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return replace(subject, tracked=tracked, script=Path(script) if script else None)
 
 
 def call_build(build: Callable[..., Any], target: str, tracked: Tracked | None = None) -> Any:
@@ -328,11 +286,7 @@ def call_build(build: Callable[..., Any], target: str, tracked: Tracked | None =
     try:
         return build() if tracked is None else build(tracked)
     except Exception as fault:
-        text = one_line(fault, 1000).replace(UnquotedNumber.__name__, "str")
-        for leaf in flat(plain(tracked or {})):
-            if isinstance(fault, TypeError) and isinstance(leaf.value, UnquotedNumber):
-                text += (
-                    f" ({leaf.key}: {leaf.value} is text to PyYAML; write it with a dot: 1.0e-4)"
-                )
-                break
-        raise ConfigError(f"{target} raised {text}") from fault
+        raise ConfigError(
+            f"{target} raised {one_line(fault, 1000)}; it is called with the configuration, or "
+            "with nothing where --config is not given."
+        ) from fault

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import xxhash
 
-from stepguard.diagnose.case import words
 from stepguard.records.checks import Problem, ProblemKind, Rate, Role, Weight
 
 try:
@@ -343,7 +342,9 @@ RUN = 16 << 20
 WORKERS = min(4, os.cpu_count() or 1)
 OVERLAP = 4
 """How many times the bytes of a storage may be measured for tensors that share it."""
-WIDENED = words("float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu")
+WIDENED = frozenset(
+    ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+)
 """Types for which torch has no aminmax; they are converted to float32."""
 PARTS = {"complex128": torch.float64, "complex64": torch.float32, "complex32": torch.float16}
 """Complex numbers are read as pairs of these."""
@@ -615,9 +616,23 @@ LEARNED: frozenset[Role] = frozenset({"parameter", "ema"})
 STRICT: frozenset[Role] = frozenset({"parameter", "ema", "optimizer", "scaler", "scheduler"})
 FEWEST = 64
 """Elements below which being constant says nothing."""
-FINITE_SETTINGS = words(
-    "lr initial_lr max_lr min_lr base_lrs _last_lr eps weight_decay momentum betas scale _scale "
-    "dampening alpha"
+FINITE_SETTINGS = frozenset(
+    [
+        "lr",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "base_lrs",
+        "_last_lr",
+        "eps",
+        "weight_decay",
+        "momentum",
+        "betas",
+        "scale",
+        "_scale",
+        "dampening",
+        "alpha",
+    ]
 )
 """Settings that must be finite. Others may be infinite, such as `best` of ReduceLROnPlateau."""
 

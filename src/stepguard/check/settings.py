@@ -127,7 +127,7 @@ def _named(text: str) -> dict[str, list[str]]:
 
 NAMES = _named(
     """
-    lr: learning_rate lr max_lr peak_lr base_lr
+    lr: learning_rate lr max_lr peak_lr base_lr init_lr
     min_lr: min_lr min_learning_rate lr_min final_lr eta_min
     clip: clip_norm grad_clip grad_clip_norm clip_grad_norm max_grad_norm gradient_clip_val
         gradient_clipping grad_norm_clip clip_grad
@@ -144,17 +144,12 @@ NAMES = _named(
         save_top_k keep
     run_dir: run_dir output_dir save_dir checkpoint_dir results_folder
     batch_size: train_batch_size per_device_train_batch_size micro_batch_size batch_size
-    max_length: max_length max_seq_length max_seq_len model_max_length block_size context_length
-        seq_len
     mixed_precision: mixed_precision precision amp_dtype autocast_dtype
-    weights: torch_dtype model_dtype param_dtype weights_dtype dtype
     fp16: fp16 use_fp16 half
     bf16: bf16 use_bf16
     amp: amp use_amp native_amp
     loss_scale: loss_scale
-    eos: eos_token_id eos_id
 
-    rate: learning_rate lr max_lr peak_lr base_lr init_lr
     positive: lr learning_rate max_lr peak_lr base_lr init_lr batch_size train_batch_size
         gradient_accumulation_steps eps adam_epsilon epochs num_epochs num_train_epochs
         hidden_size num_layers
@@ -243,21 +238,18 @@ def spells_number(text: str) -> bool:
 
 def configured_rate(path: Path) -> float:
     """The one learning rate of a configuration file; several different ones are refused by name."""
-    rates = {}
-    for leaf in flat(read_settings(path)):
-        rate = as_number(leaf.value)
-        if leaf.means("rate") and rate is not None:
-            rates[leaf.key] = rate
-    if not rates:
-        names = ", ".join(NAMES["rate"])
-        raise ConfigError(f"--config {path} names no learning rate ({names}); give --lr.")
-    if len(set(rates.values())) > 1:
-        listed = ", ".join(f"{name}={rate:g}" for name, rate in rates.items())
-        raise ConfigError(
-            f"--config {path} names several learning rates ({listed}); give the one that counts by "
-            "--lr."
-        )
-    return next(iter(rates.values()))
+    rates = {
+        leaf.key: as_number(leaf.value) for leaf in flat(read_settings(path)) if leaf.means("lr")
+    }
+    found = {key: rate for key, rate in rates.items() if rate is not None}
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    if not found:
+        said = f"no learning rate ({', '.join(NAMES['lr'])})"
+    else:
+        listed = ", ".join(f"{key}={rate:g}" for key, rate in found.items())
+        said = f"several learning rates ({listed})"
+    raise ConfigError(f"--config {path} names {said}; give the one that counts by --lr.")
 
 
 # --- What a configuration and a launcher mean by precision.

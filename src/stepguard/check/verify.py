@@ -317,7 +317,7 @@ def check_checkpoint(
     if whole.step is None and numbers:
         whole.step = int(numbers[-1])
     if lr is not None:
-        problems.extend(_other_rate(rates, lr))
+        problems.extend(other_rate(rates, lr))
     return Verification(
         path=str(path),
         format=whole.format,
@@ -346,7 +346,7 @@ def _watched(layout: FileLayout, watch: Watch | None) -> Iterator[Watched]:
             )
 
 
-def _other_rate(rates: Sequence[Rate], lr: float) -> list[Problem]:
+def other_rate(rates: Sequence[Rate], lr: float) -> list[Problem]:
     """Return a problem where the rate that a configuration means is stored, and is not `lr`."""
     for kind, name in RATES.items():
         base = [rate for rate in rates if rate.kind == kind]
@@ -357,8 +357,8 @@ def _other_rate(rates: Sequence[Rate], lr: float) -> list[Problem]:
             running = [each.value for each in rates if each.kind in ("lr", "last_lr")]
             if running and kind != "lr":
                 detail += f", running at {running[0]:.4g} when it was saved"
-            detail += f"; you gave {lr:.4g}. Loading this optimizer or scheduler state overrides "
-            detail += "what the configuration says"
+            detail += f"; configured is {lr:.4g}. Loading this optimizer or scheduler state "
+            detail += "overrides what the configuration says"
             file, tensor = base[0].file, base[0].name
             return [Problem(file=file, kind="lr", tensor=tensor, detail=detail, role="optimizer")]
     return []

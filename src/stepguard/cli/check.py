@@ -87,7 +87,7 @@ def check(
         if as_json:
             # What the program prints must not get into the JSON.
             stack.enter_context(redirect_stdout(sys.stderr))
-        subject, context = preflight.resolve(
+        subject = preflight.resolve(
             target,
             config,
             launcher,
@@ -104,9 +104,7 @@ def check(
         if hasattr(subject.guard, "close"):
             stack.callback(subject.guard.close)
         progress = stack.enter_context(_bar(sys.stderr))
-        result = preflight.check(
-            subject, only=only, skip=skip, target=target, context=context, progress=progress
-        )
+        result = preflight.check(subject, only=only, skip=skip, target=target, progress=progress)
     out = sys.stdout
     if as_json:
         echo(dumps({**to_plain(result), "ok": result.ok}))

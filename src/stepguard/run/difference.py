@@ -60,7 +60,7 @@ class Sketch:
     what: str
     """Dtype and shape."""
     digest: str
-    """A hash of all its bytes: equal digests mean equal values."""
+    """Digest of all bytes: equal digests mean equal values."""
     norm: float | None
     elements: list[float | None]
     """Some of its elements; None where one is not finite."""

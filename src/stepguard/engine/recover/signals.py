@@ -152,6 +152,9 @@ class Signals:
                 if before not in (signal.SIG_IGN, None, _handle):
                     _before[number] = before
                     signal.signal(number, _handle)
+                elif before is signal.SIG_IGN:
+                    name = signal.Signals(number).name
+                    self._say(f"{name} was ignored when the program started, and stays so")
         if self._stop is not None and not _stuck:
             _stuck.append(StuckProcess(_ends_process, grace))
         _listening.append(weakref.ref(self, _left))

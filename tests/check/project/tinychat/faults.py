@@ -87,14 +87,6 @@ def _row(parts: Parts, index: int, **values: Any) -> Parts:
     return {}
 
 
-def _cut(parts: Parts) -> Parts:
-    ids = torch.arange(2, 12)
-    for index in (2, 3):
-        labels = torch.where(torch.arange(10) <= index, -100, ids)
-        _row(parts, index, input_ids=ids, labels=labels, attention_mask=WHOLE)
-    return {}
-
-
 def _set(tensor: Tensor, place: Any, value: float) -> Parts:
     tensor.data[place] = value
     return {}
@@ -144,7 +136,6 @@ def _several(parts: Parts) -> Parts:
     """What the picture in the docs shows."""
     _row(parts, 5, labels=IGNORED)
     parts["dataset"].rows[17]["sound"][3] = torch.nan
-    _copied(parts["dataset"].rows, 21, parts["dataset"].rows[4], "another name")
     return _retrained(TinyChat().half())
 
 
@@ -156,10 +147,6 @@ FAULTS: dict[str, Callable[[Parts], Parts]] = {
     "other_accumulation": lambda p: {
         "autocast": _Accelerator("bf16", native_amp=True, accumulation=8)
     },
-    "scaler_over_half_weights": lambda p: (
-        _retrained(TinyChat().half(), eps=1e-4) | {"scaler": torch.amp.GradScaler("cpu")}
-    ),
-    "scaler_without_need": lambda p: {"scaler": torch.amp.GradScaler("cpu")},
     "half_weights": lambda p: _retrained(TinyChat().half()),
     "optimizer_of_another_model": lambda p: {"model": TinyChat()},
     "head_left_out": lambda p: _optimized(
@@ -178,19 +165,13 @@ FAULTS: dict[str, Callable[[Parts], Parts]] = {
         "scheduler": OneCycleLR(p["optimizer"], max_lr=5e-5, total_steps=100)
     },
     "no_label_counts": lambda p: _row(p, 5, labels=IGNORED, attention_mask=WHOLE),
-    "class_out_of_range": lambda p: _row(p, 7, labels=torch.tensor([-100] * 9 + [99])),
-    "answers_cut_off": _cut,
     "nan_in_the_data": lambda p: _row(
         p, 17, sound=torch.randn(16).index_fill(0, torch.tensor(3), torch.nan)
     ),
     "silence": lambda p: _row(p, 9, sound=torch.zeros(16)),
     "wrong_unit": lambda p: _row(p, 11, sound=torch.randn(16) * 1e6),
     "outside_the_declared_range": lambda p: {"data_range": {"sound": (-0.5, 0.5)}},
-    "value_missing": lambda p: _row(p, 13, sound=None),
     "unreadable_example": lambda p: {"dataset": _Broken()},
-    "repeated_example": lambda p: _copied(
-        p["dataset"].rows, 21, p["dataset"].rows[4], "another name"
-    ),
     "leaked_example": lambda p: _copied(
         p["validation"].rows, 2, p["dataset"].rows[6], "validation-2"
     ),
