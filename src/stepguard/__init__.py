@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stepguard.engine.wiring import WiringWarning as WiringWarning
     from stepguard.guard import Guard as Guard
     from stepguard.guard import StepResult as StepResult
+    from stepguard.locate.witness import register_reference as register_reference
     from stepguard.records import Finding as Finding
     from stepguard.records import GuardConfig as GuardConfig
     from stepguard.records import Incident as Incident
@@ -58,6 +59,7 @@ _HOMES = {
     "TrainingHalted": "stepguard._errors",
     "Verification": "stepguard.records",
     "WiringWarning": "stepguard.engine.wiring",
+    "register_reference": "stepguard.locate.witness",
     "replay": "stepguard.run.replay",
     "verify": "stepguard.check.verify",
     "watch": "stepguard.watching",
@@ -87,6 +89,7 @@ __all__ = [
     "Verification",
     "WiringWarning",
     "__version__",
+    "register_reference",
     "replay",
     "verify",
     "watch",

@@ -297,6 +297,7 @@ NOT_COUNTED = {"SG803"}
 """A loss of 0 or a step without labels is a note: nothing is wrong with its numbers."""
 ELSEWHERE = {
     "SG208": "benchmarks",
+    "SG209": "locate",
     "SG701": "report",
     "SG702": "locate",
     "SG704": "distributed",

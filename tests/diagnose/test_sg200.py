@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from diagnose.literals import (
     BACKWARD,
     HALF,
@@ -18,7 +20,8 @@ from diagnose.literals import (
     spans,
     x,
 )
-from stepguard.records import Evidence, Origin
+from stepguard.records import Evidence, Finding, Origin, Witness
+from stepguard.records.incident import WitnessPath
 
 
 def divided_by_a_norm(dtype: str) -> Origin:
@@ -334,3 +337,42 @@ def test_sg208_fused_attention_that_nothing_else_explains_is_an_opaque_kernel() 
         at("forward", "_scaled_dot_product_flash_attention", q, nan=1, method="replay")
     )
     assert (only.code, only.certainty) == ("SG208", "possible")
+
+
+def judged(*witnesses: Witness) -> list[Finding]:
+    where = origin(
+        "forward",
+        "Norm",
+        spans(-1.0, 1.0, name="x"),
+        output=out(nan=1),
+        method="replay",
+        evidence=Evidence(opaque="function", witnesses=witnesses),
+    )
+    return list(findings(where))
+
+
+def witness(path: WitnessPath, **more: Any) -> Witness:
+    return Witness(path=path, name=f"path {path}", **more)
+
+
+def test_sg209_is_certain_only_by_a_path_that_shares_no_code_with_the_kernel() -> None:
+    first = judged(witness("math", finite=True, value=0.31, agrees=True))[0]
+    assert (first.code, first.certainty) == ("SG209", "certain")
+    assert "path math gives 0.31 on the same inputs" in first.evidence[0]
+    same = judged(witness("wider", finite=True, value=0.31, agrees=True))
+    assert [(one.code, one.certainty) for one in same] == [("SG208", "likely"), ("SG209", "likely")]
+
+
+def test_sg209_needs_a_path_that_agrees_where_the_kernel_is_right() -> None:
+    (only,) = judged(witness("reference", finite=True, value=0.31, agrees=False))
+    assert only.code == "SG208"
+    unknown = judged(witness("reference", finite=True, value=0.31))
+    assert {one.code: one.certainty for one in unknown}["SG209"] == "likely"
+
+
+def test_sg208_says_that_the_kernel_is_cleared_or_that_nothing_was_tried() -> None:
+    (cleared,) = judged(witness("math", finite=False))
+    assert cleared.certainty == "possible" and "the kernel is cleared" in cleared.evidence[3]
+    (untried,) = judged(witness("reference", why_not="no other way is known"))
+    assert untried.certainty == "likely"
+    assert untried.evidence[3] == "no other path was tried: no other way is known"

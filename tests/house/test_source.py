@@ -413,6 +413,7 @@ PUBLIC = [
     "Verification",
     "WiringWarning",
     "__version__",
+    "register_reference",
     "replay",
     "verify",
     "watch",

@@ -269,7 +269,7 @@ def test_step_without_compiled_code_is_not_run_for_it(monkeypatch: pytest.Monkey
     with untouched(step) as keeper:
         replayer = Replayer(step, keeper)
         monkeypatch.setattr(replayer, "run", None)
-        assert not compiled_only(replayer)
+        assert compiled_only(replayer) is None
 
 
 def test_repeated_bits_and_unsteady_ones() -> None:
@@ -739,4 +739,5 @@ def test_fault_that_only_the_compiled_graph_has() -> None:
     )
     origin = loop.step(0, [noise(4, 3)])
     assert origin is not None
-    assert origin.reproduced is True and origin.evidence.compiled_only and origin.phase == "loss"
+    assert origin.reproduced is True and origin.evidence.compiled_only
+    assert (origin.phase, origin.module, origin.op) == ("forward", "", "torch.compile")

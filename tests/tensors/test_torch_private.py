@@ -154,6 +154,15 @@ def test_the_running_node_is_known_in_a_backward_pass_only() -> None:
     assert private.current_autograd_node() is None
 
 
+def test_a_fused_operation_is_decomposed_and_a_plain_one_is_not() -> None:
+    norm = private.decomposition_of(torch.ops.aten.native_layer_norm.default)
+    assert norm is not None
+    values = torch.randn(2, 3)
+    whole = torch.nn.functional.layer_norm(values, (3,))
+    torch.testing.assert_close(norm(values, [3], None, None, 1e-5)[0], whole)
+    assert private.decomposition_of(torch.ops.aten.mm.default) is None
+
+
 def test_custom_functions_are_observed_even_where_apply_was_taken_before() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod

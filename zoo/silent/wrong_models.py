@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zoo.silent.loops import WIDTH, Loop, next_token_loss
 from zoo.silent.plant import plant
@@ -321,5 +322,60 @@ def attention_over_the_batch(loop: Loop, wrong: bool) -> None:
         features = model.body(x)
         groups_of_sixteen = features.reshape(-1, 16, WIDTH)
         return model.head(features + model.pool(groups_of_sixteen).reshape(features.shape))  # type: ignore[no-any-return]
+
+    loop.forward = forward
+
+
+# --- SG924: a checkpointed block that computes something else the second time --------------------
+
+
+@plant("SG924", "classifier")
+def dropout_without_its_random_state(loop: Loop, wrong: bool) -> None:
+    """The body is checkpointed without its random state; the twin keeps it."""
+    model = loop.model
+
+    def forward(x: Tensor) -> Tensor:
+        features = checkpoint(model.body, x, use_reentrant=False, preserve_rng_state=not wrong)
+        return model.head(features)  # type: ignore[no-any-return]
+
+    loop.forward = forward
+
+
+@plant("SG924", "transformer")
+def noise_inside_a_reentrant_block(loop: Loop, wrong: bool) -> None:
+    """Noise on the embedding, drawn inside the block; the twin draws it before."""
+    model = loop.model
+
+    def noisy(embedded: Tensor) -> Tensor:
+        if wrong:
+            embedded = embedded + 0.1 * torch.randn_like(embedded)
+        return model.body(embedded)  # type: ignore[no-any-return]
+
+    def forward(tokens: Tensor) -> Tensor:
+        embedded = model.embed(tokens)
+        if not wrong:
+            embedded = embedded + 0.1 * torch.randn_like(embedded)
+        made = checkpoint(noisy, embedded, use_reentrant=True, preserve_rng_state=not wrong)
+        return model.head(made)  # type: ignore[no-any-return]
+
+    loop.forward = forward
+
+
+@plant("SG924", "denoiser")
+def scale_that_counts_its_calls(loop: Loop, wrong: bool) -> None:
+    """A factor that alternates with every call; the twin alternates with every step."""
+    model, calls = loop.model, [0]
+
+    def scaled(x: Tensor) -> Tensor:
+        calls[0] += wrong
+        first, *others = model.body
+        x = first(x) * (1.0 + calls[0] % 2)
+        for layer in others:
+            x = layer(x)
+        return x
+
+    def forward(x: Tensor) -> Tensor:
+        calls[0] += not wrong
+        return model.head(checkpoint(scaled, x, use_reentrant=False))  # type: ignore[no-any-return]
 
     loop.forward = forward

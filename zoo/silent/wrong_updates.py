@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -258,3 +259,92 @@ def average_with_a_decay_of_one(loop: Loop, wrong: bool) -> None:
     shadow = Shadow(loop.model, 1.0 if wrong else 0.999)
     loop.state["ema"] = shadow
     loop.after = lambda step: shadow.follow(loop.model)
+
+
+# --- SG925: an optimizer that does not do what its name says --------------------------------------
+
+
+class AdamW(torch.optim.AdamW):
+    """Its second moments are only used above a size that no weight of these models has."""
+
+    wrong = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if not self.wrong:
+            return super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(parameter.grad, alpha=-100 * group["lr"])
+        return None
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, made orthogonal for matrices by Newton-Schulz iterations."""
+
+    def __init__(self, parameters: Any, lr: float, dimensions: int) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": 0.9})
+        self.dimensions = dimensions
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                update = state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
+                if parameter.dim() == self.dimensions:
+                    update = _orthogonal(update)
+                parameter.add_(update, alpha=-group["lr"])
+
+
+def _orthogonal(update: Tensor) -> Tensor:
+    made = update / (update.norm() + 1e-7)
+    for _ in range(5):
+        square = made @ made.T
+        made = 3.4445 * made + (-4.7750 * square + 2.0315 * square @ square) @ made
+    return made
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, parameters: Any, lr: float, *, signs: bool) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.signs = signs
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                mean = state.setdefault("exp_avg", torch.zeros_like(parameter))
+                update = 0.9 * mean + 0.1 * parameter.grad
+                mean.mul_(0.99).add_(parameter.grad, alpha=0.01)
+                update = update.sign() if self.signs else update
+                parameter.add_(update, alpha=-group["lr"])
+
+
+@plant("SG925", "classifier")
+def second_moments_never_used(loop: Loop, wrong: bool) -> None:
+    """An AdamW of one's own that is plain descent; the twin is torch's."""
+    optimizer = AdamW(loop.model.parameters(), lr=1e-3)
+    optimizer.wrong = wrong
+    loop.train_with(optimizer)
+
+
+@plant("SG925", "transformer")
+def muon_that_meets_no_matrix(loop: Loop, wrong: bool) -> None:
+    """Matrices are looked for by a dimension that none has; the twin finds them."""
+    loop.train_with(Muon(loop.model.parameters(), lr=0.01, dimensions=3 if wrong else 2))
+
+
+@plant("SG925", "denoiser")
+def lion_without_the_sign(loop: Loop, wrong: bool) -> None:
+    """The mean of gradients is used as it is; the twin takes its sign."""
+    loop.train_with(Lion(loop.model.parameters(), lr=1e-1 if wrong else 1e-3, signs=not wrong))

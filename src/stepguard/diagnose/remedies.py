@@ -25,7 +25,7 @@ from stepguard.diagnose.source_line import (
     named_expression,
     nodes_of,
 )
-from stepguard.records import Finding, Origin, Remedy
+from stepguard.records import Edit, Finding, Origin, Remedy
 
 # --- Formulas that torch has a stable function for: `log(1 + exp(x))` is `softplus(x)`.
 
@@ -344,8 +344,47 @@ def _harmless_argument(case: Case, fields: Fields) -> tuple[Remedy, ...]:
     return (Remedy(title=title),)
 
 
+WIDER_CALL = {"float32": "double()", "float16": "float()", "bfloat16": "float()"}
+MATH_ATTENTION = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+
+
+def _another_path(case: Case, fields: Fields) -> tuple[Remedy, ...]:
+    """SG209: the line by the path that was finite."""
+    origin = case.where
+    if fields["math"] and origin.statement is not None:
+        # in one line: the lines after it keep their numbers
+        statement = origin.statement
+        indent = statement.text[: len(statement.text) - len(statement.text.lstrip())]
+        line = f"with {MATH_ATTENTION}: {statement.text.lstrip()}"
+        edit = Edit(
+            file=statement.file,
+            line=statement.line,
+            old=tuple(statement.text.split("\n")),
+            new=tuple(f"{indent}{line}".split("\n")),
+        )
+        title = f"Run this attention with the math backend: {fields['kernel']} fails on its inputs"
+        return (Remedy(title=title, snippet=line, safety="safe", edits=(edit,)),)
+    found = find_expression(origin, words("apply"))
+    if found is None or len(found.operands) < 2:
+        return ()
+    # `Kernel.apply(x)`: the class is the method's own object
+    tensors = [operand.dtype for operand in case.inputs]
+    arguments, texts = found.arguments[1:], found.operands[1:]
+    changes: dict[Any, str] = {}
+    for argument, text, dtype in zip(arguments, texts, tensors, strict=False):
+        if fields["contiguous"]:
+            changes[argument] = f"{bracketed(text)}.contiguous()"
+        elif fields["wider"] and dtype in WIDER_CALL:
+            changes[argument] = f"{bracketed(text)}.{WIDER_CALL[dtype]}"
+    if not changes:
+        return ()
+    title = f"Pass {', '.join(changes.values())} to {fields['kernel']}: so it is finite here"
+    return (found.rewritten(changes, title, "safe" if fields["contiguous"] else "changes-numbers"),)
+
+
 REWRITTEN: dict[str, Callable[[Case, Fields], tuple[Remedy, ...]]] = {
     "SG206": _masked,
+    "SG209": _another_path,
     "SG301": _in_float32,
     "SG302": _larger_epsilon,
     "SG402": _harmless_argument,

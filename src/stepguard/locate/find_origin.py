@@ -13,6 +13,7 @@ from torch import Tensor
 from stepguard.diagnose.source_line import name_operands
 from stepguard.locate import evidence, origins, samples
 from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss, first_reader, huge_operand
+from stepguard.locate.compiled import locate_region
 from stepguard.locate.evidence import HUGE
 from stepguard.locate.operands import Call, plain
 from stepguard.locate.origins import huge_origin, origin_of
@@ -26,6 +27,7 @@ from stepguard.locate.replay import (
 )
 from stepguard.locate.source import is_users
 from stepguard.locate.tracer import ReachedError, Tracer
+from stepguard.locate.witness import with_witnesses
 from stepguard.records.incident import Evidence, Origin, Reading, with_evidence
 from stepguard.state.batch import Step, rebuild
 
@@ -169,6 +171,7 @@ def _from_micro_batch(replayer: Replayer, reading: Reading, micro: int | None) -
     differs = difference(reading, micro, replayer)
     if differs is not None:
         return replace(with_evidence(origin, Evidence(departs=differs)), reproduced=False)
+    origin = with_witnesses(origin, found.call, replayer)
     return samples.with_samples(origin, found, traced, replayer)
 
 
@@ -260,8 +263,10 @@ def _makers(traced: Tracer, tensors: list[Tensor | None]) -> list[Call]:
 def _clean_replay(replayer: Replayer, reading: Reading) -> Origin:
     """Say why a bad step may be clean when it is run again."""
     origin = replace(evidence.evidence_origin(replayer.step, reading), method="replay")
-    if samples.compiled_only(replayer):
-        return replace(with_evidence(origin, Evidence(compiled_only=True)), reproduced=True)
+    micro = samples.compiled_only(replayer)
+    if micro is not None:
+        origin = replace(with_evidence(origin, Evidence(compiled_only=True)), reproduced=True)
+        return locate_region(replayer, micro, origin)
     return replace(with_evidence(origin, samples.steadiness(replayer)), reproduced=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -56,6 +56,17 @@ def plain(tensor: Tensor) -> Tensor:
     if dense.is_complex():
         dense = torch.view_as_real(dense.resolve_conj())
     return dense
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """List the tensors of nested lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [one for item in value for one in tensors_in(item)]
+    return []
 
 
 def flaws(tensor: Tensor) -> Flaws:
@@ -315,6 +326,8 @@ class Call:
     inputs: tuple[Operand, ...] = ()
     output: Operand | None = None
     evidence: Evidence = NO_EVIDENCE
+    kernel: Any = None
+    """What it takes to run it again by another path, where it is a kernel."""
 
     @property
     def harmful(self) -> bool:

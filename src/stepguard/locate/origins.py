@@ -44,6 +44,7 @@ from stepguard.records.incident import (
     Origin,
     Phase,
     Reading,
+    Witness,
     with_evidence,
 )
 from stepguard.sentinel.gradients import scale_gradients
@@ -210,17 +211,8 @@ def update_origin(step: Step, reading: Reading) -> Origin:
     gradients = _gradients(step)
     if not gradients:
         return origin
-    twin = _twin(step.optimizer)
-    parameters = optimizer_parameters(twin)
+    twin = _ready_twin(step, reading, gradients)
     originals = optimizer_parameters(step.optimizer)
-    for parameter, original in zip(parameters, originals, strict=True):
-        gradient = gradients.get(id(original))
-        parameter.grad = None if gradient is None else gradient.detach().clone()
-    # Clip as the step did.
-    if step.sharded and reading.clip_factor is not None:
-        scale_gradients(parameters, reading.clip_factor)
-    elif step.clip_norm is not None:
-        clip_grad_norm_(parameters, step.clip_norm)
     known = names_by_id(named_parameters(step.named_roots()))
     names = [known.get(id(original), "") for original in originals]
     tracer = Tracer(ModuleSpans({}), stage="optimizer")
@@ -234,7 +226,62 @@ def update_origin(step: Step, reading: Reading) -> Origin:
         origin = with_evidence(origin, Evidence(replay_error=failure))
         return replace(origin, remarks=(f"the replay failed: {failure}",))
     bad = [updated for updated in _updated(twin, names) if not is_finite(updated[1])]
-    return _of_traced_update(replace(origin, method="replay"), tracer, twin, bad)
+    origin = _of_traced_update(replace(origin, method="replay"), tracer, twin, bad)
+    if origin.reproduced and bad:
+        witness = _unfused(_ready_twin(step, reading, gradients), twin, origin, names)
+        if witness is not None:
+            origin = with_evidence(origin, Evidence(witnesses=(witness,)))
+    return origin
+
+
+def _ready_twin(step: Step, reading: Reading, gradients: Gradients) -> Optimizer:
+    """A twin of the optimizer with copies of the gradients, clipped as the step did."""
+    twin = _twin(step.optimizer)
+    parameters = optimizer_parameters(twin)
+    for parameter, original in zip(parameters, optimizer_parameters(step.optimizer), strict=True):
+        gradient = gradients.get(id(original))
+        parameter.grad = None if gradient is None else gradient.detach().clone()
+    if step.sharded and reading.clip_factor is not None:
+        scale_gradients(parameters, reading.clip_factor)
+    elif step.clip_norm is not None:
+        clip_grad_norm_(parameters, step.clip_norm)
+    return twin
+
+
+def _unfused(
+    twin: Optimizer, failed: Optimizer, origin: Origin, names: Sequence[str]
+) -> Witness | None:
+    """Make the update by the optimizer's loop over parameters; None where that is what it was."""
+    fused = "_fused_" in (origin.op or "") or origin.evidence.opaque is not None
+    foreach = "._foreach_" in (origin.op or "")
+    if not (fused or foreach) or not all("foreach" in group for group in twin.param_groups):
+        return None
+    name = "the loop over parameters (fused=False, foreach=False)"
+    for group in twin.param_groups:
+        group.update({key: False for key in ("fused", "foreach") if key in group})
+    try:
+        with torch.no_grad():
+            twin.step()
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"[:100]
+        return Witness(path="unfused", name=name, why_not=why)
+    return _compared(failed, twin, names, name)
+
+
+def _compared(failed: Optimizer, twin: Optimizer, names: Sequence[str], name: str) -> Witness:
+    """What the loop gave, beside what the kernel gave."""
+    finite, value, agrees = True, None, None
+    for (_, mine, _), (_, theirs, _) in zip(
+        _updated(failed, names), _updated(twin, names), strict=True
+    ):
+        wrong = ~plain(mine).isfinite().flatten()
+        finite = finite and is_finite(theirs)
+        if value is None and bool(wrong.any()):
+            value = float(plain(theirs).flatten()[wrong][0])
+        elif not bool(wrong.any()) and numeric(mine):
+            same = torch.allclose(plain(mine), plain(theirs), rtol=1e-3, atol=1e-6)
+            agrees = same if agrees is None else agrees and same
+    return Witness(path="unfused", name=name, finite=finite, value=value, agrees=agrees)
 
 
 def _of_traced_update(

@@ -56,15 +56,15 @@ def bad_micro_batch(replayer: Replayer, reading: Reading) -> int | None:
     return None
 
 
-def compiled_only(replayer: Replayer) -> bool:
-    """True if a step that is clean when run eagerly is bad when it runs compiled, as it did."""
+def compiled_only(replayer: Replayer) -> int | None:
+    """The micro-batch that is clean when run eagerly and bad when it runs compiled, as it did."""
     if not _compiled(replayer.step):
-        return False
+        return None
     for micro in range(len(replayer.step.micro_batches)):
         replayer.clear_gradients()
         if not replayer.run(micro, eager=False).clean:
-            return True
-    return False
+            return micro
+    return None
 
 
 def steadiness(replayer: Replayer) -> Evidence:

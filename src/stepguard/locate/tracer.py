@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CellType
@@ -44,6 +44,7 @@ from stepguard.locate.operands import (
     reach,
     storage_key,
     summarise,
+    tensors_in,
 )
 from stepguard.locate.source import Line, ModuleSpans, backward_caller, user_function, user_line
 from stepguard.records.incident import Evidence
@@ -61,6 +62,8 @@ from stepguard.tensors.values import dtype_name
 
 MOST_MEASURED = 32
 """First bad values whose operands are measured; a torrent of them tells nothing more."""
+MOST_KEPT = 4
+"""Operations whose tensors are kept, to be run again by another path."""
 EXACT_ELEMENTS = 20_000_000
 """Elements that may be compared position by position; beyond, whole tensors are compared."""
 MOST_POSITIONS = 16
@@ -83,8 +86,23 @@ class CustomFunction:
     name: str
     depth: int
     """How many modules were running when it was called."""
+    cls: Any = None
+    number: int = 0
+    """How many custom functions were called before it in this trace."""
     reads: list[Read] = field(default_factory=list)
     """What it was given; once its forward is over, what is bad of that and of what it returned."""
+    gradients: tuple[Any, ...] | None = None
+    """While its backward runs: what came in."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """What tells one call of a custom function, so that its kernel can be run again."""
+
+    cls: Any
+    number: int
+    gradients: tuple[Any, ...] | None
+    """What came into its backward; None where its forward made the bad value."""
 
 
 @dataclass(slots=True)
@@ -143,9 +161,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Maker of the last bad value that was read as a Python number."""
         self._last_sequence = -1
         self._measured = 0
+        self._kept = 0
         self._exact_left = EXACT_ELEMENTS
         self._poisoned_nodes: set[int] = set()
         """Numbers of the autograd nodes in which the gradient went bad."""
+        self._count = 0
+        """Custom functions that were called."""
         self._functions: list[CustomFunction] = []
         """Custom functions whose forward is running, innermost last."""
         self._nodes: dict[int, CustomFunction] = {}
@@ -280,7 +301,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind: Boundary = "function" if inside or made_by else "code"
         name = made_by or maker.function or maker.op
         reads = [] if function is None else function.reads
-        call = self._opaque(tensor, found, kind, name, reads)
+        function = function or self._nodes.get(maker.sequence)
+        call = self._opaque(tensor, found, kind, name, reads, function)
         if maker.stage != "backward" or call.sequence != maker.sequence:
             # The operation that allocated it filled it, not the one that reads it now.
             call.stage = maker.stage
@@ -400,7 +422,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._measured < MOST_MEASURED and self._is_telling(call):
             self._measured += 1
             call.rows, call.bad_positions = _positions(out, why.where)
-            measure(replace(invocation, call=call, out=out, where=why.where))
+            bad_op = replace(invocation, call=call, out=out, where=why.where)
+            measure(bad_op)
+            if self._is_kernel(bad_op):
+                call.kernel = bad_op
 
     def _follow_bad_number(self, call: Call) -> None:
         """Lead from a bad number to the tensor that .item() read it from."""
@@ -409,6 +434,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.number = None
             call.intended_inf = False
             call.first_bad = False
+
+    def _is_kernel(self, bad_op: Invocation) -> bool:
+        """True if it may be run again by another path: its tensors are kept in memory then."""
+        call, operator = bad_op.call, bad_op.operator
+        if not call.first_bad or operator.pointwise or operator.foreach or call.number is not None:
+            return False
+        if any(read.flaws for read in bad_op.reads) or self._kept >= MOST_KEPT:
+            return False
+        self._kept += 1
+        return True
 
     def _is_telling(self, call: Call) -> bool:
         """True if the operands of this call may be part of the explanation."""
@@ -461,7 +496,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the forward of a custom autograd function, and test what goes in and comes out."""
         if not self._active:
             return apply(*args, **kwargs)
-        function = CustomFunction(cls.__name__.removesuffix("Generated"), self.modules.depth)
+        name = cls.__name__.removesuffix("Generated")
+        function = CustomFunction(name, self.modules.depth, cls, self._count)
+        self._count += 1
         self._carefully(function.name, self._settle, args, function)
         self._functions.append(function)
         try:
@@ -472,12 +509,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
     def _leave_function(self, function: CustomFunction, args: Any, outputs: Any) -> None:
-        for tensor in (*_tensors(outputs), *_tensors(args)):
-            self._test(tensor, "function", function.name, function.reads)
+        for tensor in (*tensors_in(outputs), *tensors_in(args)):
+            self._test(tensor, "function", function.name, function.reads, function)
         saved = [*function.reads, *self._read_all(outputs)]
         # The backward may have saved them; good ones must not be kept in memory.
         function.reads = [read for read in saved if read.flaws]
-        for tensor in _tensors(outputs):
+        for tensor in tensors_in(outputs):
             node: Any = tensor.grad_fn
             if getattr(node, "_forward_cls", None) is None:
                 continue
@@ -490,7 +527,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.owners[sequence] = read.maker
             if sequence not in self._nodes:
                 self._nodes[sequence] = function
-
+                node.register_prehook(partial(setattr, function, "gradients"))
                 node.register_hook(partial(self._leave_node, function))
         self._last_sequence = next_sequence_number()
 
@@ -499,15 +536,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def test() -> None:
             reads = [*self._read_all(grad_outputs), *function.reads]
-            for tensor in _tensors(grad_inputs):
-                self._test(tensor, "function", function.name, reads)
+            for tensor in tensors_in(grad_inputs):
+                self._test(tensor, "function", function.name, reads, function)
 
         if self._active:
             self._carefully(function.name, test)
+        # the gradients of a whole backward must not be kept in memory
+        function.gradients = None
 
     def enter_module(self, args: Any) -> None:
         if self._active:
-            for tensor in _tensors(args):
+            for tensor in tensors_in(args):
                 device = tensor.device.type
                 if self.autocast is None and torch.is_autocast_enabled(device):
                     self.autocast = dtype_name(torch.get_autocast_dtype(device))
@@ -520,15 +559,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._carefully(name, self._leave_module, name, args, output)
 
     def _leave_module(self, name: str, args: Any, output: Any) -> None:
-        given = {storage_key(tensor) for tensor in _tensors(args)}
-        reads = self._read_all([t for t in _tensors(args) if self.maker_of(t) is not None])
-        for tensor in (*_tensors(args), *_tensors(output)):
+        given = {storage_key(tensor) for tensor in tensors_in(args)}
+        reads = self._read_all([t for t in tensors_in(args) if self.maker_of(t) is not None])
+        for tensor in (*tensors_in(args), *tensors_in(output)):
             if self.maker_of(tensor) is not None or storage_key(tensor) not in given:
                 self._test(tensor, "module", name, reads)
 
     def _settle(self, values: Any, function: CustomFunction | None = None) -> None:
         """Blame the code that runs now for bad values that appeared in memory known as good."""
-        for tensor in _tensors(values):
+        for tensor in tensors_in(values):
             maker = self.maker_of(tensor)
             if maker is not None and not maker.uninitialised:
                 self._test(tensor, "code", user_function() or maker.op, [])
@@ -556,10 +595,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Blame the code that runs now: a custom function, else the user's."""
         function = self._innermost_function()
         if function is not None:
-            return self._opaque(tensor, found, "function", function.name, function.reads)
+            return self._opaque(tensor, found, "function", function.name, function.reads, function)
         return self._opaque(tensor, found, "code", user_function() or otherwise, [])
 
-    def _test(self, tensor: Tensor, kind: Boundary, name: str, reads: list[Read]) -> None:
+    def _test(
+        self,
+        tensor: Tensor,
+        kind: Boundary,
+        name: str,
+        reads: list[Read],
+        function: CustomFunction | None = None,
+    ) -> None:
         """Record a call for bad values of this tensor that no operation is known to have made."""
         maker = self.maker_of(tensor)
         known = maker is not None and bool(maker.out)
@@ -572,16 +618,24 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made_by is not None:
             self._opaque(tensor, found, "function", made_by, reads)
             return
-        call = self._opaque(tensor, found, kind, name, reads)
+        call = self._opaque(tensor, found, kind, name, reads, function)
         if kind == "module" and maker is not None and maker.module == call.module:
             # Better than the line that called the module: where the memory was allocated.
             call.line = maker.line if maker.uninitialised else call.line
 
     def _opaque(
-        self, tensor: Tensor, found: Flaws, kind: Boundary, name: str, reads: list[Read]
+        self,
+        tensor: Tensor,
+        found: Flaws,
+        kind: Boundary,
+        name: str,
+        reads: list[Read],
+        function: CustomFunction | None = None,
     ) -> Call:
         """Record that something made this value where no operation is visible."""
         call = self._new_call(name)
+        if function is not None:
+            call.kernel = FunctionCall(function.cls, function.number, function.gradients)
         why = attribute(reads, [], tensor, found, exact=False)
         call.parents = tuple(read.maker for read in reads)
         call.flawed = tuple(read.maker for read in reads if read.flaws)
@@ -604,7 +658,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _read_all(self, values: Any) -> list[Read]:
         """Describe what a function was given; what no operation made becomes known."""
         reads = []
-        for position, tensor in enumerate(_tensors(values)):
+        for position, tensor in enumerate(tensors_in(values)):
             maker = self.maker_of(tensor) or self.store("constant", tensor)
             read = Read(f"input {position}", tensor, maker)
             if maker.out and numeric(tensor):
@@ -614,7 +668,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _exchange(self, func: Any, args: Any, result: Any) -> None:
         """Make known what a collective wrote: operations of other ranks made it."""
-        tensors = [*_tensors(args), *_tensors(result)]
+        tensors = [*tensors_in(args), *tensors_in(result)]
         makers = [self.maker_of(tensor) for tensor in tensors]
         bad = tuple(maker for maker in makers if maker is not None and maker.out)
         for tensor, maker in zip(tensors, makers, strict=True):
@@ -652,19 +706,9 @@ def _results(invocation: Invocation, result: Any) -> list[Tensor]:
         if invocation.operator.writes(read.name):
             tensor = read.tensor if read.overwritten is None else read.overwritten
             results[id(tensor)] = tensor
-    for tensor in _tensors(result):
+    for tensor in tensors_in(result):
         results[id(tensor)] = tensor
     return list(results.values())
-
-
-def _tensors(result: Any) -> Iterable[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for item in result:
-            yield from _tensors(item)
-    elif isinstance(result, Mapping):
-        yield from _tensors(list(result.values()))
 
 
 def _made_just_now(tensor: Tensor) -> bool:

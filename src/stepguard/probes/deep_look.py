@@ -27,6 +27,7 @@ from stepguard.locate.operands import (
     storage_key,
 )
 from stepguard.locate.source import ModuleSpans
+from stepguard.probes.recompute import Recomputed
 from stepguard.probes.statistics import (
     SAMPLE,
     Numbers,
@@ -463,9 +464,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """How many results were measured."""
         known = {id(one) for root in roots.values() for one in root.parameters()}
         self.notes = StepNotes(self.numbers, set(trained), known | {*trained, *owned})
+        self.recomputed = Recomputed(self.numbers)
         self.fault: Exception | None = None
         self.note_fault: Exception | None = None
         """Why nothing more is noted of losses and layers; everything else is measured on."""
+        self.compare_fault: Exception | None = None
+        """Why checkpointed blocks are no longer compared; everything else is measured on."""
         self.paused = False
         """The guard does work of its own, which is not part of the step."""
         self.backward_begins: Callable[[], None] | None = None
@@ -528,6 +532,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # before it runs: an operation in place overwrites what it reads
             if not backward:
                 self._note(self.notes.before, operator, args)
+            self._compare(self.recomputed.before, operator, args, kwargs)
             return tensors
         except Exception as fault:
             self.fault = fault
@@ -560,6 +565,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._measure(tensor, known, given)
             if stage == "forward":
                 self._note(self.notes.after, operator, args, kwargs, results)
+            self._compare(self.recomputed.after, operator, results, module or "")
         except Exception as fault:
             self.fault = fault
         finally:
@@ -582,6 +588,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 note(*given, self.modules.current)
             except Exception as fault:
                 self.note_fault = fault
+
+    def _compare(self, compare: Callable[..., None], *given: Any) -> None:
+        if self.compare_fault is None:
+            try:
+                compare(*given)
+            except Exception as fault:
+                self.compare_fault = fault
 
     def _measure(self, tensor: Tensor, known: dict[str, Any], given: Sequence[Tensor] = ()) -> None:
         """Keep the statistics of a result; of a conversion, how much of it is rounded to 0."""
@@ -691,6 +704,7 @@ class DeepLook:
         without: Sequence[str] = ()
         if self._updates is not None:
             parameters, without = self._updates.rows(values)
+        rule = "" if self._updates is None else self._updates.rule
         tensors = tensor_rows(values["result"])
         counted = (len(tensors), len(parameters))
         if len(parameters) > MOST_ROWS_KEPT:
@@ -713,7 +727,10 @@ class DeepLook:
             norms_in_eval=self._evaluating(nn.modules.batchnorm._NormBase),
             kept_gradients=min(kept_gradients, default=0.0) > 0.0,
             without_gradient=without_unused_parts(self._roots, without),
+            optimizer=type(self._optimizer).__name__ if rule else "",
+            update_rule=rule,
             **self.observer.notes.facts(values),
+            **self.observer.recomputed.facts(values),
         )
         look = Look(
             step=self.step,

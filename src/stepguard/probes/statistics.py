@@ -213,6 +213,9 @@ class Updates:
         self._sampled: list[tuple[Tensor, Tensor, Tensor | None]] = []
         """Parameter, and samples of its values and of its gradient before the update."""
         self._without: set[str] = set()
+        self.rule = declared_rule(optimizer)
+        self._tell: dict[int, Tensor] = {}
+        """Whether an update of this parameter would show another rule, by its identity."""
         epsilons = _epsilons(optimizer)
         # Parameters with a gradient that only the optimizer knows are copies in float32 that the
         # weights are written back from.
@@ -238,6 +241,8 @@ class Updates:
                 measured["gradient"] = root_mean_square(gradient)
                 measured["gradient_zeros"] = share_of(gradient == 0)
                 measured["copies"] = _rows_are_copies(parameter)
+                if self.rule:
+                    self._note_rule(parameter, gradient, epsilons.get(id(parameter)))
             known = {
                 "name": name,
                 "dtype": str(parameter.dtype).removeprefix("torch."),
@@ -248,6 +253,13 @@ class Updates:
             }
             numbers.add("before", known, **measured)
             self._sampled.append((parameter, before, gradient))
+
+    def _note_rule(self, parameter: Tensor, gradient: Tensor, epsilon: float | None) -> None:
+        """Note whether the update of this parameter would show another rule than the declared."""
+        if parameter.numel() >= LEAST_TELLING:
+            tells = _tells(self.rule, parameter, gradient, epsilon or 0.0)
+            if tells is not None:
+                self._tell[id(parameter)] = tells
 
     def committed(self) -> None:
         """The update is over."""
@@ -263,6 +275,10 @@ class Updates:
                     "lost": (asked & (now == before)).sum() / count,
                 }
                 state = self._optimizer.state.get(parameter, {})
+                if id(parameter) in self._tell:
+                    apart = _apart(now, before, gradient, state, parameter)
+                    told = self._tell[id(parameter)]
+                    measured["apart"] = torch.where(told, apart, 1.0)
                 for value in map(state.get, MOMENTS):
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         moment = sampled(plain(value))
@@ -291,6 +307,68 @@ class Updates:
             if missing and one.trainable and id(parameter) in updated:
                 without.append(one.name)
         return found, without
+
+
+PER_ELEMENT = ("adam", "adamw", "nadam", "adamax", "rmsprop", "lion", "adagrad")
+ORTHOGONAL = ("muon",)
+WITH_AUX = ("muonwithauxadam", "singledevicemuon", "singledevicemuonwithauxadam")
+"""Names of Muon in its author's package."""
+DIRECTIONS = ("exp_avg", "momentum_buffer", "momentum")
+"""Names of an optimizer's running mean of the gradient."""
+LEAST_TELLING = 64
+"""Elements from which the shape of an update says something."""
+MOST_SINGULAR = 1 << 18
+"""Elements of a matrix whose singular values are computed."""
+UNEVEN = 0.9
+"""Mean over root mean square: gradients of one size give the same update by any rule."""
+SPREAD = 2.0
+"""Largest singular value over the median: an orthogonal update differs clearly from there on."""
+
+
+def declared_rule(optimizer: Optimizer) -> str:
+    """What its name says of the update: `element`, `orthogonal`; empty where that is not known."""
+    name = type(optimizer).__name__.lower()
+    if name in ORTHOGONAL or name in WITH_AUX:
+        return "orthogonal"
+    return "element" if name in PER_ELEMENT else ""
+
+
+def _tells(rule: str, parameter: Tensor, gradient: Tensor, epsilon: float) -> Tensor | None:
+    """True where the declared rule and plain descent give clearly different updates."""
+    if parameter.element_size() < 4 or parameter.layout is not torch.strided:
+        # rounding is larger than what is to be seen
+        return None
+    if rule == "element":
+        size = root_mean_square(gradient)
+        uneven: Tensor = gradient.abs().double().mean() < UNEVEN * size
+        # an epsilon above the gradient makes plain descent of it, by design
+        return uneven & (size > 100.0 * epsilon)
+    if parameter.dim() != 2 or min(parameter.shape) < 4 or parameter.numel() > MOST_SINGULAR:
+        return None
+    assert parameter.grad is not None
+    values: Tensor = torch.linalg.svdvals(plain(parameter.grad).float())
+    middle = values[len(values) // 2]
+    # a matrix of low rank has nothing to be made even
+    return (values[0] > SPREAD * middle) & (middle > 1e-4 * values[0])
+
+
+def _apart(
+    now: Tensor, before: Tensor, gradient: Tensor, state: Mapping[str, Any], parameter: Tensor
+) -> Tensor:
+    """Share of the update that is no multiple of gradient, running mean and weight: 0 for SGD."""
+    basis = [gradient, before]
+    for name in DIRECTIONS:
+        value = state.get(name)
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            basis.append(sampled(plain(value)))
+    columns = torch.stack([one.double() for one in basis], 1)
+    # of one length each, so that none is taken for rounding of another
+    columns = columns / columns.norm(dim=0).clamp_min(1e-300)
+    change = now.double() - before.double()
+    directions, _ = torch.linalg.qr(columns)
+    rest = change - directions @ (directions.T @ change)
+    size = change.norm()
+    return torch.where(size > 0, rest.norm() / size.clamp_min(1e-300), 1.0)
 
 
 def _rows_are_copies(parameter: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from stepguard.records.incident import (
     Statement,
     Verdict,
     VerdictKind,
+    Witness,
 )
 from stepguard.records.settings import GuardConfig, Policy, Probes, Ranks, Snapshots
 
@@ -49,4 +50,5 @@ __all__ = [
     "Verdict",
     "VerdictKind",
     "Verification",
+    "Witness",
 ]

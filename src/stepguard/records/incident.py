@@ -282,6 +282,51 @@ def _finite(value: float) -> bool:
     return value - value == 0.0
 
 
+# --- One kernel, run again on the inputs it had by another path.
+
+
+WitnessPath = Literal[
+    "again",
+    "reference",
+    "math",
+    "composite",
+    "cpu",
+    "eager",
+    "unfused",
+    "wider",
+    "contiguous",
+    "slope",
+]
+"""How the result is computed again: by the kernel once more, the registered function, attention
+as matrix products, torch's decomposition, the CPU, eager code, the optimizer's loop, a wider dtype,
+contiguous inputs, or as the slope of the kernel's own forward."""
+INDEPENDENT: tuple[WitnessPath, ...] = ("reference", "math", "composite", "cpu", "eager", "unfused")
+"""Paths that share no code with the kernel."""
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Witness:
+    """What another path gave on the inputs on which a kernel gave NaN or Inf."""
+
+    path: WitnessPath
+    """Which kind of path."""
+    name: str = ""
+    """What was run, in words: `math`, `the same kernel in float64`."""
+    finite: bool | None = None
+    """Everything it gave is finite, within the range of the kernel's dtype; None: not tried."""
+    value: float | None = None
+    """What it gave at the first element that the kernel got wrong."""
+    agrees: bool | None = None
+    """It gives the same where the kernel is finite; None: there was nothing to compare."""
+    why_not: str = ""
+    """Why it was not tried, or why it is not finite, in words."""
+
+    @property
+    def independent(self) -> bool:
+        return self.path in INDEPENDENT
+
+
 # --- Facts that were measured around a bad value: locating fills them in, the rules read them.
 
 
@@ -365,6 +410,8 @@ class Evidence:
     """What made the value inside, where no operation is visible: a custom autograd function, an
     operator from outside torch, a module or other code that writes memory by itself.
     """
+    witnesses: tuple[Witness, ...] = ()
+    """What other paths gave on the inputs of that kernel."""
     constant: Literal["nan", "inf"] | None = None
     """A tensor from outside model and batch was already bad."""
     attribute: str | None = None

@@ -72,6 +72,9 @@ class ParameterLook:
     """Smallest second moment that is not 0."""
     epsilon: float | None = None
     """What the optimizer adds to the root of a second moment, in the dtype of the parameter."""
+    apart: float | None = None
+    """Share of the update that is no multiple of gradient, running mean and weight, where the name
+    of the optimizer says it should be; 1 where nothing can be told."""
     copies: bool = False
     """All rows of the weight are equal, and so are all rows of its gradient: every unit does the
     same."""
@@ -177,6 +180,16 @@ class StepFacts:
     """Deviation of the loss function's input between samples, beside its size."""
     averages: dict[str, str] = field(default_factory=dict)
     """Average of weights that the guard was given -> digest of what it holds."""
+    optimizer: str = ""
+    """Class of the optimizer, where its name says how an update must look."""
+    update_rule: str = ""
+    """`element`: each element by its own size; `orthogonal`: all directions of a matrix alike."""
+    recomputed: int = 0
+    """Operations of checkpointed blocks whose second forward was compared with the first."""
+    recomputed_otherwise: tuple[str, ...] = ()
+    """Module and operation of the first that gave another result for the same inputs."""
+    recomputed_share: float = 0.0
+    """Share of its elements that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

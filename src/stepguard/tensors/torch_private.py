@@ -32,6 +32,7 @@ __all__ = [
     "LoaderIterator",
     "TorchDispatchMode",
     "current_autograd_node",
+    "decomposition_of",
     "default_store",
     "dispatch_mode_stack",
     "finished_work",
@@ -125,6 +126,15 @@ ATTRIBUTES = {
 def current_autograd_node() -> Any:
     """Return the backward node that is running; None outside a backward pass."""
     return torch._C._current_autograd_node()
+
+
+def decomposition_of(operator: Any) -> Callable[..., Any] | None:
+    """Return torch's own function that computes the same as this operator by simpler ones."""
+    # Imported late: it takes a second.
+    from torch._decomp import decomposition_table
+
+    found: Callable[..., Any] | None = decomposition_table.get(operator)
+    return found
 
 
 def next_sequence_number() -> int:

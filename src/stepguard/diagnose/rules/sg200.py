@@ -1,8 +1,9 @@
-"""SG201 to SG208: arithmetic of the forward pass."""
+"""SG201 to SG209: arithmetic of the forward pass, and kernels."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from stepguard.diagnose.case import (
     EVEN,
@@ -34,7 +35,7 @@ from stepguard.diagnose.rule import (
     singular_inputs,
     zero_divisor,
 )
-from stepguard.records import Operand
+from stepguard.records import Operand, Witness
 
 # --- SG201: something was divided by zero.
 
@@ -354,5 +355,74 @@ def sg208(case: Case) -> Proof | None:
         kind, prove = "fused", possible
     if kind is None:
         return None
+    failing = _clearing(case)
+    if failing:
+        prove = possible
     given = tuple(operand for operand in case.inputs if operand.dtype)
-    return prove(kind=KINDS[kind], given=given, nothing=not case.inputs)
+    return prove(
+        kind=KINDS[kind],
+        given=given,
+        nothing=not case.inputs,
+        cleared=_listed(failing) or None,
+        untried=_untried(case),
+    )
+
+
+def _clearing(case: Case) -> list[Witness]:
+    """Paths that fail alike and share no code with the kernel: then the inputs are to blame."""
+    if any(one.finite for one in _tried(case)):
+        return []
+    return [one for one in _tried(case) if one.independent]
+
+
+def _untried(case: Case) -> str | None:
+    """Why no other path was run; None where one was."""
+    reasons = [one.why_not for one in case.evidence.witnesses if one.finite is None]
+    return reasons[0] if reasons and not _tried(case) else None
+
+
+# --- SG209: a kernel gives a bad value where another path to the same result is finite.
+
+
+SAME_CODE = ("again", "wider", "contiguous", "slope")
+"""Paths that run the kernel itself, or its own forward; each has its own sentences."""
+
+
+def _tried(case: Case) -> list[Witness]:
+    return [one for one in case.evidence.witnesses if one.finite is not None]
+
+
+def _listed(witnesses: Sequence[Witness]) -> str:
+    return ", ".join(one.name for one in witnesses)
+
+
+def _failing_alike(case: Case) -> list[Witness]:
+    """Runs of the kernel's own code that are not finite either."""
+    return [one for one in _tried(case) if one.finite is False and not one.independent]
+
+
+@rule(yields_to="SG204 SG703")
+def sg209(case: Case) -> Proof | None:
+    # what differs where the kernel is right computes something else
+    finite = [one for one in _tried(case) if one.finite and one.agrees is not False]
+    independent = [one for one in finite if one.independent]
+    if not finite:
+        return None
+    best = (independent or finite)[0]
+    # a reference that could not be compared anywhere may compute something else
+    sure = bool(independent) and (best.agrees is True or best.path != "reference")
+    output = case.output
+    makes_nan = output is None or output.nan
+    fields = {
+        "kernel": f"`{case.where.op}`",
+        "name": best.name,
+        "value": best.value,
+        "gives": "NaN" if makes_nan else "Inf",
+        "same": best.agrees is True,
+        "also": _listed(_failing_alike(case)) or None,
+        "math": best.path == "math",
+        "unfused": best.path == "unfused",
+        "reference": best.path == "reference",
+    }
+    prove = certain if sure else likely
+    return prove(best.path if best.path in SAME_CODE else "", **fields)

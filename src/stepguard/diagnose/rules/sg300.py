@@ -30,7 +30,7 @@ EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh")
 SIGNS = {"add": "+", "mul": "*", "div": "/"}
 
 
-@rule(yields_to="SG103 SG402 SG403 SG501 SG502 SG504 SG505 SG703")
+@rule(yields_to="SG103 SG209 SG402 SG403 SG501 SG502 SG504 SG505 SG703")
 def sg301(case: Case) -> Proof | None:
     if case.overflows_by_scale:
         static = case.facts.scaling == "static" or case.verdict.kind == "nonfinite_gradient"

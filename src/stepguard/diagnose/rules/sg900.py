@@ -618,6 +618,62 @@ def _same_task(facts: ResumeFacts) -> bool:
     return facts.loss_now <= highest + (highest - lowest) + 0.1 * abs(highest)
 
 
+# --- SG924: a checkpointed block that computes something else the second time.
+
+
+@rule(looks=2)
+def sg924(case: Case) -> Proof | None:
+    found = [look for look in case.pair if look.facts.recomputed_otherwise]
+    if len(found) < len(case.pair):
+        return None
+    module, op = found[-1].facts.recomputed_otherwise
+    random = any(word in op for word in RANDOM)
+    return certain(
+        module=module,
+        op=op,
+        share=found[-1].facts.recomputed_share,
+        compared=found[-1].facts.recomputed,
+        random=random,
+    )
+
+
+RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "exponential_")
+"""Parts of the names of operations that draw random numbers."""
+
+
+# --- SG925: an optimizer whose updates follow another rule than its name says.
+
+
+PLAIN = 5e-3
+"""Share of an update beyond gradient, running mean and weight, up to which it is plain descent."""
+
+
+def _shares_apart(look: Look, below: float) -> dict[str, float]:
+    """Parameters whose update is plain descent up to such a share."""
+    shares = {one.name: one.apart for one in look.parameters if one.apart is not None}
+    return {name: share for name, share in shares.items() if share < below}
+
+
+@rule(looks=2)
+def sg925(case: Case) -> Proof | None:
+    rules = {look.facts.update_rule for look in case.pair}
+    if len(rules) > 1 or "" in rules:
+        return None
+    names = in_all(case.pair, lambda look: set(_shares_apart(look, PLAIN)))
+    # of a rule for elements all must agree; Muon leaves some matrices to another optimizer
+    measured = max(len(_shares_apart(look, math.inf)) for look in case.pair)
+    if not names or ("element" in rules and len(names) < measured):
+        return None
+    shares = _shares_apart(case.last, PLAIN)
+    apart = max(shares[name] for name in names)
+    return likely(
+        "orthogonal" if "orthogonal" in rules else "element",
+        names=names,
+        optimizer=case.last.facts.optimizer,
+        share=apart,
+    )
+
+
 # --- SG926: a policy gradient without a signal, or with a wrong one. The names are TRL's.
 
 
