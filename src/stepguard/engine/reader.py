@@ -416,7 +416,7 @@ class Reader:
         if not values:
             values = [torch.zeros(())]
         if context.agreement.mode == "collective":
-            loss = _added([micro.total for micro in losses]) if losses else None
+            loss = _added(values[: len(losses)]) if losses else None
             values += self._ranks.reduced(loss, named, norm)
         followed: dict[str, Tensor] = {}
         if context.memory.followed:
@@ -525,13 +525,8 @@ class Reader:
         end_of_named = end_of_parts + len(pending.names)
         end_of_shared = len(numbers) - len(pending.followed)
         micro = tuple(numbers[:end_of_micro])
-        components: dict[str, float] = {}
-        if pending.parts:
-            parts = numbers[end_of_micro:end_of_parts]
-            components = dict(zip(pending.parts, parts, strict=True))
-        followed: dict[str, float] = {}
-        if pending.followed:
-            followed = dict(zip(pending.followed, numbers[end_of_shared:], strict=True))
+        components = dict(zip(pending.parts, numbers[end_of_micro:end_of_parts], strict=True))
+        followed = dict(zip(pending.followed, numbers[end_of_shared:], strict=True))
         named = dict(zip(pending.names, numbers[end_of_parts:end_of_named], strict=True))
         shared = numbers[end_of_named:end_of_shared]
         norm = named.get("norm")
@@ -545,10 +540,6 @@ class Reader:
             scale = context.scales.static
         pending.others_bad = not math.isfinite(named.get("others", 0.0))
         norm_finite = norm is None or math.isfinite(norm)
-        bad_state: tuple[str, ...] = ()
-        for kind in STORED:
-            if kind in named and not math.isfinite(named[kind]):
-                bad_state += (kind,)
         reading = reading_of(
             step=pending.index,
             loss=sum(micro) if micro else None,
@@ -567,7 +558,7 @@ class Reader:
             seconds=seconds,
             shared_loss=shared_loss,
             alarm=bool(shared) and any(shared[len(shared) // 2 :]),
-            bad_state=bad_state,
+            bad_state=_bad_stored(named),
         )
         if pending.overflow_passes and only_loss_infinite(reading):
             return replace(reading, loss_overflow=True)
@@ -622,6 +613,15 @@ def _parts(losses: list[MicroLoss]) -> dict[str, Tensor]:
         for name, part in micro.parts.items():
             found.setdefault(name, []).append(part)
     return {name: _added(values) for name, values in found.items()}
+
+
+def _bad_stored(named: dict[str, float]) -> tuple[str, ...]:
+    """Kinds of stored tensors, of those that were scanned in this step, that hold a bad value."""
+    found: tuple[str, ...] = ()
+    for kind in STORED:
+        if kind in named and not math.isfinite(named[kind]):
+            found += (kind,)
+    return found
 
 
 def _clip_factor(norm: float | None, clip_norm: float | None) -> float | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from stepguard.diagnose.source_line import name_operands
 from stepguard.locate import evidence, origins, samples
 from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss, first_reader, huge_operand
-from stepguard.locate.compiled import locate_region
 from stepguard.locate.evidence import HUGE
 from stepguard.locate.operands import Call, plain
 from stepguard.locate.origins import huge_origin, origin_of
@@ -27,7 +26,7 @@ from stepguard.locate.replay import (
 )
 from stepguard.locate.source import is_users
 from stepguard.locate.tracer import ReachedError, Tracer
-from stepguard.locate.witness import with_witnesses
+from stepguard.locate.witness import locate_region, with_witnesses
 from stepguard.records.incident import Evidence, Origin, Reading, with_evidence
 from stepguard.state.batch import Step, rebuild
 

@@ -27,10 +27,10 @@ from stepguard.locate.operands import (
     storage_key,
 )
 from stepguard.locate.source import ModuleSpans
-from stepguard.probes.recompute import Recomputed
 from stepguard.probes.statistics import (
     SAMPLE,
     Numbers,
+    Recomputed,
     Rows,
     SeenBatch,
     Updates,

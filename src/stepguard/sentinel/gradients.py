@@ -378,15 +378,18 @@ def risky_update(
                 return True
         eps = group.get("eps")
         if type(eps) is not float:
-            # Adafactor has two; None stands for the dtype's own.
-            if isinstance(eps, tuple | list):
-                eps = next((e for e in eps if isinstance(e, float)), None)
-            if not isinstance(eps, int | float):
-                eps = None
+            eps = _one_epsilon(eps)
         for dtype in set(map(DTYPE, group["params"])):
             if _is_fragile(dtype, eps):
                 return True
     return False
+
+
+def _one_epsilon(eps: Any) -> float | None:
+    """Adafactor has two; None stands for the dtype's own."""
+    if isinstance(eps, tuple | list):
+        eps = next((one for one in eps if isinstance(one, float)), None)
+    return eps if isinstance(eps, int | float) else None
 
 
 def _is_small(optimizer: Optimizer) -> bool:
