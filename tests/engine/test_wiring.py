@@ -230,7 +230,7 @@ def test_cell_that_runs_again_replaces_its_guard(make: Any, tmp_path: Path) -> N
         first = make(at.model, at.optimizer, config=quiet(run_dir=tmp_path))
         second = make(at.model, at.optimizer, config=quiet(run_dir=tmp_path))
     assert (
-        first._closed and len(told(tmp_path)) == 1 and "another one was made" in told(tmp_path)[0]
+        first._closed and len(told(tmp_path)) == 1 and "a new one was built" in told(tmp_path)[0]
     )
     with stepguard.watch(twin.model, twin.optimizer, config=quiet()):
         plain_step(twin, (DATA[0],))

@@ -253,7 +253,7 @@ def _pairs(rows: Sequence[Row]) -> Table:
 
 
 def render_markdown(summary: RunSummary) -> str:
-    """The same screen in a fence, to paste into an issue or a lab book."""
+    """Spell the screen as Markdown in a code fence, to paste into an issue or a lab book."""
     text = render_terminal(summary).replace("```", "'''")
     return f"```text\n{text}```\n"
 
