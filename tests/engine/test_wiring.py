@@ -229,9 +229,7 @@ def test_cell_that_runs_again_replaces_its_guard(make: Any, tmp_path: Path) -> N
     with silence():
         first = make(at.model, at.optimizer, config=quiet(run_dir=tmp_path))
         second = make(at.model, at.optimizer, config=quiet(run_dir=tmp_path))
-    assert (
-        first._closed and len(told(tmp_path)) == 1 and "a new one was built" in told(tmp_path)[0]
-    )
+    assert first._closed and len(told(tmp_path)) == 1 and "a new one was built" in told(tmp_path)[0]
     with stepguard.watch(twin.model, twin.optimizer, config=quiet()):
         plain_step(twin, (DATA[0],))
     if make is Guard:
