@@ -51,6 +51,8 @@ if "stepguard-tests-" not in os.environ.get("XDG_CONFIG_HOME", ""):
 # worker the tests: a third of the time of `make quick`
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# huggingface_hub reads these when it is first imported: it must look nothing up and send nothing
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 torch.set_num_threads(1)
 # torch.compile draws a bar, whose thread would outlive the first test that compiles
 tqdm.monitor_interval = 0

@@ -249,7 +249,7 @@ def test_a_notebook_names_its_cells_shows_records_and_replaces_the_guard_of_a_ce
     outputs = run_cells(tmp_path, *cells, *shown)
     first, second = texts(outputs[2]), texts(outputs[4])
     assert first == second != "", "a cell that runs again puts no second pair of hooks"
-    assert "this guard ends here" in texts(outputs[3])
+    assert "a new one was built" in texts(outputs[3])
     panel = texts(outputs[5])
     assert "cell [6], line 2" in panel
     assert "ipykernel" not in panel

@@ -4,14 +4,9 @@ without them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
-
-os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = (
-    "1"  # before anything imports huggingface_hub
-)
 
 from integrations.trainers import same_environment
 
