@@ -275,7 +275,7 @@ def test_what_cannot_be_kept_is_refused_with_the_way_out(
 
 
 def test_name_reserved_by_the_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="__metadata__ .* a name that safetensors reserves"):
+    with pytest.raises(StoreError, match=r"__metadata__ .* a name that safetensors reserves"):
         Store(tmp_path).save(1, {"__metadata__": torch.ones(1)}, {}, GOOD)
 
 
