@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,11 @@ KEEPS_GROUP = True
 FEATURES, BATCH, STEPS, BAD_STEP, BAD_ROW = 8, 4, 6, 3, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
+
+
+def find_deepspeed() -> None:
+    """In the ranks only: accelerate imports it wherever it finds it. `make venv` puts it there."""
+    sys.path.append(str(Path(sys.prefix, "deepspeed")))
 
 
 class Net(nn.Module):
@@ -42,6 +48,7 @@ class Training:
     """An engine, its data, and a loop over them."""
 
     def __init__(self, stage: int, dtype: str, *, parts: int = 1, **more: Any) -> None:
+        find_deepspeed()
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -253,6 +260,7 @@ def test_policy_stops_a_run_of_bad_steps() -> None:
 @contextmanager
 def float16_on_the_cpu() -> Iterator[None]:
     """DeepSpeed asks the processor for AVX512-FP16; torch computes without it, only slower."""
+    find_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -284,6 +292,7 @@ def test_fp16_overflow_is_calibration_and_a_bad_loss_is_not(stage: int, folder: 
 
 @on_ranks(2)
 def test_what_cannot_be_guarded_is_refused() -> None:
+    find_deepspeed()
     from stepguard.integrations.deepspeed import guard
 
     with pytest.raises(ConfigError, match="give the DeepSpeedEngine"):

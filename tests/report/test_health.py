@@ -145,7 +145,7 @@ def test_run_whose_loss_has_run_away_is_never_healthy(steps: int) -> None:
 @pytest.mark.parametrize("steps", [60, 300, 1200])
 def test_half_of_what_was_learned_gone_again_asks_for_attention(steps: int) -> None:
     record = journal(gone_again(steps))
-    assert verdict(record) == "attention" and "what was learned is gone again" in said(record)
+    assert verdict(record) == "attention" and "what was learned is lost again" in said(record)
 
 
 def test_run_without_a_step_is_not_healthy() -> None:

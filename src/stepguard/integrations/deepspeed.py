@@ -44,6 +44,7 @@ from stepguard.state.buffers import BufferKeeper
 from stepguard.state.rng import RngState, capture_rng
 from stepguard.state.sharded import has_room
 from stepguard.tensors.names import swapped
+from stepguard.tensors.torch_private import foreach_norm
 from stepguard.tensors.values import is_finite
 
 DEEPSPEED = Framework("deepspeed", first="0.19", before="0.20", tested="0.19.8")
@@ -255,7 +256,7 @@ class EngineGuard:
         zero = self._zero
         divisor = self._engine.gradient_accumulation_steps()
         gradients = [gradient for _, gradient in self._gradients()]
-        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32) if gradients else []
+        norms = foreach_norm(gradients, 2.0, dtype=torch.float32) if gradients else []
         numbers = [loss.float().reshape(()) / divisor for loss in self._losses]
         device = self._engine.device
         packet = torch.stack(

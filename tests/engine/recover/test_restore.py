@@ -224,7 +224,7 @@ def test_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path) -> None:
     with guard_of(at, config(tmp_path)) as guard:
         assert guard.restore() == 4
     said = notes(tmp_path, "checkpoint")
-    assert any(newer.name in line and "passed over" in line for line in said)
+    assert any(newer.name in line and "is skipped" in line for line in said)
     assert any(f"restored {older}" in line for line in notes(tmp_path, "restored"))
 
 
