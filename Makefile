@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[dev]'
 	# in a folder of its own, which its tests add: accelerate and transformers import it wherever they find it
-	DS_BUILD_OPS=0 $(PIP) --upgrade --target $(VENV)/deepspeed --no-deps deepspeed einops hjson msgpack py-cpuinfo
+	DS_BUILD_OPS=0 $(PIP) --upgrade --target $(VENV)/deepspeed/site-packages --no-deps deepspeed einops hjson msgpack py-cpuinfo
 	touch $(CORE) $@
 
 # the demo needs torch and stepguard's own dependencies, not the frameworks of the tests

@@ -26,7 +26,7 @@ KINDS = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
 
 def find_deepspeed() -> None:
     """In the ranks only: accelerate imports it wherever it finds it. `make venv` puts it there."""
-    sys.path.append(str(Path(sys.prefix, "deepspeed")))
+    sys.path.append(str(Path(sys.prefix, "deepspeed", "site-packages")))
 
 
 class Net(nn.Module):
