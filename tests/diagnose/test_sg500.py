@@ -315,7 +315,9 @@ def test_divergence_is_a_conclusion_and_never_certain() -> None:
     assert (diverged().certainty, constant.certainty) == ("likely", "likely")
     moves = diverged(where=at("optimizer", moves=("the number `temperature`",)))
     assert moves.certainty == "possible"
-    assert "but the loss function changes between calls (the number `temperature`)" in moves.evidence
+    assert (
+        "but the loss function changes between calls (the number `temperature`)" in moves.evidence
+    )
     assert diverged(1e-12, update_ratio=1e-12).certainty == "possible"
 
 
