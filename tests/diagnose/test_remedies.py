@@ -202,7 +202,7 @@ ZOO = {
     "biaffine_weight_from_torch_tensor": 'SG601: ... Fill `biaffine.U` ... "biaffine.U"',
     "bn_running_var_nan_in_checkpoint": 'SG602: ... `bn.running_var` ... get_submodule("bn")',
     "position_table_never_filled": "SG602: ... Fill `position` before its first use (3 of 3",
-    "centre_that_is_no_buffer": 'SG602: ... Register `self.centre` of `head` ... "centre"',
+    "centre_that_is_no_buffer": 'SG602: ... `self.centre` of `head` as a buffer ... "centre"',
 }
 """Code, title and snippet of the first remedy."""
 
