@@ -479,6 +479,10 @@ def test_failure_of_the_first_steps_is_not_answered_by_skipping(whatif_folder: P
 
 def test_what_cannot_be_tried_is_one_line(whatif_folder: Path) -> None:
     assert "is not a capsule" in whatif_of("nowhere").stderr
+    # a healthy run, or one whose incidents lie in the folders of its further guards
+    (whatif_folder / "healthy").mkdir()
+    (whatif_folder / "healthy" / "journal.jsonl").touch()
+    assert "holds no capsule" in whatif_of("healthy").stderr
     (whatif_folder / "run" / "incidents").mkdir(parents=True)
     assert "holds no capsule" in whatif_of("run").stderr
     assert "must look like" in whatif_of("run", "--with", "fixes").stderr

@@ -194,7 +194,7 @@ ZOO = {
     "adamp_eps_after_rsqrt": "SG502: ... Put the eps of LateEpsilon under the root",
     "moments_loaded_with_nan": "SG503: ... Load `exp_avg` from where the weights come from",
     "second_moment_saved_in_fp16": "SG503: ... 52 of its elements were rounded to 0",
-    "rate_of_one_group_in_the_wrong_unit": 'SG504: ... group 1 back: 0.05 ... [1]["lr"] = 0.05',
+    "rate_of_one_group_in_the_wrong_unit": 'SG504: ... group 1 back to 0.05 ... [1]["lr"] = 0.05',
     "schedule_divides_by_zero_warmup": "SG504: ... lr of group 0 to nan at step 3",
     "lr_too_high_divergence": "SG505: ... Give SGD a lower lr than 0.8",
     "uninitialised_parameter": 'SG601: ... Fill `bg` ... model.get_parameter("bg")',
@@ -202,7 +202,7 @@ ZOO = {
     "biaffine_weight_from_torch_tensor": 'SG601: ... Fill `biaffine.U` ... "biaffine.U"',
     "bn_running_var_nan_in_checkpoint": 'SG602: ... `bn.running_var` ... get_submodule("bn")',
     "position_table_never_filled": "SG602: ... Fill `position` before its first use (3 of 3",
-    "centre_that_is_no_buffer": 'SG602: ... Make `self.centre` of `head` a buffer ... "centre"',
+    "centre_that_is_no_buffer": 'SG602: ... `self.centre` of `head` as a buffer ... "centre"',
 }
 """Code, title and snippet of the first remedy."""
 
@@ -392,7 +392,7 @@ def test_what_to_do_names_what_it_is_about(
             "Keep `self.calls` of the loss in a buffer",
         ),
         (Evidence(different_losses=(1.0, 2.0)), "two replays gave 1 and 2"),
-        (Evidence(same_bits=False), "Make step 1 repeat itself"),
+        (Evidence(same_bits=False), "Make step 1 reproducible"),
         (Evidence(same_bits=True), "writes into the batch of step 1 after"),
     ],
 )

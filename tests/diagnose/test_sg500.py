@@ -304,7 +304,7 @@ def test_runaway_schedule_is_told_by_its_first_rate_and_the_declared_one() -> No
     assert said in finding.evidence
     assert not any("did not jump" in sentence for sentence in finding.evidence)
     assert finding.remedies[0].title == (
-        "Let the schedule end: the lr of group 0 is 0.2, declared was 0.05"
+        "Bound the schedule: the lr of group 0 is 0.2, 0.05 was configured"
     )
 
 
@@ -315,7 +315,9 @@ def test_divergence_is_a_conclusion_and_never_certain() -> None:
     assert (diverged().certainty, constant.certainty) == ("likely", "likely")
     moves = diverged(where=at("optimizer", moves=("the number `temperature`",)))
     assert moves.certainty == "possible"
-    assert "but the loss function changes by itself (the number `temperature`)" in moves.evidence
+    assert (
+        "but the loss function changes between calls (the number `temperature`)" in moves.evidence
+    )
     assert diverged(1e-12, update_ratio=1e-12).certainty == "possible"
 
 

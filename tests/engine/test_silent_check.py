@@ -432,3 +432,19 @@ def test_parameters_that_learn_nothing_are_told_unless_it_is_on_purpose(
             model.body.requires_grad_(step % 3 == 0)
 
     assert without_looks(tmp_path, driver, fresh, model, parameters, change=change) == FROZEN[name]
+
+
+def test_policy_that_has_solved_its_task_is_not_told(tmp_path: Path) -> None:
+    """Its advantages are 0, so loss and gradients are: the task has nothing left to teach."""
+    torch.manual_seed(0)
+    policy = nn.Linear(1, 2)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
+    with stepguard.watch(policy, optimizer, config=GuardConfig(run_dir=tmp_path, terminal="quiet")):
+        for _ in range(400):
+            choice = torch.distributions.Categorical(logits=policy(torch.ones(32, 1)))
+            taken = choice.sample()
+            reward = (taken == 1).float()
+            optimizer.zero_grad()
+            (-(choice.log_prob(taken) * (reward - reward.mean())).mean()).backward()
+            optimizer.step()
+    assert [n["code"] for n in read_run(tmp_path).notes if n.get("kind") == "silent"] == []

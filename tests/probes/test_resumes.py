@@ -76,7 +76,7 @@ def test_restarted_schedule_is_named_with_both_rates(tmp_path: Path) -> None:
     train(before, tmp_path, schedule=warm_up(before[1]))
     built = loaded(before, optimizer=True)
     (told,) = train(built, tmp_path, 40, warm_up(built[1]))
-    said = "learning rate 0.01 at the last step before, 0.0005 now"
+    said = "the learning rate was 0.01 at the last step of the previous run and is 0.0005 now"
     assert said in told["summary"]
     assert "has counted 40 updates" in told["summary"]
     assert "moments" not in told["summary"]
@@ -208,5 +208,5 @@ def test_trainer_that_resumes_without_its_optimizer(lost: str, tmp_path: Path) -
     assert len(notes) == (1 if lost else 0)
     for note in notes:
         assert note["certainty"] == "certain"
-        assert "goes on at step 10" in note["summary"]
+        assert "continues at step 10" in note["summary"]
         assert "the moments of AdamW are empty" in note["summary"]

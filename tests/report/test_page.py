@@ -260,7 +260,7 @@ def test_looks_and_what_was_told_are_listed(tmp_path: Path) -> None:
         "Updates, the most suspicious first",
     ]
     assert [step for step, _ in section["tables"][1]["rows"][0]["history"]] == [2, 5, 8]
-    assert section["remarks"] == ["the step began with the gradients of the one before"]
+    assert section["remarks"] == ["the step started with the previous step's gradients"]
 
 
 def _of_capsule(capsule: str | None = "incidents/x/capsule", micro: int = 0) -> Incident:

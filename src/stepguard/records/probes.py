@@ -154,7 +154,7 @@ class StepFacts:
     softmax_twice: bool = False
     """The logits of a cross entropy are probabilities already."""
     kept_gradients: bool = False
-    """The step began with the gradients of the one before."""
+    """The step started with the previous step's gradients."""
     mixed_up: dict[str, str] = field(default_factory=dict)
     """Loss function -> what it was given (`probabilities`, `logits`) and does not take."""
     broadcast: tuple[str, ...] = ()

@@ -339,7 +339,7 @@ def remarks(look: Look) -> list[str]:
         names = phrases.first_few(facts.dropout, 4)
         said.append(f"dropout in evaluation mode while the model trains: {names}")
     if facts.kept_gradients:
-        said.append("the step began with the gradients of the one before")
+        said.append("the step started with the previous step's gradients")
     if facts.repeats:
         said.append(f"the batch is the same as in {phrases.count(facts.repeats, 'earlier probe')}")
     missing = [one.name for one in look.parameters if one.trainable and not one.owned]

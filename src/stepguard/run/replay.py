@@ -427,7 +427,7 @@ def capsule_of(
     shows that it failed as well.
     """
     folder = path.parent if path.name == "journal.jsonl" else path
-    if not (folder / "incidents").is_dir():
+    if not (folder / "incidents").is_dir() and not (folder / "journal.jsonl").is_file():
         incident = folder.resolve().parent if folder.name == "capsule" else folder.resolve()
         return folder, _failed_next(_incidents(incident.parent.parent), incident.name)
     known = _incidents(folder)

@@ -232,8 +232,11 @@ def sg908(case: Case) -> Proof | None:
 def _flat(case: Case) -> Proof | None:
     losses = {reading.step: reading.loss for reading in case.recent}
     seen = [losses.get(look.step) for look in case.pair]
-    known = [abs(loss) for loss in seen if loss is not None]
-    if known and min(known) <= SOLVED * (case.first_loss or 0.0):
+    # of probes further back than the readings that are kept, the newest losses stand for theirs
+    known = [loss for loss in seen if loss is not None] or [
+        loss for loss in losses.values() if loss is not None
+    ]
+    if known and min(abs(loss) for loss in known) <= SOLVED * (case.first_loss or 0.0):
         return None  # converged, or nothing happened: the loss is all there is to lose
     return certain("flat", loss=seen[-1])
 
