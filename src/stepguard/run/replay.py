@@ -427,16 +427,16 @@ def capsule_of(
     shows that it failed as well.
     """
     folder = path.parent if path.name == "journal.jsonl" else path
-    if not (folder / "incidents").is_dir() and not (folder / "journal.jsonl").is_file():
+    if not any((folder / of_run).exists() for of_run in ("incidents", "journal.jsonl")):
         incident = folder.resolve().parent if folder.name == "capsule" else folder.resolve()
         return folder, _failed_next(_incidents(incident.parent.parent), incident.name)
     known = _incidents(folder)
     with_capsule = [one for one in known if one.capsule and (folder / one.capsule).is_dir()]
     written = sorted(folder.glob("incidents/*/capsule/capsule.json"))
-    if not with_capsule and written:
-        # without a journal: the last by its name, which begins with its step
-        return written[-1].parent, None
     if not with_capsule:
+        if written:
+            # without a journal: the last by its name, which begins with its step
+            return written[-1].parent, None
         raise CapsuleError(
             f"{folder} holds no capsule: steps of guard.step with a batch that can be kept have "
             "one, unless GuardConfig(capsule='off')."
