@@ -1,7 +1,7 @@
 """Draw the pictures of the web page in docs/images, from real runs in a real browser.
 
-    python scripts/page_pictures.py          all of them
-    python scripts/page_pictures.py --site   only pages of the documentation site
+python scripts/page_pictures.py          all of them
+python scripts/page_pictures.py --site   only pages of the documentation site
 """
 
 from __future__ import annotations
@@ -64,7 +64,15 @@ def main() -> None:
 
 def _site(browser: Any, folder: Path) -> None:
     """Five pages of the site as a reader sees them first, opened from disk."""
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "site")]
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(folder / "site"),
+    ]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, env=quiet)
     context = browser.new_context(viewport={"width": 1280, "height": 900})
