@@ -338,7 +338,7 @@ class Case:
         kept_outside = evidence.attribute is not None and evidence.constant is not None
         if self.where.reproduced is False or evidence.untraced or kept_outside:
             return False
-        if self.where.method in ("replay", "live"):
+        if self.where.method in ("replay", "live", "graph"):
             return self.operated
         return self.where.tensor is not None and self.bad_operand is not None
 

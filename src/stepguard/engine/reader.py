@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import takes_found_inf
+from stepguard.locate.loss_graph import Expression
 from stepguard.locate.origins import summed_in_half_precision
 from stepguard.ranks.agreement import REDUCED, RISK
 from stepguard.records import Reading
@@ -183,6 +184,8 @@ class MicroLoss:
     """It was added up in float16, which overflows early."""
     scaled: bool = False
     """It carries the factor of a scaler that the guard does not know yet, if there is one."""
+    expression: Expression = field(default_factory=list)
+    """What a watched loop computed between the model's outputs and it."""
 
 
 @dataclass(slots=True, kw_only=True)

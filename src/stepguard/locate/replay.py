@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from stepguard.locate import evidence
 from stepguard.locate.evidence import kept_tensors
+from stepguard.locate.loss_graph import read_origin
 from stepguard.locate.operands import Stage, batch_tensors, numeric
 from stepguard.locate.source import Line, ModuleSpans, is_users, with_source
 from stepguard.locate.tracer import Ran, Tracer
@@ -505,9 +506,12 @@ class ModelReplayer(Replayer):
             method=METHOD,
         )
         if evidence.loss_is_bad(reading):
-            return replace(origin, phase="loss", remarks=(OUTSIDE_FORWARD,))
-        finite = all(map(self._came_back_finite, range(len(self.step.micro_batches))))
-        return replace(origin, remarks=(OUTSIDE_BOTH if finite else OUTSIDE_BACKWARD,))
+            origin = replace(origin, phase="loss", remarks=(OUTSIDE_FORWARD,))
+            return read_origin(origin, self.step.expressions, loss=reading.loss)
+        if all(map(self._came_back_finite, range(len(self.step.micro_batches)))):
+            return replace(origin, remarks=(OUTSIDE_BOTH,))
+        origin = replace(origin, remarks=(OUTSIDE_BACKWARD,))
+        return read_origin(origin, self.step.expressions, loss=None)
 
     def _came_back_finite(self, call: int) -> bool:
         """True if what the loss sent back to the outputs of this call is finite."""

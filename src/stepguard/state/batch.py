@@ -371,6 +371,8 @@ class Step:
     """`watch` mode: the loss was added up in float16."""
     lines: tuple[tuple[Any, ...] | None, ...] = ()
     """`watch` mode: the line that called the model, for each call (`locate.source.Line`)."""
+    expressions: Sequence[list[Any]] = ()
+    """`watch` mode: what lies between the model and each loss (`locate.loss_graph.Expression`)."""
 
     @property
     def replayable(self) -> bool:

@@ -93,7 +93,9 @@ def test_first_incident_is_placed_with_line_operation_and_sample() -> None:
     assert origin.source.endswith(born_here()) and origin.reproduced
     assert incident.findings[0].code == "SG201"
     (untold,) = Training().run(made(4, bad=0), hand_over=False)
-    assert untold.origin.op is None  # what is gained
+    # what is gained: the line, the sample, and a replay that confirms both
+    seen = untold.origin
+    assert (seen.op, seen.source, seen.samples, seen.reproduced) == ("aten.div", None, (), None)
 
 
 SCALED = {

@@ -151,17 +151,21 @@ def test_what_came_in_computed_is_not_called_an_input() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "op", "mark", "code"),
-    [(log_loss, "aten.log", "loss", "SG202"), (root_loss, "aten.div", "loss backward", "SG401")],
+    ("loss", "read", "op", "mark", "code"),
+    [
+        (log_loss, "aten.log", "aten.log", "loss", "SG202"),
+        (root_loss, "aten.sqrt", "aten.div", "loss backward", "SG401"),
+    ],
 )
 def test_the_second_incident_is_placed_by_the_live_trace(
-    loss: Loss, op: str, mark: str, code: str, tmp_path: Path
+    loss: Loss, read: str, op: str, mark: str, code: str, tmp_path: Path
 ) -> None:
     config = GuardConfig(terminal="quiet", run_dir=tmp_path)
     first, second = Watched(loss=loss, bad=(2, 5), steps=8, config=config).run()
     outside = origin(first)
-    places = (outside.module, outside.op, outside.source, outside.tensor, outside.reproduced)
-    assert places == (None,) * 5
+    places = (outside.module, outside.source, outside.tensor, outside.reproduced)
+    assert places == (None,) * 4
+    assert (outside.op, outside.method, first.findings[0].code) == (read, "graph", code)
     assert any("outside the model" in remark for remark in outside.remarks)
     assert "output gradient" not in f"{first.verdict.summary} {outside} {first.reading.bad_inputs}"
     found = origin(second)
@@ -380,12 +384,12 @@ class Several:
 def test_of_several_optimizers_one_is_traced_and_the_others_say_so(tmp_path: Path) -> None:
     loop = Several(2, locate=True, run_dir=tmp_path)
     first, second = loop.run(12, {3: (0, 1), 6: (0, 1), 9: (0, 1)})
-    assert first[0] is not None and first[0].op is None
+    assert first[0] is not None and first[0].source is None
     for origin in first[1:]:
         assert origin is not None
         assert (origin.op, origin.method) == ("aten.log", "live")
         assert origin.source is not None and origin.source.endswith(LOG_LINE)
-    assert [origin.op for origin in second if origin is not None] == [None] * 3
+    assert [origin.source for origin in second if origin is not None] == [None] * 3
     assert max(loop.active) == 1
     written = "".join(file.read_text() for file in tmp_path.rglob("journal*.jsonl"))
     assert written.count(live_tracing.ANOTHER_TRACES) == 1

@@ -277,6 +277,7 @@ class WatchDriver(Lifecycle):
         if step.model_fn is None:
             step.scale = scale
             return step
+        step.expressions = [loss.expression for loss in self.observed.losses]
         # the gradients of the outputs already carry the loss scale, so the step's own stays 1
         calls = self.model_calls.calls
         batches, lines = [], []
@@ -669,7 +670,9 @@ class WatchDriver(Lifecycle):
 
     def _heard_loss(self, root: Tensor) -> None:
         self.reader.start()
-        self.observed.before_backward(root)
+        # a loss that was handed over is replayed
+        outputs = self.model_calls.outputs if self.micro_batches.first else ()
+        self.observed.before_backward(root, outputs)
         self.micro_batches.heard(root)
 
     def after_backward(self, root: Tensor, *, failed: bool) -> None:

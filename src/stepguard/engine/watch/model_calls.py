@@ -261,6 +261,8 @@ class ModelCalls:
         not be remembered.
         """
         self.calls: list[ModelCall] = []
+        self.outputs: set[int] = set()
+        """Sequence numbers of the autograd nodes that made the outputs of these calls."""
         self._names: tuple[Any, int, list[str]] = (None, 0, [])
         """The forward that was called last, the number of its positional arguments, their names."""
         self._reference = weakref.ref(self)
@@ -269,6 +271,7 @@ class ModelCalls:
     def clear(self) -> None:
         """A step is over."""
         self.calls = []
+        self.outputs = set()
         if not isinstance(vars(self._model).get(COMPILED_CALL), HeardCall):
             # `module.compile()` has replaced the call since: attach again around it
             self._stop()
@@ -343,6 +346,8 @@ class ModelCalls:
             return
         try:
             for index, tensor in enumerate(differentiable(output)):
+                if tensor.grad_fn is not None:
+                    self.outputs.add(tensor.grad_fn._sequence_nr())
                 hook = partial(_received, self._reference, self.calls[-1].gradients, index)
                 hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the output does not warn
                 try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import repeat
 from operator import is_, sub
 from typing import Any
@@ -18,6 +18,7 @@ from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import evaluates_again, needs_closure
 from stepguard.engine.reader import GRADIENT, MicroLoss, gradients_of, summed_in_half
+from stepguard.locate.loss_graph import READERS, Expression, Saved
 from stepguard.sentinel.gradients import DTYPE, GradientNorm, gradient_norm, is_custom
 from stepguard.sentinel.torch_patches import unscaled
 from stepguard.state.buffers import UndoCopy
@@ -180,8 +181,11 @@ class ObservedLoss:
         """Were the gradients clipped? Where the norm is NaN, that makes all of them NaN."""
         return self._at_norm is not NO_MARKS
 
-    def before_backward(self, root: Tensor) -> None:
-        """A scalar that backward starts from is the loss; a scaler's factor is divided out."""
+    def before_backward(self, root: Tensor, outputs: Collection[int]) -> None:
+        """A scalar that backward starts from is the loss; a scaler's factor is divided out.
+
+        `outputs`: sequence numbers of the autograd nodes of the model's outputs.
+        """
         self._heard = False
         if root.numel() != 1 or not root.requires_grad or torch.compiler.is_compiling():
             return
@@ -211,7 +215,10 @@ class ObservedLoss:
             # their gradients have been dropped since, so they are part of no update
             self.losses = []
         summed = summed_in_half(root, context)
-        self.losses.append(MicroLoss(value, NO_PARTS, self.labels, summed, scaled))
+        observed = MicroLoss(value, NO_PARTS, self.labels, summed, scaled)
+        if outputs:
+            observed.expression = expression(root, outputs)
+        self.losses.append(observed)
         if context.agreement.size > 1:
             self._announce(value, summed_in_half=summed)
 
@@ -312,6 +319,65 @@ class ObservedLoss:
         self._at_norm = NO_MARKS
         self.labels = None
         self._taken = None
+
+
+MOST_NODES = 64
+"""Nodes that are followed from the loss; of a longer expression the part nearest to the loss."""
+MOST_BYTES = 1 << 20
+"""Size of a tensor that is held: sums, masks and weights of samples, not the scores of a
+vocabulary.
+"""
+_KEPT: dict[str, tuple[tuple[str, str], ...]] = {}
+"""Kind of autograd node -> names of what it keeps, with the attributes that give it."""
+
+
+def expression(root: Tensor, outputs: Collection[int]) -> Expression:
+    """The autograd nodes from the loss back to the model's outputs, by their sequence numbers."""
+    found: Expression = []
+    queue: list[Any] = [] if root.grad_fn is None else [root.grad_fn]
+    known = set(queue)
+    for node in queue:
+        sequence = node._sequence_nr()
+        if sequence in outputs:
+            continue
+        name = node.name()
+        kept = _KEPT.get(name)
+        if kept is None:
+            kept = _KEPT[name] = _kept_by(node) if name in READERS else ()
+        values: dict[str, Any] = {}
+        writes = []
+        for argument, attribute in kept:
+            value = getattr(node, attribute)
+            if isinstance(value, int | float | tuple):
+                values[argument] = value
+            # a tensor behind somebody's hooks would be computed to be read
+            elif value is not None and getattr(value, "unpack_hook", True) is None:
+                tensor = value.data
+                if type(tensor) is Tensor and tensor.nbytes <= MOST_BYTES:
+                    # its graph must not outlive the backward; a Python number is not detached
+                    values[argument] = tensor.detach() if tensor.requires_grad else tensor
+                    writes.append(tensor._version)
+        sources: list[int | None] = []
+        for source, _ in node.next_functions:
+            sources.append(None if source is None else source._sequence_nr())
+            # one that gathers the gradient of a leaf is no operation
+            if source is not None and source not in known and source.next_functions:
+                known.add(source)
+                queue.append(source)
+        found.append(Saved(name, sequence, values, writes, tuple(sources)))
+        if len(found) == MOST_NODES:
+            break
+    return found
+
+
+def _kept_by(node: Any) -> tuple[tuple[str, str], ...]:
+    listed = dir(node)
+    found = []
+    for name in listed:
+        if name.startswith("_saved_"):
+            raw = f"_raw{name}"
+            found.append((name.removeprefix("_saved_"), raw if raw in listed else name))
+    return tuple(found)
 
 
 def _marks(parameters: list[Tensor]) -> Marks:
