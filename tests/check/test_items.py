@@ -33,7 +33,7 @@ float16_context | scaler.missing | fail | no GradScaler | 6e-08
 half_weights | optimizer.eps | fail | eps=1e-08 is 0 in float16 | 0 / 0
 optimizer_of_another_model | optimizer.parameters | fail | none of the model's |
 head_left_out | optimizer.parameters | warn | 2 trainable parameters | head.weight
-bfloat16_weights | optimizer.stalled | warn | bfloat16 | leaves them as they are
+bfloat16_weights | optimizer.stalled | warn | bfloat16 | does not change them
 norm_without_eps | norm.eps | fail | RMSNorm(eps=1e-20) | e+
 hand_written_norm | norm.eps | fail | HandNorm(eps=1e-08) in float16 | NaN
 literal_rate | lr.config | fail | optimizer.lr=5e-05 | up to 0.0005
@@ -129,7 +129,7 @@ def test_accumulation_that_nothing_reads_is_not_accumulation(tmp_path: Path) -> 
     config = written(tmp_path, training={"num_train_steps": 300, "batch_size": 4, "grad_accum": 4})
     outcome = ask_one(HEALTHY, "checklist.accumulation", config=config)
     assert outcome.status == "warn"
-    assert outcome.evidence == ("training.grad_accum=4 is read by nothing",)
+    assert outcome.evidence == ("nothing reads training.grad_accum=4",)
 
 
 def test_rate_of_a_large_model_is_judged_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped seal": (lambda p: flip(p / "seal.json", 60), "does not match its own digest"),
     "torn tensors": (
         lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes()[:-9]),
-        "is not whole: .* bytes",
+        "is incomplete: .* bytes",
     ),
     "longer tensors": (
         lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes() + b"\0"),

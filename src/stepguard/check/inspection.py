@@ -658,7 +658,7 @@ class Inspection:
         """The source of the program itself: its script, and what that imports from the folder."""
         if self.subject.script is None:
             raise NotGiven(
-                "give TARGET as module:function: what this folder does may belong to another "
-                "program"
+                "give TARGET as module:function: the code in this folder may belong to "
+                "another program"
             )
         return read_source(program_files(Path.cwd(), self.subject.script))

@@ -249,7 +249,7 @@ def configured_rate(path: Path) -> float:
     else:
         listed = ", ".join(f"{key}={rate:g}" for key, rate in found.items())
         said = f"several learning rates ({listed})"
-    raise ConfigError(f"--config {path} names {said}; give the one that counts by --lr.")
+    raise ConfigError(f"--config {path} names {said}; give the right one with --lr.")
 
 
 # --- What a configuration and a launcher mean by precision.

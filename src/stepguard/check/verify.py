@@ -214,7 +214,9 @@ def verify(
 
 def nothing_in(where: str | Path) -> str:
     """Return the message for a folder without a checkpoint."""
-    return f"nothing to verify in {where}: it holds no checkpoint; give the folder or file of one."
+    return (
+        f"nothing to verify in {where}: it holds no checkpoint; give a checkpoint file or folder."
+    )
 
 
 def check_path(

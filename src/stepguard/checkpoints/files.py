@@ -420,7 +420,7 @@ def _check_files(path: Path, seal: Seal) -> None:
         os.close(descriptor)
         if size != file.size:
             raise StoreError(
-                f"{path} is not whole: {name} has {size} bytes, {file.size} were sealed."
+                f"{path} is incomplete: {name} has {size} bytes, {file.size} were sealed."
             )
         header = bytearray(min(starts.get(name, size), LARGEST))
         if _read_into(memoryview(header), path / name, 0) != file.header:
@@ -478,7 +478,7 @@ def _assembled(path: Path, name: str, wanted: TensorPart, parts: Sequence[_Store
             filled += _copy_overlap(tensor, wanted, part, name)
     if filled != wanted.elements:
         raise StoreError(
-            f"{path} is not whole: {filled or held} of {wanted.elements} elements of {name} are "
+            f"{path} is incomplete: {filled or held} of {wanted.elements} elements of {name} are "
             f"stored."
         )
     return tensor

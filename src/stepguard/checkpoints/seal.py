@@ -214,7 +214,7 @@ def load_json(content: bytes, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as fault:
         raise StoreError(f"{path} is not JSON that can be read: {first_line(fault)}.") from None
     if not isinstance(plain, dict):
-        raise StoreError(f"{path} holds a JSON {type(plain).__name__} where an object belongs.")
+        raise StoreError(f"{path} holds a JSON {type(plain).__name__}, not an object.")
     return plain
 
 
@@ -323,9 +323,11 @@ def entry_of(path: Path) -> Entry:
         try:
             size = (path / name).lstat().st_size
         except OSError:
-            raise StoreError(f"{path} is not whole: {name} is missing.") from None
+            raise StoreError(f"{path} is incomplete: {name} is missing.") from None
         if size != sealed:
-            raise StoreError(f"{path} is not whole: {name} has {size} bytes, {sealed} were sealed.")
+            raise StoreError(
+                f"{path} is incomplete: {name} has {size} bytes, {sealed} were sealed."
+            )
     return entry
 
 

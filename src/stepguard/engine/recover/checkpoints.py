@@ -477,7 +477,7 @@ def _mention_newer(context: Context, store: Store, opened: Opened) -> None:
             continue
         context.outputs.note(
             "checkpoint",
-            f"{entry.path.name} is newer, whole and finite, and not good: {entry.health.why}; "
+            f"{entry.path.name} is newer, complete and finite, and not good: {entry.health.why}; "
             f"guard.restore('newest') takes it",
         )
         return
@@ -731,7 +731,7 @@ class Checkpoints:
             self._lent = pending
 
     def _proved(self, pending: Snapshot | int) -> tuple[SavedState | None, str]:
-        """The state if it is whole and finite, and why it is not good; empty where it is."""
+        """The state if it is complete and finite, and why it is not good; empty where it is."""
         if not isinstance(pending, Snapshot):
             return None, ""
         pending.lent = False
