@@ -305,7 +305,9 @@ def test_a_run_is_examined_by_what_its_folder_holds(project: Path) -> None:
     text = "\n".join(found["journal"]["lines"])
     assert "20 steps, 2 incidents" in text and "SG201" in text and "2 times, steps 7 to 12" in text
     assert "SGD, learning rate 0.1" in text and "checkpoint_every=5" in text
-    assert found["capsules"]["lines"][0] == "2 bad steps recorded by all runs here; 1 can be replayed"
+    assert (
+        found["capsules"]["lines"][0] == "2 bad steps recorded by all runs here; 1 can be replayed"
+    )
     assert "cannot be read" in found["capsules"]["lines"][1]
     assert found["capsules"]["commands"][0].startswith("stepguard replay run/incidents/00000012")
     assert found["checkpoints"]["status"] == "fine"

@@ -246,7 +246,7 @@ def test_guard_that_is_left_alone_says_so_and_takes_no_nan(what: str, wrap: str)
         assert is_finite(run.weights()) and not run.armed
         (told,) = disarmings(said)
         assert "rank 1" in told
-        assert "did not come" in told or "has closed its guard" in told
+        assert "did not arrive" in told or "has closed its guard" in told
     if (what, wrap) == ("guard", "manual"):
         with Run("step", *built(wrap)) as run:
             for step in range(BAD_STEP + 1):
@@ -319,7 +319,7 @@ def test_one_rank_saves_what_all_hold_and_says_what_is_missing(wrap: str, folder
             assert alone is not None and alone.name == "step-1" and waits.call_count == 0
             assert read_seal(alone).health.missing == "random numbers, buffers of rank 1"
         if rank == 0:
-            assert "rank 1 did not come" in refused_restore(run)
+            assert "rank 1 did not arrive" in refused_restore(run)
         dist.barrier()
     if wrap == "ddp":
         torch.manual_seed(1)
@@ -356,7 +356,7 @@ def test_restore_on_one_rank_is_refused_once_another_trains(loop: str, folder: P
     model, optimizer = built()
     with Run(loop, model, optimizer, run_dir=folder) as run:
         if dist.get_rank() == 0:
-            assert "rank 1 has begun to train, so it did not come" in refused_restore(run)
+            assert "rank 1 has begun to train, so it did not arrive" in refused_restore(run)
         for step in range(STEPS):
             run.step(data(step))
     assert run.armed

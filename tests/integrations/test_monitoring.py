@@ -394,6 +394,6 @@ import stepguard.integrations.transformers
     assert ran.returncode == 1
     last = ran.stderr.strip().splitlines()[-1]
     assert last.startswith(
-        "stepguard._errors.ConfigError: transformers 4.57.6 is not known to this guard"
+        "stepguard._errors.ConfigError: transformers 4.57.6 is not supported; this guard"
     )
     assert "transformers 5" in last

@@ -106,7 +106,7 @@ def agent_server(tools: AgentTools) -> MCPServer[Any]:
         from mcp.types import ToolAnnotations
     except ImportError as missing:
         raise ConfigError(
-            'stepguard mcp needs the SDK of the protocol: pip install "stepguard[mcp]".'
+            'stepguard mcp needs the Model Context Protocol SDK: pip install "stepguard[mcp]".'
         ) from missing
 
     def answering(tool: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -434,8 +434,8 @@ class AgentTools:
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                f"stepguard {words[0]} took more than {self._seconds:g} seconds and was ended; the "
-                "user can allow more with --timeout."
+                f"stepguard {words[0]} took more than {self._seconds:g} seconds and was "
+                "stopped; the user can allow more with --timeout."
             ) from None
         lines = done.stdout.strip().splitlines()
         if done.returncode != EXIT_USAGE and lines:

@@ -46,8 +46,8 @@ def run(
         "--config",
         envvar=VARIABLE,
         metavar="FILE",
-        help="Fields of GuardConfig, and of Policy below `policy`: TOML, YAML or JSON. Also by "
-        "the variable STEPGUARD_CONFIG.",
+        help="Fields of GuardConfig, and of Policy below `policy`: TOML, YAML or JSON. "
+        "Also set by the variable STEPGUARD_CONFIG.",
     ),
     restore: str | None = typer.Option(
         None,
@@ -122,8 +122,8 @@ def _refuse_no_script(script: str, context: typer.Context, *, module: bool) -> N
             if str(value).endswith(".py"):
                 option = name.replace("_", "-")
                 wrong = (
-                    f"no script is given. --{option} has taken {value} for its value; give it one, "
-                    "then the script."
+                    f"no script is given: --{option} took {value} as its value. Give the "
+                    "option a value, then the script."
                 )
     elif script.startswith("-"):
         wrong = (
@@ -133,15 +133,15 @@ def _refuse_no_script(script: str, context: typer.Context, *, module: bool) -> N
         )
     elif module:
         if path.is_file() and path.suffix == ".py":
-            wrong = f"{script} is a file; leave -m out, or give the name of a module."
+            wrong = f"{script} is a file; remove -m, or give the name of a module."
     elif path.is_dir():
-        wrong = f"{script} is a folder; give the Python script in it, or a package by -m."
+        wrong = f"{script} is a folder; give the Python script in it, or a package with -m."
     elif path.suffix.lower() in SETTINGS:
         wrong = f"{script} is not a script; settings go before it: --config {script}."
     elif not path.is_file():
         wrong = f"{script} does not exist; give the path of a Python script."
         if context.args and context.args[0].endswith(".py"):
-            wrong = f"{script} does not exist; leave it out: stepguard run {context.args[0]}."
+            wrong = f"{script} does not exist; write: stepguard run {context.args[0]}."
     if wrong:
         raise ConfigError(wrong)
 
@@ -309,7 +309,7 @@ def fix(
     as_json: JsonOption = False,
     yes: YesOption = False,
 ) -> None:
-    """Print the change of your code that mends a bad step, as a diff that the step was run with.
+    """Print the change of your code that fixes a bad step, as a diff that the step was run with.
 
     The step is replayed as it was and with the change; nothing is written without --apply. Exit
     code 2 when no change of your own lines is known to mend it. This runs your training script, or

@@ -266,9 +266,9 @@ def _check(model: object, optimizer: object, modules: object, extra: object) -> 
 def _refuse_averager(optimizer: object) -> None:
     if hasattr(optimizer, "averager"):
         raise ConfigError(
-            f"{type(optimizer).__name__} averages the weights of ranks that make steps of their "
-            "own, which a guard cannot judge together; reduce the gradients of every step "
-            "(DistributedDataParallel) and give the optimizer inside it."
+            f"{type(optimizer).__name__} averages the weights of ranks that step "
+            "independently, which a guard cannot judge collectively; reduce the gradients "
+            "of every step (DistributedDataParallel) and give the optimizer inside it."
         )
 
 

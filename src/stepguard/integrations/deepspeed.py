@@ -313,7 +313,7 @@ class EngineGuard:
             reading = replace(reading, overflow=True, grads_finite=False)
             verdict = judge_reading(reading, context.history, context.config)
             count = self._engine.skipped_steps
-            facts = f"DeepSpeed left out the update (skipped_steps: {count})"
+            facts = f"DeepSpeed skipped the update (skipped_steps: {count})"
             context.outputs.note(verdict.kind, f"{verdict.summary}. {facts}", step=reading.step)
             context.outputs.step(reading, committed=False)
             return

@@ -227,7 +227,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _number(text: str, name: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise CapsuleError(f"--with {name}={text} is not a whole number from 1 on.")
+        raise CapsuleError(f"--with {name}={text} must be a whole number of at least 1.")
     return int(text)
 
 
@@ -621,7 +621,7 @@ def spelled(found: StepDifference) -> Iterator[str]:
     if found.same:
         yield (
             f"no difference: {found.compared} operations, loss {losses[0]} and "
-            f"{found.gradients_compared} gradients are equal to the bit"
+            f"{found.gradients_compared} gradients are bit-identical"
         )
         return
     if found.stored:

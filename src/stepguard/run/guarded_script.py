@@ -317,8 +317,8 @@ class AutomaticGuards:
             guard.optimizer.zero_grad(set_to_none=True)
         if guard.rank == 0:
             self._complain(
-                f"{guard.name or 'the run'} goes on after {done} steps; the script's own loop and "
-                "its data start from the beginning"
+                f"{guard.name or 'the run'} continues after {count(done, 'step')}; the "
+                "script's loop and data start from the beginning"
             )
 
     def _make_way(self, guard: Guard) -> None:
@@ -357,8 +357,8 @@ def start_from(which: str, config: GuardConfig) -> str | None:
     if which == "auto":
         return None
     raise ConfigError(
-        f"--restore {which} finds no checkpoint in {folder}; --restore auto starts anew where "
-        "there is none."
+        f"--restore {which} finds no checkpoint in {folder}; --restore auto starts from "
+        "scratch if there is none."
     )
 
 

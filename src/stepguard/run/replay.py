@@ -367,7 +367,7 @@ def _refuse_brought(capsule: Capsule, path: Path) -> None:
     if INSTALLED.intersection(resolved.parts) or resolved.is_relative_to(run) or beside:
         raise CapsuleError(
             f"{path} is not code of your project: it is installed, or lies in the folder of a run "
-            "or a capsule. To run it all the same, name it with --script or --build."
+            "or a capsule. To run it anyway, name it with --script or --build."
         )
 
 
@@ -525,7 +525,9 @@ def fix(
     folder, _ = capsule_of(Path(path), has_fix)
     incident = replay(folder, build=build, script=script, confirm=confirm)
     if incident.origin is None or not incident.origin.reproduced:
-        raise CapsuleError(f"{folder} is not reproduced here: there is nothing to prove a fix on.")
+        raise CapsuleError(
+            f"{folder} is not reproduced here: there is no bad step to try a fix on."
+        )
     untried = ""
     for finding in incident.findings[:1]:
         for remedy in finding.remedies:
@@ -534,7 +536,7 @@ def fix(
                 return ProvenFix(incident=incident, remedy=remedy, code=finding.code, files=files)
             untried = untried or remedy.tried or remedy.title
     raise CapsuleError(
-        f"no change of your own lines is known to mend {folder}: {untried or 'no cause was found'}."
+        f"no change of your code is known to fix {folder}: {untried or 'no cause was found'}."
     )
 
 
