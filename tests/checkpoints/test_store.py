@@ -318,7 +318,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes() + b"\0"),
         "is not whole",
     ),
-    "empty seal": (lambda p: (p / "seal.json").write_bytes(b""), "does not have the form of one"),
+    "empty seal": (lambda p: (p / "seal.json").write_bytes(b""), "is not in the format of a seal"),
     "no seal": (lambda p: (p / "seal.json").unlink(), "seal.json is missing"),
     "no facts": (lambda p: (p / "facts.json").unlink(), "facts.json is missing"),
     "no tensors": (lambda p: (p / TENSORS).unlink(), f"{TENSORS} is missing"),

@@ -264,7 +264,7 @@ def test_strided_tensor_comes_in_row_major_order(monkeypatch: pytest.MonkeyPatch
             r"m cannot be kept in a checkpoint: it has the layout torch.sparse_coo; hand over",
         ),
         (torch.empty(3, device="meta"), "m cannot be kept in a checkpoint: it has no plain memory"),
-        (3.0, "m is a float, not a tensor; plain values belong into the facts"),
+        (3.0, "m is a float, not a tensor; put plain values into the facts"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_with_the_way_out(

@@ -307,7 +307,7 @@ def test_one_rank_saves_what_all_hold_and_says_what_is_missing(wrap: str, folder
             # nothing keeps the weights of such ranks equal
             assert alone is None
             told = (run_dir / "journal.jsonl").read_text()
-            assert "all ranks have to call guard.save(), for nothing keeps" in told
+            assert "all ranks have to call guard.save(), because nothing keeps" in told
         else:
             held = Store(run_dir / "checkpoints").open().facts
             assert held["rng"].keys() == {"0", "1"}

@@ -244,8 +244,8 @@ def _write_file(
                     is_bad = True
                     if name not in may_be_nonfinite:
                         raise StoreError(
-                            f"not sealed: {name} holds NaN or Inf; a checkpoint must be finite to "
-                            f"be of use."
+                            f"not sealed: {name} holds NaN or Inf; a checkpoint must be "
+                            "finite to be useful."
                         )
                 digest.update(piece)
                 whole.update(piece)
@@ -268,20 +268,19 @@ def _write_file(
 def _refuse_odd(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise StoreError(
-            f"{name} is a {type(tensor).__name__}, not a tensor; plain values belong into the "
-            f"facts."
+            f"{name} is a {type(tensor).__name__}, not a tensor; put plain values into the facts."
         )
     odd = ""
     if name == METADATA:
         odd = "has a name that safetensors reserves; rename it"
     elif tensor.layout is not torch.strided:
-        odd = f"has the layout {tensor.layout}; hand over tensor.to_dense()"
+        odd = f"has the layout {tensor.layout}; pass tensor.to_dense()"
     elif tensor.device.type == "meta" or tensor.is_quantized:
-        odd = "has no plain memory (meta or quantized); hand over its real values"
+        odd = "has no plain memory (meta or quantized); pass its real values"
     elif stored_dtype(tensor) not in CODES and tensor.element_size() != 1:
         odd = (
-            f"has the dtype {tensor.dtype}, which safetensors cannot hold; hand over a view of it "
-            f"as bytes"
+            f"has the dtype {tensor.dtype}, which safetensors cannot hold; pass a view of "
+            "it as bytes"
         )
     if odd:
         raise StoreError(f"{name} cannot be kept in a checkpoint: it {odd}.")
@@ -300,7 +299,7 @@ def write_json(path: Path, content: bytes, disk: Disk) -> SealedFile:
     """Write a small file, durably."""
     if len(content) > LARGEST:
         raise StoreError(
-            f"{path.name} would have {len(content)} bytes; more than {LARGEST} are not read back."
+            f"{path.name} would have {len(content)} bytes; at most {LARGEST} can be read back."
         )
     with disk.new_file(path) as file:
         file.write(content)
@@ -444,7 +443,7 @@ def _stored(path: Path, name: str, seal: Seal, sealed: SealedTensor) -> _Stored:
         fits = fits and all(at + size <= most for at, size, most in places)
     if not fits:
         raise StoreError(
-            f"{path} has a seal that contradicts itself: {name} is in no file as it is described."
+            f"{path} has a seal that contradicts itself: no file holds {name} as described."
         )
     return _Stored(path / sealed.file, sealed, part.whole, part.offset)
 

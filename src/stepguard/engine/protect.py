@@ -349,7 +349,7 @@ class UserOutput(Output):
     def _failed(self, fault: Exception) -> None:
         self._sink = Sink()
         text = (
-            f"{self.name} failed and is dropped, training goes on without it: "
+            f"{self.name} failed and is dropped, training continues without it: "
             f"{type(fault).__name__}: {fault}"
         )
         self._tell(text)

@@ -305,7 +305,7 @@ class Wiring:
             self._beside[before] = True
             self._say(
                 f"{kinds} take turns on this model: the guard stays with the "
-                f"{type(optimizer).__name__} it was given; give the other one a guard of its own"
+                f"{type(optimizer).__name__} it was given; build another guard for the other one"
             )
         else:
             count = len(optimizer_parameter_ids(optimizer))

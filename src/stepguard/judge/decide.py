@@ -97,7 +97,7 @@ def budget_from(facts: dict[str, Any]) -> Budget:
 
 
 RewindData = Literal["repeat", "skip"]
-"""What happens to the steps since the target: run again as they were, or left behind."""
+"""What happens to the steps since the target: run again as they were, or dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

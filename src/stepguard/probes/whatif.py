@@ -953,7 +953,7 @@ def what_helps(
         failed = [one.name for one in found.outcomes if not one.works and one.cost < best.cost]
         why = f"{best.label} keeps the bad value away for {count(found.after, 'step')}"
         if failed:
-            why += f"; not so {', '.join(failed)}"
+            why += f"; these do not: {', '.join(failed)}"
     fields = ("name", "works", "bad_value", "loss", "held_out")
     trials = [{name: getattr(one, name) for name in fields} for one in found.outcomes]
     context.outputs.note("whatif", why, step=found.step, trials=trials, steps=found.steps)

@@ -486,7 +486,7 @@ def tiles(summary: RunSummary) -> list[list[str]]:
     seen = f"of {summary.steps:,} seen"
     note = ""
     if summary.left:
-        seen += f", {summary.left:,} left behind"
+        seen += f", {summary.left:,} no longer counted"
     if summary.calibrations:
         note = f"and {phrases.count(summary.calibrations, 'calibration')}"
     rows = [

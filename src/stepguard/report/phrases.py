@@ -281,7 +281,7 @@ ACTION_WORDS: dict[Action, ActionWords] = {
 
 REWIND_DATA = {
     "repeat": "; the steps since are replayed unchanged",
-    "skip": "; training goes on with the next batch",
+    "skip": "; training continues with the next batch",
 }
 
 
@@ -404,7 +404,7 @@ def message(kind: str, fields: Mapping[str, Any]) -> str:
     """One line about a note, or about a `fault`: the guard itself failed. Others have none."""
     if kind == "fault":
         return (
-            "ERROR: the guard failed and is disarmed; training goes on unguarded: "
+            "ERROR: the guard failed and is disarmed; training continues unguarded: "
             f"{fields.get('error')}"
         )
     return f"step {fields.get('step')}: {fields.get('summary')}"

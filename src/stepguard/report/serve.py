@@ -358,8 +358,8 @@ def build_app(
     """
     if token is not None and not token.strip():
         raise ConfigError(
-            "the token is empty (an unset variable?); give --token TEXT, or leave the option out "
-            "and one is made where it is needed."
+            "the token is empty (an unset variable?); give --token TEXT, or omit the "
+            "option: one is generated where it is needed."
         )
     if not root.is_dir():
         raise JournalError(

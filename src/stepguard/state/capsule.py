@@ -129,7 +129,7 @@ class Capsule:
             return reading, tuple(tree_from_json(batch, self.tensors) for batch in batches), rng
         except RecursionError:
             raise CapsuleError(
-                f"{self.folder} is damaged: its batch is nested without end."
+                f"{self.folder} is damaged: its batch is nested endlessly."
             ) from None
         except DAMAGE as fault:
             raise _damaged(self.folder, fault) from None
@@ -403,7 +403,7 @@ def _read_files(
         )
     for key in NEEDED:
         if key not in facts:
-            raise CapsuleError(f"{folder} is damaged: capsule.json says nothing about {key!r}.")
+            raise CapsuleError(f"{folder} is damaged: capsule.json lacks {key!r}.")
     return facts, tensors
 
 
