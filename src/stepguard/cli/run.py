@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
@@ -153,8 +154,15 @@ CapsuleArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN_OR_CAPSULE",
-        help="Folder `incidents/<id>/capsule` of a run, or the run: its last incident, or the "
-        "first of several in a row.",
+        help="A run directory, for its newest capsule; or the folder of one incident.",
+    ),
+]
+ChainArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_OR_CAPSULE",
+        help="A run directory, for its last incident (the first of several in a row); or the "
+        "folder of one incident.",
     ),
 ]
 ScriptOption = Annotated[
@@ -204,7 +212,7 @@ def replay(
     This runs your training script, or the function given by --build. For a capsule that was made
     elsewhere, the command it names is printed and confirmed first.
     """
-    from stepguard.run.replay import capsule_of
+    from stepguard.run.replay import newest_capsule
     from stepguard.run.replay import replay as run_again
 
     def inspect(step: Step, incident: Incident) -> None:
@@ -217,7 +225,11 @@ def replay(
 
     refuse_no_function(build=build)
     exclude(json=as_json, pdb=debug)
-    capsule, _ = capsule_of(Path(path))
+    capsule, held = newest_capsule(Path(path))
+    if held:
+        which = f"the newest of {held} capsules" if held > 1 else "the only capsule"
+        another = f"stepguard replay {shlex.quote(str(capsule.parent.parent))}/ID"
+        echo(f"stepguard: replaying {capsule.parent}, {which}; another one: {another}", err=True)
     # What the script prints must not mix with the JSON on stdout.
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         incident = run_again(
@@ -264,7 +276,7 @@ def _enter_debugger(step: Step, incident: Incident) -> None:
 
 
 def whatif(
-    path: CapsuleArgument,
+    path: ChainArgument,
     own: Annotated[
         str | None,
         typer.Option(
@@ -300,7 +312,7 @@ def whatif(
 
 
 def fix(
-    path: CapsuleArgument,
+    path: ChainArgument,
     script: ScriptOption = None,
     build: BuildOption = None,
     apply: Annotated[

@@ -499,19 +499,34 @@ class Wiring:
             )
 
     def _warn(self, summary: str) -> None:
+        """Show it once, as Python's warning: tests filter by it, and it names the user's line."""
         if summary not in self._said:
-            self._say(summary)
-            warnings.warn(f"stepguard: {summary}.", WiringWarning, stacklevel=5)
+            text = f"stepguard: {summary}."
+            self._say(summary, warned=not _hidden(text))
+            warnings.warn(text, WiringWarning, stacklevel=5)
 
-    def _say(self, summary: str) -> None:
+    def _say(self, summary: str, *, warned: bool = False) -> None:
+        """`warned`: a Python warning shows it, so the terminal need not print it as well."""
         self._said.add(summary)
-        self._context.outputs.note("wiring", summary)
+        self._context.outputs.note("wiring", summary, **({"warned": True} if warned else {}))
 
 
 REPLACED = (
     "the optimizer holds parameters that are no longer the model's: they were replaced after the "
     "guard was built"
 )
+
+
+def _hidden(text: str) -> bool:
+    """Does a filter hide this warning that was made for others, as `filterwarnings("ignore")` is?
+
+    A filter for WiringWarning itself is the user's answer to the message.
+    """
+    for action, message, category, module, line in warnings.filters:
+        matches = message is None or message.match(text)
+        if matches and not module and not line and issubclass(WiringWarning, category):
+            return action == "ignore" and category is not WiringWarning
+    return False
 
 
 def _inside_each_other(one: Optimizer, other: Optimizer) -> bool:

@@ -47,7 +47,8 @@ SAFETY_NOTES = {
     "changes-training": " (changes what is learned)",
 }
 HAND_OVER = Remedy(
-    title="Hand the loss to the guard: a bad step can then be replayed, and is located at once",
+    title="Compute the loss through the guard: a bad step can then be replayed, and is "
+    "located at once",
     snippet="""
 guard = stepguard.watch(model, optimizer)
 loss = guard.loss(loss_fn, batch)  # in place of loss = loss_fn(batch)

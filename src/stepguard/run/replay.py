@@ -427,20 +427,13 @@ def capsule_of(
     shows that it failed as well.
     """
     folder = path.parent if path.name == "journal.jsonl" else path
-    if not any((folder / of_run).exists() for of_run in ("incidents", "journal.jsonl")):
+    if not _is_run(folder):
         incident = folder.resolve().parent if folder.name == "capsule" else folder.resolve()
         return folder, _failed_next(_incidents(incident.parent.parent), incident.name)
     known = _incidents(folder)
     with_capsule = [one for one in known if one.capsule and (folder / one.capsule).is_dir()]
-    written = sorted(folder.glob("incidents/*/capsule/capsule.json"))
     if not with_capsule:
-        if written:
-            # without a journal: the last by its name, which begins with its step
-            return written[-1].parent, None
-        raise CapsuleError(
-            f"{folder} holds no capsule: steps of guard.step with a batch that can be kept have "
-            "one, unless GuardConfig(capsule='off')."
-        )
+        return newest_capsule(folder)[0], None
     chain = len(known) - 1
     # a rewind leads back to earlier steps
     while chain and known[chain - 1].step >= known[chain].step - SHORTLY:
@@ -448,6 +441,32 @@ def capsule_of(
     kept = [one for one in known[chain:] if one in with_capsule] or with_capsule[-1:]
     chosen = next(filter(wanted, kept), kept[0])
     return folder / str(chosen.capsule), _failed_next(known, chosen.id)
+
+
+def newest_capsule(path: Path) -> tuple[Path, int]:
+    """The capsule at this path; of a run, the one that was recorded last.
+
+    Beside it how many capsules the run holds; 0 where the path is not a run.
+    """
+    folder = path.parent if path.name == "journal.jsonl" else path
+    if not _is_run(folder):
+        return folder, 0
+    recorded = [folder / one.capsule for one in _incidents(folder) if one.capsule]
+    found = [capsule for capsule in recorded if capsule.is_dir()]
+    if not found:
+        # without a journal: by its name, which begins with its step
+        written = sorted(folder.glob("incidents/*/capsule/capsule.json"))
+        found = [capsule.parent for capsule in written]
+    if not found:
+        raise CapsuleError(
+            f"{folder} holds no capsule: steps of guard.step with a batch that can be kept have "
+            "one, unless GuardConfig(capsule='off')."
+        )
+    return found[-1], len(found)
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / of_run).exists() for of_run in ("incidents", "journal.jsonl"))
 
 
 def _incidents(run: Path) -> list[Incident]:
