@@ -221,7 +221,7 @@ def test_every_loss_of_every_rank_is_a_line(ledger: Path) -> None:
     done = lost(ledger)
     assert done.exit_code == 0, done.output
     assert "17" in done.stdout and "SG505" in done.stdout and "rank 1" in done.stdout
-    assert "13 samples lost in 4 steps, of 16 in them" in done.stdout
+    assert "13 samples lost in 3 steps, of 16 in them" in done.stdout
 
 
 def test_json_has_entries_totals_and_samples(ledger: Path) -> None:
@@ -468,7 +468,7 @@ def test_results_of_verify_by_exit_code_and_as_json(good: Path, bad: Path, tmp_p
         (("quarantine", "--data", "."), "is not a run folder"),
         (("quarantine", "--data", ".", "--undo"), "exclude each other"),
         (("quarantine", "--data", ".", "--unproven"), "give --out FILE"),
-        (("quarantine", ".", "--out", "x"), "belong to --data"),
+        (("quarantine", ".", "--out", "x"), "need --data"),
         (("quarantine", "--data", "newer"), "schema 99"),
         (("quarantine", "--data", "run", "--out", "no/folder.txt"), "cannot be written"),
         (("quarantine", "checkpoint-20"), "folder above"),

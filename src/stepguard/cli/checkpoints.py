@@ -213,16 +213,16 @@ def _show_bad_samples(run: Path, *, as_json: bool, out: Path | None, unproven: b
         entries, unread = read_ledger(run)
     except OSError as error:
         raise JournalError(f"{error.filename or run} cannot be read: {error.strerror}.") from error
-    # Step lines of the journals, of all ranks and attempts.
-    steps = 0
+    # Step lines of all attempts, in the journal of each rank.
+    steps = [0]
     for path in journals:
         with suppress(OSError), path.open("rb") as lines:
-            steps += sum(b'"type":"step"' in line for line in lines)
+            steps.append(sum(b'"type":"step"' in line for line in lines))
     if as_json:
-        echo_json(checks.as_json(str(run), entries, unread, steps))
+        echo_json(checks.as_json(str(run), entries, unread, max(steps)))
     else:
         stream = sys.stdout
-        text = checks.render_ledger(str(run), entries, unread, steps, screen.columns(stream))
+        text = checks.render_ledger(str(run), entries, unread, sum(steps), screen.columns(stream))
         screen.put(text, stream)
     if out is not None:
         _write_samples(checks.suspects(entries), out, unproven=unproven)
