@@ -316,7 +316,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "longer tensors": (
         lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes() + b"\0"),
-        "is not whole",
+        "is incomplete",
     ),
     "empty seal": (lambda p: (p / "seal.json").write_bytes(b""), "is not in the format of a seal"),
     "no seal": (lambda p: (p / "seal.json").unlink(), "seal.json is missing"),
@@ -356,7 +356,7 @@ def test_error_names_every_candidate_and_why(tmp_path: Path) -> None:
         "step-2: ",
         "facts.json is missing",
         "step-1: ",
-        "form of one",
+        "is not in the format of a seal",
     ):
         assert line in text
 

@@ -356,6 +356,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     (tmp_path / "guard.yaml").write_text("terminal: quiet\npolicy: {actions: [stop]}\n")
     done = guarded(tmp_path, "train.py", STEPGUARD_CONFIG="guard.yaml")
     assert done.returncode == 3 and "WHERE" not in done.stderr, done.stderr
+    assert done.stderr.startswith("stepguard: HALTED step=3 ") and done.stderr.count("\n") == 1
     (tmp_path / "guard.yaml").write_text("terminals: quiet\n")
     done = guarded(tmp_path, "train.py", STEPGUARD_CONFIG="guard.yaml")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -88,8 +88,8 @@ def mcp(
 ) -> None:
     """Serve these run folders to an agent over the Model Context Protocol, on stdin and stdout.
 
-    Start it in the project's folder. Tools read; `replay`, `whatif` and `fix` run your program as
-    the commands of the same name do. Needs the extra: pip install "stepguard[mcp]".
+    Start it in the project's folder. Most tools only read; `replay`, `whatif` and `fix` run your
+    program as the commands of the same name do. Needs the extra: pip install "stepguard[mcp]".
     """
     refuse_no_function(build=build)
     tools = AgentTools(
@@ -335,7 +335,7 @@ class AgentTools:
             bool, Field(description="Write the change; needs a server with --allow-apply.")
         ] = False,
     ) -> dict[str, Any]:
-        """Find the change of the user's code that mends the bad step, as a unified diff.
+        """Find the change of the user's code that fixes the bad step, as a unified diff.
 
         The step was run with it: `before` and `after` have the losses. An error where no change of
         the user's lines is known to mend it.

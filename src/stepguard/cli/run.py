@@ -324,7 +324,7 @@ def fix(
     """Print the change of your code that fixes a bad step, as a diff that the step was run with.
 
     The step is replayed as it was and with the change; nothing is written without --apply. Exit
-    code 2 when no change of your own lines is known to mend it. This runs your training script, or
+    code 2 when no change of your code is known to fix it. This runs your training script, or
     the function given by --build. For a capsule that was made elsewhere, the command it names is
     printed and confirmed first.
     """

@@ -135,7 +135,7 @@ class EngineGuard:
         return tuple(self._context.incidents)
 
     def loss(self, loss_fn: LossFn, batch: Any) -> Tensor:
-        """`loss_fn(batch)`, remembered so that a bad step can be located.
+        """Return `loss_fn(batch)` and remember it, so that a bad step can be located.
 
         Give the result to `engine.backward`. Call the engine in `loss_fn`, not the model inside it:
         a bad micro-batch is run again on a copy of the model that DeepSpeed knows nothing of.

@@ -20,6 +20,7 @@ from stepguard._errors import StoreError
 from stepguard.checkpoints import Health, Store
 from stepguard.ranks.agreement import ASKED, Agreement
 from stepguard.ranks.copies import fact_fingerprint, fingerprints
+from stepguard.report.phrases import count
 from stepguard.state.run_state import SavedState
 
 OWN = ("rng", "loader")
@@ -258,15 +259,15 @@ def _story(
 ) -> str:
     if not stored:
         return "the checkpoint holds no position in the data: the loader starts at the beginning"
-    said = (
-        f"the checkpoint holds positions in the data for {len(stored)} ranks; this run has {size}"
-    )
-    without = ", ".join(str(rank) for rank in range(size) if rank not in stored)
+    held = count(len(stored), "rank")
+    said = f"the checkpoint holds positions in the data for {held}; this run has {size}"
+    absent = [str(rank) for rank in range(size) if rank not in stored]
+    without = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(absent)}" if absent else ""
     if without and shared is None:
-        said += f": ranks {without} START THE DATA AGAIN, because the positions differ"
+        said += f": on {without} the data STARTS AGAIN, because the positions differ"
     elif without and shared is not None:
-        place = f"batch {shared[1]} of pass {shared[0]}, as the others"
-        said += f": ranks {without} continue at {place}, with random numbers of their own"
+        place = f"batch {shared[1]} of pass {shared[0]}, as on the others"
+        said += f": on {without} the data continues at {place}, with different random numbers"
     if same_ranks:
         return said
     share = "each rank now gets a different share of the data"

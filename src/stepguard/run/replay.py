@@ -489,7 +489,7 @@ def _failed_next(known: list[Incident], name: str) -> int | None:
 
 @dataclass(slots=True, kw_only=True)
 class ProvenFix:
-    """A change that was seen to mend the step."""
+    """A change with which the bad step was run and was finite."""
 
     incident: Incident
     """The incident as the replay found it: before the change."""
@@ -532,7 +532,7 @@ def fix(
     script: str | None = None,
     confirm: Confirm = lambda command: False,
 ) -> ProvenFix:
-    """Replay the capsule and return the fix that mends its step. Raises CapsuleError.
+    """Replay the capsule and return the fix with which its step is finite. Raises CapsuleError.
 
     Of a run, the first incident of its last chain for which the run itself has found a fix, else
     the first of all.
