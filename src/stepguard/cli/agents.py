@@ -337,8 +337,8 @@ class AgentTools:
     ) -> dict[str, Any]:
         """Find the change of the user's code that fixes the bad step, as a unified diff.
 
-        The step was run with it: `before` and `after` have the losses. An error where no change of
-        the user's lines is known to mend it.
+        The step was run with it: `before` and `after` have the losses. An error if no change
+        of the user's code is known to fix it.
         """
         if apply and not self.allow_apply:
             raise ConfigError(

@@ -15,7 +15,7 @@ from stepguard._errors import EXIT_OK, EXIT_SCRIPT_FAILED, ConfigError
 from stepguard.cli._results import JsonOption, echo, echo_json, exclude, refuse_no_function, writing
 
 if TYPE_CHECKING:
-    from stepguard.records import GuardConfig, Incident
+    from stepguard.records import GuardConfig, Incident, Origin
     from stepguard.state.batch import Step
 
 VARIABLE = "STEPGUARD_CONFIG"
@@ -244,17 +244,21 @@ def replay(
     if incident.origin is not None and incident.origin.reproduced:
         raise typer.Exit(EXIT_OK)
     if not as_json:
-        from stepguard.state.capsule import read_capsule
-
-        origin = incident.origin
-        why = origin.evidence.departs if origin is not None else None
-        if why is None and origin is not None and origin.reproduced is None and origin.remarks:
-            why = f"the step is finite here; {origin.remarks[-1]}"
-        why = why or "the same step is finite here"
-        echo(f"stepguard: not reproduced: {why.removesuffix('.')}.", err=True)
-        for difference in read_capsule(capsule).differences():
-            echo(f"stepguard: {difference}", err=True)
+        _tell_difference(capsule, incident.origin)
     raise typer.Exit(EXIT_SCRIPT_FAILED)
+
+
+def _tell_difference(capsule: Path, origin: Origin | None) -> None:
+    """Say why a step is not reproduced, and what is different here."""
+    from stepguard.state.capsule import read_capsule
+
+    why = origin.evidence.departs if origin is not None else None
+    if why is None and origin is not None and origin.reproduced is None and origin.remarks:
+        why = f"the step is finite here; {origin.remarks[-1]}"
+    why = why or "the same step is finite here"
+    echo(f"stepguard: not reproduced: {why.removesuffix('.')}.", err=True)
+    for difference in read_capsule(capsule).differences():
+        echo(f"stepguard: {difference}", err=True)
 
 
 def _enter_debugger(step: Step, incident: Incident) -> None:
