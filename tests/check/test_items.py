@@ -43,7 +43,7 @@ no_label_counts | labels.empty | fail | 1 example of 24 | 5 (id chat-0-5)
 nan_in_the_data | data.finite | fail | 17 (id chat-0-17) [sound]: NaN at [3] | 1 of 16 values
 silence | data.constant | warn | 9 (id chat-0-9) [sound] = 0 | 16 places
 wrong_unit | data.range | warn | 11 (id chat-0-11) | 1 of 24
-outside_the_declared_range | data.range | fail | sound spans | allowed is -0.5 to 0.5
+outside_the_declared_range | data.range | fail | sound spans | the allowed range is -0.5 to 0.5
 unreadable_example | data.unreadable | fail | 19 (OSError: image file | 1 example of 24
 leaked_example | data.leak | fail | 2 (id validation-2) = 6 (id chat-0-6) | 1 example of 8
 poisoned_weights | model.stored_finite | fail | param:head.weight | 1 of 128 values

@@ -100,7 +100,7 @@ def test_parameters_that_no_gradient_reaches_are_told_once() -> None:
     at = Scene(model, optimizer)
     with (
         pytest.warns(
-            WiringWarning, match="no parameter of the optimizer has got a gradient in 3 steps"
+            WiringWarning, match="no parameter of the optimizer got a gradient in 3 steps"
         ) as said,
         Guard(model, optimizer, config=quiet()) as guard,
     ):

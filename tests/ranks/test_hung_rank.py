@@ -50,5 +50,5 @@ def test_many_ranks_are_counted() -> None:
     places = {rank: RankProgress(3, 0, 100.0, "") for rank in range(20)}
     places[20] = RankProgress(3, 1, 100.0, "")
     words = behind(places, 90.0)
-    assert words.count("has not come") == 8
+    assert words.count("is behind") == 8
     assert words.endswith("and 12 more")

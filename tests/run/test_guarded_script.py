@@ -85,7 +85,7 @@ def test_an_optimizer_that_cannot_be_guarded_is_told_once_and_truly(
     guarded_script._tell_how_it_ended(several, 0, GuardConfig())
     first, second = capsys.readouterr().err.splitlines()
     assert "SGD is not guarded: TypeError" in first
-    assert "made none that stepped" not in second and "for the reason above" in second
+    assert "created none that stepped" not in second and "for the reason above" in second
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ optimizer.step()
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("x = 1", "the script made none that stepped"),
+        ("x = 1", "the script created none that stepped"),
         (REFUSED, "for the reason above"),
         ("raise SystemExit(7)", ""),
         ("raise SystemExit('no data')", "no data"),

@@ -326,7 +326,7 @@ def _check_total(index: str, total: Any, shards: Collection[FileLayout], whole: 
     is_more = isinstance(total, int | float) and total > size
     if is_more and all(shard.complete for shard in shards):
         # not :d, for JSON may hold Infinity
-        detail = f"{index} says {total:,} bytes of tensors, but the shards hold {size:,}"
+        detail = f"{index} declares {total:,} bytes of tensors, but the shards hold {size:,}"
         whole.add("index", detail, severity="warning")
 
 

@@ -250,7 +250,7 @@ def config_unread(run: Inspection) -> Answer:
     unused = _unused(run)
     total = len(list(flat(plain(run.tracked))))
     if not unused:
-        return passed(f"all {total} keys are read, or named in the source")
+        return passed(f"{count(total, 'key')}, each read or named in the source")
     return warned(
         f"{count(len(unused), 'key')} of {total} not read, nor named in "
         f"{count(run.project.files, 'source file')}: {first_few(unused)}",
@@ -273,7 +273,7 @@ def config_changed(run: Inspection) -> Answer:
     said += _listed("only in the checkpoint", sorted(old.keys() - new.keys()))
     said += _listed("new", sorted(new.keys() - old.keys()))
     if not said:
-        return passed(f"{len(new)} values equal those stored in the checkpoint")
+        return passed(f"{count(len(new), 'value')}, the same as in the checkpoint")
     return warned(
         *said,
         fix="Make sure that each change is intended, and that loading the checkpoint does not undo "

@@ -204,8 +204,8 @@ def optimizer_parameters(run: Inspection) -> Answer:
             fix="Add them to a group, or set requires_grad=False so that the intent is visible.",
         )
     return passed(
-        f"{len(trained)} trainable parameters are in the optimizer, {len(named) - len(trained)} "
-        "are frozen"
+        f"{count(len(trained), 'trainable parameter')} in the optimizer, "
+        f"{len(named) - len(trained)} frozen"
     )
 
 
@@ -319,7 +319,7 @@ def lr_schedule(run: Inspection) -> Answer:
     peak, last, steps = max(rates), rates[-1], min(run.steps or MOST_STEPS, MOST_STEPS)
     numbers = (
         f"{kind}: starts at {rates[0]:.3g}, peaks at {peak:.3g} in step {_peak_step(rates):,}, "
-        f"ends at {last:.3g}; {steps:,} steps tried"
+        f"ends at {last:.3g}; {count(steps, 'step')} tried"
     )
     whole = steps == run.steps
     if not whole:
@@ -393,7 +393,7 @@ def checklist_lr(run: Inspection) -> Answer:
         return passed(f"{run.setting('lr')} is configured")
     rate = max(peak_rates(run.optimizer))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    said = f"lr {rate:.3g} with {parameters:,} parameters"
+    said = f"lr {rate:.3g} with {count(parameters, 'parameter')}"
     if rate <= LARGEST_RATE:
         return passed(said)
     if parameters < LARGE_MODEL:
@@ -425,7 +425,7 @@ def checklist_warmup(run: Inspection) -> Answer:
         return warned(f"{but}there is no scheduler: the first step takes the full rate", fix=fix)
     rates, _ = run.schedule
     warm = _peak_step(rates) if rates[0] < 0.5 * max(rates) else 0
-    said = f"{warm:,} steps from {rates[0]:.3g} to {max(rates):.3g}"
+    said = f"{count(warm, 'step')} from {rates[0]:.3g} to {max(rates):.3g}"
     if run.steps:
         said += f", {100 * warm / run.steps:.3g} % of {run.steps:,}"
     # a factor of (step + 1) / 2000 reaches the rate in step 1999, one of step / 2000 in step 2000
@@ -457,7 +457,7 @@ def model_stored_finite(run: Inspection) -> Answer:
             if wrong:
                 bad.append(f"{name} ({wrong:,} of {tensor.numel():,} values)")
     if not bad:
-        return passed(f"{len(tensors):,} tensors of model and optimizer are finite")
+        return passed(f"{count(len(tensors), 'tensor')} of model and optimizer, all finite")
     return failed(
         f"{count(len(bad), 'tensor')} of {len(tensors):,} not finite: {first_few(bad, 4)}",
         fix="Load the last good checkpoint; torch.empty without an initialisation looks like this "

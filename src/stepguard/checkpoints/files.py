@@ -34,6 +34,7 @@ from stepguard.checkpoints.seal import (
     digest_of,
     open_plain,
 )
+from stepguard.report import phrases
 from stepguard.state.files import Disk
 from stepguard.tensors.names import TensorPart, whole_part
 from stepguard.tensors.values import dtype_name
@@ -386,7 +387,10 @@ def read_tensors(
             stored.setdefault(name, []).append(_stored(path, name, seal, sealed))
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if select is None and needed > installed:
-        raise StoreError(f"{path} needs {needed} bytes of memory; this machine has {installed}.")
+        raise StoreError(
+            f"{path} needs {phrases.size(needed)} of memory; this machine has "
+            f"{phrases.size(installed)}."
+        )
     tensors: dict[str, Tensor] = {}
     read: dict[SealedTensor, Tensor] = {}
     """Tied tensors have several names and lie in the file once."""

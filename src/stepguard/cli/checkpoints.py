@@ -170,7 +170,7 @@ def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
             echo(f"    and {len(move.reasons) - MOST_REASONS} more")
     for path in unread:
         echo(
-            f"not moved, because it could not be judged: {path} (stepguard verify {path} says why)"
+            f"not moved, because it could not be judged: {path} (stepguard verify {path} shows why)"
         )
     line = f"{len(results)} checked, {len(moves)} {word}"
     if moves:

@@ -27,6 +27,7 @@ from stepguard.engine.drivers.schedule import calls_of_step, position
 from stepguard.engine.protect import borrowing
 from stepguard.engine.result import data_parallel_wrapper
 from stepguard.records import GuardConfig
+from stepguard.report.phrases import count
 from stepguard.state.batch import unwrapped
 from stepguard.state.loader import ResumableLoader
 from stepguard.state.run_state import inner_optimizers
@@ -308,8 +309,8 @@ class Wiring:
                 f"{type(optimizer).__name__} it was given; build another guard for the other one"
             )
         else:
-            count = len(optimizer_parameter_ids(optimizer))
-            told = f"the loop has a new optimizer ({type(optimizer).__name__}, {count} parameters)"
+            size = count(len(optimizer_parameter_ids(optimizer)), "parameter")
+            told = f"the loop has a new optimizer ({type(optimizer).__name__}, {size})"
             context.outputs.note("adopted", f"{told}: it is guarded from its first step")
         return True
 
@@ -428,8 +429,8 @@ class Wiring:
         self._without_gradient += 1
         if self._without_gradient == LOOKED_AT:
             self._warn(
-                f"no parameter of the optimizer has got a gradient in {LOOKED_AT} steps: nothing "
-                f"is learned; "
+                f"no parameter of the optimizer got a gradient in {LOOKED_AT} steps: nothing is "
+                "learned; "
                 + (
                     "the backward pass left some, so call zero_grad() before it and not after it"
                     if reached
@@ -489,8 +490,8 @@ class Wiring:
             return
         if self._outside:
             self._say(
-                f"this guard saw no step: {self._outside} calls of optimizer.step() came outside "
-                "of guard.step"
+                f"this guard saw no step: {count(self._outside, 'call')} of optimizer.step() came "
+                "outside of guard.step"
             )
         elif self._backwards:
             self._say(

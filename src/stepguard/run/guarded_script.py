@@ -442,8 +442,8 @@ def _tell_how_it_ended(automatic: AutomaticGuards, code: int, config: GuardConfi
         tell("the run was not guarded: no optimizer of the script could be, for the reason above.")
     elif not guards and code == 0:
         tell(
-            "no optimizer was guarded: the script made none that stepped in this process, or "
-            "guards its own."
+            "no optimizer was guarded: the script created none that stepped in this "
+            "process, or it guards its own."
         )
     for guard in guards:
         if guard.rank == 0:

@@ -40,6 +40,7 @@ from stepguard.ranks.saving import state_of_rank
 from stepguard.records import Evidence, Incident, Origin, Remedy, Verdict
 from stepguard.records.incident import VerdictKind
 from stepguard.records.probes import WhatIf
+from stepguard.report import phrases
 from stepguard.run.guarded_script import as_main
 from stepguard.state.batch import LossFn, Step, unwrapped
 from stepguard.state.buffers import BufferKeeper
@@ -185,10 +186,13 @@ class CapsuleReplay(Generic[Found]):
         except StoreError as fault:
             if built:
                 return
+            taken = missing.get("bytes")
             raise CapsuleError(
-                f"{capsule.folder} holds no weights (the step takes {missing.get('bytes')} bytes, "
-                f"more than GuardConfig.capsule_limit), and no sealed checkpoint has them: {fault} "
-                "Pass --build (build=) with a function whose model has weights: those are used."
+                f"{capsule.folder} holds no weights (the step takes "
+                f"{phrases.size(taken) if isinstance(taken, int) else '?'}, more than "
+                f"GuardConfig.capsule_limit), and no sealed checkpoint has them: {fault} "
+                "Pass --build (build=) with a function whose model has weights: those are "
+                "used."
             ) from None
         capsule.weights = state_of_rank(opened.tensors, opened.facts, missing.get("rank", 0))
         bad = self._decoded[0].step

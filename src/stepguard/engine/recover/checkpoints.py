@@ -320,7 +320,7 @@ def restore_checkpoint(
     rewinder.past = past_of(attempts)
     context.outputs.note(
         "restored",
-        f"restored {opened.path}: {opened.step} optimizer steps are done",
+        f"restored {opened.path}: optimizer steps done: {opened.step}",
         checkpoint=opened.path.name,
         run=context.run.id,
     )
