@@ -437,14 +437,14 @@ def test_run_is_tried_with_its_build_function_and_a_fix_of_ones_own(whatif_folde
     assert set(works) == {"fix", "leave out", "skip", "own"}
     assert works[0] == "fix"
     table = whatif_of("run/incidents/00000030-nonfinite_loss")
-    assert "Best: the fix for SG201 in your own line." in table.stdout
+    assert "Best: the fix for SG201 in your code." in table.stdout
 
 
 def test_script_of_the_run_is_enough(whatif_folder: Path) -> None:
     train()
     ran = whatif_of("run", "--script", "whatif_project.py")
     assert ran.exit_code == 0, ran.output
-    assert "Best: the fix for SG201 in your own line." in ran.stdout
+    assert "Best: the fix for SG201 in your code." in ran.stdout
     assert "step 30: loss is inf" in " ".join(ran.stdout.split())
 
 

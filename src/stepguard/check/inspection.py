@@ -567,7 +567,7 @@ class Inspection:
         if step.fault and self.subject.loss_fn is None:
             # How the model is called was a guess, so its exception proves nothing.
             raise NotGiven(
-                f"return `loss_fn`; the model alone cannot be called with a batch ({step.fault})"
+                f"return `loss_fn`; the model cannot be called with a batch directly ({step.fault})"
             )
         return step
 

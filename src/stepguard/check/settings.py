@@ -335,7 +335,7 @@ def read_launcher(file: Mapping[str, Any], file_name: str, environ: Mapping[str,
         written, given = file.get(name), environ.get(variable) or None
         if None not in (written, given) and str(written).lower() != str(given).lower():
             found.conflicts.append(
-                f"{file_name} says {name}={written}, the environment {variable}={given}"
+                f"{file_name} sets {name}={written}, the environment {variable}={given}"
             )
         for value, place in ((written, file_name), (given, variable)):
             if value is not None:

@@ -237,8 +237,8 @@ def _lock(folder: Path, disk: Disk) -> int:
         if fault.errno not in {errno.EACCES, errno.EAGAIN}:
             raise
         raise StoreError(
-            f"another process writes checkpoints into {folder}; end it, or give each run a folder "
-            f"of its own."
+            f"another process writes checkpoints into {folder}; end it, or give each run "
+            "its own folder."
         ) from None
     return descriptor
 

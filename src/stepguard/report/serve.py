@@ -196,8 +196,9 @@ NOT_BEGUN = """<!doctype html><html lang="en"><head><meta charset="utf-8">\
 <title>{name} · stepguard</title><style>{style}</style></head><body>\
 <header class="top"><div class="brand">stepguard</div><h1>{name}</h1>\
 <span class="chip note">not started</span></header><main class="rest"><section class="sheet">\
-<p>There is no run of this name yet. This page checks again every {retry} seconds, and \
-shows the run as soon as it starts.</p><p><a href="/">all runs</a></p></section></main></body></html>"""
+<p>There is no run of this name yet. This page checks again every \
+{retry} seconds, and shows the run as soon as it starts.</p>\
+<p><a href="/">all runs</a></p></section></main></body></html>"""
 
 
 class LiveRuns:

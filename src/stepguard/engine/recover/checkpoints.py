@@ -716,7 +716,7 @@ class Checkpoints:
         try:
             told = self._context.agreement.together(own, "a checkpoint")
             if state is None or not all(facts["kept"] for facts in told):
-                raise RankFault("its state is not finite, or not whole")
+                raise RankFault("its state is not finite or not complete")
             if not all(facts["idle"] for facts in told):
                 archive.background.left_out()
                 return
