@@ -291,7 +291,7 @@ def test_step_runs_once_for_all_items() -> None:
 
 
 def test_exception_of_a_guessed_call_proves_nothing() -> None:
-    with pytest.raises(NotGiven, match="return `loss_fn`; the model alone cannot be called"):
+    with pytest.raises(NotGiven, match="return `loss_fn`; the model cannot be called"):
         _ = inspect(model=nn.Linear(2, 1), batch=torch.ones(3, 5)).traced_step
 
 

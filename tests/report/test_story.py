@@ -267,7 +267,10 @@ def test_restart_goes_on_with_its_run(tmp_path: Path) -> None:
     summary = summarize(run, story)
     assert (summary.restarts, summary.left) == (1, 6)
     texts = [event.text for event in summary.timeline]
-    assert any(text.startswith("started again at step 24; 6 steps of before") for text in texts)
+    assert any(
+        text.startswith("started again at step 24; 6 earlier steps no longer counted")
+        for text in texts
+    )
     kept, gone, after = parts(run)
     assert kept["left"] is None and after["left"] is None
     assert (gone["first"], gone["last"], gone["joint"]) == (24, 30, 23)
