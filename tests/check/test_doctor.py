@@ -93,9 +93,9 @@ def test_values_that_no_run_can_use_are_told(text: str, status: str, line: str) 
             "Gate: 3 tensors of model and optimizer, all finite",
             "(model, inputs)",
         ),
-        ("with_inputs", ("fine", "fine", "fine"), "are finite", "one batch: outputs finite"),
-        ("subject", ("fine", "fine", "fine"), "are finite", "one batch: outputs finite"),
-        ("with_large_gate", ("fine", "fine", "warning"), "are finite", "outputs finite"),
+        ("with_inputs", ("fine", "fine", "fine"), "all finite", "one batch: outputs finite"),
+        ("subject", ("fine", "fine", "fine"), "all finite", "one batch: outputs finite"),
+        ("with_large_gate", ("fine", "fine", "warning"), "all finite", "outputs finite"),
         (
             "with_nan",
             ("failed", "failed", "fine"),
@@ -105,7 +105,7 @@ def test_values_that_no_run_can_use_are_told(text: str, status: str, line: str) 
         (
             "with_wrong_inputs",
             ("fine", "failed", "fine"),
-            "are finite",
+            "all finite",
             "the step raised RuntimeError: ",
         ),
         (
