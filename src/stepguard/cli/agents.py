@@ -89,7 +89,7 @@ def mcp(
     """Serve these run folders to an agent over the Model Context Protocol, on stdin and stdout.
 
     Start it in the project's folder. Most tools only read; `replay`, `whatif` and `fix` run your
-    program as the commands of the same name do. Needs the extra: pip install "stepguard[mcp]".
+    program as the commands of the same name do. Needs the extra `mcp` of the package.
     """
     refuse_no_function(build=build)
     tools = AgentTools(

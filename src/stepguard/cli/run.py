@@ -47,8 +47,7 @@ def run(
         "--config",
         envvar=VARIABLE,
         metavar="FILE",
-        help="Fields of GuardConfig, and of Policy below `policy`: TOML, YAML or JSON. "
-        "Also set by the variable STEPGUARD_CONFIG.",
+        help="Fields of GuardConfig, and of Policy below `policy`: TOML, YAML or JSON.",
     ),
     restore: str | None = typer.Option(
         None,
