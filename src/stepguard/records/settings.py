@@ -201,7 +201,8 @@ class GuardConfig:
     on another machine.
     """
     terminal: Literal["auto", "quiet", "logging"] = "auto"
-    """`quiet` prints nothing; `logging` sends messages to Python's logging instead of stderr.
+    """`quiet` prints only the line that names a stop; `logging` sends messages to Python's logging
+    instead of stderr.
 
     Incidents are recorded either way.
     """
