@@ -246,7 +246,9 @@ def test_guard_that_is_left_alone_says_so_and_takes_no_nan(what: str, wrap: str)
         assert is_finite(run.weights()) and not run.armed
         (told,) = disarmings(said)
         assert "rank 1" in told
-        assert "did not arrive" in told or "has closed its guard" in told
+        assert any(
+            word in told for word in ("did not arrive", "did not join", "has closed its guard")
+        )
     if (what, wrap) == ("guard", "manual"):
         with Run("step", *built(wrap)) as run:
             for step in range(BAD_STEP + 1):
