@@ -382,7 +382,7 @@ MISPLACED = [
     ((".", "train.py"), "is a folder; give the Python script in it"),
     (("guard.toml", "train.py"), "is not a script; settings go before it: --config guard.toml"),
     (("python", "train.py"), "write: stepguard run train.py"),
-    (("--run-dir", "train.py"), "--run-dir has taken train.py for its value"),
+    (("--run-dir", "train.py"), "--run-dir took train.py as its value"),
     (("-m", "train.py"), "is a file; remove -m"),
     (("--run-dir", "train.py", "train.py"), "--run-dir train.py is a file; give a folder"),
     (("--restore", "last-good", "train.py"), "needs the folder of the run; give --run-dir"),
