@@ -50,7 +50,7 @@ def test_bad_values_are_named_by_file_key_and_place(folder: Path) -> None:
     assert "lines.jsonl:2 [v] is Inf" in text
     assert "flat.safetensors [latent] = 0 in all 32 places" in said(result, "data.constant")
     assert result.outcome("data.unreadable").status == "pass"
-    assert "1 files of other kinds" in said(result, "data.unreadable")
+    assert "1 file of other kinds not read" in said(result, "data.unreadable")
 
 
 def test_data_that_is_not_there_is_an_error(tmp_path: Path) -> None:

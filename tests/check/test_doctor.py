@@ -66,7 +66,7 @@ def test_healthy_run_is_fine_in_all_sections() -> None:
 
 def test_nothing_left_means_a_fresh_start() -> None:
     saved.save_zip(RUN / "a.pt", {"w": torch.tensor([float("nan")])})
-    assert any(line.startswith("start afresh") for line in examined().sections[-1].lines)
+    assert any(line.startswith("start over") for line in examined().sections[-1].lines)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_values_that_no_run_can_use_are_told(text: str, status: str, line: str) 
         (
             "model",
             ("fine", "not checked", "fine"),
-            "Gate: 3 tensors of model and optimizer are finite",
+            "Gate: 3 tensors of model and optimizer, all finite",
             "(model, inputs)",
         ),
-        ("with_inputs", ("fine", "fine", "fine"), "are finite", "one batch: outputs finite"),
-        ("subject", ("fine", "fine", "fine"), "are finite", "one batch: outputs finite"),
-        ("with_large_gate", ("fine", "fine", "warning"), "are finite", "outputs finite"),
+        ("with_inputs", ("fine", "fine", "fine"), "all finite", "one batch: outputs finite"),
+        ("subject", ("fine", "fine", "fine"), "all finite", "one batch: outputs finite"),
+        ("with_large_gate", ("fine", "fine", "warning"), "all finite", "outputs finite"),
         (
             "with_nan",
             ("failed", "failed", "fine"),
@@ -105,7 +105,7 @@ def test_values_that_no_run_can_use_are_told(text: str, status: str, line: str) 
         (
             "with_wrong_inputs",
             ("fine", "failed", "fine"),
-            "are finite",
+            "all finite",
             "the step raised RuntimeError: ",
         ),
         (

@@ -153,7 +153,7 @@ def test_missing_shard_is_an_error_with_an_index_and_without(sharded: Path) -> N
     assert error.kind == "missing" and "model-00002-of-00003" in error.detail
     (sharded / INDEX).unlink()
     (error,) = stepguard.verify(sharded).errors
-    assert error.kind == "missing" and "number 2" in error.detail
+    assert error.kind == "missing" and "shard 2 of the 3 shards" in error.detail
 
 
 def test_shard_that_is_a_copy_or_left_behind_is_told(sharded: Path) -> None:

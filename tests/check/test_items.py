@@ -33,7 +33,7 @@ float16_context | scaler.missing | fail | no GradScaler | 6e-08
 half_weights | optimizer.eps | fail | eps=1e-08 is 0 in float16 | 0 / 0
 optimizer_of_another_model | optimizer.parameters | fail | none of the model's |
 head_left_out | optimizer.parameters | warn | 2 trainable parameters | head.weight
-bfloat16_weights | optimizer.stalled | warn | bfloat16 | leaves them as they are
+bfloat16_weights | optimizer.stalled | warn | bfloat16 | does not change them
 norm_without_eps | norm.eps | fail | RMSNorm(eps=1e-20) | e+
 hand_written_norm | norm.eps | fail | HandNorm(eps=1e-08) in float16 | NaN
 literal_rate | lr.config | fail | optimizer.lr=5e-05 | up to 0.0005
@@ -43,7 +43,7 @@ no_label_counts | labels.empty | fail | 1 example of 24 | 5 (id chat-0-5)
 nan_in_the_data | data.finite | fail | 17 (id chat-0-17) [sound]: NaN at [3] | 1 of 16 values
 silence | data.constant | warn | 9 (id chat-0-9) [sound] = 0 | 16 places
 wrong_unit | data.range | warn | 11 (id chat-0-11) | 1 of 24
-outside_the_declared_range | data.range | fail | sound spans | allowed is -0.5 to 0.5
+outside_the_declared_range | data.range | fail | sound spans | the allowed range is -0.5 to 0.5
 unreadable_example | data.unreadable | fail | 19 (OSError: image file | 1 example of 24
 leaked_example | data.leak | fail | 2 (id validation-2) = 6 (id chat-0-6) | 1 example of 8
 poisoned_weights | model.stored_finite | fail | param:head.weight | 1 of 128 values
@@ -129,7 +129,7 @@ def test_accumulation_that_nothing_reads_is_not_accumulation(tmp_path: Path) -> 
     config = written(tmp_path, training={"num_train_steps": 300, "batch_size": 4, "grad_accum": 4})
     outcome = ask_one(HEALTHY, "checklist.accumulation", config=config)
     assert outcome.status == "warn"
-    assert outcome.evidence == ("training.grad_accum=4 is read by nothing",)
+    assert outcome.evidence == ("nothing reads training.grad_accum=4",)
 
 
 def test_rate_of_a_large_model_is_judged_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -396,7 +396,7 @@ def test_arguments_that_are_not_on_the_list_are_refused(
     with pytest.raises(Damaged) as caught:
         PickleReader(FileSlice(-1, 0, 0)).call(Global(module, word), arguments)
     assert caught.value.kind == kind
-    said = "nothing was run" if kind == "hostile" else "arguments it cannot take"
+    said = "nothing was run" if kind == "hostile" else "arguments it does not accept"
     assert said in caught.value.detail
 
 

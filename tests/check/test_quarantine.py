@@ -108,6 +108,6 @@ def test_forged_manifest_cannot_choose_the_goal(run: Path) -> None:
     place.parent.mkdir()
     place.write_bytes((run / "good.pt").read_bytes())
     forge(run, "latest.pt", "quarantine/harmless.pt", {"harmless.pt": file_digest(place)})
-    with pytest.raises(StoreError, match="not written by stepguard"):
+    with pytest.raises(StoreError, match="stepguard did not write it"):
         quarantine.undo(run)
     assert place.exists() and not (run / "latest.pt").exists()

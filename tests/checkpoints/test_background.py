@@ -96,7 +96,8 @@ def test_failing_disk_is_reported_and_training_continues(code: int, tmp_path: Pa
     assert results == [None, None, tmp_path / "step-3"]
     assert len(said) == 2
     assert said[0].startswith(
-        "checkpoint of step 1 NOT saved, training goes on: the checkpoint of step 1 was not written"
+        "checkpoint of step 1 NOT saved, training continues: the checkpoint of step 1 was "
+        "not written"
     )
 
 

@@ -48,7 +48,7 @@ def _overflow(folder: Path) -> None:
     saved(store, 1)
     background.offer(2, state_at(2, LARGE), {}, GOOD)
     assert background.wait() is None
-    assert len(said) == 1 and "checkpoint of step 2 NOT saved, training goes on" in said[0]
+    assert len(said) == 1 and "checkpoint of step 2 NOT saved, training continues" in said[0]
     assert "last good checkpoint is still step-1" in said[0]
     assert names(folder) == ["last-good", "step-1"]
     assert held(store.open()) == 1

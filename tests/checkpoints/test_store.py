@@ -312,13 +312,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped seal": (lambda p: flip(p / "seal.json", 60), "does not match its own digest"),
     "torn tensors": (
         lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes()[:-9]),
-        "is not whole: .* bytes",
+        "is incomplete: .* bytes",
     ),
     "longer tensors": (
         lambda p: (p / TENSORS).write_bytes((p / TENSORS).read_bytes() + b"\0"),
-        "is not whole",
+        "is incomplete",
     ),
-    "empty seal": (lambda p: (p / "seal.json").write_bytes(b""), "does not have the form of one"),
+    "empty seal": (lambda p: (p / "seal.json").write_bytes(b""), "is not in the format of a seal"),
     "no seal": (lambda p: (p / "seal.json").unlink(), "seal.json is missing"),
     "no facts": (lambda p: (p / "facts.json").unlink(), "facts.json is missing"),
     "no tensors": (lambda p: (p / TENSORS).unlink(), f"{TENSORS} is missing"),
@@ -356,7 +356,7 @@ def test_error_names_every_candidate_and_why(tmp_path: Path) -> None:
         "step-2: ",
         "facts.json is missing",
         "step-1: ",
-        "form of one",
+        "is not in the format of a seal",
     ):
         assert line in text
 

@@ -261,10 +261,10 @@ def test_strided_tensor_comes_in_row_major_order(monkeypatch: pytest.MonkeyPatch
     [
         (
             torch.eye(3).to_sparse(),
-            r"m cannot be kept in a checkpoint: it has the layout torch.sparse_coo; hand over",
+            r"m cannot be kept in a checkpoint: it has the layout torch.sparse_coo; pass",
         ),
         (torch.empty(3, device="meta"), "m cannot be kept in a checkpoint: it has no plain memory"),
-        (3.0, "m is a float, not a tensor; plain values belong into the facts"),
+        (3.0, "m is a float, not a tensor; put plain values into the facts"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_with_the_way_out(
@@ -319,7 +319,7 @@ def test_seal_larger_than_any_is_not_read(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seal, "LARGEST", 100)
-    with pytest.raises(StoreError, match="more than 100 are not read"):
+    with pytest.raises(StoreError, match="at most 100 are read"):
         read_seal(checkpoint)
 
 

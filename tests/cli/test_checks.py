@@ -221,7 +221,7 @@ def test_every_loss_of_every_rank_is_a_line(ledger: Path) -> None:
     done = lost(ledger)
     assert done.exit_code == 0, done.output
     assert "17" in done.stdout and "SG505" in done.stdout and "rank 1" in done.stdout
-    assert "13 samples lost in 4 steps, of 16 in them" in done.stdout
+    assert "13 samples lost in 3 steps, of 16 in them" in done.stdout
 
 
 def test_json_has_entries_totals_and_samples(ledger: Path) -> None:
@@ -305,7 +305,9 @@ def test_a_run_is_examined_by_what_its_folder_holds(project: Path) -> None:
     text = "\n".join(found["journal"]["lines"])
     assert "20 steps, 2 incidents" in text and "SG201" in text and "2 times, steps 7 to 12" in text
     assert "SGD, learning rate 0.1" in text and "checkpoint_every=5" in text
-    assert found["capsules"]["lines"][0] == "2 bad steps kept by all runs here, 1 can be replayed"
+    assert (
+        found["capsules"]["lines"][0] == "2 bad steps recorded by all runs here; 1 can be replayed"
+    )
     assert "cannot be read" in found["capsules"]["lines"][1]
     assert found["capsules"]["commands"][0].startswith("stepguard replay run/incidents/00000012")
     assert found["checkpoints"]["status"] == "fine"
@@ -466,7 +468,7 @@ def test_results_of_verify_by_exit_code_and_as_json(good: Path, bad: Path, tmp_p
         (("quarantine", "--data", "."), "is not a run folder"),
         (("quarantine", "--data", ".", "--undo"), "exclude each other"),
         (("quarantine", "--data", ".", "--unproven"), "give --out FILE"),
-        (("quarantine", ".", "--out", "x"), "belong to --data"),
+        (("quarantine", ".", "--out", "x"), "need --data"),
         (("quarantine", "--data", "newer"), "schema 99"),
         (("quarantine", "--data", "run", "--out", "no/folder.txt"), "cannot be written"),
         (("quarantine", "checkpoint-20"), "folder above"),

@@ -437,14 +437,14 @@ def test_run_is_tried_with_its_build_function_and_a_fix_of_ones_own(whatif_folde
     assert set(works) == {"fix", "leave out", "skip", "own"}
     assert works[0] == "fix"
     table = whatif_of("run/incidents/00000030-nonfinite_loss")
-    assert "Best: the fix for SG201 in your own line." in table.stdout
+    assert "Best: the fix for SG201 in your code." in table.stdout
 
 
 def test_script_of_the_run_is_enough(whatif_folder: Path) -> None:
     train()
     ran = whatif_of("run", "--script", "whatif_project.py")
     assert ran.exit_code == 0, ran.output
-    assert "Best: the fix for SG201 in your own line." in ran.stdout
+    assert "Best: the fix for SG201 in your code." in ran.stdout
     assert "step 30: loss is inf" in " ".join(ran.stdout.split())
 
 
@@ -463,6 +463,39 @@ def test_chain_of_incidents_is_tried_from_its_first(whatif_folder: Path) -> None
     assert found["window"] > 0
     skipped = next(one for one in found["outcomes"] if one["name"] == "skip")
     assert not skipped["works"] and skipped["bad_step"] == 31
+
+
+def test_replay_of_a_run_takes_its_newest_capsule_and_names_the_others(whatif_folder: Path) -> None:
+    write(whatif_folder, STUBBORN, "whatif_project.py")
+    train()
+    held = sorted(path.name for path in Path("run/incidents").iterdir())
+    assert len(held) > 1
+    ran = invoke("replay", "run", "--json")
+    assert f"/incidents/{held[-1]}/capsule" in json.loads(ran.stdout)["capsule"]
+    assert ran.stderr.splitlines()[0] == (
+        f"stepguard: replaying run/incidents/{held[-1]}, the newest of {len(held)} capsules; "
+        "another one: stepguard replay run/incidents/ID"
+    )
+    first = invoke("replay", f"run/incidents/{held[0]}", "--json")
+    assert f"/incidents/{held[0]}/capsule" in json.loads(first.stdout)["capsule"]
+    assert "the newest" not in first.stderr
+
+
+def test_newest_is_the_capsule_that_was_recorded_last_whatever_its_step(
+    whatif_folder: Path,
+) -> None:
+    write(whatif_folder, STUBBORN, "whatif_project.py")
+    train()
+    journal = Path("run/journal.jsonl")
+    lines = journal.read_text().splitlines()
+    bad = [number for number, line in enumerate(lines) if '"type":"incident"' in line]
+    # as after a rewind: the incident of the lowest step is the last of the journal
+    lines.append(lines.pop(bad[0]))
+    journal.write_text("\n".join(lines) + "\n")
+    capsule, held = fixes.newest_capsule(Path("run"))
+    assert capsule.parent.name == "00000030-nonfinite_loss" and held == len(bad)
+    journal.unlink()
+    assert fixes.newest_capsule(Path("run"))[0].parent.name > "00000030"
 
 
 def test_failure_of_the_first_steps_is_not_answered_by_skipping(whatif_folder: Path) -> None:

@@ -356,6 +356,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     (tmp_path / "guard.yaml").write_text("terminal: quiet\npolicy: {actions: [stop]}\n")
     done = guarded(tmp_path, "train.py", STEPGUARD_CONFIG="guard.yaml")
     assert done.returncode == 3 and "WHERE" not in done.stderr, done.stderr
+    assert done.stderr.startswith("stepguard: HALTED step=3 ") and done.stderr.count("\n") == 1
     (tmp_path / "guard.yaml").write_text("terminals: quiet\n")
     done = guarded(tmp_path, "train.py", STEPGUARD_CONFIG="guard.yaml")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -380,9 +381,9 @@ MISPLACED = [
     (("--policy", "train.py"), "is not an option of `stepguard run`"),
     ((".", "train.py"), "is a folder; give the Python script in it"),
     (("guard.toml", "train.py"), "is not a script; settings go before it: --config guard.toml"),
-    (("python", "train.py"), "leave it out: stepguard run train.py"),
-    (("--run-dir", "train.py"), "--run-dir has taken train.py for its value"),
-    (("-m", "train.py"), "is a file; leave -m out"),
+    (("python", "train.py"), "write: stepguard run train.py"),
+    (("--run-dir", "train.py"), "--run-dir took train.py as its value"),
+    (("-m", "train.py"), "is a file; remove -m"),
     (("--run-dir", "train.py", "train.py"), "--run-dir train.py is a file; give a folder"),
     (("--restore", "last-good", "train.py"), "needs the folder of the run; give --run-dir"),
     (("--restore", "newest", "--run-dir", "r", "train.py"), "finds no checkpoint in"),
@@ -452,7 +453,7 @@ def test_a_checkpoint_sealed_at_ctrl_c_is_used_by_the_unmodified_script(tmp_path
     write(tmp_path, resumed(8))
     second = in_a_process(tmp_path, "--restore", "auto")
     assert second.returncode == 0, second.stderr
-    sealed = int(second.stderr.split("goes on after ")[1].split()[0])
+    sealed = int(second.stderr.split("continues after ")[1].split()[0])
     assert sealed >= 12
     assert second.stdout.splitlines() == whole[sealed : sealed + 8]
     other = resumed(3).replace("Net()", "nn.Linear(4, 3)").replace("\n", "\n    ")
@@ -473,7 +474,7 @@ def test_where_the_guard_comes_with_the_first_update_that_update_is_left_out(
     write(tmp_path, script.replace("model = Net()", loose))
     second = in_a_process(tmp_path, "--restore", "last-good")
     assert second.returncode == 0, second.stderr
-    assert "goes on after 12 steps" in second.stderr
+    assert "continues after 12 steps" in second.stderr
     assert second.stdout.splitlines()[-1] == "tensor(12.)"
 
 

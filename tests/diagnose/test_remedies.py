@@ -179,14 +179,14 @@ def test_line_is_read_but_not_guessed_at() -> None:
 ZOO = {
     "residual_stream_overflows_fp16": "SG301: Compute `x + added` in float32: `x` reaches",
     "t5_ffn_fp16_overflow": "SG301: Compute `block.1.ff.wo` in float32 and outside of auto",
-    "rotary_position_beyond_half": "SG301: Leave `position` in float32: it reaches 70000",
+    "rotary_position_beyond_half": "SG301: Keep `position` in float32: it reaches 70000",
     "fp16_grad_accumulation_overflow": "SG301: Divide the loss by 4, the number of micro-",
     "sum_over_a_long_clip_in_half": "SG301: Compute `x.sum(1)` in float32: it adds 7200 el",
     "half_precision_weights_overflow_in_the_update": "SG301: Keep `weight` in float32 and",
     "loss_weight_overflows_half_gradient": 'SG301: Compute `(model(b["x"] * 1e-3) * d',
     "log_epsilon_vanishes_in_half": "SG302: Write 1e-4 for `1e-8`, which is 0 in float16",
     "rms_norm_epsilon_vanishes_in_half": "SG302: Give `norm` an epsilon of 1e-4: 1e-08 is",
-    "label_smoothing_zero_times_inf": "SG206: Leave the product out where the second fact",
+    "label_smoothing_zero_times_inf": "SG206: Skip the product where the second fact",
     "transient_inf_absorbed_forward": "SG403: Keep what `torch.sqrt(8 * width**2)` is made",
     "clip_norm_overflow_zeroes_all_grads": "SG501: ... largest element is 1e+20 ... 1e18",
     "adam_eps_underflow_fp16": "SG502: ... Keep `emb.weight` in float32 (it is float16)",
@@ -223,7 +223,7 @@ def test_bad_samples_are_named() -> None:
     batch[3, 0] = math.nan
     net = nn.Linear(2, 1)
     incident = incident_of(net, lambda batch: net(batch).mean(), batch)
-    assert incident.findings[0].remedies[0].title.startswith("Leave sample 3 out where")
+    assert incident.findings[0].remedies[0].title.startswith("Drop sample 3 where")
 
 
 class Contrast(nn.Module):
@@ -308,7 +308,7 @@ NAMED: list[tuple[str, Origin | None, dict[str, Any], int, str, str]] = [
         None,
         {"bad_ranks": (2,), "facts": RunFacts(world_size=4), "step": 7},
         0,
-        "Look at the data and the device of rank 2: step 7 was bad there",
+        "Check the data and the device of rank 2: step 7 was bad there",
         "",
     ),
     (
@@ -316,7 +316,7 @@ NAMED: list[tuple[str, Origin | None, dict[str, Any], int, str, str]] = [
         COMPILED,
         {},
         0,
-        "Leave `blocks.1` out of the compiled graph",
+        "Exclude `blocks.1` from the compiled graph",
         'module = model.get_submodule("blocks.1")',
     ),
     (

@@ -127,7 +127,7 @@ RULES = {
     ),
     "SG704": Cases(
         fires=(None, DRIFT),
-        says=("rank 2", "rank 0, 1, 3", "4 parameters", "`param:0.weight`"),
+        says=("rank 2", "rank 0, 1, 3", "parameters that differ: 4", "`param:0.weight`"),
         silent={
             "a calm step": (None, CALM),
             "a bad parameter of one rank": (

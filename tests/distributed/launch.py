@@ -173,7 +173,7 @@ def run_cases(
             [
                 pickle.loads(file.read_bytes())
                 if file.exists()
-                else (f"rank {rank} did not come to the end", None)
+                else (f"rank {rank} did not arrive at the end", None)
                 for rank, file in enumerate(files)
             ]
         )

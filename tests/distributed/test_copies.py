@@ -343,7 +343,7 @@ def test_the_minority_of_four_ranks_is_named(loop: str) -> None:
     run = train("ddp", loop, harm, compare_ranks_every=EVERY)
     (told,) = run.incidents
     assert told.origin is not None and told.origin.rank == 1
-    assert "rank 1 holds other weights than ranks 0, 2, 3" in told.verdict.summary
+    assert "rank 1 holds different weights from ranks 0, 2, 3" in told.verdict.summary
 
 
 @on_ranks(4)

@@ -286,7 +286,7 @@ def test_fp16_overflow_is_calibration_and_a_bad_loss_is_not(stage: int, folder: 
         assert guard.incidents[0].findings[0].code == "SG101"
     notes = [path.read_text() for path in folder.glob("journal*.jsonl")]
     assert all(
-        told.count("DeepSpeed left out the update (skipped_steps: ") == skipped for told in notes
+        told.count("DeepSpeed skipped the update (skipped_steps: ") == skipped for told in notes
     )
 
 

@@ -338,11 +338,11 @@ def test_data_goes_on_with_more_ranks_and_with_fewer(tmp_path: Path) -> None:
     first, second = (seen for _, seen in ends[1])
     assert first[0] == [12.0, 14.0] and second[0] == [13.0, 15.0]
     assert len(first) == len(second) == 3
-    (told,) = notes(tmp_path / "of_one", "places in the data for 1 ranks")
-    assert "ranks 1 go on at batch 3 of pass 0" in told
+    (told,) = notes(tmp_path / "of_one", "positions in the data for 1 rank;")
+    assert "on rank 1 the data continues at batch 3 of pass 0" in told
     # fewer ranks than places
     assert rows_seen(two, 0, 1, None)[0] == [6.0, 7.0]
-    (told,) = notes(tmp_path / "of_two", "places in the data for 2 ranks, this run has 1")
+    (told,) = notes(tmp_path / "of_two", "positions in the data for 2 ranks; this run has 1")
     assert "some samples come twice" in told
 
 

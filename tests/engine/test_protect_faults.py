@@ -1,5 +1,5 @@
 """A fault of the guard's own never ends a healthy run nor undoes a veto: it costs a part, or it
-disarms with one warning, and training goes on as if unguarded.
+disarms with one warning, and training continues as if unguarded.
 """
 
 from __future__ import annotations

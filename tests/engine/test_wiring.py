@@ -100,7 +100,7 @@ def test_parameters_that_no_gradient_reaches_are_told_once() -> None:
     at = Scene(model, optimizer)
     with (
         pytest.warns(
-            WiringWarning, match="no parameter of the optimizer has got a gradient in 3 steps"
+            WiringWarning, match="no parameter of the optimizer got a gradient in 3 steps"
         ) as said,
         Guard(model, optimizer, config=quiet()) as guard,
     ):
@@ -155,6 +155,36 @@ def test_guard_beside_the_old_loop_is_told_at_the_first_update(tmp_path: Path) -
         == "this guard saw no step: 4 calls of optimizer.step() came outside of guard.step"
     )
     assert not at.optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("action", "category", "warned", "printed"),
+    [
+        ("default", Warning, 1, 0),
+        ("always", WiringWarning, 1, 0),
+        ("ignore", Warning, 0, 1),  # a script that hides all warnings still has to see this one
+        ("ignore", WiringWarning, 0, 0),
+    ],
+)
+def test_mistake_is_shown_once(
+    action: Any,
+    category: type[Warning],
+    warned: int,
+    printed: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    at = scene()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        warnings.simplefilter(action, category)
+        with Guard(at.model, at.optimizer, config=GuardConfig(run_dir=tmp_path)):
+            for batch in DATA[:4]:
+                plain_step(at, (batch,))
+    said = "optimizer.step() was called outside of guard.step"
+    assert sum(said in str(one.message) for one in caught) == warned
+    assert capsys.readouterr().err.count(said) == printed
+    assert sum(said in line for line in told(tmp_path)) == 1
 
 
 def test_watched_optimizer_that_never_steps_is_told(

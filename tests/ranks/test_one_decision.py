@@ -152,9 +152,9 @@ def test_ranks_that_all_come_go_on_every_time_and_leave_little_behind(
 
 def test_rank_that_waits_in_vain_names_the_missing_one_and_a_late_one_hears_the_same() -> None:
     first, second = pair(0.05)
-    with pytest.raises(RankAbsent, match=r"rank 6 did not come within 0.05 s .* step 3"):
+    with pytest.raises(RankAbsent, match=r"rank 6 did not arrive within 0.05 s .* step 3"):
         first.all_came("the save", 3)
-    with pytest.raises(RankAbsent, match=r"rank 6 did not come"):
+    with pytest.raises(RankAbsent, match=r"rank 6 did not arrive"):
         second.all_came("the save", 3)
 
 
@@ -168,7 +168,7 @@ def test_call_of_one_rank_does_not_shift_what_follows() -> None:
 def test_nobody_waits_for_a_rank_that_has_left() -> None:
     first, second = pair(600.0)
     second.leave("has closed its guard", for_good=True)
-    with pytest.raises(RankAbsent, match=r"rank 6 has closed its guard, so it did not come"):
+    with pytest.raises(RankAbsent, match=r"rank 6 has closed its guard, so it did not arrive"):
         first.all_came("the reading", 1)
     with pytest.raises(RankAbsent, match=r"rank 6 has closed its guard before step 2"):
         first.refuse_if_closed(2)
@@ -176,7 +176,7 @@ def test_nobody_waits_for_a_rank_that_has_left() -> None:
 
 def test_guard_of_one_rank_only_leaves_nothing_behind(store: dist.HashStore) -> None:
     first, _ = pair(0.05)
-    with pytest.raises(RankAbsent, match=r"rank 6 did not come"):
+    with pytest.raises(RankAbsent, match=r"rank 6 did not arrive"):
         first.all_came("the reading", 3)
     first.nobody_came("the reading", 3)
     first.leave("has closed its guard", for_good=True)

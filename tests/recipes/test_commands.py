@@ -259,7 +259,7 @@ RESTRAN = (
         short_says="incidents",
         short_code=None,
     ),
-    Typed("python diagnose_nan.py", says="the newest one that is whole"),
+    Typed("python diagnose_nan.py", says="the newest complete and finite one"),
     Typed("stepguard verify results --lr 1e-4"),
     Typed("stepguard quarantine results"),
     Typed("mkdir -p results/corrupted_backup && mv results/*.pth results/corrupted_backup/"),

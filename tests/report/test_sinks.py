@@ -143,7 +143,7 @@ def test_healthy_run_has_no_error_line(tmp_path: Path) -> None:
         (tmp_path / "latest.log")
         .read_text()
         .endswith(
-            "ERROR: the guard failed and is disarmed; training goes on unguarded: "
+            "ERROR: the guard failed and is disarmed; training continues unguarded: "
             "RuntimeError: boom\n"
         )
     )

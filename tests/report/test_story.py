@@ -234,7 +234,10 @@ def test_a_rewind_is_told_in_the_order_of_time_by_what_counts(
     assert "continued without sample 3" in screen and "longest stretch 4 in a row" in screen
     healthy = read_story(real_runs.fixed(tmp_path / "healthy")).latest
     rows = {row.aspect: row for row in compare(rewound.latest, healthy).rows}
-    assert "left behind" in rows["steps"].first and "left behind" not in rows["steps"].second
+    assert (
+        "no longer counted" in rows["steps"].first
+        and "no longer counted" not in rows["steps"].second
+    )
     assert "rewound 1" in rows["what was done"].first
 
 
@@ -264,7 +267,10 @@ def test_restart_goes_on_with_its_run(tmp_path: Path) -> None:
     summary = summarize(run, story)
     assert (summary.restarts, summary.left) == (1, 6)
     texts = [event.text for event in summary.timeline]
-    assert any(text.startswith("started again at step 24; 6 steps of before") for text in texts)
+    assert any(
+        text.startswith("started again at step 24; 6 earlier steps no longer counted")
+        for text in texts
+    )
     kept, gone, after = parts(run)
     assert kept["left"] is None and after["left"] is None
     assert (gone["first"], gone["last"], gone["joint"]) == (24, 30, 23)

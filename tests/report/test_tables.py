@@ -28,6 +28,7 @@ from stepguard.report.checks import (
     render_ledger,
     render_results,
     suspects,
+    totals,
 )
 from stepguard.report.probes import look_tables, progress_bar, sentences, show
 
@@ -217,6 +218,15 @@ def test_innocent_samples_are_lost_but_no_suspects() -> None:
     assert suspects([innocent]) == []
     text = render_ledger("runs/a", [innocent], 0, 0, 110)
     assert "lost with others" in text and "8 samples lost" in text
+
+
+def test_step_that_several_ranks_lost_counts_once() -> None:
+    ranks = [replace(LOST_BATCH, rank=rank, run=f"run of rank {rank}") for rank in range(4)]
+    again = replace(LOST_BATCH, attempt=2, rank=3)
+    assert totals([*ranks, again]) == {"lost": 40, "steps": 2, "of": 40}
+    # 100 steps in the journal of each rank, 8 samples on each
+    text = render_ledger("runs/a", ranks, 0, 400, 110)
+    assert "32 samples lost in 1 step, of 32 in them; 1.00% of about 3,200 seen" in text
 
 
 def test_proven_samples_come_before_those_of_bad_batches() -> None:

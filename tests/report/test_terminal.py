@@ -446,7 +446,7 @@ def test_refused_save_and_fault_are_printed_every_time_and_nothing_shouts(
     assert out.getvalue().count("not saved") == 5
     terminal.note("fault", {"error": "RuntimeError: boom"})
     assert out.getvalue().endswith(
-        "stepguard: ERROR: the guard failed and is disarmed; training goes on unguarded: "
+        "stepguard: ERROR: the guard failed and is disarmed; training continues unguarded: "
         "RuntimeError: boom\n"
     )
     terminal.halted(masked_row(52, "stop"), EXIT)

@@ -85,7 +85,30 @@ def test_an_optimizer_that_cannot_be_guarded_is_told_once_and_truly(
     guarded_script._tell_how_it_ended(several, 0, GuardConfig())
     first, second = capsys.readouterr().err.splitlines()
     assert "SGD is not guarded: TypeError" in first
-    assert "made none that stepped" not in second and "for the reason above" in second
+    assert "created none that stepped" not in second and "for the reason above" in second
+
+
+@pytest.mark.parametrize(
+    ("terminal", "printed", "logged"), [("auto", 1, 0), ("quiet", 0, 0), ("logging", 0, 1)]
+)
+def test_end_of_a_guarded_script_is_reported_where_the_guard_reports(
+    terminal: Any,
+    printed: int,
+    logged: int,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "stepguard")
+    config = GuardConfig(terminal=terminal)
+    with guarded_script.AutomaticGuards(config, guarded_script.tell) as automatic:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    guarded_script._tell_how_it_ended(automatic, 0, config)
+    said = "1 step guarded, 0 incidents."
+    assert capsys.readouterr().err.count(said) == printed
+    assert sum(said in record.getMessage() for record in caplog.records) == logged
 
 
 @pytest.mark.slow
@@ -148,7 +171,7 @@ optimizer.step()
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("x = 1", "the script made none that stepped"),
+        ("x = 1", "the script created none that stepped"),
         (REFUSED, "for the reason above"),
         ("raise SystemExit(7)", ""),
         ("raise SystemExit('no data')", "no data"),

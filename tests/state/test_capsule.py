@@ -599,7 +599,7 @@ def test_a_torn_file_is_refused(folder: Path, name: str, share: float) -> None:
 @pytest.mark.parametrize("key", ["reading", "rng", "scale", "step", "verdict", "state"])
 def test_a_missing_fact_is_named(folder: Path, key: str) -> None:
     edit(folder, **{key: ...})
-    assert f"says nothing about '{key}'" in refusal(folder, build=build)
+    assert f"lacks '{key}'" in refusal(folder, build=build)
 
 
 @pytest.mark.parametrize(

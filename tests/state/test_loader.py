@@ -516,7 +516,7 @@ def test_skipping_is_said_and_a_loader_with_its_own_position_needs_none() -> Non
         other.go_to(feed.position(), None)
         next(iter(other))
         assert len(said) == lines
-        assert all("2 batches were fetched again by seed and dropped" in line for line in said)
+        assert all("batches fetched again by seed and dropped: 2" in line for line in said)
 
 
 def test_loader_that_has_become_shorter_is_said() -> None:
@@ -526,7 +526,7 @@ def test_loader_that_has_become_shorter_is_said() -> None:
     next(iter(begun))
     feed.go_to({**begun.position(), "delivered": 5}, None)
     assert list(feed) == []
-    assert "3 batches early" in said[0]
+    assert "(batches missing: 3)" in said[0]
 
 
 def test_position_that_was_gone_to_is_kept_until_the_loop_begins() -> None:

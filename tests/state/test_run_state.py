@@ -315,7 +315,7 @@ def test_own_state_dict_is_asked_for_what_nothing_else_shows(loads: bool) -> Non
         assert told == [] and optimizer.helper.factors[0].tolist() == [[3.0, 3.0], [3.0, 3.0]]
     else:
         (said,) = told
-        assert "DoesNotLoadBack.load_state_dict did not take back" in said and "factors_v2" in said
+        assert "DoesNotLoadBack.load_state_dict did not accept" in said and "factors_v2" in said
 
 
 def test_settings_of_a_fresh_program_are_not_overwritten_by_an_old_state() -> None:

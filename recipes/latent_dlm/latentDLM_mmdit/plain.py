@@ -141,7 +141,7 @@ def load_checkpoint(path: Path, session: Session) -> int:
     """
     if not path.is_file():
         raise SystemExit(
-            f"training.resume: {path} does not exist; leave training.resume out to start anew."
+            f"training.resume: {path} does not exist; remove training.resume to start from scratch."
         )
     state = torch.load(path, weights_only=True)
     session.trainer.load_state_dict(state["model"])

@@ -151,11 +151,11 @@ def _data_files(path: Path, remarks: list[str]) -> list[Path]:
     files = [file for file in seen if file.suffix.lower() in READERS]
     if not files:
         raise ConfigError(
-            f"data {path} holds no file that can be read; known kinds are "
+            f"data {path} holds no file that can be read; readable kinds are "
             f"{', '.join(suffix[1:] for suffix in READERS)}."
         )
     if len(seen) > len(files):
-        remarks.append(f"{len(seen) - len(files)} files of other kinds were not read")
+        remarks.append(f"{count(len(seen) - len(files), 'file')} of other kinds not read")
     return files
 
 

@@ -90,7 +90,7 @@ def examine(
 def _configuration(settings: dict[str, Any], best: Verification | None) -> Section:
     """Judge it by the items of `check`, against the checkpoint to resume from."""
     shown = [f"{leaf.key} = {leaf.value}" for leaf in flat(settings) if leaf.means("shown")]
-    lines = [", ".join(shown) or "it names no known setting"]
+    lines = [", ".join(shown) or "no known setting is named"]
     run = Inspection(Subject(config=settings), verified=best)
     statuses = set()
     for name in ("config.types", "config.values", "lr.checkpoint"):
@@ -147,7 +147,9 @@ def _capsules(folder: Path) -> Section | None:
             commands.append(f"stepguard replay {shlex.quote(str(capsule))}")
         except CapsuleError as fault:
             lines.append(str(fault))
-    head = f"{count(len(kept), 'bad step')} kept by all runs here, {len(commands)} can be replayed"
+    head = (
+        f"{count(len(kept), 'bad step')} recorded by all runs here; {len(commands)} can be replayed"
+    )
     return Section(
         title="capsules",
         status="warning" if lines else "fine",
@@ -234,25 +236,25 @@ def _recommendations(folder: Path, found: Verification) -> Section:
     best = best_of(found)
     if best is not None:
         at = "" if best.step is None else f" (step {best.step:,})"
-        why = "the newest one that is whole and finite"
+        why = "the newest complete and finite one"
         if Path(best.path) == _last_good(Path(best.path).parent):
-            why = "last-good, the newest one that has proved good"
+            why = "last-good, the newest one that proved good"
         newer = sum(leaf.diverged and (leaf.step or 0) > (best.step or 0) for leaf in found.leaves)
         if newer:
             why += f"; {count(newer, 'newer one')} diverged"
         lines.append(f"resume from {best.path}{at}: {why}")
     elif any(leaf.diverged for leaf in found.leaves):
-        lines.append("start afresh: every checkpoint that is whole and finite has diverged")
+        lines.append("start over: every complete and finite checkpoint comes from a diverged run")
     elif found.leaves:
-        lines.append("start afresh: no checkpoint is left that is whole and finite")
+        lines.append("start over: no complete and finite checkpoint is left")
     else:
         lines.append("there is no checkpoint to resume from")
     bad = sum(leaf.corrupt for leaf in found.leaves)
     if not bad:
         return Section(title="recommendations", status="fine", lines=tuple(lines))
     lines.append(
-        f"move {count(bad, 'corrupt checkpoint')} out of the way, so that nothing resumes from "
-        "there:"
+        f"move {count(bad, 'corrupt checkpoint')} out of the way, so that nothing resumes "
+        "from them:"
     )
     command = f"stepguard quarantine {shlex.quote(str(folder))}"
     return Section(

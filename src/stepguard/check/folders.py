@@ -70,7 +70,7 @@ def _is_in_folder(folder: Path, name: str, what: str, whole: FileLayout) -> bool
     elif (folder / name).is_symlink():
         whole.add("link", f"{what} {name!r}, which is a link; it was not followed")
     elif not (folder / name).exists():
-        whole.add("missing", f"{what} {name!r}, which is not there")
+        whole.add("missing", f"{what} {name!r}, which does not exist")
     else:
         return True
     return False
@@ -123,7 +123,7 @@ def check_dcp(whole: FileLayout, files: Sequence[Path], progress: Progress) -> l
     metadata = check_file(folder / METADATA, progress, read=read)
     layouts = [metadata]
     for name, pieces in sorted(stored.items()):
-        what = f"says that {first_few([piece.name for piece in pieces], 5)} is in"
+        what = f"places {first_few([piece.name for piece in pieces], 5)} in"
         if _is_in_folder(folder, name, what, metadata):
             layouts.append(check_file(folder / name, progress, read=read))
     # what a library keeps beside it (`common.pt`, the metadata of one rank) is loaded as well
@@ -162,7 +162,7 @@ def _field(value: Any, name: str, kind: type) -> Any:
     """Return a field of an object in `.metadata`; Damaged if it is not of this type."""
     found = value.field(name) if isinstance(value, PickledObject) else None
     if type(found) is not kind or (kind is tuple and not is_shape(found)):
-        raise Damaged("malformed", f"{METADATA} has no {name} where one belongs")
+        raise Damaged("malformed", f"{METADATA} lacks a valid {name}")
     return found
 
 
@@ -183,7 +183,7 @@ def _list_pieces(value: Any, metadata: FileLayout, files: dict[str, list[Piece]]
             shapes[name, _field(chunk, "offsets", tuple)] = sizes
             held += math.prod(sizes)
         if name not in counts:
-            metadata.add("missing", "is described but stored nowhere", tensor=str(name))
+            metadata.add("missing", "is listed, but stored in no file", tensor=str(name))
         elif held < needed or counts[name] < len(chunks):
             detail = f"its pieces hold {held:,} of {needed:,} elements"
             detail += f", {counts[name]} of {len(chunks)} stored"
@@ -219,7 +219,10 @@ def _read_pieces(source: FileSlice, layout: FileLayout, pieces: list[Piece]) -> 
 def _read_piece(source: FileSlice, layout: FileLayout, piece: Piece) -> None:
     if piece.is_transformed or source.at(0, len(ZIP_START)) != ZIP_START:
         # torch unpacks such an item and loads an object in it with pickle
-        raise Damaged("format", "is stored in a form that is not read, and torch would load it")
+        raise Damaged(
+            "format",
+            "is stored in a form that stepguard does not read, although torch would load it",
+        )
     # the role by the first part of a name, or by the second (`app.optimizer.state.lr`)
     parts = piece.name.split(".")
     role = role_of_part(parts[0])
@@ -281,7 +284,10 @@ def _read_json(path: Path, whole: FileLayout) -> Any:
     try:
         with open_file(path) as source:
             if source.size > LARGEST_INDEX:
-                raise Damaged("limit", f"{path.name} has {source.size:,} bytes, more than are read")
+                raise Damaged(
+                    "limit",
+                    f"{path.name} has {source.size:,} bytes; at most {LARGEST_INDEX:,} are read",
+                )
             return parse_json(source.exactly(0, source.size), path.name)
     except Damaged as damage:
         whole.add(damage.kind, damage.detail)
@@ -320,7 +326,7 @@ def _check_total(index: str, total: Any, shards: Collection[FileLayout], whole: 
     is_more = isinstance(total, int | float) and total > size
     if is_more and all(shard.complete for shard in shards):
         # not :d, for JSON may hold Infinity
-        detail = f"{index} says {total:,} bytes of tensors, all shards together have {size:,}"
+        detail = f"{index} declares {total:,} bytes of tensors, but the shards hold {size:,}"
         whole.add("index", detail, severity="warning")
 
 
@@ -341,7 +347,7 @@ def _check_homes(
     for name, shard in shards.items():
         held = homes.get(name, [])
         if shard not in held and shard in layouts and layouts[shard].complete:
-            detail = f"should be in {shard} by {index}, but is not"
+            detail = f"should be in {shard} according to {index}, but is not"
             if held:
                 detail += f"; it is in {held[0]}"
             whole.add("index", detail, tensor=name)
@@ -360,7 +366,7 @@ def _check_shard_numbers(names: Mapping[str, FileLayout], whole: FileLayout) -> 
         if missing:
             whole.add(
                 "missing",
-                f"of the {total} shards of {stem}, number {first_few(missing, 5)} is not there",
+                f"shard {first_few(missing, 5)} of the {total} shards of {stem} is missing",
             )
 
 
@@ -409,8 +415,8 @@ def check_sealed(whole: FileLayout, files: Sequence[Path], progress: Progress) -
         return layouts
     whole.step = seal.step
     if not seal.health.good:
-        why = seal.health.why or "its run was in trouble"
-        whole.add("diverged", f"is whole and finite, but not one to resume from: {why}")
+        why = seal.health.why or "the run was unhealthy when it was saved"
+        whole.add("diverged", f"is complete and finite, but not safe to resume from: {why}")
     owners = _seal_of_each_file(folder, seal, whole)
     for name, owner in sorted(owners.items()):
         if _is_in_folder(folder, name, "the seal names", whole):
@@ -498,7 +504,7 @@ def check_store(folder: Path) -> list[Problem]:
         problems.append(Problem(file=str(folder / LAST_GOOD), kind="seal", detail=str(fault)))
     for damaged in list_entries(folder)[1]:
         if not (damaged.path / SEAL).exists():
-            detail = "has no seal: it was never finished"
+            detail = "has no seal: its save never finished"
             problems.append(Problem(file=str(damaged.path), kind="seal", detail=detail))
     return problems
 

@@ -227,8 +227,8 @@ class NumpyType:
         if subtype is not None or names is not None or fields is not None:
             raise Damaged(
                 "format",
-                "a structured NumPy type is not read, for NumPy believes the offsets of its "
-                "fields; save its columns as arrays of their own",
+                "a structured NumPy type is not read, because NumPy trusts the field "
+                "offsets in the file; save each column as a separate array",
             )
         found = self.dtype.newbyteorder(order) if order in ("<", ">") else self.dtype
         written: Any = found.__reduce__()[2]
@@ -590,7 +590,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
     def _damage(self, code: int, error: Exception) -> Damaged:
         at = self.file.tell()
         if at >= self.source.size:
-            return NotPickled("torn", f"the pickle ends at byte {at:,} without its end")
+            return NotPickled("torn", f"the pickle ends at byte {at:,} without a STOP opcode")
         if code not in OPCODES:
             return NotPickled("malformed", f"byte {code:#04x} at {at - 1:,} is not a pickle opcode")
         detail = f"pickle opcode {OPCODES[code]} at byte {at:,}: {error}"
@@ -624,7 +624,8 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         if not line.endswith(b"\n") or b"\0" in line:
             raise Damaged(
                 "malformed",
-                f"the line before byte {at:,} is longer than {LONGEST_LINE:,} or has zeros",
+                f"the line before byte {at:,} is longer than {LONGEST_LINE:,} bytes or contains a "
+                "zero byte",
             )
         self.check_frame(len(line))
         return line
@@ -658,7 +659,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         """Return the record of a call; one that is not on the list is noted as such."""
         if isinstance(what, PickledObject):
             raise Damaged(
-                "hostile", "the pickle would call a value that it has built itself; nothing was run"
+                "hostile", "the pickle would call an object that it built; nothing was run"
             )
         if not isinstance(arguments, tuple) or not isinstance(what, Global):
             raise Damaged(
@@ -674,7 +675,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             return PickledObject(what, arguments) if build is None else build(self, *arguments)
         except FAULTS as error:
             raise Damaged(
-                "malformed", f"{what} is given arguments it cannot take: {error}"
+                "malformed", f"{what} is called with arguments it does not accept: {error}"
             ) from None
 
     def check_arguments(self, what: Any, arguments: tuple[Any, ...], kinds: Sequence[str]) -> None:
@@ -682,7 +683,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         for place, value in enumerate(arguments):
             kind = kinds[min(place, len(kinds) - 1)] if kinds else ""
             if place >= len(kinds) and not kind.endswith("*"):
-                raise ValueError(f"{len(arguments)} of them")
+                raise ValueError(f"too many arguments: {len(arguments)}")
             if is_kind(value, kind):
                 continue
             if kind.startswith("!"):
@@ -694,7 +695,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             raise ValueError(f"{shorten(value)} is not of the kind {kind}")
         required = [kind for kind in kinds if kind[-1] not in "?*"]
         if len(arguments) < len(required):
-            raise ValueError(f"{len(arguments)} of them, at least {len(required)} are needed")
+            raise ValueError(f"at least {len(required)} arguments are needed, got {len(arguments)}")
 
     def _instantiate(self, klass: Any, args: list[Any]) -> None:
         self.append(self.call(klass, tuple(args)))
@@ -765,8 +766,8 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
                 elif isinstance(part, PickledObject) and not is_key(part):
                     raise Damaged(
                         "hostile",
-                        f"the pickle would compare {part.what} with other keys, which can run more "
-                        "than that; nothing was run",
+                        f"the pickle would compare {part.what} with other keys, which can "
+                        "run other code; nothing was run",
                     )
 
     def load_frame(self) -> None:
@@ -824,11 +825,11 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         for key in keys:
             storage = self.storages.get(key) if isinstance(key, str) else None
             if storage is None or storage.start is not None:
-                detail = f"names {shorten(key)}, which is unknown or doubled"
+                detail = f"names {shorten(key)}, which is unknown or listed twice"
                 raise Damaged("malformed", f"its list of storages {detail}")
             count = int.from_bytes(self.source.exactly(at, 8), "little", signed=True)
             if count != storage.elements:
-                detail = f"has {count:,} elements where the pickle says {storage.elements:,}"
+                detail = f"has {count:,} elements, but the pickle says {storage.elements:,}"
                 raise Damaged("torn", f"storage {key} {detail}")
             storage.held = storage.size
             storage.start = self.source.part(at + 8, storage.size).start
@@ -877,8 +878,8 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             if not reader.is_legacy:
                 raise Damaged(
                     "format",
-                    "it holds bytes that torch would load, and that are not an old torch.save; "
-                    "not followed",
+                    "it holds bytes that torch would load as a pickle, but that are not "
+                    "in the old torch.save format; they were not read",
                 )
             value = reader.value()
         if not isinstance(value, StorageRecord):

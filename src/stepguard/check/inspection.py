@@ -567,7 +567,7 @@ class Inspection:
         if step.fault and self.subject.loss_fn is None:
             # How the model is called was a guess, so its exception proves nothing.
             raise NotGiven(
-                f"return `loss_fn`; the model alone cannot be called with a batch ({step.fault})"
+                f"return `loss_fn`; the model cannot be called with a batch directly ({step.fault})"
             )
         return step
 
@@ -658,7 +658,7 @@ class Inspection:
         """The source of the program itself: its script, and what that imports from the folder."""
         if self.subject.script is None:
             raise NotGiven(
-                "give TARGET as module:function: what this folder does may belong to another "
-                "program"
+                "give TARGET as module:function: the code in this folder may belong to "
+                "another program"
             )
         return read_source(program_files(Path.cwd(), self.subject.script))

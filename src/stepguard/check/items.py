@@ -53,8 +53,8 @@ def data_finite(run: Inspection) -> Answer:
         return passed(f"no NaN and no Inf in {scope}", *run.data.remarks)
     return failed(
         f"{count(len(bad), 'place')} in {scope}: {first_few(bad, 4)}",
-        fix="Repair or leave out these examples; clean before the model, never after (0 * NaN is "
-        "NaN).",
+        fix="Repair or drop these examples. Clean the data before the model, never its "
+        "output (0 * NaN is NaN).",
     )
 
 
@@ -70,7 +70,8 @@ def data_constant(run: Inspection) -> Answer:
         return passed(f"no constant input in {scope}")
     return warned(
         f"{count(len(names), 'input')} in {scope}: {first_few(names, 4)}",
-        fix="Look at these files: a failed recording or conversion. A constant has no variance.",
+        fix="Check these files for a failed recording or conversion: a constant input has "
+        "no variance.",
     )
 
 
@@ -93,7 +94,9 @@ def data_range(run: Inspection) -> Answer:
         sizes = sorted(((max(-v.low, v.high), v.example) for v in values), reverse=True)
         farthest, example = sizes[0]
         if low < least or high > most:
-            said = f"{key} spans {low:.4g} to {high:.4g}, allowed is {least:g} to {most:g}"
+            said = (
+                f"{key} spans {low:.4g} to {high:.4g}; the allowed range is {least:g} to {most:g}"
+            )
             outside.append(f"{said}; largest in {example}")
         if not values[0].is_real:
             continue
@@ -104,13 +107,13 @@ def data_range(run: Inspection) -> Answer:
             too_large.append(f"{said}, which the step runs in")
         outliers += _outliers(name, sizes)
     if outside:
-        return failed(
-            *outside, fix="Correct the scaling of these examples, or the range that is declared."
-        )
+        return failed(*outside, fix="Correct the scaling of these examples, or the declared range.")
     if too_large:
         return failed(*too_large, fix="Scale the inputs, or run in bfloat16 or float32.")
     if outliers:
-        return warned(*outliers[:4], fix="Look at these examples: a wrong unit or a corrupt value.")
+        return warned(
+            *outliers[:4], fix="Check these examples for a wrong unit or a corrupt value."
+        )
     if not spans:
         raise NotApplicable("the data has no real numbers")
     return passed(first_few(spans, 4))
@@ -132,11 +135,11 @@ def data_unreadable(run: Inspection) -> Answer:
         return failed(
             f"{count(len(data.unreadable), 'example')} of {data.seen:,}: "
             f"{first_few(data.unreadable, 3)}",
-            fix="Restore these files, or leave them out: the run dies when it comes to them.",
+            fix="Restore or drop these files: the run fails when it reaches them.",
         )
     if not data.seen:
         return failed(
-            f"the {data.what} gave no example", fix="Give a dataset or path that holds some."
+            f"the {data.what} gave no example", fix="Give a dataset or path that has examples."
         )
     return passed(f"{data.scope} can be read", *data.remarks)
 
@@ -170,7 +173,7 @@ def labels_empty(run: Inspection) -> Answer:
         f"{count(len(data.empty), 'example')} of {data.seen:,} without a target other "
         f"than {run.subject.ignore_index}: {first_few(data.empty)}",
         share,
-        fix="Leave these examples out before batching, or cut the prompt and keep the answer "
+        fix="Drop these examples before batching, or truncate the prompt and keep the answer "
         "(truncation_side='left'); see `stepguard explain SG102`.",
     )
 
@@ -203,15 +206,15 @@ def config_types(run: Inspection) -> Answer:
     said = [
         *_listed("a number for YAML 1.2 and OmegaConf, but text for PyYAML", doubtful),
         *_listed("numbers in quotes", numbers),
-        *_listed("read as text, and every text is true", switches),
+        *_listed("read as text, and any non-empty text is true", switches),
     ]
     if numbers or switches:
         return failed(*said, fix="Write numbers, true and false without quotes.")
     if doubtful:
         return warned(
-            *said, fix="Write 1.0e-4 instead of 1e-4, which every reader takes for a number."
+            *said, fix="Write 1.0e-4 instead of 1e-4: every reader takes it for a number."
         )
-    return passed(f"{len(leaves)} values, none of them a number or switch in disguise")
+    return passed(f"{count(len(leaves), 'value')}, no number or switch written as text")
 
 
 def _listed(label: str, names: list[str], most: int = 4) -> list[str]:
@@ -232,7 +235,7 @@ def config_values(run: Inspection) -> Answer:
             wrong.append(f"{leaf} must lie between 0 and 1")
     if wrong:
         return failed(first_few(wrong, 4), fix="Correct these values.")
-    return passed(f"{len(leaves)} values within what they can be")
+    return passed(f"{count(len(leaves), 'value')} within the possible range")
 
 
 def _unused(run: Inspection) -> list[str]:
@@ -247,7 +250,7 @@ def config_unread(run: Inspection) -> Answer:
     unused = _unused(run)
     total = len(list(flat(plain(run.tracked))))
     if not unused:
-        return passed(f"{total} keys were read, or are named in the source")
+        return passed(f"{count(total, 'key')}, each read or named in the source")
     return warned(
         f"{count(len(unused), 'key')} of {total} not read, nor named in "
         f"{count(run.project.files, 'source file')}: {first_few(unused)}",
@@ -270,10 +273,10 @@ def config_changed(run: Inspection) -> Answer:
     said += _listed("only in the checkpoint", sorted(old.keys() - new.keys()))
     said += _listed("new", sorted(new.keys() - old.keys()))
     if not said:
-        return passed(f"{len(new)} values equal those stored in the checkpoint")
+        return passed(f"{count(len(new), 'value')}, the same as in the checkpoint")
     return warned(
         *said,
-        fix="Make sure that each change is meant, and that loading the checkpoint does not undo "
+        fix="Make sure that each change is intended, and that loading the checkpoint does not undo "
         "it.",
     )
 
@@ -303,7 +306,9 @@ def launcher_agrees(run: Inspection) -> Answer:
                 (good if asked == value else bad).append(f"{launcher.said[name]}, {said}")
     if bad:
         return failed(
-            *bad, fix="Leave the value to one place, or set both alike; the program's wins."
+            *bad,
+            fix="Set the value in one place, or set both to the same value; the program's "
+            "value wins.",
         )
     return passed(*(good or [f"nothing contradicts {', '.join(launcher.said.values())}"]))
 
@@ -313,13 +318,14 @@ def checklist_accumulation(run: Inspection) -> Answer:
     real = as_number(run.framework.facts.get("gradient_accumulation_steps"))
     with suppress(NotGiven):
         if setting and real is None and setting.key in _unused(run):
-            return warned(f"{setting} is read by nothing", fix="Use it in the loop, or remove it.")
+            return warned(f"nothing reads {setting}", fix="Use it in the loop, or remove it.")
     steps = int(run.number("accumulation") or real or 1)
     if steps == 1:
-        raise NotApplicable("no accumulation is configured: one batch is one step")
+        raise NotApplicable("no accumulation is configured: every batch is a step")
     usual = "within" if 2 <= steps <= 4 else "outside"
     return passed(
-        f"{steps} micro-batches a step, {usual} the usual 2 to 4; it enlarges the batch, not memory"
+        f"{steps} micro-batches a step, {usual} the usual 2 to 4; this enlarges the batch, not "
+        "the memory"
     )
 
 
@@ -348,12 +354,12 @@ def checklist_clip(run: Inspection) -> Answer:
         if run.subject.config is None and run.guard is None and run.subject.script is None:
             raise NotGiven("give TARGET as module:function, --config FILE, or return `guard`")
         return warned(
-            "no clipping norm is configured, and the program clips nowhere",
+            "no clipping norm is configured, and the program does not clip",
             fix=f"GuardConfig(clip_norm={LARGEST_CLIP}), or clip_grad_norm_(model.parameters(), "
             f"{LARGEST_CLIP}) before optimizer.step().",
         )
     if value is None:
-        return passed(f"{said}, to a norm that is not written there as a number")
+        return passed(f"{said}, to a norm that is not a literal number")
     if value <= LARGEST_CLIP:
         return passed(said)
     name = type(run.subject.optimizer).__name__ if run.subject.optimizer else "an unknown optimizer"
@@ -422,17 +428,17 @@ def checklist_recovery(run: Inspection) -> Answer:
         )
     if not run.guarded_at:
         return warned(
-            "nothing goes back to a good state by itself in "
+            "no automatic rewind to a good state was found in "
             f"{count(run.program.files, 'source file')}",
             fix="guard = stepguard.Guard(model, optimizer, config=GuardConfig(run_dir=..., "
             "checkpoint_every=1000)).",
         )
     kept = getattr(run.guard, "run_dir", None) or run.subject.run_dir
     where = f", checkpoints below {kept}" if kept else ""
-    return passed(f"a guard goes back by itself ({run.guarded_at}){where}")
+    return passed(f"a guard rewinds automatically ({run.guarded_at}){where}")
 
 
-# --- The checkpoint: whole and finite, and written by the code that would run now.
+# --- The checkpoint: complete and finite, and written by the code that would run now.
 
 
 def checkpoint_sound(run: Inspection) -> Answer:
@@ -446,7 +452,7 @@ def checkpoint_sound(run: Inspection) -> Answer:
         )
     if found.warnings:
         return warned(f"{said}; {first_few(found.warnings, 2)}", fix=more)
-    return passed(f"{said}, whole and finite")
+    return passed(f"{said}, complete and finite")
 
 
 def code_current(run: Inspection) -> Answer:
@@ -470,8 +476,7 @@ def code_current(run: Inspection) -> Answer:
     return warned(
         *said,
         f"since the checkpoint: {', '.join(other)}",
-        fix="Resume with the versions of the checkpoint, or start with a short comparison of the "
-        "loss.",
+        fix="Resume with the checkpoint's versions, or compare the loss over a few steps first.",
     )
 
 
@@ -526,8 +531,8 @@ def disk_space(run: Inspection) -> Answer:
         f"one checkpoint {size(weights + state)} (weights {size(weights)}, optimizer "
         f"{size(state)}, {how}); {keep} kept and one being written need {size(needed)}",
         f"{size(free)} free",
-        fix="Keep fewer checkpoints, write to another disk, or free space: a full disk ends a run "
-        "while it saves.",
+        fix="Keep fewer checkpoints, write to another disk, or free space: on a full disk "
+        "the run fails while it saves.",
     )
 
 
@@ -541,8 +546,8 @@ def memory_estimate(run: Inspection) -> Answer:
         needed,
         free,
         f"{size(needed)} = weights {size(weights)}, gradients {size(gradients)}, optimizer "
-        f"{size(state)} ({how}); a snapshot takes {size(weights + state)} more of the host's "
-        "memory; activations come on top",
+        f"{size(state)} ({how}); a snapshot takes {size(weights + state)} more of the "
+        "host's memory; activations are not included",
         f"{size(free)} free on {run.device.type}",
         fix="A smaller model or optimizer state (8-bit, Adafactor), sharding (FSDP), or a larger "
         "device.",

@@ -65,8 +65,8 @@ def precision_configured(run: Inspection) -> Answer:
     return failed(
         *said,
         *run.launcher.conflicts,
-        fix="Name one precision in one place and leave it out elsewhere; at present "
-        f"{winner} silently wins over the others.",
+        fix=f"Name the precision in one place only; at present {winner} silently overrides "
+        "the others.",
     )
 
 
@@ -79,7 +79,7 @@ def precision_effective(run: Inspection) -> Answer:
         fix = f"Open this around the forward pass: torch.autocast({probe.device!r}, torch.{dtype})."
         if dtype == "float16" and probe.device == "cpu" and probe.dtype == "float32":
             # Both libraries switch autocast off for fp16 on a CPU and say nothing.
-            fix = "On a CPU fp16 is ignored by accelerate and transformers; use bf16 there, or no."
+            fix = "accelerate and transformers ignore fp16 on a CPU: use bf16 there, or 'no'."
         elif probe.dtype in run.param_dtypes and probe.dtype != "float32":
             fix = f"The weights are {probe.dtype}: load them in float32, or ask for {probe.dtype}."
         return failed(probe.how, *said, fix=fix)
@@ -115,7 +115,7 @@ def precision_unnamed(run: Inspection) -> Answer:
     if configured is None:
         if run.subject.autocast is None:
             raise NotGiven("give --config FILE, or return `autocast`")
-        return passed(f"{run.framework.name} was opened as it is")
+        return passed(f"{run.framework.name} leaves no dtype to the device's default")
     if configured.dtype is not None:
         return passed("a dtype is named")
     why = f"{configured.said} names no dtype"
@@ -204,15 +204,15 @@ def optimizer_parameters(run: Inspection) -> Answer:
             fix="Add them to a group, or set requires_grad=False so that the intent is visible.",
         )
     return passed(
-        f"{len(trained)} trainable parameters are in the optimizer, {len(named) - len(trained)} "
-        "are frozen"
+        f"{count(len(trained), 'trainable parameter')} in the optimizer, "
+        f"{len(named) - len(trained)} frozen"
     )
 
 
 def optimizer_stalled(run: Inspection) -> Answer:
     kind = type(run.optimizer).__name__
     if not any(name in kind.lower() for name in ADAPTIVE):
-        raise NotApplicable(f"the step of {kind} is not known beforehand")
+        raise NotApplicable(f"the step size of {kind} is not known in advance")
     weights = 0
     lost = 0
     dtypes: set[str] = set()
@@ -233,7 +233,7 @@ def optimizer_stalled(run: Inspection) -> Answer:
     if lost <= MOST_LOST * weights:
         return passed(f"{said}; {count(weights - lost, 'weight')} can move")
     return warned(
-        f"{said}: an update of lr leaves them as they are",
+        f"{said}: an update of size lr does not change them",
         fix="Keep float32 master weights (autocast instead of a cast model), or round "
         "stochastically.",
     )
@@ -314,12 +314,12 @@ def _peak_step(rates: list[float]) -> int:
 def lr_schedule(run: Inspection) -> Answer:
     kind = type(run.scheduler).__name__
     if follows_metric(run.scheduler):
-        raise NotApplicable(f"{kind} follows a metric, which is not known beforehand")
+        raise NotApplicable(f"{kind} follows a metric, which is not known in advance")
     rates, fault = run.schedule
     peak, last, steps = max(rates), rates[-1], min(run.steps or MOST_STEPS, MOST_STEPS)
     numbers = (
         f"{kind}: starts at {rates[0]:.3g}, peaks at {peak:.3g} in step {_peak_step(rates):,}, "
-        f"ends at {last:.3g}; {steps:,} steps tried"
+        f"ends at {last:.3g}; {count(steps, 'step')} tried"
     )
     whole = steps == run.steps
     if not whole:
@@ -329,7 +329,7 @@ def lr_schedule(run: Inspection) -> Answer:
         # A schedule as long as the epochs is stepped once an epoch, not once a step.
         if run.steps is None or length == run.number("epochs"):
             return passed(
-                numbers, f"it is {length:,} steps long, as long as the run if stepped that often"
+                numbers, f"it covers {length:,} steps: the whole run, if it is stepped that often"
             )
         return failed(
             numbers,
@@ -370,7 +370,7 @@ def lr_checkpoint(run: Inspection) -> Answer:
     found = run.verified
     name = found.path.rpartition("/")[2]
     if not found.rates:
-        raise NotApplicable(f"{name} holds neither optimizer nor scheduler state that can be read")
+        raise NotApplicable(f"{name} holds no readable optimizer or scheduler state")
     try:
         configured, said = configured_rate(run)
     except NotGiven:
@@ -393,15 +393,15 @@ def checklist_lr(run: Inspection) -> Answer:
         return passed(f"{run.setting('lr')} is configured")
     rate = max(peak_rates(run.optimizer))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    said = f"lr {rate:.3g} with {parameters:,} parameters"
+    said = f"lr {rate:.3g} with {count(parameters, 'parameter')}"
     if rate <= LARGEST_RATE:
         return passed(said)
     if parameters < LARGE_MODEL:
         raise NotApplicable(f"{said}; 5e-5 is meant for models above {LARGE_MODEL:,}")
     return warned(
         said,
-        fix="Start at 5e-5 or with a longer warmup, and raise it while the gradient norm stays "
-        "calm.",
+        fix="Start at 5e-5 or with a longer warmup, and raise it while the gradient norm "
+        "stays steady.",
     )
 
 
@@ -412,9 +412,9 @@ def checklist_warmup(run: Inspection) -> Answer:
         return passed(f"{setting} is configured")
     kind = type(run.optimizer).__name__
     if "adam" not in kind.lower():
-        raise NotApplicable(f"{kind} has no second moment that has to settle")
+        raise NotApplicable(f"{kind} has no second moment that needs a warmup")
     if follows_metric(run.subject.scheduler):
-        raise NotApplicable("the schedule follows a metric and knows no warmup")
+        raise NotApplicable("the schedule follows a metric and has no warmup")
     needed = min(WARMUP_STEPS, WARMUP_SHARE * (run.steps or math.inf))
     fix = (
         f"Warm up over {needed:.0f} steps or more: LinearLR before the schedule, or "
@@ -425,7 +425,7 @@ def checklist_warmup(run: Inspection) -> Answer:
         return warned(f"{but}there is no scheduler: the first step takes the full rate", fix=fix)
     rates, _ = run.schedule
     warm = _peak_step(rates) if rates[0] < 0.5 * max(rates) else 0
-    said = f"{warm:,} steps from {rates[0]:.3g} to {max(rates):.3g}"
+    said = f"{count(warm, 'step')} from {rates[0]:.3g} to {max(rates):.3g}"
     if run.steps:
         said += f", {100 * warm / run.steps:.3g} % of {run.steps:,}"
     # a factor of (step + 1) / 2000 reaches the rate in step 1999, one of step / 2000 in step 2000
@@ -457,7 +457,7 @@ def model_stored_finite(run: Inspection) -> Answer:
             if wrong:
                 bad.append(f"{name} ({wrong:,} of {tensor.numel():,} values)")
     if not bad:
-        return passed(f"{len(tensors):,} tensors of model and optimizer are finite")
+        return passed(f"{count(len(tensors), 'tensor')} of model and optimizer, all finite")
     return failed(
         f"{count(len(bad), 'tensor')} of {len(tensors):,} not finite: {first_few(bad, 4)}",
         fix="Load the last good checkpoint; torch.empty without an initialisation looks like this "
@@ -474,7 +474,7 @@ def judge_step(step: TracedStep) -> Answer:
     if step.fault:
         return failed(
             f"the step raised {step.fault}",
-            fix="Run the step alone; the run dies at its first step.",
+            fix="Run this step by itself: the run would fail at its first step.",
         )
     loss = "" if step.loss is None else f"loss {step.loss:.4g}"
     if step.loss is not None and not math.isfinite(step.loss):
@@ -541,7 +541,7 @@ def scalars_limit(run: Inspection) -> Answer:
 def checklist_divisions(run: Inspection) -> Answer:
     step = run.traced_step
     if not step.divisions:
-        raise NotApplicable("the step divides by nothing, or raised before it did")
+        raise NotApplicable("the step contains no division, or raised before one")
     least, dtype, source = step.divisor
     said = [
         f"{count(step.divisions, 'division')}, smallest divisor {least:.3g} ({dtype}, "
@@ -549,8 +549,8 @@ def checklist_divisions(run: Inspection) -> Answer:
     ]
     said += [f"the eps {what} has no effect at {place}" for place, what in step.lost_eps.items()]
     fix = (
-        "Select before dividing, or clamp the divisor: x / y.clamp_min(1e-6); an eps below the "
-        "dtype's step is lost."
+        "Select before dividing, or clamp the divisor: x / y.clamp_min(1e-6); an eps "
+        "below the dtype's resolution is lost."
     )
     if least == 0:
         return failed(*said, fix=fix)

@@ -68,7 +68,7 @@ TITLES = {
     "model.stored_finite": "stored weights and state are finite",
     "model.fresh_forward": "one step of the model is finite",
     "scalars.limit": "watched values are within their limits",
-    "checkpoint.sound": "the checkpoint is whole and finite",
+    "checkpoint.sound": "the checkpoint is complete and finite",
     "code.current": "code and versions in use",
     "disk.space": "the disk holds the checkpoints",
     "memory.estimate": "the step fits into memory",
@@ -151,7 +151,7 @@ def run_item(name: str, run: Inspection) -> Outcome:
         raise
     except Exception as fault:
         said = f"this check itself failed: {one_line(fault, 160)}"
-        answer = Answer("warn", (said,), f"Leave it out with --skip {name}, and report it.")
+        answer = Answer("warn", (said,), f"Skip it with --skip {name}, and report this.")
     return Outcome(id=name, title=TITLES[name], **answer._asdict())
 
 
@@ -287,6 +287,6 @@ def call_build(build: Callable[..., Any], target: str, tracked: Tracked | None =
         return build() if tracked is None else build(tracked)
     except Exception as fault:
         raise ConfigError(
-            f"{target} raised {one_line(fault, 1000)}; it is called with the configuration, or "
-            "with nothing where --config is not given."
+            f"{target} raised {one_line(fault, 1000)}; it is called with the "
+            "configuration, or without arguments if --config is not given."
         ) from fault

@@ -162,8 +162,8 @@ def read_manifest(root: Path) -> list[Move]:
         is_ours = original.parts and re.fullmatch(place, move.place)
         if not is_ours or ".." in original.parts or original.is_absolute():
             raise StoreError(
-                f"{path} names a place outside its folder, or another one than a checkpoint was "
-                "moved to; it was not written by stepguard."
+                f"{path} names a path outside its folder, or one that no checkpoint was "
+                "moved to; stepguard did not write it."
             )
     return moves
 
@@ -202,7 +202,9 @@ def _rename(root: Path, source: str, target: str) -> None:
     goal.parent.mkdir(parents=True, exist_ok=True)
     for parent in (path.parent, goal.parent):
         if not _is_below(root, parent):
-            raise StoreError(f"{parent} is a link out of {root}; {source} was not moved.")
+            raise StoreError(
+                f"{parent} is a link that leads out of {root}; {source} was not moved."
+            )
     # rename() replaces what is there without asking
     if os.path.lexists(goal):
         raise StoreError(f"{goal} exists; {source} was not moved.")
@@ -213,14 +215,14 @@ def _rename(root: Path, source: str, target: str) -> None:
         sync(path.parent)
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be moved to {goal}: {error.strerror}; --undo puts back what was."
+            f"{path} cannot be moved to {goal}: {error.strerror}; --undo moves back what was moved."
         ) from error
 
 
 def _write_manifest(root: Path, moves: Sequence[Move]) -> None:
     folder = root / QUARANTINE
     if folder.is_symlink():
-        raise StoreError(f"{folder} is a link; remove it, nothing was moved.")
+        raise StoreError(f"{folder} is a link; remove it first. Nothing was moved.")
     data = {"schema": 1, "moves": [asdict(move) for move in moves]}
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
     write_file(folder / MANIFEST, text.encode())

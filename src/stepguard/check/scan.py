@@ -709,7 +709,7 @@ def _judge_finite(layout: FileLayout, tensor: StoredTensor, values: Values) -> N
     if is_matrix and is_constant and not USUALLY_ZERO.search(name):
         kind: ProblemKind = "constant" if low else "zero"
         shape = "x".join(map(str, tensor.shape))
-        detail = f"is {low:.4g} everywhere ({shape}); a trained matrix is not"
+        detail = f"is {low:.4g} everywhere ({shape}); a trained matrix is not constant"
         layout.add(kind, detail, tensor=name, severity="warning", role=role)
 
 

@@ -249,7 +249,7 @@ def configured_rate(path: Path) -> float:
     else:
         listed = ", ".join(f"{key}={rate:g}" for key, rate in found.items())
         said = f"several learning rates ({listed})"
-    raise ConfigError(f"--config {path} names {said}; give the one that counts by --lr.")
+    raise ConfigError(f"--config {path} names {said}; give the right one with --lr.")
 
 
 # --- What a configuration and a launcher mean by precision.
@@ -335,7 +335,7 @@ def read_launcher(file: Mapping[str, Any], file_name: str, environ: Mapping[str,
         written, given = file.get(name), environ.get(variable) or None
         if None not in (written, given) and str(written).lower() != str(given).lower():
             found.conflicts.append(
-                f"{file_name} says {name}={written}, the environment {variable}={given}"
+                f"{file_name} sets {name}={written}, the environment {variable}={given}"
             )
         for value, place in ((written, file_name), (given, variable)):
             if value is not None:

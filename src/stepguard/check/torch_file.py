@@ -116,7 +116,8 @@ def zip_records(source: FileSlice) -> dict[str, ZipRecord]:
             raise Damaged("duplicate", f"the zip holds {record.name!r} more than once")
         if lower in SPECIAL and name not in SPECIAL:
             raise Damaged(
-                "hostile", f"the zip holds {record.name!r}, which torch takes for another"
+                "hostile",
+                f"the zip holds {record.name!r}, which torch would confuse with another entry",
             )
         folded.add(lower)
         found[name] = record
@@ -142,31 +143,32 @@ def _directory(source: FileSlice) -> tuple[int, int]:
         source.at(max(0, end), END.size).ljust(END.size)
     )
     if signature != b"PK\x05\x06" or comment:
-        raise Damaged("torn", "the zip has no directory at its end: it was not written to its end")
+        raise Damaged("torn", "the zip has no directory at its end: its save never finished")
     locator = source.at(max(0, end - LOCATOR.size), LOCATOR.size)
     if locator[:4] == b"PK\x06\x07":
         end -= LOCATOR.size + END64.size
         named = LOCATOR.unpack(locator)[2]
         if end < 0 or named != end:
             raise Damaged(
-                "hostile", f"the zip64 record is not at byte {named:,}, where it is named"
+                "hostile",
+                f"the zip64 record is not at byte {named:,}, where the end record places it",
             )
         signature, length, _, _, disk, first_disk, here, count, size, start = END64.unpack(
             source.exactly(end, END64.size)
         )
         if signature != b"PK\x06\x06" or length != END64.size - 12:
-            raise Damaged("malformed", "the zip64 record is not what any writer writes")
+            raise Damaged("malformed", "the zip64 record is malformed")
     if disk or first_disk or here != count:
         raise Damaged("malformed", "the zip is one of several parts")
     if start + size != end:
         raise Damaged(
             "hostile" if start + size < end else "torn",
-            f"the zip directory should end at byte {start + size:,}, its end record is at {end:,}: "
-            "bytes were put in front of it or taken away",
+            f"the zip directory should end at byte {start + size:,}, but its end record is "
+            f"at {end:,}: bytes were inserted or removed",
         )
     if size > LARGEST_INDEX:
         raise Damaged(
-            "limit", f"a zip directory of {size:,} bytes is more than the {LARGEST_INDEX:,} read"
+            "limit", f"the zip directory has {size:,} bytes; at most {LARGEST_INDEX:,} are read"
         )
     return count, start
 
@@ -251,7 +253,7 @@ def read_value(reader: PickleReader, layout: FileLayout, *, scripted: bool = Fal
             layout.add(
                 "global",
                 f"names {first_few(names['unknown'], 5)}, {NEEDLESS}; loading it with pickle would "
-                "import and run code that is not on the list of stepguard. Where it is your own, "
+                "import and run code that is not on stepguard's list. Where it is your own, "
                 "save the state_dict instead of the object",
             )
 
@@ -490,7 +492,7 @@ def read_safetensors(source: FileSlice, layout: FileLayout, role: Role | None) -
     if length > LARGEST_INDEX:
         raise Damaged(
             "limit",
-            f"its header of {length:,} bytes is more than the {LARGEST_INDEX:,} that are read",
+            f"its header has {length:,} bytes; at most {LARGEST_INDEX:,} are read",
         )
     header = parse_json(source.exactly(8, length), "its header")
     if not isinstance(header, dict):
@@ -543,7 +545,7 @@ def _header_entry(name: str, facts: Any) -> tuple[int, int, str, str, tuple[int,
             is_shape([*shape, start, stop]) and 0 <= start <= stop and min([*shape, 0]) == 0
         ):
             return start, stop, name, dtype, tuple(shape)
-    raise Damaged("malformed", f"its header says nothing usable on {name[:80]!r}")
+    raise Damaged("malformed", f"its header has no usable entry for {name[:80]!r}")
 
 
 # --- Any file: formats are recognised in the order in which torch.load tries them.

@@ -214,7 +214,9 @@ def verify(
 
 def nothing_in(where: str | Path) -> str:
     """Return the message for a folder without a checkpoint."""
-    return f"nothing to verify in {where}: it holds no checkpoint; give the folder or file of one."
+    return (
+        f"nothing to verify in {where}: it holds no checkpoint; give a checkpoint file or folder."
+    )
 
 
 def check_path(
@@ -358,7 +360,7 @@ def other_rate(rates: Sequence[Rate], lr: float) -> list[Problem]:
             if running and kind != "lr":
                 detail += f", running at {running[0]:.4g} when it was saved"
             detail += f"; configured is {lr:.4g}. Loading this optimizer or scheduler state "
-            detail += "overrides what the configuration says"
+            detail += "overrides the configuration"
             file, tensor = base[0].file, base[0].name
             return [Problem(file=file, kind="lr", tensor=tensor, detail=detail, role="optimizer")]
     return []
@@ -380,7 +382,7 @@ def seal_folder(folder: str | Path, *, step: int = 0) -> Path:
     (where / SEAL).unlink(missing_ok=True)
     found = verify(where)
     if not found.ok:
-        raise StoreError(f"{where} is not sealed, it is not good: {found.errors[0]}.")
+        raise StoreError(f"{where} is not sealed because it is not good: {found.errors[0]}.")
     files: dict[str, SealedFile] = {}
     for path in sorted(where.iterdir()):
         if path.is_file():

@@ -34,6 +34,7 @@ from stepguard.checkpoints.seal import (
     digest_of,
     open_plain,
 )
+from stepguard.report import phrases
 from stepguard.state.files import Disk
 from stepguard.tensors.names import TensorPart, whole_part
 from stepguard.tensors.values import dtype_name
@@ -244,8 +245,8 @@ def _write_file(
                     is_bad = True
                     if name not in may_be_nonfinite:
                         raise StoreError(
-                            f"not sealed: {name} holds NaN or Inf; a checkpoint must be finite to "
-                            f"be of use."
+                            f"not sealed: {name} holds NaN or Inf; a checkpoint must be "
+                            "finite to be useful."
                         )
                 digest.update(piece)
                 whole.update(piece)
@@ -268,20 +269,19 @@ def _write_file(
 def _refuse_odd(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise StoreError(
-            f"{name} is a {type(tensor).__name__}, not a tensor; plain values belong into the "
-            f"facts."
+            f"{name} is a {type(tensor).__name__}, not a tensor; put plain values into the facts."
         )
     odd = ""
     if name == METADATA:
         odd = "has a name that safetensors reserves; rename it"
     elif tensor.layout is not torch.strided:
-        odd = f"has the layout {tensor.layout}; hand over tensor.to_dense()"
+        odd = f"has the layout {tensor.layout}; pass tensor.to_dense()"
     elif tensor.device.type == "meta" or tensor.is_quantized:
-        odd = "has no plain memory (meta or quantized); hand over its real values"
+        odd = "has no plain memory (meta or quantized); pass its real values"
     elif stored_dtype(tensor) not in CODES and tensor.element_size() != 1:
         odd = (
-            f"has the dtype {tensor.dtype}, which safetensors cannot hold; hand over a view of it "
-            f"as bytes"
+            f"has the dtype {tensor.dtype}, which safetensors cannot hold; pass a view of "
+            "it as bytes"
         )
     if odd:
         raise StoreError(f"{name} cannot be kept in a checkpoint: it {odd}.")
@@ -300,7 +300,7 @@ def write_json(path: Path, content: bytes, disk: Disk) -> SealedFile:
     """Write a small file, durably."""
     if len(content) > LARGEST:
         raise StoreError(
-            f"{path.name} would have {len(content)} bytes; more than {LARGEST} are not read back."
+            f"{path.name} would have {len(content)} bytes; at most {LARGEST} can be read back."
         )
     with disk.new_file(path) as file:
         file.write(content)
@@ -387,7 +387,10 @@ def read_tensors(
             stored.setdefault(name, []).append(_stored(path, name, seal, sealed))
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if select is None and needed > installed:
-        raise StoreError(f"{path} needs {needed} bytes of memory; this machine has {installed}.")
+        raise StoreError(
+            f"{path} needs {phrases.size(needed)} of memory; this machine has "
+            f"{phrases.size(installed)}."
+        )
     tensors: dict[str, Tensor] = {}
     read: dict[SealedTensor, Tensor] = {}
     """Tied tensors have several names and lie in the file once."""
@@ -420,7 +423,7 @@ def _check_files(path: Path, seal: Seal) -> None:
         os.close(descriptor)
         if size != file.size:
             raise StoreError(
-                f"{path} is not whole: {name} has {size} bytes, {file.size} were sealed."
+                f"{path} is incomplete: {name} has {size} bytes, {file.size} were sealed."
             )
         header = bytearray(min(starts.get(name, size), LARGEST))
         if _read_into(memoryview(header), path / name, 0) != file.header:
@@ -444,7 +447,7 @@ def _stored(path: Path, name: str, seal: Seal, sealed: SealedTensor) -> _Stored:
         fits = fits and all(at + size <= most for at, size, most in places)
     if not fits:
         raise StoreError(
-            f"{path} has a seal that contradicts itself: {name} is in no file as it is described."
+            f"{path} has a seal that contradicts itself: no file holds {name} as described."
         )
     return _Stored(path / sealed.file, sealed, part.whole, part.offset)
 
@@ -478,7 +481,7 @@ def _assembled(path: Path, name: str, wanted: TensorPart, parts: Sequence[_Store
             filled += _copy_overlap(tensor, wanted, part, name)
     if filled != wanted.elements:
         raise StoreError(
-            f"{path} is not whole: {filled or held} of {wanted.elements} elements of {name} are "
+            f"{path} is incomplete: {filled or held} of {wanted.elements} elements of {name} are "
             f"stored."
         )
     return tensor

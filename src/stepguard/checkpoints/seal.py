@@ -189,7 +189,7 @@ def parse_seal(content: bytes, folder: Path, name: str = SEAL) -> Seal:
     """Parse the bytes of a `seal.json`."""
     head = _HEAD.match(content)
     if head is None or not content.endswith(_TAIL):
-        raise StoreError(f"{folder} has a damaged seal: {name} does not have the form of one.")
+        raise StoreError(f"{folder} has a damaged seal: {name} is not in the format of a seal.")
     body = content[head.end() : -len(_TAIL)]
     if digest_of(body) != head.group(1).decode():
         raise StoreError(f"{folder} has a damaged seal: {name} does not match its own digest.")
@@ -202,9 +202,7 @@ def parse_seal(content: bytes, folder: Path, name: str = SEAL) -> Seal:
     try:
         return from_jsonable(Seal, plain)
     except (ValidationError, RecursionError) as fault:
-        raise StoreError(
-            f"{folder} has a seal that says something impossible: {first_line(fault)}."
-        ) from None
+        raise StoreError(f"{folder} has an invalid seal: {first_line(fault)}.") from None
 
 
 def load_json(content: bytes, path: Path) -> dict[str, Any]:
@@ -212,9 +210,9 @@ def load_json(content: bytes, path: Path) -> dict[str, Any]:
     try:
         plain = json.loads(content)
     except (ValueError, RecursionError) as fault:
-        raise StoreError(f"{path} is not JSON that can be read: {first_line(fault)}.") from None
+        raise StoreError(f"{path} is not readable JSON: {first_line(fault)}.") from None
     if not isinstance(plain, dict):
-        raise StoreError(f"{path} holds a JSON {type(plain).__name__} where an object belongs.")
+        raise StoreError(f"{path} holds a JSON {type(plain).__name__}, not an object.")
     return plain
 
 
@@ -229,7 +227,7 @@ def read_small(path: Path) -> bytes:
     fd, size = open_plain(path)
     with os.fdopen(fd, "rb", closefd=True) as file:
         if size > LARGEST:
-            raise StoreError(f"{path} has {size} bytes; more than {LARGEST} are not read.")
+            raise StoreError(f"{path} has {size} bytes; at most {LARGEST} are read.")
         try:
             # one byte more than expected: a file that grew meanwhile fails its digest
             return file.read(size + 1)
@@ -323,9 +321,11 @@ def entry_of(path: Path) -> Entry:
         try:
             size = (path / name).lstat().st_size
         except OSError:
-            raise StoreError(f"{path} is not whole: {name} is missing.") from None
+            raise StoreError(f"{path} is incomplete: {name} is missing.") from None
         if size != sealed:
-            raise StoreError(f"{path} is not whole: {name} has {size} bytes, {sealed} were sealed.")
+            raise StoreError(
+                f"{path} is incomplete: {name} has {size} bytes, {sealed} were sealed."
+            )
     return entry
 
 

@@ -237,8 +237,8 @@ def _lock(folder: Path, disk: Disk) -> int:
         if fault.errno not in {errno.EACCES, errno.EAGAIN}:
             raise
         raise StoreError(
-            f"another process writes checkpoints into {folder}; end it, or give each run a folder "
-            f"of its own."
+            f"another process writes checkpoints into {folder}; end it, or give each run "
+            "its own folder."
         ) from None
     return descriptor
 
@@ -294,7 +294,7 @@ class Store:
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise StoreError(
-                f"step={step!r} is not a number of optimizer steps; use an int from 0 on."
+                f"step={step!r} is not a number of optimizer steps; use an integer of at least 0."
             )
         # facts that cannot be written are refused before anything is
         _json(facts)
@@ -618,7 +618,7 @@ class Background:
         try:
             self._saved = job()
         except Exception as fault:
-            self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
+            self._say(f"checkpoint of step {step} NOT saved, training continues: {fault}")
         if self._refused:
             later = "1 later save was"
             if self._refused > 1:

@@ -13,6 +13,7 @@ import typer
 
 from stepguard._errors import ConfigError, JournalError
 from stepguard.records.codec import printable
+from stepguard.report.phrases import count
 
 if TYPE_CHECKING:
     from stepguard.records.checks import Verification
@@ -190,7 +191,9 @@ def chosen(story: Story, which: int | None) -> Run:
     if which is None:
         return story.latest
     if which > len(story.runs):
-        raise ConfigError(f"--run {which}: {story.path} holds {len(story.runs)}; give 1 to that.")
+        raise ConfigError(
+            f"--run {which}: {story.path} holds {count(len(story.runs), 'run')}, numbered from 1."
+        )
     return story.runs[which - 1]
 
 

@@ -88,8 +88,8 @@ def mcp(
 ) -> None:
     """Serve these run folders to an agent over the Model Context Protocol, on stdin and stdout.
 
-    Start it in the project's folder. Tools read; `replay`, `whatif` and `fix` run your program as
-    the commands of the same name do. Needs the extra: pip install "stepguard[mcp]".
+    Start it in the project's folder. Most tools only read; `replay`, `whatif` and `fix` run your
+    program as the commands of the same name do. Needs the extra `mcp` of the package.
     """
     refuse_no_function(build=build)
     tools = AgentTools(
@@ -106,7 +106,7 @@ def agent_server(tools: AgentTools) -> MCPServer[Any]:
         from mcp.types import ToolAnnotations
     except ImportError as missing:
         raise ConfigError(
-            'stepguard mcp needs the SDK of the protocol: pip install "stepguard[mcp]".'
+            'stepguard mcp needs the Model Context Protocol SDK: pip install "stepguard[mcp]".'
         ) from missing
 
     def answering(tool: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -335,10 +335,10 @@ class AgentTools:
             bool, Field(description="Write the change; needs a server with --allow-apply.")
         ] = False,
     ) -> dict[str, Any]:
-        """Find the change of the user's code that mends the bad step, as a unified diff.
+        """Find the change of the user's code that fixes the bad step, as a unified diff.
 
-        The step was run with it: `before` and `after` have the losses. An error where no change of
-        the user's lines is known to mend it.
+        The step was run with it: `before` and `after` have the losses. An error if no change
+        of the user's code is known to fix it.
         """
         if apply and not self.allow_apply:
             raise ConfigError(
@@ -434,8 +434,8 @@ class AgentTools:
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                f"stepguard {words[0]} took more than {self._seconds:g} seconds and was ended; the "
-                "user can allow more with --timeout."
+                f"stepguard {words[0]} took more than {self._seconds:g} seconds and was "
+                "stopped; the user can allow more with --timeout."
             ) from None
         lines = done.stdout.strip().splitlines()
         if done.returncode != EXIT_USAGE and lines:

@@ -162,7 +162,7 @@ def selftest(
         bool, typer.Option("--json", help="One JSON object instead of the table.")
     ] = False,
 ) -> None:
-    """Try stepguard's promises on a device, in about a minute, and print a table to send in.
+    """Test stepguard's guarantees on a device, in about a minute, and print a table to send in.
 
     Exit code 5 if one does not hold.
     """

@@ -97,17 +97,13 @@ def quarantine(
             metavar="DIR", help="A folder with checkpoints, at any depth; with --data a run folder."
         ),
     ],
-    undo: Annotated[
-        bool, typer.Option("--undo", help="Put back everything that was moved.")
-    ] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Move everything back.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be moved, move nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be moved, and move nothing.")
     ] = False,
     data: Annotated[
         bool,
-        typer.Option(
-            "--data", help="List the samples that the run in DIR continued without; move nothing."
-        ),
+        typer.Option("--data", help="List the samples that the run in DIR dropped; move nothing."),
     ] = False,
     out: Annotated[
         Path | None,
@@ -130,9 +126,9 @@ def quarantine(
     """
     exclude(undo=undo, dry_run=dry_run, data=data)
     if (unproven or out is not None) and not data:
-        raise ConfigError("--out and --unproven belong to --data.")
+        raise ConfigError("--out and --unproven need --data.")
     if unproven and out is None:
-        raise ConfigError("--unproven says what --out writes; give --out FILE.")
+        raise ConfigError("--unproven needs --out; give --out FILE.")
     if not folder.is_dir():
         what = "a run directory" if data else "the one that holds the checkpoints"
         raise ConfigError(f"{folder} is not a folder; give {what}.")
@@ -173,10 +169,12 @@ def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
         if len(move.reasons) > MOST_REASONS:
             echo(f"    and {len(move.reasons) - MOST_REASONS} more")
     for path in unread:
-        echo(f"left alone, could not be judged: {path} (stepguard verify {path} says why)")
+        echo(
+            f"not moved, because it could not be judged: {path} (stepguard verify {path} shows why)"
+        )
     line = f"{len(results)} checked, {len(moves)} {word}"
     if moves:
-        line += f"; back with: stepguard quarantine {folder} --undo"
+        line += f"; undo with: stepguard quarantine {folder} --undo"
     echo(line)
     return code
 
@@ -197,7 +195,7 @@ def _undo(folder: Path, as_json: bool) -> int:
     for move, why in stays:
         echo(f"stays in {folder / move.place}: {why}", err=True)
     if not back and not stays:
-        echo(f"nothing of {folder} is in quarantine")
+        echo(f"no checkpoint of {folder} is in quarantine")
     return code
 
 
@@ -215,16 +213,16 @@ def _show_bad_samples(run: Path, *, as_json: bool, out: Path | None, unproven: b
         entries, unread = read_ledger(run)
     except OSError as error:
         raise JournalError(f"{error.filename or run} cannot be read: {error.strerror}.") from error
-    # Step lines of the journals, of all ranks and attempts.
-    steps = 0
+    # Step lines of all attempts, in the journal of each rank.
+    steps = [0]
     for path in journals:
         with suppress(OSError), path.open("rb") as lines:
-            steps += sum(b'"type":"step"' in line for line in lines)
+            steps.append(sum(b'"type":"step"' in line for line in lines))
     if as_json:
-        echo_json(checks.as_json(str(run), entries, unread, steps))
+        echo_json(checks.as_json(str(run), entries, unread, max(steps)))
     else:
         stream = sys.stdout
-        text = checks.render_ledger(str(run), entries, unread, steps, screen.columns(stream))
+        text = checks.render_ledger(str(run), entries, unread, sum(steps), screen.columns(stream))
         screen.put(text, stream)
     if out is not None:
         _write_samples(checks.suspects(entries), out, unproven=unproven)
@@ -252,7 +250,7 @@ def _write_samples(found: Sequence[Suspect], out: Path, *, unproven: bool) -> No
 def doctor(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="The run's folder, or that of its checkpoints."),
+        typer.Argument(metavar="DIR", help="The run's folder, or the folder of its checkpoints."),
     ],
     config: Annotated[
         Path | None,

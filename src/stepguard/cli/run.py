@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
@@ -14,7 +15,7 @@ from stepguard._errors import EXIT_OK, EXIT_SCRIPT_FAILED, ConfigError
 from stepguard.cli._results import JsonOption, echo, echo_json, exclude, refuse_no_function, writing
 
 if TYPE_CHECKING:
-    from stepguard.records import GuardConfig, Incident
+    from stepguard.records import GuardConfig, Incident, Origin
     from stepguard.state.batch import Step
 
 VARIABLE = "STEPGUARD_CONFIG"
@@ -46,8 +47,7 @@ def run(
         "--config",
         envvar=VARIABLE,
         metavar="FILE",
-        help="Fields of GuardConfig, and of Policy below `policy`: TOML, YAML or JSON. Also by "
-        "the variable STEPGUARD_CONFIG.",
+        help="Fields of GuardConfig, and of Policy below `policy`: TOML, YAML or JSON.",
     ),
     restore: str | None = typer.Option(
         None,
@@ -122,8 +122,8 @@ def _refuse_no_script(script: str, context: typer.Context, *, module: bool) -> N
             if str(value).endswith(".py"):
                 option = name.replace("_", "-")
                 wrong = (
-                    f"no script is given. --{option} has taken {value} for its value; give it one, "
-                    "then the script."
+                    f"no script is given: --{option} took {value} as its value. Give the "
+                    "option a value, then the script."
                 )
     elif script.startswith("-"):
         wrong = (
@@ -133,15 +133,15 @@ def _refuse_no_script(script: str, context: typer.Context, *, module: bool) -> N
         )
     elif module:
         if path.is_file() and path.suffix == ".py":
-            wrong = f"{script} is a file; leave -m out, or give the name of a module."
+            wrong = f"{script} is a file; remove -m, or give the name of a module."
     elif path.is_dir():
-        wrong = f"{script} is a folder; give the Python script in it, or a package by -m."
+        wrong = f"{script} is a folder; give the Python script in it, or a package with -m."
     elif path.suffix.lower() in SETTINGS:
         wrong = f"{script} is not a script; settings go before it: --config {script}."
     elif not path.is_file():
         wrong = f"{script} does not exist; give the path of a Python script."
         if context.args and context.args[0].endswith(".py"):
-            wrong = f"{script} does not exist; leave it out: stepguard run {context.args[0]}."
+            wrong = f"{script} does not exist; write: stepguard run {context.args[0]}."
     if wrong:
         raise ConfigError(wrong)
 
@@ -153,8 +153,15 @@ CapsuleArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN_OR_CAPSULE",
-        help="Folder `incidents/<id>/capsule` of a run, or the run: its last incident, or the "
-        "first of several in a row.",
+        help="A run directory, for its newest capsule; or the folder of one incident.",
+    ),
+]
+ChainArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_OR_CAPSULE",
+        help="A run directory, for its last incident (the first of several in a row); or the "
+        "folder of one incident.",
     ),
 ]
 ScriptOption = Annotated[
@@ -204,7 +211,7 @@ def replay(
     This runs your training script, or the function given by --build. For a capsule that was made
     elsewhere, the command it names is printed and confirmed first.
     """
-    from stepguard.run.replay import capsule_of
+    from stepguard.run.replay import newest_capsule
     from stepguard.run.replay import replay as run_again
 
     def inspect(step: Step, incident: Incident) -> None:
@@ -217,7 +224,11 @@ def replay(
 
     refuse_no_function(build=build)
     exclude(json=as_json, pdb=debug)
-    capsule, _ = capsule_of(Path(path))
+    capsule, held = newest_capsule(Path(path))
+    if held:
+        which = f"the newest of {held} capsules" if held > 1 else "the only capsule"
+        another = f"stepguard replay {shlex.quote(str(capsule.parent.parent))}/ID"
+        echo(f"stepguard: replaying {capsule.parent}, {which}; another one: {another}", err=True)
     # What the script prints must not mix with the JSON on stdout.
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         incident = run_again(
@@ -232,17 +243,21 @@ def replay(
     if incident.origin is not None and incident.origin.reproduced:
         raise typer.Exit(EXIT_OK)
     if not as_json:
-        from stepguard.state.capsule import read_capsule
-
-        origin = incident.origin
-        why = origin.evidence.departs if origin is not None else None
-        if why is None and origin is not None and origin.reproduced is None and origin.remarks:
-            why = f"the step is finite here; {origin.remarks[-1]}"
-        why = why or "the same step is finite here"
-        echo(f"stepguard: not reproduced: {why.removesuffix('.')}.", err=True)
-        for difference in read_capsule(capsule).differences():
-            echo(f"stepguard: {difference}", err=True)
+        _tell_difference(capsule, incident.origin)
     raise typer.Exit(EXIT_SCRIPT_FAILED)
+
+
+def _tell_difference(capsule: Path, origin: Origin | None) -> None:
+    """Say why a step is not reproduced, and what is different here."""
+    from stepguard.state.capsule import read_capsule
+
+    why = origin.evidence.departs if origin is not None else None
+    if why is None and origin is not None and origin.reproduced is None and origin.remarks:
+        why = f"the step is finite here; {origin.remarks[-1]}"
+    why = why or "the same step is finite here"
+    echo(f"stepguard: not reproduced: {why.removesuffix('.')}.", err=True)
+    for difference in read_capsule(capsule).differences():
+        echo(f"stepguard: {difference}", err=True)
 
 
 def _enter_debugger(step: Step, incident: Incident) -> None:
@@ -264,7 +279,7 @@ def _enter_debugger(step: Step, incident: Incident) -> None:
 
 
 def whatif(
-    path: CapsuleArgument,
+    path: ChainArgument,
     own: Annotated[
         str | None,
         typer.Option(
@@ -300,7 +315,7 @@ def whatif(
 
 
 def fix(
-    path: CapsuleArgument,
+    path: ChainArgument,
     script: ScriptOption = None,
     build: BuildOption = None,
     apply: Annotated[
@@ -309,10 +324,10 @@ def fix(
     as_json: JsonOption = False,
     yes: YesOption = False,
 ) -> None:
-    """Print the change of your code that mends a bad step, as a diff that the step was run with.
+    """Print the change of your code that fixes a bad step, as a diff that the step was run with.
 
     The step is replayed as it was and with the change; nothing is written without --apply. Exit
-    code 2 when no change of your own lines is known to mend it. This runs your training script, or
+    code 2 when no change of your code is known to fix it. This runs your training script, or
     the function given by --build. For a capsule that was made elsewhere, the command it names is
     printed and confirmed first.
     """

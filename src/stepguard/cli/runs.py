@@ -360,8 +360,8 @@ def serve(
         typer.Option(
             "--host",
             metavar="ADDRESS",
-            help="Where to bind, 127.0.0.1 by default. Beyond the loopback, and where other people "
-            "use this machine, a token is needed; one is made where none is given.",
+            help="Where to bind. Addresses beyond this machine, and machines with several "
+            "users, need a token; one is generated if you give none.",
         ),
     ] = "127.0.0.1",
     port: Annotated[
@@ -376,7 +376,7 @@ def serve(
             "--token",
             envvar="STEPGUARD_TOKEN",
             metavar="TEXT",
-            help="Ask for this token; also by the variable STEPGUARD_TOKEN.",
+            help="Require this token.",
         ),
     ] = None,
 ) -> None:

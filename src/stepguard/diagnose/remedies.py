@@ -378,7 +378,10 @@ def _another_path(case: Case, fields: Fields) -> tuple[Remedy, ...]:
             changes[argument] = f"{bracketed(text)}.{WIDER_CALL[dtype]}"
     if not changes:
         return ()
-    title = f"Pass {', '.join(changes.values())} to {fields['kernel']}: so it is finite here"
+    title = (
+        f"Pass {', '.join(changes.values())} to {fields['kernel']}: with it, the result is "
+        "finite here"
+    )
     return (found.rewritten(changes, title, "safe" if fields["contiguous"] else "changes-numbers"),)
 
 
@@ -521,9 +524,9 @@ def _in_general(fix: Remedy, case: Case) -> Remedy:
 def _in_a_library(case: Case, origin: Origin) -> Remedy:
     """The line is not the user's: what they pass to it is."""
     package = (origin.library or "").partition("/")[0]
-    title = f"Look at what {origin.source} passes to {package}, which fails on it"
+    title = f"Check what {origin.source} passes to {package}, which fails on it"
     if origin.samples:
-        title += f": leave {_samples(case)} out, or correct it"
+        title += f": drop or correct {_samples(case)}"
     for operand in sorted(case.inputs, key=has_zero, reverse=True)[:1]:
         title += f"; {describe(operand)}"
     return Remedy(title=title)

@@ -229,7 +229,7 @@ def _made(name: str, folder: str | PathLike[str], make: Callable[[Path], T]) -> 
         return make(Path(folder))
     except OSError as fault:
         raise ConfigError(
-            f"{name}={str(folder)!r} cannot be written: {fault}; give a folder that can."
+            f"{name}={str(folder)!r} cannot be written: {fault}; give a writable folder."
         ) from fault
 
 
@@ -240,9 +240,9 @@ def _refuse_engines(model: object, optimizer: object, inside: str) -> None:
         for package in (packages & ENGINES.keys()) - {inside}:
             name, instead = ENGINES[package]
             raise ConfigError(
-                f"{type(item).__name__} is {name}'s: it keeps gradients and weights in "
-                "buffers of its own and updates them itself, where a guard cannot stop an update; "
-                f"{instead}, and look at its checkpoints with stepguard.verify(path)."
+                f"{type(item).__name__} is {name}'s: it keeps gradients and weights in its "
+                "own buffers and updates them itself, where a guard cannot stop an "
+                f"update; {instead}, and check its checkpoints with stepguard.verify(path)."
             )
 
 
@@ -266,9 +266,9 @@ def _check(model: object, optimizer: object, modules: object, extra: object) -> 
 def _refuse_averager(optimizer: object) -> None:
     if hasattr(optimizer, "averager"):
         raise ConfigError(
-            f"{type(optimizer).__name__} averages the weights of ranks that make steps of their "
-            "own, which a guard cannot judge together; reduce the gradients of every step "
-            "(DistributedDataParallel) and give the optimizer inside it."
+            f"{type(optimizer).__name__} averages the weights of ranks that step "
+            "independently, which a guard cannot judge collectively; reduce the gradients "
+            "of every step (DistributedDataParallel) and give the optimizer inside it."
         )
 
 

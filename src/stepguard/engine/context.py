@@ -546,7 +546,9 @@ class Context:
         self.buffers.restore()
         reset = self.memory.attached.restore()
         if reset:
-            self.outputs.note("veto", f"set to 0, since it was overwritten: {', '.join(reset)}")
+            self.outputs.note(
+                "veto", f"set to 0, because the step overwrote it: {', '.join(reset)}"
+            )
 
     def on_purpose(self) -> set[str]:
         """Names of what may be non-finite, as are buffers that were so before the first step.

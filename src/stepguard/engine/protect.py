@@ -33,15 +33,15 @@ T = TypeVar("T")
 
 
 class GuardDisarmed(RuntimeWarning):
-    """stepguard met a fault of its own and no longer protects this run."""
+    """An internal fault of stepguard disarmed the guard, which no longer protects this run."""
 
 
 class NotExplained(RuntimeWarning):
-    """A bad step was caught, but a fault of stepguard's own kept it from being explained."""
+    """A bad step was caught, but an internal fault of stepguard kept it from being explained."""
 
 
 class PartFailed(RuntimeWarning):
-    """A part that the verdict does not need failed by a fault of stepguard's own."""
+    """A part that the verdict does not need failed because of an internal fault of stepguard."""
 
 
 class Protection:
@@ -205,7 +205,7 @@ class OutputLost(RuntimeWarning):
 
 
 class SinkDropped(RuntimeWarning):
-    """A sink of the user's failed and gets no more events of this run; the journal does."""
+    """A sink of the user's failed and receives no more events of this run; the journal does."""
 
 
 class Outputs:
@@ -349,7 +349,7 @@ class UserOutput(Output):
     def _failed(self, fault: Exception) -> None:
         self._sink = Sink()
         text = (
-            f"{self.name} failed and is dropped, training goes on without it: "
+            f"{self.name} failed and is dropped, training continues without it: "
             f"{type(fault).__name__}: {fault}"
         )
         self._tell(text)

@@ -27,6 +27,7 @@ from stepguard.engine.drivers.schedule import calls_of_step, position
 from stepguard.engine.protect import borrowing
 from stepguard.engine.result import data_parallel_wrapper
 from stepguard.records import GuardConfig
+from stepguard.report.phrases import count
 from stepguard.state.batch import unwrapped
 from stepguard.state.loader import ResumableLoader
 from stepguard.state.run_state import inner_optimizers
@@ -305,11 +306,11 @@ class Wiring:
             self._beside[before] = True
             self._say(
                 f"{kinds} take turns on this model: the guard stays with the "
-                f"{type(optimizer).__name__} it was given; give the other one a guard of its own"
+                f"{type(optimizer).__name__} it was given; build another guard for the other one"
             )
         else:
-            count = len(optimizer_parameter_ids(optimizer))
-            told = f"the loop has a new optimizer ({type(optimizer).__name__}, {count} parameters)"
+            size = count(len(optimizer_parameter_ids(optimizer)), "parameter")
+            told = f"the loop has a new optimizer ({type(optimizer).__name__}, {size})"
             context.outputs.note("adopted", f"{told}: it is guarded from its first step")
         return True
 
@@ -428,8 +429,8 @@ class Wiring:
         self._without_gradient += 1
         if self._without_gradient == LOOKED_AT:
             self._warn(
-                f"no parameter of the optimizer has got a gradient in {LOOKED_AT} steps: nothing "
-                f"is learned; "
+                f"no parameter of the optimizer got a gradient in {LOOKED_AT} steps: nothing is "
+                "learned; "
                 + (
                     "the backward pass left some, so call zero_grad() before it and not after it"
                     if reached
@@ -489,8 +490,8 @@ class Wiring:
             return
         if self._outside:
             self._say(
-                f"this guard saw no step: {self._outside} calls of optimizer.step() came outside "
-                "of guard.step"
+                f"this guard saw no step: {count(self._outside, 'call')} of optimizer.step() came "
+                "outside of guard.step"
             )
         elif self._backwards:
             self._say(
@@ -499,19 +500,34 @@ class Wiring:
             )
 
     def _warn(self, summary: str) -> None:
+        """Show it once, as Python's warning: tests filter by it, and it names the user's line."""
         if summary not in self._said:
-            self._say(summary)
-            warnings.warn(f"stepguard: {summary}.", WiringWarning, stacklevel=5)
+            text = f"stepguard: {summary}."
+            self._say(summary, warned=not _hidden(text))
+            warnings.warn(text, WiringWarning, stacklevel=5)
 
-    def _say(self, summary: str) -> None:
+    def _say(self, summary: str, *, warned: bool = False) -> None:
+        """`warned`: a Python warning shows it, so the terminal need not print it as well."""
         self._said.add(summary)
-        self._context.outputs.note("wiring", summary)
+        self._context.outputs.note("wiring", summary, **({"warned": True} if warned else {}))
 
 
 REPLACED = (
     "the optimizer holds parameters that are no longer the model's: they were replaced after the "
     "guard was built"
 )
+
+
+def _hidden(text: str) -> bool:
+    """Does a filter hide this warning that was made for others, as `filterwarnings("ignore")` is?
+
+    A filter for WiringWarning itself is the user's answer to the message.
+    """
+    for action, message, category, module, line in warnings.filters:
+        matches = message is None or message.match(text)
+        if matches and not module and not line and issubclass(WiringWarning, category):
+            return action == "ignore" and category is not WiringWarning
+    return False
 
 
 def _inside_each_other(one: Optimizer, other: Optimizer) -> bool:

@@ -96,8 +96,8 @@ class HostGuard:
             values = ", ".join(f"{name} was logged as {float(numbers[name])}" for name in bad)
             port.say(
                 "metric",
-                f"{values} at step {step}: only what is logged is wrong, for the loss, the "
-                "gradients and the weights are finite (reported once)",
+                f"{values} at step {step}: only the logged value is wrong; loss, gradients "
+                "and weights are finite (reported once)",
             )
 
     def refusal(self, what: str, *, together: bool) -> SaveRefused | None:
@@ -233,7 +233,7 @@ class Framework:
             ) from None
         if not self.supports(found):
             raise ConfigError(
-                f"{self.package} {found} is not known to this guard, which works with {self.works}."
+                f"{self.package} {found} is not supported; this guard works with {self.works}."
             )
 
     def supports(self, found: str) -> bool:

@@ -82,7 +82,7 @@ class AcceleratorGuard(HostGuard):
             around(self._undo, accelerator, name, functools.partial(self._save, name))
 
     def loss(self, loss_fn: LossFn, batch: Any, *, optimizer: Optimizer | None = None) -> Tensor:
-        """`loss_fn(batch)`, remembered so that a bad step can be replayed from the batch on.
+        """Return `loss_fn(batch)` and remember it, so that a bad step can be replayed.
 
         Call it where the loss is computed, and give the result to `accelerator.backward`.
         `optimizer`: the one that this loss is for, where there are several.

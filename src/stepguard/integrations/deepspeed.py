@@ -135,7 +135,7 @@ class EngineGuard:
         return tuple(self._context.incidents)
 
     def loss(self, loss_fn: LossFn, batch: Any) -> Tensor:
-        """`loss_fn(batch)`, remembered so that a bad step can be located.
+        """Return `loss_fn(batch)` and remember it, so that a bad step can be located.
 
         Give the result to `engine.backward`. Call the engine in `loss_fn`, not the model inside it:
         a bad micro-batch is run again on a copy of the model that DeepSpeed knows nothing of.
@@ -313,7 +313,7 @@ class EngineGuard:
             reading = replace(reading, overflow=True, grads_finite=False)
             verdict = judge_reading(reading, context.history, context.config)
             count = self._engine.skipped_steps
-            facts = f"DeepSpeed left out the update (skipped_steps: {count})"
+            facts = f"DeepSpeed skipped the update (skipped_steps: {count})"
             context.outputs.note(verdict.kind, f"{verdict.summary}. {facts}", step=reading.step)
             context.outputs.step(reading, committed=False)
             return

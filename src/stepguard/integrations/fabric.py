@@ -70,7 +70,7 @@ class FabricGuard(HostGuard):
         return self.guard.port.dropped
 
     def loss(self, loss_fn: LossFn, batch: Any) -> Tensor:
-        """`loss_fn(batch)`, remembered so that a bad step can be replayed from the batch on.
+        """Return `loss_fn(batch)` and remember it, so that a bad step can be replayed.
 
         Call it where the loss is computed, and give the result to `fabric.backward` as it is: where
         losses of several micro-batches are averaged, `loss_fn` divides.

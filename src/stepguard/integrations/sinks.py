@@ -288,7 +288,7 @@ class GaugeSink(ScalarSink):
 
 
 class PrometheusSink(GaugeSink):
-    """Gauges and a counter in `registry`, by default the process's own; serving them is yours."""
+    """Gauges and a counter in `registry`, by default the process's own; you serve them."""
 
     library, extra = "prometheus_client", "prometheus"
     # Gauges hold NaN and Inf: left out, the last good value would still be shown.

@@ -293,7 +293,7 @@ def _settings(trainer: Any, config: GuardConfig) -> GuardConfig:
         raise ConfigError(
             f"GuardConfig.clip_norm={config.clip_norm!r}, but the Trainer clips by itself with "
             f"max_grad_norm={clip!r}; set TrainingArguments(max_grad_norm={config.clip_norm!r}) "
-            "and leave clip_norm out."
+            "and remove clip_norm."
         )
     if config.loss_scale is not None:
         raise ConfigError(

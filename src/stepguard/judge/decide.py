@@ -97,7 +97,7 @@ def budget_from(facts: dict[str, Any]) -> Budget:
 
 
 RewindData = Literal["repeat", "skip"]
-"""What happens to the steps since the target: run again as they were, or left behind."""
+"""What happens to the steps since the target: run again as they were, or dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +253,7 @@ def _why_no_rewind(situation: Situation, policy: Policy, spent: Budget) -> str:
         return situation.no_rewind or NOTHING_GOOD
     if spent.rewinds >= policy.max_rewinds:
         allowed = f"{policy.max_rewinds} are allowed (Policy.max_rewinds)"
-        return f"{spent.rewinds} rewinds used, {allowed}"
+        return f"rewinds used: {spent.rewinds}, {allowed}"
     return ""
 
 

@@ -221,7 +221,7 @@ def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Tracer, FirstBad
         if found is None or not found.call.op.startswith("batch"):
             break
         if not replayer.budget.affords(2.0 / len(replayer.step.micro_batches)):
-            replayer.budget.leave_out(f"the proof that {found.call.op} alone is to blame")
+            replayer.budget.leave_out(f"the proof that only {found.call.op} is to blame")
             return traced, found
         innocent.add(found.call.op)
         mended = rebuild(batch, mend)

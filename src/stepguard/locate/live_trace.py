@@ -29,7 +29,7 @@ from stepguard.state.batch import Step
 from stepguard.tensors.names import named_buffers, named_parameters
 from stepguard.tensors.torch_private import TorchDispatchMode, dispatch_mode_stack
 
-SEEN_LIVE = "seen as it happened: the step ran under the tracer"
+SEEN_LIVE = "observed live: the step ran under the tracer"
 MOST_CALLS = 200_000
 """Operations that are remembered; a long validation between two updates must not fill the memory.
 """

@@ -451,12 +451,12 @@ OUTSIDE_BACKWARD = (
     "the loss expression was not observed"
 )
 OUTSIDE_BOTH = (
-    "the replayed model gives finite gradients, so the bad one came another way: a parameter used "
+    "the replayed model gives finite gradients, so the bad one took another path: a parameter used "
     "outside the model's forward, a hook, or something transient"
 )
 CAME_IN = (
-    "the bad value came into the model through an argument that was computed before; that "
-    "part was not observed"
+    "the bad value entered the model through an argument that was computed before the "
+    "call; that part was not observed"
 )
 
 

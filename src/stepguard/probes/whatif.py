@@ -151,7 +151,7 @@ def _offer_for_cause(offer: Offer, incident: Incident, bad: WindowStep) -> None:
     remedies = [(one.code, fix) for one in incident.findings[:1] for fix in one.remedies]
     for code, fix in [(code, fix) for code, fix in remedies if fix.proven][:1]:
         change = f"{fix.title} (`stepguard fix` writes it)"
-        offer(1, "fix", f"the fix for {code} in your own line", change, code, fix=fix)
+        offer(1, "fix", f"the fix for {code} in your code", change, code, fix=fix)
     _offer_without(offer, incident, bad)
     if incident.origin is not None:
         _offer_float32(offer, incident.origin)
@@ -953,7 +953,7 @@ def what_helps(
         failed = [one.name for one in found.outcomes if not one.works and one.cost < best.cost]
         why = f"{best.label} keeps the bad value away for {count(found.after, 'step')}"
         if failed:
-            why += f"; not so {', '.join(failed)}"
+            why += f"; these do not: {', '.join(failed)}"
     fields = ("name", "works", "bad_value", "loss", "held_out")
     trials = [{name: getattr(one, name) for name in fields} for one in found.outcomes]
     context.outputs.note("whatif", why, step=found.step, trials=trials, steps=found.steps)

@@ -120,14 +120,14 @@ class Meeting:
         # The group, or the process that holds the store, may be gone: then nobody waits.
         with contextlib.suppress(Exception):
             store = default_store()
-            store.set(f"{self._name}/left", f"rank {self._own} {why}, so it did not come")
+            store.set(f"{self._name}/left", f"rank {self._own} {why}, so it did not arrive")
             if for_good:
                 store.set(f"{self._name}/closed", str(self._own))
 
     def begin(self) -> None:
         """A rank that has not begun its first step waits in vain for one that has."""
         self.began = True
-        self.tell("began", f"rank {self._own} has begun to train, so it did not come")
+        self.tell("began", f"rank {self._own} has begun to train, so it did not arrive")
 
     def tell(self, about: str, text: str) -> None:
         """Leave a word for all ranks; nobody waits for it. The empty text takes it back."""
@@ -193,16 +193,16 @@ class Meeting:
                 return said
         missing = [str(rank) for rank in self._members if not store.check([f"{place}/{rank}"])]
         ranks = "rank" if len(missing) == 1 else "ranks"
-        return f"{ranks} {', '.join(missing)} did not come within {seconds:g} s"
+        return f"{ranks} {', '.join(missing)} did not arrive within {seconds:g} s"
 
 
 # --- Ranks that do not make every step together cannot decide about one together.
 
 
 LOCAL_STEP = (
-    "a step of DistributedDataParallel reduced no gradients (no_sync, local SGD): its ranks make "
-    "steps of their own, which a guard cannot judge together; reduce the gradients of every step, "
-    "or train without a guard."
+    "a step of DistributedDataParallel reduced no gradients (no_sync, local SGD): its "
+    "ranks step independently, which a guard cannot judge collectively; reduce the "
+    "gradients of every step, or train without a guard."
 )
 
 
@@ -210,14 +210,15 @@ def refuse_uneven_ranks(model: DistributedDataParallel) -> None:
     """Refuse wrappers under which ranks make steps of their own, or stop before the others."""
     if any(hasattr(state, "start_localSGD_iter") for _, state in model._comm_hooks):
         raise ConfigError(
-            "the communication hook post_localSGD_hook lets ranks make steps of their own, which a "
-            "guard cannot judge together; use DistributedDataParallel without it."
+            "the communication hook post_localSGD_hook lets ranks step independently, "
+            "which a guard cannot judge collectively; use DistributedDataParallel without "
+            "it."
         )
     if model._join_config.enable:
         raise ConfigError(
-            "torch's Join lets a rank run out of data before the others, so that ranks cannot "
-            "decide about a step together; give every rank the same number of batches "
-            "(DistributedSampler(drop_last=True)) and drop the Join."
+            "torch's Join lets a rank run out of data before the others, so the ranks "
+            "cannot decide about a step collectively; give every rank the same number of "
+            "batches (DistributedSampler(drop_last=True)) and drop the Join."
         )
 
 

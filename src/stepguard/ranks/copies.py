@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepguard.ranks.agreement import Agreement, RankFault
+from stepguard.report.phrases import count
 from stepguard.state.batch import Step, named_tensors
 from stepguard.tensors.names import parameter_names, shard_of
 from stepguard.tensors.values import dense_values, is_finite, is_lazy, local_part
@@ -410,8 +411,8 @@ class RankComparison:
         if own and not self._trained.sharded and "own" not in self._reported:
             self._reported.add("own")
             self._note(
-                f"the ranks have gradients of their own, first of {own}: such weights are not "
-                "copies of each other and are not compared"
+                f"the ranks have different gradients, first of {own}: their weights are "
+                "not copies of each other and are not compared"
             )
         return drifted
 
@@ -460,10 +461,10 @@ def _same_data(same: tuple[int, ...], samplers: Odd | None) -> Difference | None
 def _weights_differ(odd: Odd) -> str:
     what = f"param:{odd.what}"
     if odd.count > 1:
-        what += f" and {odd.count - 1} more parameters"
+        what += f" and {count(odd.count - 1, 'more parameter')}"
     if odd.agree:
         verb = "holds" if len(odd.ranks) == 1 else "hold"
-        return f"{_named(odd.ranks)} {verb} other weights than {_named(odd.agree)}: {what}"
+        return f"{_named(odd.ranks)} {verb} different weights from {_named(odd.agree)}: {what}"
     return (
         f"{_named(odd.ranks)} no longer hold the same weights, so one of them has drifted: {what}"
     )
@@ -550,7 +551,7 @@ class PeerHealing:
     def plan(self, offers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], str]:
         """Return which rank heals each shard, or why that is impossible."""
         if self.healed_at == self._trained.step:
-            return {}, "it has been tried at this step"
+            return {}, "healing was already tried at this step"
         for offer in offers:
             if offer["why"]:
                 return {}, str(offer["why"])
@@ -600,7 +601,7 @@ class PeerHealing:
 
     def _meet(self) -> None:
         if not self._trained.agreement.all_here("the healing"):
-            raise RankFault("not all ranks came to the healing")
+            raise RankFault("not all ranks joined the healing")
 
     def _tables(self) -> dict[str, Table]:
         """Weights and optimizer slots by shard; of an optimizer whose slots are spread none."""

@@ -112,7 +112,7 @@ class HungRank:
                 places[rank] = RankProgress(*json.loads(store.get(key)))
         words = behind(places, time.time() - SILENT * self._after / LOOKS)
         if words:
-            context.outputs.note("hang", f"nothing has moved for {waited:.0f} s: {words}")
+            context.outputs.note("hang", f"no progress for {waited:.0f} s: {words}")
 
     def _line(self) -> str:
         """The innermost line of the user's that the loop is in."""
@@ -134,9 +134,9 @@ def behind(places: dict[int, RankProgress], heard_after: float) -> str:
             words.append(f"rank {rank} has not reported since step {place.step}: dead or frozen")
         elif place[:2] < furthest:
             where = f", in {place.line}" if place.line else ""
-            words.append(f"rank {rank} has not come as far as the others{where}")
+            words.append(f"rank {rank} is behind the others{where}")
     if len(words) > MOST_NAMED:
-        words = [*words[:MOST_NAMED], f"and {len(words) - MOST_NAMED} ranks more"]
+        words = [*words[:MOST_NAMED], f"and {len(words) - MOST_NAMED} more"]
     return "; ".join(words)
 
 

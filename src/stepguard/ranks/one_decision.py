@@ -47,10 +47,10 @@ WAIT = 1.0
 """Seconds that a rank waits for others to find the same. They wait for it in the next step."""
 WAIT_GRADIENT = 10.0
 """Bad gradients are almost always everybody's: a rank that is late is not to be taken for gone."""
-NO_ROOM = "there is no room for all parameters and their gradients on the rank that failed"
+NO_ROOM = "the rank that failed does not have enough memory for all parameters and their gradients"
 NO_RANK = (
-    "the rank it came from is not known: no rank reproduces it alone, and the gradients were "
-    "already exchanged"
+    "the rank it came from is not known: no rank reproduces it locally, and the gradients "
+    "were already exchanged"
 )
 
 
@@ -100,8 +100,8 @@ class OneDecision:
             # the gradients carried it; waiting for the ranks again would hold up the run
             others = [str(r) for r in agreement.members if r != agreement.world_rank]
             raise RankAbsent(
-                f"of rank {', '.join(others[:MOST_NAMED])} one did not come to a step that "
-                f"rank {agreement.world_rank} found bad locally: does it have a guard?"
+                f"rank {' or '.join(others[:MOST_NAMED])} did not join a step that rank"
+                f" {agreement.world_rank} found bad locally: does it have a guard?"
             )
         # one that has disarmed keeps away from this step's update, too
         return agreement.somebody_left

@@ -20,6 +20,7 @@ from stepguard._errors import StoreError
 from stepguard.checkpoints import Health, Store
 from stepguard.ranks.agreement import ASKED, Agreement
 from stepguard.ranks.copies import fact_fingerprint, fingerprints
+from stepguard.report.phrases import count
 from stepguard.state.run_state import SavedState
 
 OWN = ("rng", "loader")
@@ -154,8 +155,9 @@ class RankParts:
         if not self._noted:
             self._noted = True
             self._note(
-                f"the ranks hold different values, first {named or 'facts'}: the checkpoint holds "
-                "every rank's own, and is restored with this number of ranks"
+                f"the ranks hold different values, first {named or 'facts'}: the "
+                "checkpoint keeps the values of each rank and can be restored with this "
+                "number of ranks only"
             )
         return ranks
 
@@ -225,7 +227,7 @@ def refuse_other_size(facts: Mapping[str, Any], size: int) -> None:
         # a slot of an optimizer that is spread over the ranks, or a trained weight
         if kind.startswith("optimizer") or path in trained or name.partition(":")[2] in trained:
             raise StoreError(
-                f"the checkpoint holds other values for each of {len(ranks) + 1} ranks "
+                f"the checkpoint holds different values for each of {len(ranks) + 1} ranks "
                 f"(first {name}) and this run has {size}: restore it with {len(ranks) + 1}."
             )
 
@@ -256,14 +258,16 @@ def _story(
     stored: Collection[int], size: int, shared: tuple[int, int] | None, *, same_ranks: bool
 ) -> str:
     if not stored:
-        return "the checkpoint holds no place in the data: the loader starts at the beginning"
-    said = f"the checkpoint holds places in the data for {len(stored)} ranks, this run has {size}"
-    without = ", ".join(str(rank) for rank in range(size) if rank not in stored)
+        return "the checkpoint holds no position in the data: the loader starts at the beginning"
+    held = count(len(stored), "rank")
+    said = f"the checkpoint holds positions in the data for {held}; this run has {size}"
+    absent = [str(rank) for rank in range(size) if rank not in stored]
+    without = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(absent)}" if absent else ""
     if without and shared is None:
-        said += f": ranks {without} START THE DATA AGAIN, because the positions differ"
+        said += f": on {without} the data STARTS AGAIN, because the positions differ"
     elif without and shared is not None:
-        place = f"batch {shared[1]} of pass {shared[0]}, as the others"
-        said += f": ranks {without} go on at {place}, with random numbers of their own"
+        place = f"batch {shared[1]} of pass {shared[0]}, as on the others"
+        said += f": on {without} the data continues at {place}, with different random numbers"
     if same_ranks:
         return said
     share = "each rank now gets a different share of the data"

@@ -37,11 +37,11 @@ ProblemKind = Literal[
     "lr",
 ]
 """`hostile`: loading it with pickle could run code. `global`: a class that is not on the list of
-what checkpoints need, so that loading runs code nobody has checked. `diverged`: whole and finite,
+what checkpoints need, so that loading runs code nobody has checked. `diverged`: complete, finite,
 and sealed as not good.
 """
 NOT_DAMAGE = ("lr", "diverged")
-"""Kinds of errors of a checkpoint that is whole and finite."""
+"""Kinds of errors of a checkpoint that is complete and finite."""
 
 
 @documented
@@ -157,7 +157,7 @@ class Verification:
 
     @property
     def diverged(self) -> bool:
-        """Was it sealed as not good? It is whole and finite, but not one to resume from."""
+        """Was it sealed as not good? It is complete and finite, but not safe to resume from."""
         return any(problem.kind == "diverged" for problem in self.errors)
 
     @property

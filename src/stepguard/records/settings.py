@@ -194,14 +194,15 @@ class GuardConfig:
     """What is kept of a bad step on disk: everything, everything but the batch, or nothing."""
     capsule_limit: int = 2**30
     """Most bytes of one capsule. For a larger step, parameters, buffers and optimizer state are
-    left out, and a replay takes them from a sealed checkpoint of the run.
+    not kept, and a replay takes them from a sealed checkpoint of the run.
     """
     build: str | None = None
     """`module:function` that returns (model, optimizer, loss_fn), so that a capsule can be replayed
     on another machine.
     """
     terminal: Literal["auto", "quiet", "logging"] = "auto"
-    """`quiet` prints nothing; `logging` sends messages to Python's logging instead of stderr.
+    """`quiet` prints only the line that names a stop; `logging` sends messages to Python's logging
+    instead of stderr.
 
     Incidents are recorded either way.
     """

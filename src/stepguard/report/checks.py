@@ -388,12 +388,20 @@ def _identities(entry: BadSamples) -> list[tuple[Identity | None, Identity | Non
 
 def totals(entries: Sequence[BadSamples]) -> dict[str, int]:
     """Samples lost, steps they were lost in, and all samples of these steps."""
-    steps = {}
-    for entry in entries:
-        # A step that lost several micro-batches has several entries, each with all its samples.
-        steps[entry.run, entry.attempt, entry.incident or entry.step, entry.rank] = entry.of
     lost = sum(entry.count for entry in entries)
-    return {"lost": lost, "steps": len(steps), "of": sum(steps.values())}
+    by_rank = _of_steps(entries)
+    # Every rank records a step that it lost samples in, and draws a run id of its own.
+    steps = {moment for moment, _ in by_rank}
+    return {"lost": lost, "steps": len(steps), "of": sum(by_rank.values())}
+
+
+def _of_steps(entries: Sequence[BadSamples]) -> dict[tuple[tuple[int, str], int], int]:
+    """Step and rank -> the samples of that rank in the step."""
+    # A step that lost several micro-batches has several entries, each with all its samples.
+    return {
+        ((entry.attempt, entry.incident or str(entry.step)), entry.rank): entry.of
+        for entry in entries
+    }
 
 
 def as_json(
@@ -427,7 +435,7 @@ def render_ledger(
             lines.append(" " + "  ".join(cells))
     if len(entries) > MOST_SAMPLES:
         lines.append(f"and {len(entries) - MOST_SAMPLES} more; --json lists all")
-    lines += ["", _lost(totals(entries), seen_steps)]
+    lines += ["", _lost(entries, seen_steps)]
     again = [suspect for suspect in suspects(entries) if suspect.times > 1]
     if again:
         listed = (f"{middle(s.name, LONGEST_NAME)} {s.times} times" for s in again)
@@ -439,11 +447,13 @@ def render_ledger(
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def _lost(sums: dict[str, int], seen_steps: int) -> str:
+def _lost(entries: Sequence[BadSamples], seen_steps: int) -> str:
+    """`seen_steps`: those of all ranks."""
+    sums = totals(entries)
     steps = count(sums["steps"], "step")
     if not sums["of"]:
         return f"{steps} lost samples; how many is not known"
-    seen = round(seen_steps * sums["of"] / sums["steps"])
+    seen = round(seen_steps * sums["of"] / len(_of_steps(entries)))
     share = f"; {sums['lost'] / seen:.2%} of about {seen:,} seen" if seen > sums["of"] else ""
     return f"{count(sums['lost'], 'sample')} lost in {steps}, of {sums['of']:,} in them{share}"
 

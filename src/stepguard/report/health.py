@@ -75,7 +75,7 @@ def silence(run: Run, idle: float) -> Concern | None:
         return None
     guess = "it hangs, or was killed"
     if run.attempts and run.attempts[-1].alive:
-        guess = f"{_process(run)} is there: it hangs, or does something else than training"
+        guess = f"{_process(run)} is still alive: it hangs, or does something other than training"
     text = f"nothing was written for {idle:,.0f} s{known}: {guess}"
     return Concern(weight="attention", text=text)
 

@@ -486,7 +486,7 @@ def tiles(summary: RunSummary) -> list[list[str]]:
     seen = f"of {summary.steps:,} seen"
     note = ""
     if summary.left:
-        seen += f", {summary.left:,} left behind"
+        seen += f", {summary.left:,} no longer counted"
     if summary.calibrations:
         note = f"and {phrases.count(summary.calibrations, 'calibration')}"
     rows = [
@@ -537,7 +537,7 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
         state = "refused"
         step = note.fields.get("refused")
         if note.type == "checkpoint":
-            # Kept: whole and finite, but not called good.
+            # Kept: complete and finite, but not called good.
             state = "good" if note.fields.get("good", True) else "kept"
             step = note.step
         elif note.type == "rewind":

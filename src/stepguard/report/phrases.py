@@ -47,7 +47,8 @@ SAFETY_NOTES = {
     "changes-training": " (changes what is learned)",
 }
 HAND_OVER = Remedy(
-    title="Hand the loss to the guard: a bad step can then be replayed, and is located at once",
+    title="Compute the loss through the guard: a bad step can then be replayed, and is "
+    "located at once",
     snippet="""
 guard = stepguard.watch(model, optimizer)
 loss = guard.loss(loss_fn, batch)  # in place of loss = loss_fn(batch)
@@ -281,7 +282,7 @@ ACTION_WORDS: dict[Action, ActionWords] = {
 
 REWIND_DATA = {
     "repeat": "; the steps since are replayed unchanged",
-    "skip": "; training goes on with the next batch",
+    "skip": "; training continues with the next batch",
 }
 
 
@@ -404,7 +405,7 @@ def message(kind: str, fields: Mapping[str, Any]) -> str:
     """One line about a note, or about a `fault`: the guard itself failed. Others have none."""
     if kind == "fault":
         return (
-            "ERROR: the guard failed and is disarmed; training goes on unguarded: "
+            "ERROR: the guard failed and is disarmed; training continues unguarded: "
             f"{fields.get('error')}"
         )
     return f"step {fields.get('step')}: {fields.get('summary')}"

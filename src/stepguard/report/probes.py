@@ -40,7 +40,7 @@ def show(found: WhatIf, stream: TextIO) -> None:
 
 def paint_trials(found: WhatIf, console: Console, *, plain: bool = False) -> None:
     """Draw the table, the best candidate in words, and what to know about the trials."""
-    window = "the bad step alone"
+    window = "only the bad step"
     if found.window:
         window = f"{phrases.count(found.window, 'step')} from step {found.first}, then the bad one"
     if found.after:

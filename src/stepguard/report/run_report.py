@@ -26,7 +26,7 @@ STATES = {
     "error": "ended by an exception",
     "signal": "ended by a signal",
     "stopped": "stopped by its policy",
-    "killed": "ended without a word",
+    "killed": "ended without an end record",
 }
 MOST_EVENTS = 40
 MOST_PANELS = 10

@@ -187,7 +187,7 @@ LIST = """<!doctype html><html lang="en"><head><meta charset="utf-8">\
 <header class="top"><div class="brand">stepguard</div><h1>Runs</h1>\
 <div class="line">{root}</div></header><main class="rest">\
 <section class="sheet"><table class="runs-table"><thead><tr>{heads}</tr></thead>\
-<tbody id="runs"></tbody></table><p id="none" hidden>No run here yet.</p></section></main>\
+<tbody id="runs"></tbody></table><p id="none" hidden>No runs here yet.</p></section></main>\
 <script type="application/json" id="stepguard-runs">{data}</script>\
 <script>{script}</script></body></html>"""
 NOT_BEGUN = """<!doctype html><html lang="en"><head><meta charset="utf-8">\
@@ -195,9 +195,10 @@ NOT_BEGUN = """<!doctype html><html lang="en"><head><meta charset="utf-8">\
 <meta http-equiv="refresh" content="{retry}">\
 <title>{name} · stepguard</title><style>{style}</style></head><body>\
 <header class="top"><div class="brand">stepguard</div><h1>{name}</h1>\
-<span class="chip note">not begun</span></header><main class="rest"><section class="sheet">\
-<p>There is no run of this name yet. It is shown here as soon as it has begun: this page asks \
-again every {retry} seconds.</p><p><a href="/">all runs</a></p></section></main></body></html>"""
+<span class="chip note">not started</span></header><main class="rest"><section class="sheet">\
+<p>There is no run of this name yet. This page checks again every \
+{retry} seconds, and shows the run as soon as it starts.</p>\
+<p><a href="/">all runs</a></p></section></main></body></html>"""
 
 
 class LiveRuns:
@@ -261,7 +262,7 @@ class LiveRuns:
         said = ":".join(asked.get(name, "") for name in ("number", "from", "version"))
         place = PageProgress.parse(request.headers.get("last-event-id") or said)
         if place is None:
-            raise HTTPException(400, "from, number and version say how far the page has come")
+            raise HTTPException(400, "from, number and version must be whole numbers of at least 0")
         lane = asked.get("lane", "0")
         number = int(lane) if lane in LANES else 0
         stream = self._stream(follower, place, asked.get("journal", "0"), number)
@@ -358,8 +359,8 @@ def build_app(
     """
     if token is not None and not token.strip():
         raise ConfigError(
-            "the token is empty (an unset variable?); give --token TEXT, or leave the option out "
-            "and one is made where it is needed."
+            "the token is empty (an unset variable?); give --token TEXT, or omit the "
+            "option: one is generated where it is needed."
         )
     if not root.is_dir():
         raise JournalError(

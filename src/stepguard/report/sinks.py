@@ -293,7 +293,7 @@ class WebhookSink(Sink):
         if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
                 "WebhookSink: url must be an address such as https://hooks.slack.com/services/..., "
-                "without blanks."
+                "without spaces."
             )
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
             raise ConfigError(
@@ -373,7 +373,7 @@ class WebhookSink(Sink):
                     error.close()
                 elif isinstance(reason := getattr(error, "reason", None), Exception):
                     why += f" ({type(reason).__name__})"
-                self._fault = WebhookFailed(f"{self._host} did not take an alert: {why}")
+                self._fault = WebhookFailed(f"{self._host} did not accept an alert: {why}")
                 return
 
     def __repr__(self) -> str:

@@ -141,12 +141,12 @@ def _restarts(run: Run) -> Iterator[Placed]:
         if left.by == "restart":
             text = f"started again at step {left.to}"
             if run.attempts[branch.attempt].ending == "killed":
-                text += ", after a process that left no word"
+                text += ", after a process that left no end record"
         elif left.by != "repeat" and left.text:
             text = left.text
         lost = int((table.committed[branch.rows] & (table.step[branch.rows] >= left.to)).sum())
         if lost:
-            text += f"; {count(lost, 'step')} of before no longer count"
+            text += f"; {count(lost, 'earlier step')} no longer counted"
         order = LATEST - (left.by != "restart")
         yield branch.end_row, order, Event(step=left.to, text=text, weight="note")
 
@@ -575,7 +575,7 @@ def _aspects(run: Run, summary: RunSummary) -> dict[str, str]:
     bad = summary.bad_steps + int((harmful & (table.incident < 0)).sum())
     steps = f"{summary.committed:,} of {summary.steps:,} committed"
     if summary.left:
-        steps += f", {summary.left:,} of them left behind"
+        steps += f", {summary.left:,} of them no longer counted"
     bad_words = f"{bad:,}"
     if summary.first_bad is not None:
         bad_words += f", first at step {summary.first_bad}"

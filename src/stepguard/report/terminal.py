@@ -296,7 +296,8 @@ class Terminal(Sink):
         text = phrases.message(kind, fields)
         if kind == "fault":
             self._line(text, "bold red")
-        if kind != "note" or not self._is_news(fields):
+        # What Python shows as a warning is not printed twice.
+        if kind != "note" or fields.get("warned") or not self._is_news(fields):
             return
         what = str(fields.get("kind"))
         self._counted["note", what] += 1

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stepguard._errors import CapsuleError
 from stepguard.locate.operands import UNINITIALISED, describe, plain, storage_key
 from stepguard.locate.source import ModuleSpans, backward_caller, spell, user_line
-from stepguard.run.replay import CapsuleReplay, Confirm, capsule_of, with_step
+from stepguard.run.replay import CapsuleReplay, Confirm, newest_capsule, with_step
 from stepguard.state.batch import Step, named_tensors, rebuild, samples_in, subset, total_loss
 from stepguard.state.files import write_file
 from stepguard.state.isolation import untouched
@@ -227,7 +227,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _number(text: str, name: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise CapsuleError(f"--with {name}={text} is not a whole number from 1 on.")
+        raise CapsuleError(f"--with {name}={text} must be a whole number of at least 1.")
     return int(text)
 
 
@@ -397,7 +397,7 @@ def log_of(path: Path, code: Code) -> OperationLog:
     """Read a saved log, or run the step of a capsule or of a run. Raises CapsuleError."""
     if path.is_file() and path.suffix == ".json":
         return read_log(path)
-    folder, _ = capsule_of(path)
+    folder, _ = newest_capsule(path)
 
     def run_once(again: CapsuleReplay[OperationLog], step: Step) -> OperationLog:
         return record(step, str(folder), {})
@@ -409,7 +409,7 @@ def under_settings(
     path: Path, settings: Mapping[str, str], code: Code
 ) -> tuple[OperationLog, OperationLog]:
     """Run the step of a capsule as it was, and with these settings. Raises CapsuleError."""
-    folder, _ = capsule_of(path)
+    folder, _ = newest_capsule(path)
     update = "optimizer" in settings
 
     def run_twice(
@@ -621,7 +621,7 @@ def spelled(found: StepDifference) -> Iterator[str]:
     if found.same:
         yield (
             f"no difference: {found.compared} operations, loss {losses[0]} and "
-            f"{found.gradients_compared} gradients are equal to the bit"
+            f"{found.gradients_compared} gradients are bit-identical"
         )
         return
     if found.stored:

@@ -47,6 +47,7 @@ from stepguard.locate.source import variable_name
 from stepguard.records import GuardConfig
 from stepguard.records.codec import printable
 from stepguard.report.phrases import count
+from stepguard.report.sinks import LOGGER
 from stepguard.sentinel.torch_patches import observe_loads
 from stepguard.state.sharded import distributed
 from stepguard.tensors.names import optimizer_parameter_ids, optimizer_parameters, wrap
@@ -316,9 +317,10 @@ class AutomaticGuards:
             # Gradients belong to weights that are gone: the update at hand finds nothing to do.
             guard.optimizer.zero_grad(set_to_none=True)
         if guard.rank == 0:
-            self._complain(
-                f"{guard.name or 'the run'} goes on after {done} steps; the script's own loop and "
-                "its data start from the beginning"
+            inform(
+                self._config,
+                f"{guard.name or 'the run'} continues after {count(done, 'step')}; the script's "
+                "loop and data start from the beginning",
             )
 
     def _make_way(self, guard: Guard) -> None:
@@ -357,8 +359,8 @@ def start_from(which: str, config: GuardConfig) -> str | None:
     if which == "auto":
         return None
     raise ConfigError(
-        f"--restore {which} finds no checkpoint in {folder}; --restore auto starts anew where "
-        "there is none."
+        f"--restore {which} finds no checkpoint in {folder}; --restore auto starts from "
+        "scratch if there is none."
     )
 
 
@@ -431,7 +433,7 @@ def _show_journal(automatic: AutomaticGuards, config: GuardConfig) -> None:
         (folder.parent / ".gitignore").write_text("*\n", encoding="utf-8")
     if folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())
-    tell(f"journal in {folder}; show it: stepguard report {folder}")
+    inform(config, f"journal in {folder}; show it: stepguard report {folder}")
 
 
 def _tell_how_it_ended(automatic: AutomaticGuards, code: int, config: GuardConfig) -> None:
@@ -440,14 +442,14 @@ def _tell_how_it_ended(automatic: AutomaticGuards, code: int, config: GuardConfi
         tell("the run was not guarded: no optimizer of the script could be, for the reason above.")
     elif not guards and code == 0:
         tell(
-            "no optimizer was guarded: the script made none that stepped in this process, or "
-            "guards its own."
+            "no optimizer was guarded: the script created none that stepped in this "
+            "process, or it guards its own."
         )
     for guard in guards:
         if guard.rank == 0:
             whose = guard.name if len(guards) > 1 else ""
             incidents = count(len(guard.incidents), "incident")
-            tell(f"{count(guard.steps, 'step')} guarded, {incidents}.", whose)
+            inform(config, f"{count(guard.steps, 'step')} guarded, {incidents}.", whose)
     _show_journal(automatic, config)
 
 
@@ -517,3 +519,11 @@ def tell(text: str, whose: str = "") -> None:
     """Print one line to stderr; `whose` names the guard where there are several."""
     speaker = f"stepguard ({whose})" if whose else "stepguard"
     print(f"{speaker}: {printable(text)}", file=sys.stderr)
+
+
+def inform(config: GuardConfig, text: str, whose: str = "") -> None:
+    """Report what calls for no action, where `GuardConfig.terminal` lets the guard report it."""
+    if config.terminal == "logging":
+        LOGGER.info(f"({whose}) {text}" if whose else text)
+    elif config.terminal == "auto":
+        tell(text, whose)

@@ -40,6 +40,7 @@ from stepguard.ranks.saving import state_of_rank
 from stepguard.records import Evidence, Incident, Origin, Remedy, Verdict
 from stepguard.records.incident import VerdictKind
 from stepguard.records.probes import WhatIf
+from stepguard.report import phrases
 from stepguard.run.guarded_script import as_main
 from stepguard.state.batch import LossFn, Step, unwrapped
 from stepguard.state.buffers import BufferKeeper
@@ -185,10 +186,13 @@ class CapsuleReplay(Generic[Found]):
         except StoreError as fault:
             if built:
                 return
+            taken = missing.get("bytes")
             raise CapsuleError(
-                f"{capsule.folder} holds no weights (the step takes {missing.get('bytes')} bytes, "
-                f"more than GuardConfig.capsule_limit), and no sealed checkpoint has them: {fault} "
-                "Pass --build (build=) with a function whose model has weights: those are used."
+                f"{capsule.folder} holds no weights (the step takes "
+                f"{phrases.size(taken) if isinstance(taken, int) else '?'}, more than "
+                f"GuardConfig.capsule_limit), and no sealed checkpoint has them: {fault} "
+                "Pass --build (build=) with a function whose model has weights: those are "
+                "used."
             ) from None
         capsule.weights = state_of_rank(opened.tensors, opened.facts, missing.get("rank", 0))
         bad = self._decoded[0].step
@@ -367,7 +371,7 @@ def _refuse_brought(capsule: Capsule, path: Path) -> None:
     if INSTALLED.intersection(resolved.parts) or resolved.is_relative_to(run) or beside:
         raise CapsuleError(
             f"{path} is not code of your project: it is installed, or lies in the folder of a run "
-            "or a capsule. To run it all the same, name it with --script or --build."
+            "or a capsule. To run it anyway, name it with --script or --build."
         )
 
 
@@ -427,20 +431,13 @@ def capsule_of(
     shows that it failed as well.
     """
     folder = path.parent if path.name == "journal.jsonl" else path
-    if not any((folder / of_run).exists() for of_run in ("incidents", "journal.jsonl")):
+    if not _is_run(folder):
         incident = folder.resolve().parent if folder.name == "capsule" else folder.resolve()
         return folder, _failed_next(_incidents(incident.parent.parent), incident.name)
     known = _incidents(folder)
     with_capsule = [one for one in known if one.capsule and (folder / one.capsule).is_dir()]
-    written = sorted(folder.glob("incidents/*/capsule/capsule.json"))
     if not with_capsule:
-        if written:
-            # without a journal: the last by its name, which begins with its step
-            return written[-1].parent, None
-        raise CapsuleError(
-            f"{folder} holds no capsule: steps of guard.step with a batch that can be kept have "
-            "one, unless GuardConfig(capsule='off')."
-        )
+        return newest_capsule(folder)[0], None
     chain = len(known) - 1
     # a rewind leads back to earlier steps
     while chain and known[chain - 1].step >= known[chain].step - SHORTLY:
@@ -448,6 +445,32 @@ def capsule_of(
     kept = [one for one in known[chain:] if one in with_capsule] or with_capsule[-1:]
     chosen = next(filter(wanted, kept), kept[0])
     return folder / str(chosen.capsule), _failed_next(known, chosen.id)
+
+
+def newest_capsule(path: Path) -> tuple[Path, int]:
+    """The capsule at this path; of a run, the one that was recorded last.
+
+    Beside it how many capsules the run holds; 0 where the path is not a run.
+    """
+    folder = path.parent if path.name == "journal.jsonl" else path
+    if not _is_run(folder):
+        return folder, 0
+    recorded = [folder / one.capsule for one in _incidents(folder) if one.capsule]
+    found = [capsule for capsule in recorded if capsule.is_dir()]
+    if not found:
+        # without a journal: by its name, which begins with its step
+        written = sorted(folder.glob("incidents/*/capsule/capsule.json"))
+        found = [capsule.parent for capsule in written]
+    if not found:
+        raise CapsuleError(
+            f"{folder} holds no capsule: steps of guard.step with a batch that can be kept have "
+            "one, unless GuardConfig(capsule='off')."
+        )
+    return found[-1], len(found)
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / of_run).exists() for of_run in ("incidents", "journal.jsonl"))
 
 
 def _incidents(run: Path) -> list[Incident]:
@@ -470,7 +493,7 @@ def _failed_next(known: list[Incident], name: str) -> int | None:
 
 @dataclass(slots=True, kw_only=True)
 class ProvenFix:
-    """A change that was seen to mend the step."""
+    """A change with which the bad step was run and was finite."""
 
     incident: Incident
     """The incident as the replay found it: before the change."""
@@ -513,7 +536,7 @@ def fix(
     script: str | None = None,
     confirm: Confirm = lambda command: False,
 ) -> ProvenFix:
-    """Replay the capsule and return the fix that mends its step. Raises CapsuleError.
+    """Replay the capsule and return the fix with which its step is finite. Raises CapsuleError.
 
     Of a run, the first incident of its last chain for which the run itself has found a fix, else
     the first of all.
@@ -525,7 +548,9 @@ def fix(
     folder, _ = capsule_of(Path(path), has_fix)
     incident = replay(folder, build=build, script=script, confirm=confirm)
     if incident.origin is None or not incident.origin.reproduced:
-        raise CapsuleError(f"{folder} is not reproduced here: there is nothing to prove a fix on.")
+        raise CapsuleError(
+            f"{folder} is not reproduced here: there is no bad step to try a fix on."
+        )
     untried = ""
     for finding in incident.findings[:1]:
         for remedy in finding.remedies:
@@ -534,7 +559,7 @@ def fix(
                 return ProvenFix(incident=incident, remedy=remedy, code=finding.code, files=files)
             untried = untried or remedy.tried or remedy.title
     raise CapsuleError(
-        f"no change of your own lines is known to mend {folder}: {untried or 'no cause was found'}."
+        f"no change of your code is known to fix {folder}: {untried or 'no cause was found'}."
     )
 
 

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from stepguard._errors import CapsuleError, StateError, StepguardError
 from stepguard.records import Reading, Verdict
 from stepguard.records.codec import dumps, from_jsonable, masked, restore_floats, to_plain
+from stepguard.report import phrases
 from stepguard.state.batch import LossFn, NotPlainError, Step, tree_from_json, tree_to_json
 from stepguard.state.files import new_folder
 from stepguard.state.rng import RngState, rng_from_facts, rng_to_facts
@@ -129,7 +130,7 @@ class Capsule:
             return reading, tuple(tree_from_json(batch, self.tensors) for batch in batches), rng
         except RecursionError:
             raise CapsuleError(
-                f"{self.folder} is damaged: its batch is nested without end."
+                f"{self.folder} is damaged: its batch is nested endlessly."
             ) from None
         except DAMAGE as fault:
             raise _damaged(self.folder, fault) from None
@@ -269,8 +270,8 @@ def write_capsule(
     size = data + _size(state.tensors)
     if data > limit_bytes:
         raise CapsuleError(
-            f"batch and random numbers alone take {data} bytes, GuardConfig.capsule_limit allows "
-            f"{limit_bytes}"
+            f"the batch and the random numbers take {phrases.size(data)}, "
+            f"GuardConfig.capsule_limit allows {phrases.size(limit_bytes)}"
         )
     if size > limit_bytes:
         facts["without_weights"] = {"bytes": size, **checkpoint}
@@ -403,7 +404,7 @@ def _read_files(
         )
     for key in NEEDED:
         if key not in facts:
-            raise CapsuleError(f"{folder} is damaged: capsule.json says nothing about {key!r}.")
+            raise CapsuleError(f"{folder} is damaged: capsule.json lacks {key!r}.")
     return facts, tensors
 
 
@@ -559,7 +560,10 @@ def write_window(capsule: Path, window: Window, limit_bytes: int) -> str:
         return str(why)
     size = _size(tensors)
     if size > limit_bytes:
-        return f"the steps before it take {size} bytes, {limit_bytes} are left for them"
+        return (
+            f"the steps before it take {phrases.size(size)}, {phrases.size(limit_bytes)} are "
+            "left for them"
+        )
     write_facts(capsule / FOLDER, "window.json", facts, tensors)
     return ""
 

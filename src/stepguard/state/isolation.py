@@ -127,7 +127,7 @@ class Rerun:
 def rerun(step: Step, *, scale: float | None = None, micro: Sequence[int] | None = None) -> Rerun:
     """Run forward and backward again, with another loss scale or only some micro-batches."""
     assert step.loss_fn is not None, "a step that the guard did not run cannot be replayed"
-    assert step.replayable, "a sharded model cannot be run by one rank alone"
+    assert step.replayable, "one rank cannot run a sharded model"
     if scale is None:
         scale = step.scale
     if micro is None:

@@ -522,12 +522,14 @@ class ResumableLoader:
             iterator = iter(self._loader)
             fetched = sum(1 for _ in zip(range(self.delivered), iterator, strict=False))
             said = (
-                f"the loader has no position of its own: {fetched} batches were fetched again by "
-                f"seed and dropped"
+                "the loader has no position of its own; batches fetched again by seed and "
+                f"dropped: {fetched}"
             )
             if fetched < self.delivered:
                 missing = self.delivered - fetched
-                said += f"; it ended {missing} batches early, so the data has changed since"
+                said += (
+                    f"; it ended early (batches missing: {missing}), so the data has changed since"
+                )
             if getattr(self._loader, "persistent_workers", False) and self.epoch:
                 said += "; random numbers of its persistent workers start over"
             self._say(said + "; torchdata's StatefulDataLoader continues at once")

@@ -242,9 +242,9 @@ class OptimizerState:
         except Exception as fault:
             kind = type(optimizer).__name__
             trouble.append(
-                f"{kind}.load_state_dict did not take back what {kind}.state_dict gave "
-                f"({type(fault).__name__}: {fault}); its state, groups and plain attributes are "
-                f"back"
+                f"{kind}.load_state_dict did not accept what {kind}.state_dict returned "
+                f"({type(fault).__name__}: {fault}); its state, groups and plain "
+                "attributes were restored without it"
             )
         finally:
             for one, state, groups in before:

@@ -71,7 +71,7 @@ def why_not_gathered(roots: Iterable[nn.Module]) -> str:
                 return "FullyShardedDataParallel gathers parameters inside its forward only"
         for name, parameter in root.named_parameters():
             if is_distributed(parameter) and not _by_fsdp2_alone(parameter):
-                return f"{name} is computed by several ranks together (tensor parallel)"
+                return f"{name} is computed collectively by several ranks (tensor parallel)"
     tops = _tops(roots)
     if not tops:
         return "parameters are sharded over ranks"

@@ -434,7 +434,7 @@ def test_incident_after_an_outlier_is_not_put_on_the_learning_rate() -> None:
     first = guard.incidents[0]
     assert first.findings[0].code == "SG103"
     assert first.findings[0].certainty == "likely"
-    assert "times all others" in first.findings[0].evidence[0]
+    assert "times the largest other" in first.findings[0].evidence[0]
     assert all(f.certainty == "possible" for f in first.findings if f.code == "SG505")
 
 
@@ -555,7 +555,7 @@ def test_row_of_a_table_is_named(where: str, shape: Any, watched: bool) -> None:
     else:
         y[BAD] = 3e6
     spikes = guarded(Table(x, y, shape), watched=watched)
-    named = [line for line in spikes if "times all others" in line]
+    named = [line for line in spikes if "times the largest other" in line]
     assert len(named) == 2
     keys = {"input": ("batch:0", "batch:values"), "target": ("batch:1", "batch:target")}
     for line in named:

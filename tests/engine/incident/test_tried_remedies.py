@@ -222,7 +222,7 @@ def fix_of(incident: Incident) -> Remedy:
 @pytest.mark.parametrize(("loss_of", "line"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_fix_that_is_offered_was_run(loss_of: Callable[[Net, Tensor], Tensor], line: str) -> None:
     remedy = fix_of(incident_of(loss_of))
-    assert remedy.tried.partition("; values")[0] == TRIED == FINITE
+    assert remedy.tried.partition("; healthy values")[0] == TRIED == FINITE
     assert remedy.proven and remedy.loss is not None and math.isfinite(remedy.loss)
     assert line in remedy.snippet
     for function in remedy.needs:
@@ -537,7 +537,7 @@ def test_update_that_divides_by_zero_again_and_again_gets_an_epsilon() -> None:
     first, second = [one for one in decisions if one is not None]
     assert (first.action, first.new_eps) == ("undo", None)
     assert (second.action, second.new_eps) == ("undo", 1e-6)
-    assert "not so leave out, skip" in second.reason or "not so skip" in second.reason
+    assert "these do not: leave out, skip" in second.reason or "these do not: skip" in second.reason
     assert optimizer.param_groups[0]["eps"] == 1e-6
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 

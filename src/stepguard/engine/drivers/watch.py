@@ -408,7 +408,10 @@ class WatchDriver(Lifecycle):
                 every_step = self.rollback.every_step
                 fused.take_back(self.context, calibrating=False, schedule=every_step)
                 if self.commits in self._averaged.values():
-                    told = "an AveragedModel took in the weights once more after the vetoed update"
+                    told = (
+                        "an AveragedModel averaged the same weights once more after the "
+                        "vetoed update"
+                    )
                     self.context.outputs.note("veto", told)
         if not verdict.bad:
             self.end(fused.step, reading, committed=not vetoed)

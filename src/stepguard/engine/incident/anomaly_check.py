@@ -201,7 +201,7 @@ class AnomalyCheck:
 
 
 def stands_out(found: Origin) -> str:
-    """`sample 17 (row 300) reaches 3e+06 in batch:1, 8.1e+05 times all others`."""
+    """`sample 17 (row 300) reaches 3e+06 in batch:1, 8.1e+05 times the largest other`."""
     who = found.culprits or "a row"
     if found.micro_batch is not None:
         who += f" of micro-batch {found.micro_batch + 1}"
@@ -209,7 +209,7 @@ def stands_out(found: Origin) -> str:
         who += f" on rank {found.rank}"
     verb = "reach" if len(found.samples) > 1 else "reaches"
     others = found.evidence.others_max or 0.0
-    far = f"{_times_others(found):.3g} times all others" if others else "all others are 0"
+    far = f"{_times_others(found):.3g} times the largest other" if others else "all others are 0"
     return f"{who} {verb} {number(found.evidence.sample_max)} in {found.tensor}, {far}"
 
 

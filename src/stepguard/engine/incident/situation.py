@@ -233,13 +233,16 @@ def why_not(context: Context, step: Step) -> str:
         return "whatif works in one process: with several ranks, use a capsule and --build."
     if context.outer is not None or takes_closure(context.optimizer):
         kind = type(context.outer or context.optimizer).__name__
-        return f"whatif cannot run the update of {kind}, which evaluates or averages by itself."
+        return (
+            f"whatif cannot run the update of {kind}, which evaluates the loss or averages "
+            "weights by itself."
+        )
     if any(map(_compiled, context.model.modules())):
         return "whatif cannot change a compiled model; build it without torch.compile."
     if not step.replayable:
         return (
-            "whatif has no batches: run the steps by guard.step(loss_fn, batch), or hand the loss "
-            "over by guard.loss(loss_fn, batch)."
+            "whatif has no batches: run the steps with guard.step(loss_fn, batch), or "
+            "compute the loss with guard.loss(loss_fn, batch)."
         )
     return ""
 

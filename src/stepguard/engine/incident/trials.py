@@ -36,12 +36,12 @@ from stepguard.tensors.values import HALVES
 
 FINITE = "tried on this step: loss and gradients finite"
 MODEL_FINITE = "tried on the model's part of this step: outputs and gradients finite"
-NO_LOSS = "the loss expression cannot be replayed (hand it over: guard.loss(loss_fn, batch))"
+NO_LOSS = "the loss expression cannot be replayed (compute it with guard.loss(loss_fn, batch))"
 NO_TIME = "running the step once more would exceed locate_budget"
 NOT_BEYOND = "not verified beyond this step"
 NONE_MENDS = (
-    "Change this line by hand: the changes that stepguard knows were run and do not mend this "
-    "step; `stepguard explain {code}` shows how the cause is usually removed"
+    "Change this line by hand: the changes that stepguard knows were tried and do not fix "
+    "this step; `stepguard explain {code}` shows the usual fixes"
 )
 MOST_ROUNDS = 3
 """Places that one fix may change, one after the other."""
@@ -140,7 +140,7 @@ def _why_not(incident: Incident, step: Step) -> str:
     if step.sharded and not step.gathered:
         return "the model is sharded"
     if origin.phase not in ("input", "forward", "loss", "backward"):
-        return "forward and backward are run on trial, not an update"
+        return "a trial runs forward and backward, not the update"
     if origin.method == "live" or not (step.replayable or step.model_only):
         return NO_LOSS
     if not origin.reproduced:
@@ -198,7 +198,7 @@ class _Trial:
             if changed > 0.0:
                 if remedy.safety == "safe" or changed > MOST_CHANGE:
                     raise _NoFixError
-                told += f"; values that were fine change by up to {changed:.2g}"
+                told += f"; healthy values change by up to {changed:.2g}"
             mended = draft.finished(told, loss)
             # A bound of ours is arbitrary, and it takes the gradient away from what is beyond it.
             name = "" if remedy.safety == "safe" else self._moved_too_far()

@@ -192,7 +192,7 @@ class Archive:
         try:
             return job()
         except Exception as fault:
-            self._say(f"checkpoint of step {step} NOT saved, training goes on: {fault}")
+            self._say(f"checkpoint of step {step} NOT saved, training continues: {fault}")
             return None
 
     def complete(
@@ -320,7 +320,7 @@ def restore_checkpoint(
     rewinder.past = past_of(attempts)
     context.outputs.note(
         "restored",
-        f"restored {opened.path}: {opened.step} optimizer steps are done",
+        f"restored {opened.path}: optimizer steps done: {opened.step}",
         checkpoint=opened.path.name,
         run=context.run.id,
     )
@@ -332,16 +332,17 @@ def restore_checkpoint(
     _mention_newer(context, store, opened)
     if rates:
         done = (
-            "the checkpoint's is used; GuardConfig(resume_lr='config') applies the configured one"
+            "the checkpoint's rate is used; GuardConfig(resume_lr='config') applies the "
+            "configured one"
         )
         if context.config.resume_lr == "config":
             # a rate of 0 cannot be scaled
             factors = [now / then if then else 1.0 for now, then in rates]
             scale_rates(context.optimizer, context.scheduler, factors)
-            done = "the configured one is applied, at the same place of the schedule"
+            done = "the configured rate is applied, at the same position of the schedule"
             done += " (GuardConfig.resume_lr='config')"
         said = "; ".join(
-            f"group {group} is configured with lr {now:.4g} and the checkpoint brings {then:.4g}"
+            f"group {group} is configured with lr {now:.4g}, but the checkpoint has {then:.4g}"
             for group, (now, then) in enumerate(rates)
             if not math.isclose(now, then, rel_tol=SAME_RATE)
         )
@@ -477,8 +478,8 @@ def _mention_newer(context: Context, store: Store, opened: Opened) -> None:
             continue
         context.outputs.note(
             "checkpoint",
-            f"{entry.path.name} is newer, whole and finite, and not good: {entry.health.why}; "
-            f"guard.restore('newest') takes it",
+            f"{entry.path.name} is newer, complete and finite, and not good: "
+            f"{entry.health.why}; guard.restore('newest') loads it",
         )
         return
 
@@ -586,7 +587,7 @@ class Checkpoints:
         except RankAbsent as absent:
             only_together = archive.why_not_alone()
             self._refuse(
-                f"NOT saved, all ranks have to call guard.save(), for {only_together}: {absent}"
+                f"NOT saved, all ranks have to call guard.save(), because {only_together}: {absent}"
             )
         except RankFault as fault:
             self._refuse(f"NOT saved, the ranks could not agree: {fault}")
@@ -715,7 +716,7 @@ class Checkpoints:
         try:
             told = self._context.agreement.together(own, "a checkpoint")
             if state is None or not all(facts["kept"] for facts in told):
-                raise RankFault("its state is not finite, or not whole")
+                raise RankFault("its state is not finite or not complete")
             if not all(facts["idle"] for facts in told):
                 archive.background.left_out()
                 return
@@ -731,7 +732,7 @@ class Checkpoints:
             self._lent = pending
 
     def _proved(self, pending: Snapshot | int) -> tuple[SavedState | None, str]:
-        """The state if it is whole and finite, and why it is not good; empty where it is."""
+        """The state if it is complete and finite, and why it is not good; empty where it is."""
         if not isinstance(pending, Snapshot):
             return None, ""
         pending.lent = False

@@ -556,7 +556,7 @@ class Rewinder:
         return None
 
 
-DESCRIBED: dict[RewindData, str] = {"repeat": "replayed unchanged", "skip": "left behind"}
+DESCRIBED: dict[RewindData, str] = {"repeat": "replayed unchanged", "skip": "dropped"}
 
 
 # --- Run steps a second time: one that failed by chance, or those since a snapshot.

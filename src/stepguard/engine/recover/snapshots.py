@@ -247,10 +247,10 @@ class Probation:
         shown = history.divergence(weights)
         why = history.told(shown) if shown else ""
         if why and self._diverged is None:
-            after = "its states are sealed as diverged from here on, and last-good stays"
+            after = "from here on its states are sealed as diverged, and last-good does not move"
             context.outputs.note("diverged", f"the run has diverged: {why}; {after}", diverged=why)
         elif not why and self._diverged is not None:
-            context.outputs.note("diverged", "the run is back from its divergence", diverged="")
+            context.outputs.note("diverged", "the run recovered from its divergence", diverged="")
         self._diverged = (began, shown) if shown else None
         return why
 
