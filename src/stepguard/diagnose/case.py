@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
 from stepguard.records.incident import Phase, place
-from stepguard.records.probes import Look, TargetFacts
+from stepguard.records.probes import AuditFacts, Look, TargetFacts
 
 # --- Plain numbers about the run that a rule may lean on besides the bad step itself.
 
@@ -276,6 +276,8 @@ class Case:
     """What the first batches teach, where they are those of a causal language model."""
     weights: WeightFacts | None = None
     """Where the weights of the model come from."""
+    audit: AuditFacts | None = None
+    """A step that gave other values when it was run again."""
 
     @property
     def where(self) -> Origin:

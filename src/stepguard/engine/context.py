@@ -166,6 +166,8 @@ class StepProbe:
     active = False
     """Between `begin` and `finish`: does this step have to be followed? If not, only `begin`,
     `finish` and `committed` are called."""
+    audits = False
+    """Is the step at hand to be run again once it has been found healthy?"""
 
     def begin(self) -> None:
         """The next step is about to begin."""
@@ -181,6 +183,9 @@ class StepProbe:
 
     def gradients_ready(self) -> None:
         """Forward and backward are over: what follows is the guard's work."""
+
+    def audit(self, step: Step) -> None:
+        """The step is healthy and can be run again from here; its update comes next."""
 
     def before_update(self) -> None:
         """The optimizer steps next."""

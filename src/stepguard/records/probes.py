@@ -221,6 +221,21 @@ class TargetFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFacts:
+    """A step that gave other values in one of several runs from the same state."""
+
+    step: int
+    rank: int = 0
+    runs: int = 0
+    op: str = ""
+    """The first operation whose values differ."""
+    place: str = ""
+    """Direction, operation, module, line and the size of the difference, in words."""
+    values: tuple[str, ...] = ()
+    """Dtype, shape and norm of its result, in the runs that agree and in the other one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """Everything one health probe has measured."""
 

@@ -746,3 +746,16 @@ def sg927(case: Case) -> Proof | None:
     if weights.frozen:
         return likely("frozen", names=weights.frozen, missing=weights.missing)
     return None
+
+
+# --- SG928: a step that gives other values when it is run again.
+
+
+@rule()
+def sg928(case: Case) -> Proof | None:
+    found = case.audit
+    if found is None:
+        return None
+    right, wrong = (*found.values, "", "")[:2]
+    numbers = {"rank": found.rank, "count": found.runs, "at_step": found.step}
+    return likely(where=found.place, right=right, wrong=wrong, **numbers)

@@ -370,8 +370,15 @@ class WatchDriver(Lifecycle):
             self._fused = fused
         except Exception as fault:
             self.protect.failed(fault)
+        self._audit(None)
         if self.looks.active:
             self.looks.before_update()
+
+    def _audit(self, reading: Reading | None) -> None:
+        """Run a healthy step again, where that is asked for and its beginning was seen."""
+        if self.looks.audits and self._remembered:
+            with self.not_listening():
+                self.looks.audit(self._step(reading))
 
     def _issued(self, fused: FusedUpdate) -> None:
         """A fused update is on its way."""
@@ -448,6 +455,7 @@ class WatchDriver(Lifecycle):
             self._decide_together(sharing, pending, damaged)
         if not self.vetoing and self._check is None:
             self._check = self.check_of_update(reading, at_risk=pending.at_risk)
+            self._audit(reading)
             if self.looks.active:
                 self.looks.before_update()
 
