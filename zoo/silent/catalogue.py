@@ -5,6 +5,7 @@ from __future__ import annotations
 from zoo.silent import (
     wrong_data,
     wrong_labels,
+    wrong_loaders,
     wrong_losses,
     wrong_machines,
     wrong_models,
@@ -17,6 +18,7 @@ from zoo.silent.plant import PLANTS, Plant
 MODULES = (
     wrong_data,
     wrong_labels,
+    wrong_loaders,
     wrong_losses,
     wrong_machines,
     wrong_models,

@@ -103,6 +103,22 @@ class WeightFacts:
     """Unfilled ones that are not trained either."""
 
 
+@dataclass(slots=True, kw_only=True)
+class LoaderFacts:
+    """Passes over the data and workers that should differ, and do not."""
+
+    sampler: str = ""
+    """A sampler that shuffles, and began two passes with the same indices."""
+    batches: int = 0
+    """Batches at their beginning that were compared."""
+    twins: str = ""
+    """A source of random numbers that gave all workers of a pass the same ones."""
+    workers: int = 0
+    """How many workers they were."""
+    repeats: str = ""
+    """A source that gave the first worker of two passes the same ones, for other examples."""
+
+
 # --- Ranges of the floating-point formats, without torch.
 
 
@@ -276,6 +292,8 @@ class Case:
     """What the first batches teach, where they are those of a causal language model."""
     weights: WeightFacts | None = None
     """Where the weights of the model come from."""
+    loader: LoaderFacts = field(default_factory=LoaderFacts)
+    """Passes and workers that should differ, and do not."""
     audit: AuditFacts | None = None
     """A step that gave other values when it was run again."""
 

@@ -169,6 +169,9 @@ class StepProbe:
     audits = False
     """Is the step at hand to be run again once it has been found healthy?"""
 
+    def observe_loaders(self, recent: RecentBatches) -> None:
+        """What the loaders of the process deliver is remembered here."""
+
     def begin(self) -> None:
         """The next step is about to begin."""
 

@@ -29,11 +29,13 @@ from stepguard.engine.drivers.schedule import needs_closure, position, wants_a_v
 from stepguard.engine.protect import Protection
 from stepguard.probes.audit import Audit
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
+from stepguard.probes.epochs import Passes, observe_workers
 from stepguard.probes.first_steps import ResumeCheck, TargetCounts, weight_facts
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import AuditFacts, Look, NextBatch
 from stepguard.state.batch import Step
+from stepguard.state.loader import RecentBatches
 from stepguard.tensors.names import named_modules, optimizer_parameter_ids, parameter_names
 from stepguard.tensors.torch_private import (
     dispatch_mode_stack,
@@ -327,6 +329,7 @@ class HealthCheck:
         self.resume = ResumeCheck(context)
         self._weights: WeightFacts | None = None
         self._audit: AuditFacts | None = None
+        self.passes = Passes()
 
     def audited(self, found: AuditFacts) -> None:
         """A step gave other values when it was run again."""
@@ -387,6 +390,7 @@ class HealthCheck:
             targets=facts.targets.facts(),
             weights=self._weights,
             audit=self._audit,
+            loader=self.passes.facts(),
             **known,
         )
         for finding in found:
@@ -521,6 +525,18 @@ class Looks(StepProbe):
         self._said: set[str] = set()
         """What was said already of probes that failed or could not be taken."""
         context.resources.callback(self.close)
+
+    def observe_loaders(self, recent: RecentBatches) -> None:
+        """Compare passes over the data, and what their workers draw."""
+        with self._protect.part(SILENT):
+            observe_workers(self._context.resources)
+            recent.told.append(self._protected_pass)
+
+    def _protected_pass(self, iterator: Any, raw: Any, step: int) -> None:
+        try:
+            self._check.passes.delivered(iterator, raw, step)
+        except Exception as fault:
+            self._protect.failed(fault, SILENT)
 
     def begin(self) -> None:
         """The next step is about to begin."""

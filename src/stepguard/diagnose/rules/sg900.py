@@ -759,3 +759,18 @@ def sg928(case: Case) -> Proof | None:
     right, wrong = (*found.values, "", "")[:2]
     numbers = {"rank": found.rank, "count": found.runs, "at_step": found.step}
     return likely(where=found.place, right=right, wrong=wrong, **numbers)
+
+
+# --- SG929: epochs and workers that draw the same random numbers.
+
+
+@rule()
+def sg929(case: Case) -> Proof | None:
+    facts = case.loader
+    if facts.twins:
+        return certain("workers", source=facts.twins, count=facts.workers)
+    if facts.repeats:
+        return likely("epochs", source=facts.repeats)
+    if facts.sampler:
+        return likely("order", sampler=facts.sampler, count=facts.batches)
+    return None
