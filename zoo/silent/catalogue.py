@@ -10,6 +10,7 @@ from zoo.silent import (
     wrong_machines,
     wrong_models,
     wrong_rewards,
+    wrong_routers,
     wrong_starts,
     wrong_updates,
 )
@@ -23,6 +24,7 @@ MODULES = (
     wrong_machines,
     wrong_models,
     wrong_rewards,
+    wrong_routers,
     wrong_starts,
     wrong_updates,
 )
