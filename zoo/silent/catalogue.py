@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zoo.silent import (
     wrong_data,
+    wrong_evaluations,
     wrong_labels,
     wrong_loaders,
     wrong_losses,
@@ -18,6 +19,7 @@ from zoo.silent.plant import PLANTS, Plant
 
 MODULES = (
     wrong_data,
+    wrong_evaluations,
     wrong_labels,
     wrong_loaders,
     wrong_losses,

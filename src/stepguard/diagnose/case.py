@@ -119,6 +119,22 @@ class LoaderFacts:
     """A source that gave the first worker of two passes the same ones, for other examples."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFacts:
+    """Evaluations in which the model was in training mode."""
+
+    step: int
+    """The update before which the newest of them came."""
+    calls: int = 0
+    """Calls of the model without gradients, in a row, when the loss was seen."""
+    loss: str = ""
+    """Operation that took what the model had returned."""
+    dropout: tuple[str, ...] = ()
+    """Layers that drop."""
+    norms: tuple[str, ...] = ()
+    """Layers that take statistics of the batch, and learn them."""
+
+
 # --- Ranges of the floating-point formats, without torch.
 
 
@@ -294,6 +310,8 @@ class Case:
     """Where the weights of the model come from."""
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     """Passes and workers that should differ, and do not."""
+    evaluation: EvaluationFacts | None = None
+    """Evaluations in training mode."""
     audit: AuditFacts | None = None
     """A step that gave other values when it was run again."""
 

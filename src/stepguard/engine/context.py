@@ -175,6 +175,13 @@ class StepProbe:
     def begin(self) -> None:
         """The next step is about to begin."""
 
+    def evaluates(self, model: nn.Module) -> bool:
+        """The model is called without gradients, in training mode. True: its output is wanted."""
+        return False
+
+    def evaluated(self, output: Any) -> None:
+        """What that call has returned."""
+
     def saw_batch(self, batch: Any) -> None:
         """The data of the step, or of one call of the model."""
 

@@ -30,6 +30,7 @@ from stepguard.engine.protect import Protection
 from stepguard.probes.audit import Audit
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
 from stepguard.probes.epochs import Passes, observe_workers
+from stepguard.probes.evaluations import Evaluations
 from stepguard.probes.first_steps import ResumeCheck, TargetCounts, weight_facts
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
@@ -40,6 +41,7 @@ from stepguard.tensors.names import named_modules, optimizer_parameter_ids, para
 from stepguard.tensors.torch_private import (
     dispatch_mode_stack,
     graphs_compiled,
+    tracing_state,
     transforms,
     tree_flatten,
 )
@@ -330,6 +332,7 @@ class HealthCheck:
         self._weights: WeightFacts | None = None
         self._audit: AuditFacts | None = None
         self.passes = Passes()
+        self.evaluations = Evaluations(context)
 
     def audited(self, found: AuditFacts) -> None:
         """A step gave other values when it was run again."""
@@ -391,6 +394,7 @@ class HealthCheck:
             weights=self._weights,
             audit=self._audit,
             loader=self.passes.facts(),
+            evaluation=self.evaluations.facts,
             **known,
         )
         for finding in found:
@@ -492,6 +496,7 @@ def _place(scheduler: Any) -> tuple[int, ...] | None:
 
 PART = "health probe"
 AUDIT = "audit"
+EVALUATION = "evaluations"
 SILENT = "silent failures"
 CLOSURE = "the optimizer calls a closure"
 AVERAGES = ("ema", "average", "averaging", "swa", "shadow", "polyak")
@@ -521,7 +526,8 @@ class Looks(StepProbe):
         """Tensors that get gradients beside model and optimizer, and the number of each."""
         self._counted = itertools.count()
         self._closure = needs_closure(context.optimizer)
-        self._audit = Audit(context)
+        audited = context.config.probes.audit_every is not None
+        self._audit = Audit(context) if audited else None
         self._said: set[str] = set()
         """What was said already of probes that failed or could not be taken."""
         context.resources.callback(self.close)
@@ -541,10 +547,13 @@ class Looks(StepProbe):
     def begin(self) -> None:
         """The next step is about to begin."""
         context = self._context
+        if self._check.evaluations.watching:
+            self._check.evaluations.stop()
         if not self._check.resume.begun and torch.is_grad_enabled():
             with self._protect.part(SILENT):
                 self._check.resume.begin()
-        self.audits = self._protect.armed and self._audit.due(context.step)
+        if self._audit is not None:
+            self.audits = self._protect.armed and self._audit.due(context.step)
         if self._left_behind is not None:
             self._left_behind.observer.stop()
             return
@@ -574,6 +583,17 @@ class Looks(StepProbe):
             look = DeepLook(context.step, context.roots, context.optimizer, owned)
             self._running = look
             look.begin()
+
+    def evaluates(self, model: nn.Module) -> bool:
+        """The model is called without gradients, in training mode: is a loss computed of it?"""
+        with self._protect.part(EVALUATION):
+            return tracing_state() is None and self._check.evaluations.called(model)
+        return False
+
+    def evaluated(self, output: Any) -> None:
+        """Follow what the loop makes of the output."""
+        with self._protect.part(EVALUATION):
+            self._check.evaluations.returned(output)
 
     def _say_why(self, why_not: str, kind: str = "no_look") -> None:
         """Keep in the journal, once, why no look was taken, or no step audited."""
@@ -619,6 +639,7 @@ class Looks(StepProbe):
         """Run the step again, and put everything back."""
         self.audits = False
         with self._protect.part(AUDIT):
+            assert self._audit is not None
             found = self._audit.run(step)
             if found is not None:
                 self._check.audited(found)
@@ -741,6 +762,7 @@ class Looks(StepProbe):
 
     def close(self) -> None:
         """End a probe that is under way, without a record."""
+        self._check.evaluations.stop()
         for look in (self._running, self._left_behind):
             if look is not None:
                 look.observer.stop()

@@ -1,4 +1,4 @@
-"""SG901 to SG927: silent failures, from health probes and readings of a healthy run."""
+"""SG901 to SG931: silent failures, from health probes and readings of a healthy run."""
 
 from __future__ import annotations
 
@@ -820,3 +820,15 @@ def _unused(row: RouterLook | None) -> set[int]:
     if row is None or row.tokens * row.chosen < TOKENS_EACH * row.experts:
         return set()
     return {number for number, load in enumerate(row.loads) if load * row.experts < UNUSED}
+
+
+# --- SG931: an evaluation in training mode.
+
+
+@rule()
+def sg931(case: Case) -> Proof | None:
+    found = case.evaluation
+    if found is None:
+        return None
+    fields = {"dropout": list(found.dropout), "norms": list(found.norms)}
+    return likely(count=found.calls, loss=found.loss, before=found.step, **fields)

@@ -85,7 +85,9 @@ class WatchDriver(Lifecycle):
         self.wiring = wiring
         self.observed = ObservedLoss(context, self.reader.announce)
         self.rollback = ScheduleRollback(context)
-        self.model_calls = ModelCalls(context.model, protect, self._model_called, self.raised)
+        self.model_calls = ModelCalls(
+            context.model, protect, self._model_called, self.raised, context.hooks.probe
+        )
         self.micro_batches = MicroBatches(self.not_listening)
         self.boundary = StepBoundary(context.roots.values(), self._step_begins)
         self.shared = SharedBackward(self)
