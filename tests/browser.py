@@ -80,7 +80,7 @@ def started() -> Iterator[Any]:
 @contextmanager
 def opened(browser: Any, address: str | Path, **settings: Any) -> Iterator[OpenPage]:
     """The page at this address, ready; errors in its console are collected."""
-    context = browser.new_context(viewport=SIZE, **settings)
+    context = browser.new_context(**{"viewport": SIZE, **settings})
     context.set_default_timeout(PATIENCE)
     page = context.new_page()
     seen = OpenPage(page)
