@@ -98,9 +98,8 @@ def watched(loop: Loop, folder: Path, look_every: LookEvery) -> list[float]:
     if loop.before is not None:
         watched(loop.before, folder, look_every)
         loop.resume()
-    config = stepguard.GuardConfig(
-        run_dir=folder, probes=stepguard.Probes(look_every=look_every), terminal="quiet"
-    )
+    probes = stepguard.Probes(look_every=look_every, audit_every=loop.audit_every)
+    config = stepguard.GuardConfig(run_dir=folder, probes=probes, terminal="quiet")
     guard = stepguard.watch(
         loop.model, loop.optimizer, scheduler=loop.scheduler, state=loop.state, config=config
     )

@@ -17,6 +17,7 @@ GROUPS = {
     "spike_sigmas": ("probes", "spike_sigmas"),
     "anomalies": ("probes", "anomalies"),
     "outliers": ("probes", "outliers"),
+    "audit_every": ("probes", "audit_every"),
     "agree_timeout": ("ranks", "timeout"),
     "compare_ranks_every": ("ranks", "compare_every"),
 }

@@ -193,6 +193,7 @@ class Guard:
             else:
                 self._context.data.feed = resumable(self._context, loader, self._between)
                 self._context.data.recent = self._context.data.feed.recent
+            self._context.hooks.probe.observe_loaders(self._context.data.recent)
             say = partial(self._context.outputs.note, "signal")
             several = self._context.agreement.size > 1
             stop = AgreedStop(self._context) if several else None

@@ -49,6 +49,7 @@ leaked_example | data.leak | fail | 2 (id validation-2) = 6 (id chat-0-6) | 1 ex
 poisoned_weights | model.stored_finite | fail | param:head.weight | 1 of 128 values
 poisoned_statistics | model.stored_finite | fail | buffer:batch_norm.running_var | 1 of 8 values
 loss_of_zero_over_zero | model.fresh_forward | fail | loss nan |
+mean_over_targets | loss.split | warn | halves of 2 samples with 2 and | the gradient is
 infinite_slope | model.fresh_forward | fail | bad gradients: alpha | loss
 runaway_scalar | scalars.limit | fail | alpha reaches 88.7 | allowed is 10
 loss_of_zero_over_zero | checklist.divisions | fail | smallest divisor 0 (float32, faults.py: |
@@ -99,7 +100,7 @@ def test_healthy_project_is_aligned_because_the_probe_agrees(healthy: Preflight)
 
 def test_sections_stay_together() -> None:
     ids = list(TITLES)
-    assert len(ids) == 39
+    assert len(ids) == 40
     sections = list(dict.fromkeys(item.partition(".")[0] for item in ids))
     assert sorted(ids, key=lambda item: sections.index(item.partition(".")[0])) == ids
 
@@ -508,3 +509,55 @@ def test_state_that_exists_is_measured() -> None:
     assert "optimizer 36 B (as it is)" in estimate(model, optimizer)
     assert "optimizer 32 B (two moments assumed)" in estimate(model)
     assert "gradients 0 B," in estimate(model.requires_grad_(False))
+
+
+# --- A batch in halves.
+
+ACCUMULATED = {"config": {"gradient_accumulation_steps": 4}}
+
+
+def halved(loss: Callable[[nn.Module, dict[str, Tensor]], Tensor], **more: Any) -> Outcome:
+    """The answer about a batch of ten rows, most of whose targets are in the first five."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    labels = torch.randint(3, (10, 6))
+    labels[5:, 1:] = -100
+    batch = {"x": torch.randn(10, 4), "labels": labels}
+    given = {"model": model, "batch": batch, "loss_fn": lambda b: loss(model, b), **more}
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    outcome = check(Subject(**given), only=["loss.split"]).outcome("loss.split")
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    return outcome
+
+
+def of_targets(model: nn.Module, batch: dict[str, Tensor], reduction: str) -> Tensor:
+    logits = model(batch["x"])[:, :, None].expand(-1, -1, 6)
+    return nn.functional.cross_entropy(logits, batch["labels"], reduction=reduction)
+
+
+def contrasted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    seen = model(batch["x"])
+    return nn.functional.cross_entropy(seen @ seen.T, torch.arange(len(seen)))
+
+
+def test_split_that_weighs_targets_is_named_with_the_weights() -> None:
+    outcome = halved(lambda m, b: of_targets(m, b, "mean"), **ACCUMULATED)
+    assert outcome.status == "warn"
+    assert "with 5 and 30 targets weigh 0.14 and 0.86" in outcome.evidence[0]
+    alone = halved(lambda m, b: of_targets(m, b, "mean"))
+    assert alone.status == "not_applicable" and "one batch is one step" in alone.evidence[0]
+
+
+SPLITS: dict[str, tuple[Callable[[nn.Module, dict[str, Tensor]], Tensor], str, str]] = {
+    "a mean over rows": (lambda m, b: m(b["x"]).square().mean(), "pass", "the whole batch, to"),
+    "a sum": (lambda m, b: of_targets(m, b, "sum"), "pass", "a sum over samples"),
+    "a loss of pairs": (contrasted, "not_applicable", "depends on the other samples"),
+}
+
+
+@pytest.mark.parametrize(("loss", "status", "said"), SPLITS.values(), ids=SPLITS)
+def test_other_losses_may_be_split(
+    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor], status: str, said: str
+) -> None:
+    outcome = halved(loss, **ACCUMULATED)
+    assert outcome.status == status and said in outcome.evidence[0]

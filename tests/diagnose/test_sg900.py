@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def watched(rule: Rule, lines: str, folder: Path, config: GuardConfig) -> RunRec
     names: dict[str, Any] = {"__name__": "example"}
     torch.manual_seed(0)
     exec(compile(rule.text.setup, f"{rule.code} setup", "exec"), names)
+    probes = replace(config.probes, audit_every=names.get("audit_every"))
+    config = replace(config, probes=probes)
     if "build" in names:  # its model is trained before, in the same folder
         with stepguard.watch(names["model"], names["optimizer"], config=config):
             for batch in names["batches"]:

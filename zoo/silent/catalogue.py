@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from zoo.silent import (
     wrong_data,
+    wrong_evaluations,
     wrong_labels,
+    wrong_loaders,
     wrong_losses,
+    wrong_machines,
     wrong_models,
     wrong_rewards,
+    wrong_routers,
     wrong_starts,
     wrong_updates,
 )
@@ -15,10 +19,14 @@ from zoo.silent.plant import PLANTS, Plant
 
 MODULES = (
     wrong_data,
+    wrong_evaluations,
     wrong_labels,
+    wrong_loaders,
     wrong_losses,
+    wrong_machines,
     wrong_models,
     wrong_rewards,
+    wrong_routers,
     wrong_starts,
     wrong_updates,
 )

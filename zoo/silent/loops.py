@@ -45,6 +45,8 @@ class Loop:
     state: dict[str, Any] = field(default_factory=dict)
     """Further objects that the guard is given."""
     micro_batches: int = 1
+    audit_every: int | None = None
+    """Given to the guard."""
     before: Loop | None = None
     """A run that is made first, in the same folder."""
     resume: Callable[[], None] = lambda: None

@@ -364,7 +364,7 @@ def _take(facts: DataFacts, name: str, values: Any, subject: Subject) -> None:
     items = values.items() if hasattr(values, "items") else ()
     texts = {str(key): value for key, value in items if isinstance(value, str)}
     facts.prints.setdefault(_fingerprint(tensors, texts), name)
-    label = _target_key(tensors, subject.label_key)
+    label = target_key(tensors, subject.label_key)
     for key, tensor in tensors.items():
         if key != label or tensor.is_floating_point() or tensor.is_complex():
             if tensor.numel():
@@ -377,7 +377,7 @@ def _take(facts: DataFacts, name: str, values: Any, subject: Subject) -> None:
             facts.empty.append(name)
 
 
-def _target_key(tensors: dict[str, Tensor], given: str | None) -> str | None:
+def target_key(tensors: dict[str, Tensor], given: str | None) -> str | None:
     """The key that was given, else the first usual name; of a tuple, its last part."""
     if given is not None:
         return given

@@ -251,6 +251,25 @@ def trace_step(subject: Subject, framework: FrameworkContext, batch: Any) -> Tra
     return step
 
 
+def gradient_of(subject: Subject, framework: FrameworkContext, batch: Any) -> Tensor:
+    """The gradient of the loss of a batch as one row, in evaluation mode: what is random or depends
+    on the other samples of a batch norm is left out. Leaves every object as it was.
+    """
+    model, loss_fn = subject.model, subject.loss_fn
+    assert model is not None and loss_fn is not None
+    copied = tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch
+    )
+    with left_alone(model, subject.optimizer), kept_rng():
+        model.eval()
+        with framework.opened():
+            loss = total_loss(loss_fn(copied))
+        loss.backward()  # type: ignore[no-untyped-call]
+        parts = [p.grad for p in model.parameters() if p.grad is not None]
+        rows = [dense_values(part.detach()).double().reshape(-1) for part in parts]
+        return torch.cat(rows) if rows else torch.zeros(0)
+
+
 def _read_gradients(step: TracedStep, model: nn.Module) -> None:
     squares = 0.0
     for name, parameter in model.named_parameters():

@@ -6,10 +6,12 @@ import math
 from collections import defaultdict
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stepguard.check.data import as_tensors, target_key
 from stepguard.check.inspection import (
     MOST_STEPS,
     Answer,
@@ -20,6 +22,7 @@ from stepguard.check.inspection import (
     TracedStep,
     failed,
     follows_metric,
+    gradient_of,
     passed,
     peak_rates,
     warned,
@@ -30,6 +33,7 @@ from stepguard.check.verify import other_rate
 from stepguard.diagnose.case import FORMATS, rounds_to_zero
 from stepguard.diagnose.case import plain as real_format
 from stepguard.report.phrases import count, first_few
+from stepguard.state.batch import samples_in, subset
 from stepguard.state.buffers import keeps_statistics
 from stepguard.tensors.names import optimizer_parameter_ids
 
@@ -502,6 +506,73 @@ def judge_step(step: TracedStep) -> Answer:
     if step.grad_norm is not None:
         loss += f", gradient norm {step.grad_norm:.4g}"
     return passed(f"one batch: {loss or 'outputs finite'}")
+
+
+SAME_GRADIENT = 0.02
+"""Relative difference of two gradients that rounding may make: 1e-6 in float32, 1e-2 in bfloat16.
+"""
+OTHER_WEIGHTS = 0.05
+"""How far from a half the weight of half of the samples must be to be worth a word."""
+
+
+def loss_split(run: Inspection) -> Answer:
+    """Half of the batch, and the other half: does their mean give the gradient of the whole?"""
+    if run.subject.loss_fn is None:
+        raise NotGiven("return `loss_fn`")
+    batch, rows = run.batch, samples_in(run.batch)
+    if rows is None or rows < 2:
+        raise NotApplicable("the batch cannot be cut into halves")
+    loss = run.traced_step.loss
+    if run.traced_step.fault or loss is None or not math.isfinite(loss):
+        raise NotApplicable("the step on the whole batch has no finite loss")
+    # the halves are to differ as much as batches may: rows with few targets, and those with many
+    counts = _targets_of_rows(run, batch, rows)
+    order = sorted(range(rows), key=lambda row: counts[row])
+    halves = [sorted(order[: rows // 2]), sorted(order[rows // 2 : rows // 2 * 2])]
+    parts = (sorted(halves[0] + halves[1]), *halves)
+    whole, one, other = (
+        gradient_of(run.subject, run.framework, subset(batch, part, rows)) for part in parts
+    )
+    sizes = {len(whole), len(one), len(other)}
+    if len(sizes) > 1 or not bool(whole.any()):
+        raise NotApplicable("the halves reach other parameters than the whole batch")
+    size = float(whole.norm())
+    off = float((whole - (one + other) / 2).norm()) / size
+    if off <= SAME_GRADIENT:
+        return passed(f"the mean gradient of two halves is that of the whole batch, to {off:.1g}")
+    if float((whole - one - other).norm()) <= SAME_GRADIENT * size:
+        return passed("the loss is a sum over samples: two halves add up to the whole batch")
+    # is the whole a mean of the halves with other weights, as one over all targets is?
+    apart = one - other
+    weight = float((whole - other) @ apart / (apart @ apart).clamp_min(1e-300))
+    left = float((whole - weight * one - (1 - weight) * other).norm()) / size
+    if left > SAME_GRADIENT or abs(weight - 0.5) < OTHER_WEIGHTS or not 0 < weight < 1:
+        raise NotApplicable("the loss of a sample depends on the other samples of its batch")
+    targets = [sum(counts[row] for row in half) for half in halves]
+    said = (
+        f"halves of {rows // 2} samples with {targets[0]:,} and {targets[1]:,} targets weigh "
+        f"{weight:.2f} and {1 - weight:.2f} in the whole batch; as micro-batches that are averaged "
+        f"they weigh 0.50 each, and the gradient is {off:.0%} off"
+    )
+    facts = run.framework.facts | run.launcher.values
+    split = run.number("accumulation") or as_number(facts.get("gradient_accumulation_steps"))
+    if max(split or 1, as_number(facts.get("num_processes")) or 1) <= 1:
+        raise NotApplicable(f"one batch is one step; {said}")
+    return warned(
+        said,
+        fix="Sum the loss over targets in each micro-batch, and divide by the number of targets of "
+        "all micro-batches (and ranks) of the step.",
+    )
+
+
+def _targets_of_rows(run: Inspection, batch: Any, rows: int) -> list[int]:
+    """How many targets each sample has; 1 each where nothing is ignored, or nothing known."""
+    tensors = dict(as_tensors(batch))
+    labels = tensors.get(target_key(tensors, run.subject.label_key) or "")
+    if labels is None or labels.dim() < 2 or len(labels) != rows or labels.is_floating_point():
+        return [1] * rows
+    counted: list[int] = (labels != run.subject.ignore_index).flatten(1).sum(1).tolist()
+    return counted
 
 
 def floating_tensors(model: nn.Module) -> dict[str, Tensor]:

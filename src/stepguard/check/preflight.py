@@ -67,6 +67,7 @@ TITLES = {
     "data.leak": "training and validation data are disjoint",
     "model.stored_finite": "stored weights and state are finite",
     "model.fresh_forward": "one step of the model is finite",
+    "loss.split": "a split batch gives the gradient of the whole",
     "scalars.limit": "watched values are within their limits",
     "checkpoint.sound": "the checkpoint is complete and finite",
     "code.current": "code and versions in use",

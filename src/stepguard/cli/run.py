@@ -404,6 +404,7 @@ def diff(
     your code. This runs your training script, or the function given by --build. For a capsule that
     was made elsewhere, the command it names is printed and confirmed first.
     """
+    from stepguard.locate.operation_log import compare
     from stepguard.run import difference
 
     refuse_no_function(build=build)
@@ -425,7 +426,7 @@ def diff(
             difference.write_log(log, save)
         if against is log:
             return
-    found = difference.compare(log, against)
+    found = compare(log, against)
     if as_json:
         echo_json(found)
     else:

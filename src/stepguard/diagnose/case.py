@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
 from stepguard.records.incident import Phase, place
-from stepguard.records.probes import Look, TargetFacts
+from stepguard.records.probes import AuditFacts, Look, TargetFacts
 
 # --- Plain numbers about the run that a rule may lean on besides the bad step itself.
 
@@ -101,6 +101,38 @@ class WeightFacts:
     """Unfilled tensor -> the name under which the file has one, with another prefix."""
     frozen: tuple[str, ...] = ()
     """Unfilled ones that are not trained either."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoaderFacts:
+    """Passes over the data and workers that should differ, and do not."""
+
+    sampler: str = ""
+    """A sampler that shuffles, and began two passes with the same indices."""
+    batches: int = 0
+    """Batches at their beginning that were compared."""
+    twins: str = ""
+    """A source of random numbers that gave all workers of a pass the same ones."""
+    workers: int = 0
+    """How many workers they were."""
+    repeats: str = ""
+    """A source that gave the first worker of two passes the same ones, for other examples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFacts:
+    """Evaluations in which the model was in training mode."""
+
+    step: int
+    """The update before which the newest of them came."""
+    calls: int = 0
+    """Calls of the model without gradients, in a row, when the loss was seen."""
+    loss: str = ""
+    """Operation that took what the model had returned."""
+    dropout: tuple[str, ...] = ()
+    """Layers that drop."""
+    norms: tuple[str, ...] = ()
+    """Layers that take statistics of the batch, and learn them."""
 
 
 # --- Ranges of the floating-point formats, without torch.
@@ -276,6 +308,12 @@ class Case:
     """What the first batches teach, where they are those of a causal language model."""
     weights: WeightFacts | None = None
     """Where the weights of the model come from."""
+    loader: LoaderFacts = field(default_factory=LoaderFacts)
+    """Passes and workers that should differ, and do not."""
+    evaluation: EvaluationFacts | None = None
+    """Evaluations in training mode."""
+    audit: AuditFacts | None = None
+    """A step that gave other values when it was run again."""
 
     @property
     def where(self) -> Origin:

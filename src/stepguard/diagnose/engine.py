@@ -26,7 +26,7 @@ CERTAINTY_ORDER: tuple[str, ...] = get_args(Certainty)
 Found = tuple[Rule, Proof]
 HEALTHY_SERIES = "SG9"
 """Prefix of codes for runs whose steps are all finite: silent failures and forecasts."""
-SERIES = ("SG90", "SG91", "SG92")
+SERIES = ("SG90", "SG91", "SG92", "SG93")
 """Silent failures."""
 FORECAST_SERIES = "SG95"
 

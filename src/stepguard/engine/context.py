@@ -166,9 +166,21 @@ class StepProbe:
     active = False
     """Between `begin` and `finish`: does this step have to be followed? If not, only `begin`,
     `finish` and `committed` are called."""
+    audits = False
+    """Is the step at hand to be run again once it has been found healthy?"""
+
+    def observe_loaders(self, recent: RecentBatches) -> None:
+        """What the loaders of the process deliver is remembered here."""
 
     def begin(self) -> None:
         """The next step is about to begin."""
+
+    def evaluates(self, model: nn.Module) -> bool:
+        """The model is called without gradients, in training mode. True: its output is wanted."""
+        return False
+
+    def evaluated(self, output: Any) -> None:
+        """What that call has returned."""
 
     def saw_batch(self, batch: Any) -> None:
         """The data of the step, or of one call of the model."""
@@ -181,6 +193,9 @@ class StepProbe:
 
     def gradients_ready(self) -> None:
         """Forward and backward are over: what follows is the guard's work."""
+
+    def audit(self, step: Step) -> None:
+        """The step is healthy and can be run again from here; its update comes next."""
 
     def before_update(self) -> None:
         """The optimizer steps next."""

@@ -46,6 +46,7 @@ from stepguard.records.probes import (
     Look,
     NormLook,
     ParameterLook,
+    RouterLook,
     Stage,
     StepFacts,
     TensorLook,
@@ -435,6 +436,83 @@ def _maker(tensor: Tensor) -> str:
     return ""
 
 
+# --- Routers of a mixture of experts: modules that choose some of several siblings for each token.
+
+
+FEWEST_EXPERTS, MOST_EXPERTS = 4, 1024
+CHOICES = {"aten.topk": 2, "aten.max": 1, "aten.argmax": 1}
+"""Operations that choose along a dimension, and the place of that argument."""
+GATES = aten("mm addmm bmm baddbmm linear _addmm_activation")
+
+
+class Routers:
+    """Measures what is chosen from scores that are as many as the experts beside them."""
+
+    def __init__(self, numbers: Numbers, roots: Mapping[str, nn.Module]) -> None:
+        self._numbers = numbers
+        self._experts: dict[str, set[int]] = {}
+        """Module -> how many alike parts it has in a list, or matrices in one tensor."""
+        for name, module in named_modules(roots):
+            counts = set()
+            for part in (module, *module.children()):
+                kinds = {type(one) for one in part} if isinstance(part, nn.ModuleList) else set()
+                counts |= {len(part)} if len(kinds) == 1 else set()  # type: ignore[arg-type]
+                own = part._parameters.values()
+                counts |= {len(one) for one in own if one is not None and one.dim() == 3}
+            counts = {one for one in counts if FEWEST_EXPERTS <= one <= MOST_EXPERTS}
+            if counts:
+                self._experts[name] = counts
+        self._dtypes: dict[tuple[str, int], str] = {}
+        """Owner and number of experts -> dtype of the scores."""
+
+    def after(
+        self, operator: Operator, args: Any, kwargs: Any, results: list[Tensor], module: str | None
+    ) -> None:
+        """Note the dtype of scores, and which experts were chosen by them."""
+        name = operator.name
+        if not self._experts or module is None or not (name in GATES or name in CHOICES):
+            return
+        scores = results[0] if name in GATES else args[0]
+        experts = scores.shape[-1] if scores.dim() > 1 else 0
+        owner = self._owner(module, experts)
+        if owner is None:
+            return
+        if name in GATES:
+            self._dtypes[owner, experts] = str(scores.dtype).removeprefix("torch.")
+            return
+        place = CHOICES[name]
+        dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+        if dim not in (-1, scores.dim() - 1) or not scores.requires_grad:
+            return
+        picked = results[-1].detach()
+        rows = scores.detach().reshape(-1, experts)
+        chosen = picked.numel() // max(len(rows), 1)
+        if 0 < chosen < experts:
+            best = rows.float().topk(chosen + 1, -1).values
+            # a row of padding scores all experts alike
+            telling = rows.amax(-1) > rows.amin(-1)
+            ties = telling & (best[:, -1] == best[:, -2])
+            self._numbers.add(
+                RouterLook,
+                {
+                    "module": module,
+                    "experts": experts,
+                    "chosen": chosen,
+                    "tokens": len(rows),
+                    "dtype": self._dtypes.get((owner, experts), ""),
+                },
+                loads=torch.bincount(picked.reshape(-1), minlength=experts) / picked.numel(),
+                ties=ties.sum() / telling.sum().clamp_min(1),
+            )
+
+    def _owner(self, module: str, experts: int) -> str | None:
+        """The module itself or the one around it, if it has so many experts."""
+        for name in (module, module.rpartition(".")[0]):
+            if experts in self._experts.get(name, ()):
+                return name
+        return None
+
+
 # --- A dispatch mode that watches a healthy step: every operation runs once, as it would have.
 
 
@@ -464,6 +542,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """How many results were measured."""
         known = {id(one) for root in roots.values() for one in root.parameters()}
         self.notes = StepNotes(self.numbers, set(trained), known | {*trained, *owned})
+        self.routers = Routers(self.numbers, roots)
         self.recomputed = Recomputed(self.numbers)
         self.fault: Exception | None = None
         self.note_fault: Exception | None = None
@@ -565,6 +644,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._measure(tensor, known, given)
             if stage == "forward":
                 self._note(self.notes.after, operator, args, kwargs, results)
+                self._note(self.routers.after, operator, args, kwargs, results)
             self._compare(self.recomputed.after, operator, results, module or "")
         except Exception as fault:
             self.fault = fault
@@ -739,6 +819,7 @@ class DeepLook:
             attention=layers[AttentionLook],
             norms=layers[NormLook],
             units=layers[UnitLook],
+            routers=tuple(_router(row) for row in values[RouterLook][:MOST_ROWS_KEPT]),
             facts=facts,
             left_out=sum(max(0, count - MOST_ROWS_KEPT) for count in counted),
         )
@@ -752,6 +833,10 @@ class DeepLook:
             if isinstance(module, kind) and not module.training and getattr(module, "p", 1.0) > 0:
                 found.append(name)
         return tuple(found)
+
+
+def _router(row: dict[str, Any]) -> RouterLook:
+    return RouterLook(**{**row, "loads": tuple(row["loads"])})
 
 
 def without_unused_parts(roots: Mapping[str, nn.Module], names: Sequence[str]) -> tuple[str, ...]:

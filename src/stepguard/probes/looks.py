@@ -27,15 +27,21 @@ from stepguard.diagnose.rules.sg950 import trend_begins
 from stepguard.engine.context import Context, StepProbe, guarded
 from stepguard.engine.drivers.schedule import needs_closure, position, wants_a_value
 from stepguard.engine.protect import Protection
+from stepguard.probes.audit import Audit
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
+from stepguard.probes.epochs import Passes, observe_workers
+from stepguard.probes.evaluations import Evaluations
 from stepguard.probes.first_steps import ResumeCheck, TargetCounts, weight_facts
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
-from stepguard.records.probes import Look, NextBatch
+from stepguard.records.probes import AuditFacts, Look, NextBatch
+from stepguard.state.batch import Step
+from stepguard.state.loader import RecentBatches
 from stepguard.tensors.names import named_modules, optimizer_parameter_ids, parameter_names
 from stepguard.tensors.torch_private import (
     dispatch_mode_stack,
     graphs_compiled,
+    tracing_state,
     transforms,
     tree_flatten,
 )
@@ -324,6 +330,14 @@ class HealthCheck:
         """It is judged with the reading of its step, which comes after it."""
         self.resume = ResumeCheck(context)
         self._weights: WeightFacts | None = None
+        self._audit: AuditFacts | None = None
+        self.passes = Passes()
+        self.evaluations = Evaluations(context)
+
+    def audited(self, found: AuditFacts) -> None:
+        """A step gave other values when it was run again."""
+        self._audit = self._audit or found
+        self._look_is_new = True
 
     def looked(self, look: Look) -> None:
         """A health probe was taken."""
@@ -378,6 +392,9 @@ class HealthCheck:
             resume=self.resume.facts(self._first, self._looks),
             targets=facts.targets.facts(),
             weights=self._weights,
+            audit=self._audit,
+            loader=self.passes.facts(),
+            evaluation=self.evaluations.facts,
             **known,
         )
         for finding in found:
@@ -478,6 +495,8 @@ def _place(scheduler: Any) -> tuple[int, ...] | None:
 
 
 PART = "health probe"
+AUDIT = "audit"
+EVALUATION = "evaluations"
 SILENT = "silent failures"
 CLOSURE = "the optimizer calls a closure"
 AVERAGES = ("ema", "average", "averaging", "swa", "shadow", "polyak")
@@ -507,16 +526,34 @@ class Looks(StepProbe):
         """Tensors that get gradients beside model and optimizer, and the number of each."""
         self._counted = itertools.count()
         self._closure = needs_closure(context.optimizer)
+        audited = context.config.probes.audit_every is not None
+        self._audit = Audit(context) if audited else None
         self._said: set[str] = set()
         """What was said already of probes that failed or could not be taken."""
         context.resources.callback(self.close)
 
+    def observe_loaders(self, recent: RecentBatches) -> None:
+        """Compare passes over the data, and what their workers draw."""
+        with self._protect.part(SILENT):
+            observe_workers(self._context.resources)
+            recent.told.append(self._protected_pass)
+
+    def _protected_pass(self, iterator: Any, raw: Any, step: int) -> None:
+        try:
+            self._check.passes.delivered(iterator, raw, step)
+        except Exception as fault:
+            self._protect.failed(fault, SILENT)
+
     def begin(self) -> None:
         """The next step is about to begin."""
         context = self._context
+        if self._check.evaluations.watching:
+            self._check.evaluations.stop()
         if not self._check.resume.begun and torch.is_grad_enabled():
             with self._protect.part(SILENT):
                 self._check.resume.begin()
+        if self._audit is not None:
+            self.audits = self._protect.armed and self._audit.due(context.step)
         if self._left_behind is not None:
             self._left_behind.observer.stop()
             return
@@ -547,12 +584,23 @@ class Looks(StepProbe):
             self._running = look
             look.begin()
 
-    def _say_why(self, why_not: str) -> None:
-        """Keep in the journal, once, why no look was taken."""
+    def evaluates(self, model: nn.Module) -> bool:
+        """The model is called without gradients, in training mode: is a loss computed of it?"""
+        with self._protect.part(EVALUATION):
+            return tracing_state() is None and self._check.evaluations.called(model)
+        return False
+
+    def evaluated(self, output: Any) -> None:
+        """Follow what the loop makes of the output."""
+        with self._protect.part(EVALUATION):
+            self._check.evaluations.returned(output)
+
+    def _say_why(self, why_not: str, kind: str = "no_look") -> None:
+        """Keep in the journal, once, why no look was taken, or no step audited."""
         if why_not not in self._said:
             self._said.add(why_not)
             fields = {"step": self._context.step, "reason": why_not}
-            self._context.outputs.line("no_look", fields)
+            self._context.outputs.line(kind, fields)
 
     def saw_batch(self, batch: Any) -> None:
         """The data of the step."""
@@ -586,6 +634,17 @@ class Looks(StepProbe):
     def gradients_ready(self) -> None:
         """Forward and backward are over: what follows is the guard's own work."""
         self.backward_over()
+
+    def audit(self, step: Step) -> None:
+        """Run the step again, and put everything back."""
+        self.audits = False
+        with self._protect.part(AUDIT):
+            assert self._audit is not None
+            found = self._audit.run(step)
+            if found is not None:
+                self._check.audited(found)
+            if self._audit.why_not:
+                self._say_why(self._audit.why_not, "no_audit")
 
     def before_update(self) -> None:
         """The optimizer steps next."""
@@ -703,6 +762,7 @@ class Looks(StepProbe):
 
     def close(self) -> None:
         """End a probe that is under way, without a record."""
+        self._check.evaluations.stop()
         for look in (self._running, self._left_behind):
             if look is not None:
                 look.observer.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -130,6 +131,29 @@ class UnitLook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLook:
+    """Which experts a router has chosen for the tokens of the step."""
+
+    module: str
+    experts: int
+    chosen: int
+    """For each token."""
+    tokens: int
+    loads: tuple[float, ...] = ()
+    """Share of the choices that each expert got."""
+    dtype: str = ""
+    """In which the gate computed its scores; empty where that was not seen."""
+    ties: float = 0.0
+    """Share of the tokens whose last chosen expert scored exactly as the first one left out."""
+
+    @property
+    def entropy(self) -> float:
+        """Of the loads, over that of equal ones: 1 uses all experts alike, 0 uses one."""
+        found = -sum(load * math.log(load) for load in self.loads if load > 0.0)
+        return found / math.log(self.experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
     """What else the look has seen of the step."""
 
@@ -221,6 +245,21 @@ class TargetFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFacts:
+    """A step that gave other values in one of several runs from the same state."""
+
+    step: int
+    rank: int = 0
+    runs: int = 0
+    op: str = ""
+    """The first operation whose values differ."""
+    place: str = ""
+    """Direction, operation, module, line and the size of the difference, in words."""
+    values: tuple[str, ...] = ()
+    """Dtype, shape and norm of its result, in the runs that agree and in the other one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """Everything one health probe has measured."""
 
@@ -232,6 +271,7 @@ class Look:
     attention: tuple[AttentionLook, ...] = ()
     norms: tuple[NormLook, ...] = ()
     units: tuple[UnitLook, ...] = ()
+    routers: tuple[RouterLook, ...] = ()
     facts: StepFacts = field(default_factory=StepFacts)
     left_out: int = 0
     """Rows that were dropped to keep the record small; the worst are kept."""

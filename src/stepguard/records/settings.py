@@ -115,6 +115,10 @@ class Probes:
     """`note` reports a parameter's gradient that is far above its recent norms, before it enters
     the optimizer's moments; None does not measure gradients per parameter.
     """
+    audit_every: int | None = None
+    """Steps between audits. An audited step runs twice more from the same state, which is put back
+    afterwards; a result that differs points at the hardware (SG928). None turns audits off.
+    """
 
     def __post_init__(self) -> None:
         _check(self)
@@ -320,6 +324,7 @@ RULES: dict[type[Any], Mapping[str, Rule]] = {
             "must be a finite number of at least 0",
         ),
         "spike_sigmas": _POSITIVE,
+        "audit_every": _count(1),
     },
     Ranks: {"timeout": _POSITIVE, "compare_every": _count(1)},
     GuardConfig: {

@@ -188,6 +188,8 @@ def _worded(note: Note) -> tuple[str, Weight]:
         return f"the guard failed and was disarmed: {note.text}".rstrip(": "), "incident"
     if note.type == "no_look":
         return f"no health probe: {note.text}", "info"
+    if note.type == "no_audit":
+        return f"no audit: {note.text}", "info"
     if note.type != "end":
         return f"{note.type}: {note.text}".rstrip(": "), "info"
     if note.fields.get("error"):

@@ -101,6 +101,8 @@ def _deliver(iterator: Any) -> Any:
     if raw is None:
         return batch
     for recent in list(_listening):
+        for tell in recent.told:
+            tell(iterator, raw, recent.step())
         if recent.observed:
             # only a part of a data set is asked for its rows of the whole
             recent.add(batch, None, 0, raw, dataset if type(dataset) is Subset else None)
@@ -214,6 +216,9 @@ class RecentBatches:
         self.step = step
         self.observed = observed
         self._batches: deque[Delivered] = deque(maxlen=REMEMBERED)
+        self.told: list[Callable[[Any, Any, int], None]] = []
+        """Called for every batch with the iterator that delivers it, what its sampler yielded for
+        it, and the step it is for."""
 
     def add(self, batch: Any, epoch: int | None, number: int, raw: Any, dataset: Any) -> None:
         """Remember a batch that is being delivered; `raw` is what the sampler yielded for it."""

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dis
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.data._utils.fetch import _MapDatasetFetcher as MapFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "MKLDNN",
     "NEXT_INDEX",
     "LoaderIterator",
+    "MapFetcher",
     "TorchDispatchMode",
     "current_autograd_node",
     "decomposition_of",

@@ -1,4 +1,4 @@
-"""SG901 to SG927: silent failures, from health probes and readings of a healthy run."""
+"""SG901 to SG931: silent failures, from health probes and readings of a healthy run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from stepguard.diagnose.case import Case, ResumeFacts
 from stepguard.diagnose.rule import Proof, certain, likely, possible, rule
-from stepguard.records.probes import Look, ParameterLook
+from stepguard.records.probes import Look, ParameterLook, RouterLook
 
 Looks = Sequence[Look]
 
@@ -746,3 +746,89 @@ def sg927(case: Case) -> Proof | None:
     if weights.frozen:
         return likely("frozen", names=weights.frozen, missing=weights.missing)
     return None
+
+
+# --- SG928: a step that gives other values when it is run again.
+
+
+@rule()
+def sg928(case: Case) -> Proof | None:
+    found = case.audit
+    if found is None:
+        return None
+    right, wrong = (*found.values, "", "")[:2]
+    numbers = {"rank": found.rank, "count": found.runs, "at_step": found.step}
+    return likely(where=found.place, right=right, wrong=wrong, **numbers)
+
+
+# --- SG929: epochs and workers that draw the same random numbers.
+
+
+@rule()
+def sg929(case: Case) -> Proof | None:
+    facts = case.loader
+    if facts.twins:
+        return certain("workers", source=facts.twins, count=facts.workers)
+    if facts.repeats:
+        return likely("epochs", source=facts.repeats)
+    if facts.sampler:
+        return likely("order", sampler=facts.sampler, count=facts.batches)
+    return None
+
+
+# --- SG930: a router that uses few experts, or cannot tell them apart.
+
+
+UNUSED = 0.05
+"""Share of its fair load that an expert gets at most when the router has given it up. Where a loss
+balances the loads, one or two of eight experts fall below it for a while, never half of them."""
+LASTING_ROUTERS, ROUTER_STEPS = 3, 48
+"""Probes, and steps they span, in which the same half of the experts must be unused: a batch may be
+about one thing, and a random gate needs some steps to become balanced."""
+TOKENS_EACH = 16
+"""Choices for each expert that are needed to judge loads: with equal ones none is ever unused."""
+MANY_TIES = 0.25
+"""Scores of order 1 in bfloat16 tie in some 2 % of the tokens with 8 experts, 10 % with 64."""
+
+
+@rule(looks=2)
+def sg930(case: Case) -> Proof | None:
+    for one in case.last.routers:
+        ties = [_router_of(look, one.module) for look in case.pair]
+        rounded = [row.ties for row in ties if row is not None and row.dtype in NARROW]
+        if len(rounded) == len(case.pair) and min(rounded) >= MANY_TIES:
+            return likely("ties", router=one)
+    earlier = [look for look in case.looks if look.step <= case.last.step - ROUTER_STEPS]
+    lasting = case.looks[max(len(earlier) - 1, 0) :]
+    if not earlier or len(lasting) < LASTING_ROUTERS:
+        return None
+    for one in case.last.routers:
+        rows = [_router_of(look, one.module) for look in lasting]
+        unused = set.intersection(*map(_unused, rows))
+        if 2 * len(unused) >= one.experts:
+            span = {"first": lasting[0], "count": len(lasting), "unused": len(unused)}
+            most = max(one.loads)
+            return likely("collapsed", router=one, entropy=one.entropy, most=most, **span)
+    return None
+
+
+def _router_of(look: Look, module: str) -> RouterLook | None:
+    return next((one for one in look.routers if one.module == module), None)
+
+
+def _unused(row: RouterLook | None) -> set[int]:
+    if row is None or row.tokens * row.chosen < TOKENS_EACH * row.experts:
+        return set()
+    return {number for number, load in enumerate(row.loads) if load * row.experts < UNUSED}
+
+
+# --- SG931: an evaluation in training mode.
+
+
+@rule()
+def sg931(case: Case) -> Proof | None:
+    found = case.evaluation
+    if found is None:
+        return None
+    fields = {"dropout": list(found.dropout), "norms": list(found.norms)}
+    return likely(count=found.calls, loss=found.loss, before=found.step, **fields)

@@ -485,6 +485,8 @@ class StepDriver(Lifecycle):
         several = context.agreement.size > 1
         result = StepResult(settle=self._show_numbers if several else self._settle_result)
         fused = FusedUpdate(context, step, pending, result)
+        if self.looks.audits:
+            self.looks.audit(step)
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(context.parameters, context.config.clip_norm, pending.norm)
         if self.looks.active:
@@ -614,6 +616,8 @@ class StepDriver(Lifecycle):
         """Clip and update. An update that makes something non-finite is undone and refused."""
         context = self.context
         check = self.check_of_update(reading, at_risk=pending.at_risk)
+        if self.looks.audits and incident is None:
+            self.looks.audit(step)
         self._clip(pending, reading)
         if self.looks.active:
             self.looks.before_update()

@@ -85,7 +85,9 @@ class WatchDriver(Lifecycle):
         self.wiring = wiring
         self.observed = ObservedLoss(context, self.reader.announce)
         self.rollback = ScheduleRollback(context)
-        self.model_calls = ModelCalls(context.model, protect, self._model_called, self.raised)
+        self.model_calls = ModelCalls(
+            context.model, protect, self._model_called, self.raised, context.hooks.probe
+        )
         self.micro_batches = MicroBatches(self.not_listening)
         self.boundary = StepBoundary(context.roots.values(), self._step_begins)
         self.shared = SharedBackward(self)
@@ -371,8 +373,15 @@ class WatchDriver(Lifecycle):
             self._fused = fused
         except Exception as fault:
             self.protect.failed(fault)
+        self._audit(None)
         if self.looks.active:
             self.looks.before_update()
+
+    def _audit(self, reading: Reading | None) -> None:
+        """Run a healthy step again, where that is asked for and its beginning was seen."""
+        if self.looks.audits and self._remembered:
+            with self.not_listening():
+                self.looks.audit(self._step(reading))
 
     def _issued(self, fused: FusedUpdate) -> None:
         """A fused update is on its way."""
@@ -452,6 +461,7 @@ class WatchDriver(Lifecycle):
             self._decide_together(sharing, pending, damaged)
         if not self.vetoing and self._check is None:
             self._check = self.check_of_update(reading, at_risk=pending.at_risk)
+            self._audit(reading)
             if self.looks.active:
                 self.looks.before_update()
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from stepguard.engine.context import StepProbe
 from stepguard.engine.protect import Protection
 from stepguard.locate.source import Line, user_line
 from stepguard.state.batch import OUTPUT_GRADIENT, LossFn, ModelFn, Step, unwrapped
@@ -249,12 +250,20 @@ class ModelCalls:
     """Remembers the calls of one model since the last update."""
 
     def __init__(
-        self, model: nn.Module, protect: Protection, on_call: Told, on_error: Failed
+        self,
+        model: nn.Module,
+        protect: Protection,
+        on_call: Told,
+        on_error: Failed,
+        probe: StepProbe,
     ) -> None:
         self._model = model
         self._protect = protect
         self._on_call = on_call
         self._on_error = on_error
+        self._probe = probe
+        self._evaluates = False
+        """The call at hand has no gradients, and its output is for the probe."""
         self._paused = False
         self.off = False
         """A framework reports the micro-batches, so the whole step can be run again and calls need
@@ -312,8 +321,11 @@ class ModelCalls:
 
     def called(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """The model is about to run. True where its output is wanted."""
-        if self._paused or self.off or not module.training or not self._protect.armed:
+        if self._paused or not module.training or not self._protect.armed:
             return False
+        self._evaluates = not torch.is_grad_enabled() and self._probe.evaluates(module)
+        if self._evaluates or self.off:
+            return self._evaluates
         if not torch.is_grad_enabled() or tracing_state() is not None or transforms() is not None:
             return False
         try:
@@ -342,7 +354,9 @@ class ModelCalls:
 
     def returned(self, output: Any) -> None:
         """The model has run."""
-        if not self.calls:
+        if self._evaluates:
+            self._probe.evaluated(output)
+        if self._evaluates or not self.calls:
             return
         try:
             for index, tensor in enumerate(differentiable(output)):

@@ -112,6 +112,18 @@ def _lost_eps(parts: Parts) -> Parts:
     return {"loss_fn": loss}
 
 
+def _by_target(parts: Parts) -> Parts:
+    model = parts["model"]
+
+    def loss(batch: Any) -> Tensor:
+        logits, _ = model(batch["input_ids"])
+        return nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"])
+
+    for index in (0, 1):
+        parts["dataset"].rows[index]["labels"][4:] = -100
+    return {"loss_fn": loss}
+
+
 def _steep(parts: Parts) -> Parts:
     inner, alpha = parts["loss_fn"], parts["model"].alpha
     return {"loss_fn": lambda batch: inner(batch)["text"] + (alpha - alpha.detach()).sqrt()}
@@ -179,6 +191,7 @@ FAULTS: dict[str, Callable[[Parts], Parts]] = {
     "poisoned_statistics": lambda p: _set(p["model"].batch_norm.running_var, 1, torch.inf),
     "loss_of_zero_over_zero": _zero_over_zero,
     "infinite_slope": _steep,
+    "mean_over_targets": _by_target,
     "runaway_scalar": lambda p: _set(p["model"].alpha, ..., 88.7),
     "eps_without_effect": _lost_eps,
     "policy_without_rewind": lambda p: _guard(policy=stepguard.Policy(actions=("skip", "stop"))),

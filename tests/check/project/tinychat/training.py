@@ -77,7 +77,10 @@ def loss_of(model: Any, dtype: torch.dtype = torch.bfloat16) -> Callable[[Any], 
     def loss(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             logits, sound = model(batch["input_ids"])
-        text = F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
+        labels = batch["labels"]
+        losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
+        # every sample counts alike, so that micro-batches add up to the whole batch
+        text = (losses.sum(1) / labels.ne(-100).sum(1)).mean()
         return {"text": text, "sound": F.mse_loss(sound.float(), batch["sound"])}
 
     return loss
