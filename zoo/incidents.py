@@ -650,7 +650,7 @@ for _name, _thread in (
     ("I129", "sigsep/open-unmix-pytorch#80"),
     ("I131", "wolny/pytorch-3dunet#32"),
 ):
-    incident(_name, _thread)(from_workers)
+    incident(_name, _thread, "SG929")(from_workers)
 
 
 # --- Reinforcement learning, experts, transients.
@@ -723,7 +723,7 @@ def gone_when_it_is_run_again() -> Training:
     return plain(model, regression(model), steps=20)
 
 
-@incident("I141", "jingyaogong/minimind#567", "SG505")
+@incident("I141", "jingyaogong/minimind#567", "SG505", "SG930")
 def one_expert_gets_every_token() -> Training:
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -740,7 +740,13 @@ def one_expert_gets_every_token() -> Training:
             return picked * weight[:, None]
 
     model = Experts()
-    return plain(model, regression(model), steps=80)
+    target = torch.randn(8, 4)
+
+    def loss(number: int) -> Tensor:
+        tokens = torch.randn(512, 8)
+        return F.mse_loss(model(tokens), tokens @ target)
+
+    return plain(model, loss, steps=80)
 
 
 # --- Files.

@@ -126,3 +126,29 @@ for _ in range(8):
     done = stepguard_in(tmp_path, "run", "--run-dir", "run", "train.py")
     assert done.returncode == 0, done.stderr
     assert "SG927 weights that were not loaded, or are not tied" in done.stderr
+
+
+class Speaker(nn.Module):
+    """A language model with an embedding, an output layer and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 8)
+        self.head = nn.Linear(8, 40, bias=False)
+        self.classes = nn.Linear(40, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = self.head(x + self.embedding.weight.mean(0))
+        return self.classes(words)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("missing", "count"), [("head", 1), ("classes", 0)])
+def test_output_layer_that_the_file_has_only_as_an_embedding(
+    tmp_path: Path, missing: str, count: int
+) -> None:
+    model = Speaker()
+    state = {k: v.clone() for k, v in Speaker().state_dict().items() if not k.startswith(missing)}
+    found = reported(model, tmp_path, lambda: model.load_state_dict(state, strict=False))
+    assert len(found) == count
+    if found:
+        assert "did not fill `head.weight`; it filled `embedding.weight`" in found[0]

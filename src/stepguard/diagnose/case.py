@@ -101,6 +101,8 @@ class WeightFacts:
     """Unfilled tensor -> the name under which the file has one, with another prefix."""
     frozen: tuple[str, ...] = ()
     """Unfilled ones that are not trained either."""
+    heads: tuple[tuple[str, str], ...] = ()
+    """Unfilled output layer -> the embedding of the same shape, which the file did fill."""
 
 
 @dataclass(slots=True, kw_only=True)

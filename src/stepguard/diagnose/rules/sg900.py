@@ -745,6 +745,10 @@ def sg927(case: Case) -> Proof | None:
         return likely("renamed", name=name, other=other, missing=weights.missing)
     if weights.frozen:
         return likely("frozen", names=weights.frozen, missing=weights.missing)
+    # a new head has the shape of its classes, not of the vocabulary
+    if len(weights.heads) == 1:
+        name, other = weights.heads[0]
+        return likely("head", name=name, other=other)
     return None
 
 
