@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,30 @@ def test_first_bad_step_names_the_operation_of_the_loss(
     assert (origin.phase, origin.op, origin.method, origin.source) == (phase, op, "graph", None)
     assert [one.code for one in incident.findings][:1] == ([code] if code else [])
     assert any("autograd graph" in remark for remark in origin.remarks)
+
+
+def test_output_that_was_bad_once_is_transient() -> None:
+    class Unsteady(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            out = super().forward(x)
+            return out + math.nan if self.calls == BAD + 1 else out
+
+    torch.manual_seed(0)
+    model = Unsteady(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepguard.watch(model, optimizer, config=QUIET) as guard:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            F.mse_loss(model(torch.randn(8, 6)), torch.zeros(8, 4)).backward()
+            optimizer.step()
+    (incident,) = guard.incidents
+    origin = incident.origin
+    assert origin is not None and (origin.phase, origin.reproduced) == ("forward", False)
+    assert origin.output is not None and origin.output.nan == 32
+    assert [one.code for one in incident.findings][:1] == ["SG702"]
 
 
 def test_zero_that_is_no_count_is_a_division_by_zero() -> None:

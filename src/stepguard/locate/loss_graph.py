@@ -39,7 +39,13 @@ CAME_IN = (
     "the bad value went into this operation: it was computed before, without a gradient (a target, "
     "a weight, an advantage, a mask)"
 )
+NOT_AGAIN = (
+    "the model's output was non-finite when the loss read it, and is finite now that the same call "
+    "was replayed"
+)
 SELECTIONS = ("WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward")
+LEAF = 1 << 63
+"""Nodes that gather the gradient of a leaf have the largest number there is."""
 FACTORS = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"})
 """Nodes that pass a NaN on as it is, between an operation and the loss."""
 
@@ -287,6 +293,15 @@ def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: floa
     for index, nodes in enumerate(expressions):
         if first is not None and index != first:
             continue
+        came_out = _bad_output(nodes)
+        if came_out is not None:
+            return replace(
+                origin,
+                phase="forward",
+                output=came_out,
+                reproduced=False,
+                remarks=(NOT_AGAIN,),
+            )
         for node in sorted(nodes, key=lambda one: one.sequence):
             reader = READERS.get(node.name)
             found = reader(node.values, node.sources) if reader and node.intact else None
@@ -334,3 +349,16 @@ def _deselected(wanted: Saved, nodes: Expression) -> bool:
                 return True
             reached.add(node.sequence)
     return False
+
+
+def _bad_output(nodes: Expression) -> Operand | None:
+    """What the model returned, if it was bad when the loss was computed from it."""
+    made_here = {node.sequence for node in nodes}
+    for node in nodes:
+        for names, source in zip((("self",), ("other", "target")), node.sources, strict=False):
+            if source is None or source in made_here or source >= LEAF:
+                continue
+            for value in map(node.values.get, names):
+                if value is not None and numeric(value) and node.intact and not is_finite(value):
+                    return summarise("the model's output", value)
+    return None
