@@ -40,8 +40,9 @@ NOTE = struct.Struct("<qq8s8s8s8s8s8s8s8s")
 DEEPEST, MOST_OBJECTS = 4, 256
 _notes: list[mmap.mmap] = []
 """Memory that is shared with the workers that are forked from now on."""
-_observers: list[ExitStack] = []
 _undo = ExitStack()
+_observers = 0
+"""Guards that observe; only counted, because a reference would keep their models alive."""
 _noted: list[int] = [0]
 """The process that has made its note."""
 
@@ -50,14 +51,16 @@ def observe_workers(undo: ExitStack) -> None:
     """Let workers that are forked from now on note what they draw."""
     if not _notes:
         _notes.append(mmap.mmap(-1, SLOTS * NOTE.size))
+    global _observers
     if not _observers:
         wrap(_undo, MapFetcher, "fetch", _noting)
-    _observers.append(undo)
+    _observers += 1
     undo.callback(_stop)
 
 
 def _stop() -> None:
-    _observers.pop()
+    global _observers
+    _observers -= 1
     if not _observers:
         _undo.close()
 
