@@ -308,12 +308,7 @@ def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: floa
             # a slope matters only where the value itself did no harm
             if found is None or (found.slope_only and loss is not None):
                 continue
-            facts = found.evidence
-            if found.op == "div" and loss is not None and math.isnan(loss):
-                # x / 0 is infinite unless x is 0 too
-                facts |= Evidence(zero_numerator=_leads(node, nodes))
-            if loss is None and not found.slope_only:
-                facts |= Evidence(unselected=_deselected(node, nodes))
+            facts = _facts(found, node, nodes, loss)
             remarks = (found.remark, READ_FROM_GRAPH) if found.remark else (READ_FROM_GRAPH,)
             return replace(
                 origin,
@@ -328,6 +323,17 @@ def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: floa
                 remarks=remarks,
             )
     return origin
+
+
+def _facts(found: Singular, node: Saved, nodes: Expression, loss: float | None) -> Evidence:
+    """Evidence of the operation, with what its place in the expression adds."""
+    facts = found.evidence
+    if found.op == "div" and loss is not None and math.isnan(loss):
+        # x / 0 is infinite unless x is 0 too
+        facts |= Evidence(zero_numerator=_leads(node, nodes))
+    if loss is None and not found.slope_only:
+        facts |= Evidence(unselected=_deselected(node, nodes))
+    return facts
 
 
 def _leads(wanted: Saved, nodes: Expression) -> bool:

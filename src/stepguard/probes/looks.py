@@ -560,10 +560,12 @@ class Looks(StepProbe):
         due = self._running is None and self.schedule.due(context.step)
         self.active = due or self._running is not None or self._pair is not None
         self.active = self.active or self._closure or self._host_facts.sampling()
-        if not due:
-            return
-        if not self._protect.armed or not torch.is_grad_enabled():
-            return  # an evaluation or a rollout, which may be long: no step begins here
+        # without gradients an evaluation or a rollout begins, which may be long, and no step
+        if due and self._protect.armed and torch.is_grad_enabled():
+            self._begin_look()
+
+    def _begin_look(self) -> None:
+        context = self._context
         why_not = {
             "rank 0 takes the health probes": context.agreement.world_rank != 0,
             "the model is sharded": context.sharded,
@@ -577,12 +579,10 @@ class Looks(StepProbe):
                 self._say_why(reason)
                 return
         with self._protect.part(PART):
-            owned: set[int] = set()
-            for optimizer in [*guarded, context.optimizer]:
-                owned |= optimizer_parameter_ids(optimizer)
-            look = DeepLook(context.step, context.roots, context.optimizer, owned)
-            self._running = look
-            look.begin()
+            optimizers = [*guarded, context.optimizer]
+            owned = set[int]().union(*map(optimizer_parameter_ids, optimizers))
+            self._running = DeepLook(context.step, context.roots, context.optimizer, owned)
+            self._running.begin()
 
     def evaluates(self, model: nn.Module) -> bool:
         """The model is called without gradients, in training mode: is a loss computed of it?"""
