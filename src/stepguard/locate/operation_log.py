@@ -250,7 +250,7 @@ def record_passes(log: OperationLog, step: Step, parts: Iterable[Part]) -> bool:
 
 
 def _run_model(step: Step, batch: Any) -> None:
-    """Of a watched step only the model's part is known, and the gradients its outputs received."""
+    """Run the part of a watched step that is known: the model, and its outputs' gradients."""
     assert step.model_fn is not None
     outputs, gradients = step.model_fn(batch)
     pairs = [one for one in zip(outputs, gradients, strict=True) if one[1] is not None]

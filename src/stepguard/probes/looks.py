@@ -30,7 +30,7 @@ from stepguard.engine.protect import Protection
 from stepguard.probes.audit import Audit
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
 from stepguard.probes.epochs import Passes, observe_workers
-from stepguard.probes.evaluations import Evaluations
+from stepguard.probes.evaluations import EvaluationObserver
 from stepguard.probes.first_steps import ResumeCheck, TargetCounts, weight_facts
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
@@ -332,7 +332,7 @@ class HealthCheck:
         self._weights: WeightFacts | None = None
         self._audit: AuditFacts | None = None
         self.passes = Passes()
-        self.evaluations = Evaluations(context)
+        self.evaluations = EvaluationObserver(context)
 
     def audited(self, found: AuditFacts) -> None:
         """A step gave other values when it was run again."""
