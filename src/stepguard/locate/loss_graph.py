@@ -9,6 +9,7 @@ nothing is copied, computed or waited for before a step is bad.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,6 +47,21 @@ NOT_AGAIN = (
 SELECTIONS = ("WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward")
 LEAF = 1 << 63
 """Nodes that gather the gradient of a leaf have the largest number there is."""
+PASSED_ON = frozenset(
+    {
+        *(
+            "AddBackward0",
+            "CloneBackward0",
+            "ExpandBackward0",
+            "IndexBackward0",
+            "PermuteBackward0",
+        ),
+        *("ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SqueezeBackward0"),
+        *("SqueezeBackward1", "TBackward0", "TransposeBackward0", "UnsqueezeBackward0"),
+        *("UnsafeViewBackward0", "ViewBackward0"),
+    }
+)
+"""Nodes behind which is looked for what made an operand; of a sum only with a constant."""
 FACTORS = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"})
 """Nodes that pass a NaN on as it is, between an operation and the loss."""
 
@@ -328,12 +344,29 @@ def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: floa
 def _facts(found: Singular, node: Saved, nodes: Expression, loss: float | None) -> Evidence:
     """Evidence of the operation, with what its place in the expression adds."""
     facts = found.evidence
+    if facts.zero_denominator:
+        facts |= Evidence(denominator_from=_made_by(node.sources[1], nodes))
+    elif facts.argument is not None:
+        facts |= Evidence(argument_from=_made_by(node.sources[0], nodes))
     if found.op == "div" and loss is not None and math.isnan(loss):
         # x / 0 is infinite unless x is 0 too
         facts |= Evidence(zero_numerator=_leads(node, nodes))
     if loss is None and not found.slope_only:
         facts |= Evidence(unselected=_deselected(node, nodes))
     return facts
+
+
+def _made_by(sequence: int | None, nodes: Expression) -> str | None:
+    """The operation that made an operand; None where it is not in the expression."""
+    known = {node.sequence: node for node in nodes}
+    while sequence in known:
+        node = known[sequence]
+        sources = [one for one in node.sources if one is not None]
+        if node.name not in PASSED_ON or len(sources) != 1:
+            name = re.sub(r"(?<!^)(?=[A-Z])", "_", node.name.partition("Backward")[0]).lower()
+            return f"aten._{name}" if name.endswith("softmax") else f"aten.{name}"
+        sequence = sources[0]
+    return None
 
 
 def _leads(wanted: Saved, nodes: Expression) -> bool:
