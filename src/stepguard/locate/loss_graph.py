@@ -48,18 +48,11 @@ SELECTIONS = ("WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "In
 LEAF = 1 << 63
 """Nodes that gather the gradient of a leaf have the largest number there is."""
 PASSED_ON = frozenset(
-    {
-        *(
-            "AddBackward0",
-            "CloneBackward0",
-            "ExpandBackward0",
-            "IndexBackward0",
-            "PermuteBackward0",
-        ),
-        *("ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SqueezeBackward0"),
-        *("SqueezeBackward1", "TBackward0", "TransposeBackward0", "UnsqueezeBackward0"),
-        *("UnsafeViewBackward0", "ViewBackward0"),
-    }
+    f"{name}Backward0"
+    for name in (
+        "Add Clone Expand Index Permute ReshapeAlias Select Slice Squeeze T Transpose Unsqueeze "
+        "UnsafeView View"
+    ).split()
 )
 """Nodes behind which is looked for what made an operand; of a sum only with a constant."""
 FACTORS = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"})
