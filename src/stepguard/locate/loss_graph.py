@@ -49,10 +49,22 @@ LEAF = 1 << 63
 """Nodes that gather the gradient of a leaf have the largest number there is."""
 PASSED_ON = frozenset(
     f"{name}Backward0"
-    for name in (
-        "Add Clone Expand Index Permute ReshapeAlias Select Slice Squeeze T Transpose Unsqueeze "
-        "UnsafeView View"
-    ).split()
+    for name in [
+        "Add",
+        "Clone",
+        "Expand",
+        "Index",
+        "Permute",
+        "ReshapeAlias",
+        "Select",
+        "Slice",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "Unsqueeze",
+        "UnsafeView",
+        "View",
+    ]
 )
 """Nodes behind which is looked for what made an operand; of a sum only with a constant."""
 FACTORS = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"})
