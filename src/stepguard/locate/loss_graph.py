@@ -31,7 +31,7 @@ from stepguard.tensors.values import VERSION, is_finite
 
 READ_FROM_GRAPH = (
     "outside the model: read from the autograd graph of the loss, which has no source lines; "
-    "`guard.loss` would locate the line"
+    "`guard.loss(loss_fn, batch)` would locate the line"
 )
 
 
