@@ -191,8 +191,6 @@ class Invocation:
     kwargs: dict[str, Any]
     reads: list[Read]
     numbers: list[tuple[str, float]]
-    selects: bool = False
-    """Chooses elements by a condition."""
     call: Any = None
     """The recorded call, once it has given a bad value."""
     out: Any = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -221,16 +221,12 @@ def first_true(mask: Tensor) -> Index | None:
     if not bool(mask.any()):
         return None
     # argmax takes no booleans; of several largest elements it returns the first.
-    return unravel(int(mask.flatten().to(torch.uint8).argmax()), tuple(mask.shape))
+    return unravel(mask.flatten().to(torch.uint8).argmax(), mask.shape)
 
 
-def unravel(flat: int, shape: Index) -> Index:
+def unravel(flat: Tensor, shape: Index) -> Index:
     """Turn a flat position into one index an axis."""
-    index = []
-    for size in reversed(shape):
-        index.append(flat % size)
-        flat //= size
-    return tuple(reversed(index))
+    return tuple(int(index) for index in torch.unravel_index(flat, shape))
 
 
 def broadcast_index(index: Index, shape: Index) -> Index | None:
@@ -368,7 +364,7 @@ def earliest(calls: list[Call]) -> Call | None:
 # itself.
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Read:
     """A tensor that went in, as it was before the call."""
 
@@ -390,56 +386,50 @@ class Read:
         return bool(self.flaws) and not self.intended_inf
 
 
-@dataclass(slots=True)
-class Attribution:
-    """Where the bad elements of an output come from."""
-
-    causes: tuple[Read, ...]
-    first_bad: bool
-    """Some bad elements are explained by no input."""
-    intended_inf: bool
-    """The output is bad only by infinities that were written on purpose."""
-    where: Tensor | None = None
-    """True at the elements that no input explains, where that is known."""
-
-
 def attribute(
-    reads: list[Read], numbers: list[float], out: Tensor, flaws: Flaws, exact: bool
-) -> Attribution:
-    """`exact`: the operator works element by element and comparing positions is affordable."""
+    call: Call, reads: Sequence[Read], numbers: Sequence[float], out: Tensor, *, exact: bool
+) -> Tensor | None:
+    """Note on the call which inputs explain bad elements of `out`, or that some are its own.
+
+    `exact`: the operator works element by element and comparing positions is affordable. Returns
+    True at the elements that no input explains, where that is known.
+    """
     bad = [read for read in reads if read.flaws]
+    causes = [read for read in bad if read.harmful]
     bad_constant = not all(map(math.isfinite, numbers))
-    for tensor in [out, *(read.tensor for read in bad)]:
-        strided = tensor.layout is torch.strided
-        exact = exact and strided and broadcasts(tuple(tensor.shape), tuple(out.shape))
-    if exact and (bad or bad_constant):
-        return _by_position(bad, bad_constant, out)
-    harmful = tuple(read for read in bad if read.harmful)
-    if harmful:
-        return Attribution(harmful, first_bad=False, intended_inf=False)
-    first_bad = flaws.nan or not (bad or bad_constant)
-    return Attribution((), first_bad=first_bad, intended_inf=not first_bad)
+    suspected = bool(bad) or bad_constant
+    where = None
+    call.first_bad = not causes and (call.out.nan or not suspected)
+    if exact and suspected and all(map(partial(_fits, out), [out, *(one.tensor for one in bad)])):
+        where, causes = _by_position(bad, bad_constant, out)
+        call.first_bad = bool(where.any())
+    call.causes = (*call.causes, *(read.maker for read in causes))
+    call.intended_inf = not call.causes and not call.first_bad
+    return where if call.first_bad else None
 
 
-def _by_position(bad: list[Read], bad_constant: bool, out: Tensor) -> Attribution:
+def _fits(out: Tensor, tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided
+    return strided and broadcasts(tuple(tensor.shape), tuple(out.shape))
+
+
+def _by_position(bad: list[Read], bad_constant: bool, out: Tensor) -> tuple[Tensor, list[Read]]:
+    """The elements of `out` that no input explains, and the inputs that explain some."""
     out_bad = broken(out)
     harmful = torch.zeros_like(out_bad)
     # A constant operand is broadcast: it meets every element.
     intended = torch.full_like(out_bad, bad_constant)
-    causes: tuple[Read, ...] = ()
+    causes = []
     for read in bad:
         read_bad = broken(read.tensor)
-        if read.intended_inf:
+        if not read.harmful:
             intended |= read_bad
             continue
         harmful |= read_bad
         if bool((read_bad & out_bad).any()):
-            causes = (*causes, read)
+            causes.append(read)
     # -inf + -inf is -inf, but a mask can also meet 0 or +inf: a NaN is always the operation's own.
-    new = out_bad & ~harmful & (~intended | torch.isnan(out))
-    if not bool(new.any()):
-        return Attribution(causes, first_bad=False, intended_inf=not causes)
-    return Attribution(causes, first_bad=True, intended_inf=False, where=new)
+    return out_bad & ~harmful & (~intended | torch.isnan(out)), causes
 
 
 # --- Facts on one operator: argument names, what it writes, whether it works element by element.
@@ -524,7 +514,7 @@ class Operator:
                 return name, value
         return None
 
-    def selects(self, entries: list[OperatorEntry]) -> bool:
+    def selects(self, entries: Iterable[OperatorEntry]) -> bool:
         """True if it chooses elements by a condition; indexing by positions does not."""
         if self.name in MASKED:
             return True

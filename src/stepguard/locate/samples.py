@@ -112,19 +112,18 @@ def _compiled(step: Step) -> bool:
     """True if torch.compile made anything of the step."""
     if hasattr(step.loss_fn, "_torchdynamo_orig_callable"):
         return True
-    roots = (step.model, *step.modules.values())
-    for part in (step.loss_fn, *(module for root in roots for module in root.modules())):
-        # The result of `torch.compile(module)`.
-        if hasattr(part, "_orig_mod"):
-            return True
-        # After `module.compile()`. A guard that records the model's calls stands in the same place,
-        # around what was there.
-        present = None
-        if isinstance(part, nn.Module):
-            present = compiled_call(part)
-        if getattr(present, "below", present) is not None:
-            return True
+    for part in (step.loss_fn, step.model, *step.modules.values()):
+        for module in part.modules() if isinstance(part, nn.Module) else (part,):
+            # The result of `torch.compile(module)` has the module inside.
+            if hasattr(module, "_orig_mod") or compiled_in_place(module):
+                return True
     return hasattr(step.model, "_torchdynamo_orig_callable")
+
+
+def compiled_in_place(part: Any) -> bool:
+    """True after `module.compile()`; a guard that records calls stands in the same place."""
+    present = compiled_call(part) if isinstance(part, nn.Module) else None
+    return getattr(present, "below", present) is not None
 
 
 # --- Find the guilty samples of a micro-batch.
