@@ -33,6 +33,7 @@ from stepguard.locate.operands import (
 )
 from stepguard.records.incident import NO_EVIDENCE, Evidence, Operand, Origin, Reading
 from stepguard.state.batch import Step
+from stepguard.state.rng import kept_rng
 from stepguard.tensors.names import named_buffers, named_modules, named_parameters, names_by_id
 from stepguard.tensors.torch_private import tree_map
 from stepguard.tensors.values import dtype_name, is_finite, local_part
@@ -563,7 +564,9 @@ def _precision(bad_op: Invocation) -> Evidence:
         return value
 
     try:
-        result = bad_op.func(*tree_map(widen, bad_op.args), **tree_map(widen, bad_op.kwargs))
+        # a random operation would draw numbers that the step draws afterwards
+        with kept_rng():
+            result = bad_op.func(*tree_map(widen, bad_op.args), **tree_map(widen, bad_op.kwargs))
     except (RuntimeError, NotImplementedError, TypeError):
         # an operator without a kernel of that dtype: then nothing is known of a wider one
         return found

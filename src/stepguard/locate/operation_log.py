@@ -51,20 +51,22 @@ class Sketch:
             return 0.0
         if len(self.elements) != len(other.elements):
             return math.inf
-        pairs = list(zip(self.elements, other.elements, strict=True))
-        both = [*pairs, (self.norm, other.norm)]
-        if any((one is None) is not (two is None) for one, two in both):
-            return math.inf
+        sizes, differences = [], []
+        both = zip((*self.elements, self.norm), (*other.elements, other.norm), strict=True)
+        for one, two in both:
+            if one is not None and two is not None:
+                sizes.append(max(abs(one), abs(two)))
+                differences.append(one - two)
+            elif one is not two:
+                return math.inf
+        found = 0.0
+        if self.norm is not None:
+            found = abs(differences.pop()) / (sizes.pop() or 1.0)
         # hypot does not overflow
-        finite = [(one, two) for one, two in pairs if one is not None and two is not None]
-        size = math.hypot(*(max(abs(one), abs(two)) for one, two in finite))
-        found = math.hypot(*(one - two for one, two in finite)) / (size or 1.0)
+        found = max(found, math.hypot(*differences) / (math.hypot(*sizes) or 1.0))
         if self.what == other.what:
             # bytes differ where neither these elements nor the norm show it
             found = max(found, 1e-16)
-        one, two = self.norm or 0.0, other.norm or 0.0
-        if one != two:
-            found = max(found, abs(one - two) / max(one, two))
         return found
 
 
