@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -44,8 +45,6 @@ from stepguard.tensors.values import dtype_name, is_finite, local_part
 KEPT = "attr:"
 """Prefix of the name under which a trace knows a tensor that a module keeps outside its parameters
 and buffers (`self.center`); not part of the public contract."""
-MOST_ITEMS = 64
-"""Entries of a list or dict that are searched."""
 
 
 def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -55,14 +54,12 @@ def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]
             if key.startswith("_"):
                 continue
             name = f"{KEPT}{path}.{key}".replace(":.", ":")
-            items: list[tuple[object, Any]] = []
             if isinstance(value, Tensor):
                 yield name, value
-            elif isinstance(value, list | tuple):
-                items = list(enumerate(value[:MOST_ITEMS]))
-            elif isinstance(value, dict):
-                items = list(value.items())[:MOST_ITEMS]
-            for inner, item in items:
+            if isinstance(value, list | tuple):
+                value = dict(enumerate(value))
+            # a container may hold very much
+            for inner, item in islice(value.items(), 64) if isinstance(value, dict) else ():
                 if isinstance(item, Tensor):
                     yield f"{name}[{inner!r}]", item
 
@@ -115,25 +112,19 @@ def state_origin(step: Step, reading: Reading) -> Origin:
     if tensor is None:
         return origin
     operand = summarise(name, tensor)
-    owner = None
-    for _, parameter, value in optimizer_slots(step):
-        if value is tensor and parameter:
-            owner = parameter
-            break
+    owners = [owner for _, owner, value in optimizer_slots(step) if value is tensor and owner]
     return replace(
         origin,
         inputs=(operand,),
         reproduced=None if is_finite(tensor) else True,
-        evidence=bad_elements(tensor, operand) | Evidence(parameter=owner),
+        evidence=bad_elements(tensor, operand) | Evidence(parameter=owners[0] if owners else None),
     )
 
 
 def owner_of(name: str) -> str | None:
     """Name the module that holds a parameter or buffer."""
     kind, _, path = name.partition(":")
-    if kind == "opt":
-        return None
-    return path.rpartition(".")[0]
+    return None if kind == "opt" else path.rpartition(".")[0]
 
 
 def evidence_origin(
@@ -169,9 +160,8 @@ def evidence_origin(
 
 def loss_is_bad(reading: Reading) -> bool:
     """True if the loss of the step, or of one of its micro-batches, is not finite."""
-    if reading.bad_micro_batches:
-        return True
-    return reading.loss is not None and not math.isfinite(reading.loss)
+    bad = reading.loss is not None and not math.isfinite(reading.loss)
+    return bad or bool(reading.bad_micro_batches)
 
 
 def first_bad_micro_batch(reading: Reading) -> int | None:
@@ -208,41 +198,33 @@ class Invocation:
         """Return what a foreach operation did at one position of its lists, by plain names."""
         mark = f"[{position}]"
 
-        def belongs(name: str) -> bool:
-            return name.endswith(mark) or "[" not in name
-
         def one(value: Any) -> Any:
             # The operator still takes lists: one of one entry gives the same result for that entry.
             listed = isinstance(value, list | tuple) and position < len(value)
-            if listed:
-                return [value[position]]
-            return value
+            return [value[position]] if listed else value
 
+        def chosen(named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+            """Entries of this position, and what belongs to all of them."""
+            mine = [(name, item) for name, item in named if name.endswith(mark) or "[" not in name]
+            return [(name.removesuffix(mark), item) for name, item in mine]
+
+        reads = chosen([(read.name, read) for read in self.reads])
         return replace(
             self,
             args=tuple(map(one, self.args)),
             kwargs={name: one(value) for name, value in self.kwargs.items()},
-            reads=[
-                replace(read, name=read.name.removesuffix(mark))
-                for read in self.reads
-                if belongs(read.name)
-            ],
-            numbers=[(n.removesuffix(mark), value) for n, value in self.numbers if belongs(n)],
+            reads=[replace(read, name=name) for name, read in reads],
+            numbers=chosen(self.numbers),
         )
 
     @property
     def index(self) -> Index | None:
         """The first bad element that no input explains."""
-        if self.where is None:
-            return first_broken(self.out)
-        return first_true(self.where)
+        return first_broken(self.out) if self.where is None else first_true(self.where)
 
     def read(self, name: str) -> Read | None:
         """Return the tensor that was given for this argument."""
-        for read in self.reads:
-            if read.name == name:
-                return read
-        return None
+        return next((read for read in self.reads if read.name == name), None)
 
     def argument(self, name: str) -> Any:
         """Return an argument by its name in the schema, given by position or by keyword."""
@@ -255,9 +237,8 @@ class Invocation:
         if read is None:
             return dict(self.numbers).get(name)
         index = self.index
-        if index is None:
-            return None
-        return element(read.tensor, broadcast_index(index, tuple(read.tensor.shape)))
+        position = broadcast_index(index, tuple(read.tensor.shape)) if index is not None else None
+        return element(read.tensor, position)
 
 
 # --- Measure operations that work along an axis: softmax rows, reductions, losses over targets.
@@ -291,9 +272,8 @@ PROBABILITY = ("binary_cross_entropy", "kl_div")
 
 def _masked_rows(bad_op: Invocation) -> Evidence:
     """How many rows of a softmax, or of the mask of an attention, are masked throughout."""
-    attention = ("attn_mask", "attn_bias")
-    for name in ("self",) if bad_op.operator.base in SOFTMAX else attention:
-        read = bad_op.read(name)
+    softmax = bad_op.operator.base in SOFTMAX
+    for read in map(bad_op.read, ("self",) if softmax else ("attn_mask", "attn_bias")):
         if read is None or not read.tensor.dim():
             continue
         axis = bad_op.argument("dim")
@@ -310,9 +290,7 @@ def _masked_rows(bad_op: Invocation) -> Evidence:
 
 def _reduced(bad_op: Invocation) -> Evidence:
     read = bad_op.read("self")
-    if read is None:
-        return NO_EVIDENCE
-    group = read.tensor.numel() // max(1, bad_op.out.numel())
+    group = 2 if read is None else read.tensor.numel() // max(1, bad_op.out.numel())
     if group == 0 or (group == 1 and bad_op.operator.base in SPREAD):
         return Evidence(reduced_elements=group)
     return NO_EVIDENCE
@@ -335,40 +313,29 @@ def _targets(bad_op: Invocation) -> Evidence:
     )
 
 
-def _probabilities(bad_op: Invocation) -> Evidence:
+def _target_domain(bad_op: Invocation) -> Evidence:
+    """A target that the loss is not defined for; kl_div computes xlogy(target, target)."""
+    if bad_op.operator.base == "xlogy":
+        value = bad_op.at("other")
+        negative = value is not None and -math.inf < value < 0
+        return Evidence(target_out_of_domain=value) if negative else NO_EVIDENCE
     target = bad_op.argument("target")
+    extremes: tuple[float, ...] = ()
     if isinstance(target, Tensor) and target.numel():
-        for extreme in (float(target.min()), float(target.max())):
-            if extreme < 0 or extreme > 1:
-                return Evidence(target_out_of_domain=extreme)
-    return NO_EVIDENCE
+        extremes = (float(target.min()), float(target.max()))
+    beyond = [value for value in extremes if not 0 <= value <= 1]
+    return Evidence(target_out_of_domain=beyond[0]) if beyond else NO_EVIDENCE
 
 
-def _negative_target(bad_op: Invocation) -> Evidence:
-    """A negative target of kl_div, which torch computes as xlogy(target, target)."""
-    value = bad_op.at("other")
-    if value is None or value >= 0 or not math.isfinite(value):
-        return NO_EVIDENCE
-    return Evidence(target_out_of_domain=value)
-
-
-def _zero_norm(bad_op: Invocation) -> Evidence:
-    """Weight normalisation divides every row of `v` by its norm."""
-    direction = bad_op.argument("v")
-    if not isinstance(direction, Tensor):
-        return NO_EVIDENCE
-    if bool(direction.reshape(direction.shape[0], -1).any(1).all()):
-        return NO_EVIDENCE
-    return Evidence(zero_denominator=True, denominator_from="norm")
-
-
-def _negative_variance(bad_op: Invocation) -> Evidence:
-    variance = bad_op.argument("running_var")
-    if not isinstance(variance, Tensor) or bad_op.argument("training"):
-        return NO_EVIDENCE
-    eps = float(bad_op.argument("eps") or 0.0)
-    if float(variance.min()) + eps < 0:
-        return Evidence(argument="negative")
+def _stored_domain(bad_op: Invocation) -> Evidence:
+    """A row of weights whose norm is 0 and that is divided by it; a variance below 0."""
+    direction, variance = bad_op.argument("v"), bad_op.argument("running_var")
+    if isinstance(direction, Tensor):
+        if not bool(direction.reshape(direction.shape[0], -1).any(1).all()):
+            return Evidence(zero_denominator=True, denominator_from="norm")
+    elif isinstance(variance, Tensor) and not bad_op.argument("training"):
+        lowest = float(variance.min()) + float(bad_op.argument("eps") or 0.0)
+        return Evidence(argument="negative") if lowest < 0 else NO_EVIDENCE
     return NO_EVIDENCE
 
 
@@ -388,8 +355,6 @@ def _ctc(bad_op: Invocation) -> Evidence:
 MOST_OPERANDS = 6
 HUGE = 1e15
 """Half of float32's exponent range: a square overflows, or nearly does."""
-EPSILON_DEPTH = 4
-"""How many operations back an epsilon that vanished is looked for."""
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 HALF = (torch.float16, torch.bfloat16)
 
@@ -436,14 +401,12 @@ def measure(bad_op: Invocation) -> None:
     operands += [of_number(name, value) for name, value in bad_op.numbers[:MOST_OPERANDS]]
     call.inputs = tuple(operands)
     call.output = summarise("out", bad_op.out, index)
-    evidence = call.evidence
     if call.number is not None:
         argument, value = call.number
-        evidence |= Evidence(number_argument=argument, number=value)
+        call.evidence |= Evidence(number_argument=argument, number=value)
     for applies, gather in _GATHERERS:
-        if applies(bad_op.operator.base):
-            evidence |= gather(bad_op)
-    call.evidence = evidence
+        if applies is None or applies(bad_op.operator.base):
+            call.evidence |= gather(bad_op)
     call.adds_up = _adds_up(bad_op)
 
 
@@ -605,20 +568,17 @@ def _way_to(bad_op: Invocation, name: str) -> tuple[str | None, str | None, floa
         if maker.op not in ("aten.add", "aten.add_") and not inverse:
             break
         maker = behind
-    roots: set[str] = set()
-    for one in walk([maker], lambda one: one.parents):
-        if one.stage == "stored" and not one.op.startswith("constant"):
-            roots.add(one.op)
-    root = roots.pop() if len(roots) == 1 else ""
-    made_by = None if maker.stage == "stored" else maker.op
+    stored = {one.op for one in walk([maker], lambda one: one.parents) if one.stage == "stored"}
+    roots = [name for name in stored if not name.startswith("constant")]
+    root = roots[0] if len(roots) == 1 and roots[0].startswith("batch:") else None
     eps = _vanished_epsilon(read.maker)
-    return made_by, root if root.startswith("batch:") else None, eps
+    return None if maker.stage == "stored" else maker.op, root, eps
 
 
 def _vanished_epsilon(maker: Call) -> float | None:
     """An epsilon on the way to this operand that its dtype could not hold."""
     level = [maker]
-    for _ in range(EPSILON_DEPTH):
+    for _ in range(4):
         for call in level:
             if call.rounded_to_zero is not None:
                 return call.rounded_to_zero
@@ -626,25 +586,19 @@ def _vanished_epsilon(maker: Call) -> float | None:
     return None
 
 
-def _always(base: str) -> bool:
-    return True
-
-
-_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[Invocation], Evidence]], ...] = (
+_GATHERERS: tuple[tuple[Callable[[str], bool] | None, Callable[[Invocation], Evidence]], ...] = (
     (DIVIDES.__contains__, _division),
     (lambda base: base in ARGUMENT or base in DOMAIN, _domain),
-    (_always, _infinities),
-    (_always, _gradient),
+    (None, _infinities),
+    (None, _gradient),
     (SOFTMAX.__contains__, _masked_rows),
     (lambda base: "scaled_dot_product" in base or "efficient_attention" in base, _masked_rows),
     (REDUCES.__contains__, _reduced),
     (lambda base: base.startswith("nll_loss"), _targets),
-    (PROBABILITY.__contains__, _probabilities),
-    (lambda base: base == "xlogy", _negative_target),
-    (lambda base: base == "_weight_norm_interface", _zero_norm),
-    (lambda base: "batch_norm" in base, _negative_variance),
+    ((*PROBABILITY, "xlogy").__contains__, _target_domain),
+    (lambda base: base == "_weight_norm_interface" or "batch_norm" in base, _stored_domain),
     (lambda base: base == "_ctc_loss", _ctc),
-    (_always, _precision),
-    (_always, _stored_huge),
+    (None, _precision),
+    (None, _stored_huge),
 )
 """Which operations, by name, and what is measured there."""

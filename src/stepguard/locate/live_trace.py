@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from stepguard.diagnose.source_line import name_operands
-from stepguard.locate.blame import blame_gradients, blame_loss
+from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss
 from stepguard.locate.evidence import first_bad_micro_batch, kept_tensors
 from stepguard.locate.operands import Call, batch_tensors, plain
 from stepguard.locate.origins import origin_of
@@ -131,9 +131,7 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
 
     def origin(self, step: Step, reading: Reading) -> Origin | None:
         """Locate the first harmful value; None if the trace does not show it."""
-        bad = [call for call in self._losses if call.out]
-        blame = blame_loss if bad else blame_gradients
-        found = blame(self, bad or [call for call in self._gradients if call.out])
+        found = self._blame()
         if found is None or self.fault is not None:
             return None
         step = replace(step, micro_batches=step.micro_batches or ({},), scale=1.0)
@@ -152,6 +150,12 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
             remarks=(*origin.remarks, SEEN_LIVE),
         )
         return name_operands(origin)
+
+    def _blame(self) -> FirstBad | None:
+        losses = [call for call in self._losses if call.out]
+        if losses:
+            return blame_loss(self, losses)
+        return blame_gradients(self, [call for call in self._gradients if call.out])
 
 
 def leave(mode: TorchDispatchMode) -> None:
