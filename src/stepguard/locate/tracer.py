@@ -134,7 +134,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unseen: set[str] = set()
         """Operators whose results could not be tested."""
         self.fault: Exception | None = None
-        """What the last such test raised."""
+        """What the last test of an operation raised that failed."""
         self.autocast: str | None = None
         """The first dtype that autocast computed in, as it was when a module was called."""
         self.local_collectives = False
@@ -199,7 +199,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._carefully(func.namespace, self._exchange, func, args, result)
             return result
         name = str(func._overloadpacket)
-        invocation = self._carefully(name, self._inspect, func, args, kwargs)
+        invocation = self._try(name, self._inspect, func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except Exception:
@@ -209,7 +209,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.raised_in = behind[-1] if behind else None
             raise
         if invocation is not None:
-            self._carefully(name, self._record, invocation, result)
+            self._try(name, self._record, invocation, result)
         return result
 
     def _inspect(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Invocation | None:
@@ -645,15 +645,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.causes = call.flawed = bad
                 self._makers[storage_key(tensor)] = call
 
-    def _carefully(self, name: str, test: Callable[..., Any], *args: Any) -> Any:
-        """Run a test of our own: not traced, and a tensor that it cannot read stops nothing."""
+    def _try(self, name: str, test: Callable[..., Any], *args: Any) -> Any:
+        """Exotic tensors must not stop the user's code: what cannot be tested is named."""
         try:
-            with torch.no_grad(), no_dispatch_modes():
-                return test(*args)
+            return test(*args)
         except Exception as fault:
             self.unseen.add(name)
             self.fault = fault
-            return None
+
+    def _carefully(self, name: str, test: Callable[..., object], *args: Any) -> None:
+        """Test what is not an operation: not traced, and a fault ends no trace."""
+        before = self.fault
+        with torch.no_grad(), no_dispatch_modes():
+            self._try(name, test, *args)
+        self.fault = before
 
 
 def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
