@@ -11,7 +11,7 @@ intention then, and only the gradient of the unselected branch does harm.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from stepguard.locate.operands import COPIES, Call, ancestors, earliest, real_maker, walk
@@ -24,18 +24,6 @@ from stepguard.records.incident import NO_EVIDENCE, Evidence
 SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "MaskedScatter")
 MOST_UPSTREAM = 32
 """Operations of the backward that are searched for a selection."""
-
-
-def _conditioned_on(selection: Call) -> set[int]:
-    """Return the computed values that the condition depends on, behind comparisons and logic."""
-
-    def behind(call: Call) -> list[Call]:
-        if call.numeric:
-            return []
-        return [real_maker(parent) for parent in call.parents]
-
-    conditions = [parent for parent in selection.parents if not parent.numeric]
-    return {id(one) for one in walk(conditions, behind) if one.numeric}
 
 
 # --- From the bad loss or gradient back to the operation that made the first harmful value.
@@ -256,12 +244,6 @@ class _Walk:
             return None
         return self.as_data(found) or self.finish(found, Evidence(intended_inf=True))
 
-    def _first_use(self, stored: Call) -> Call | None:
-        for call in self._tracer.calls:
-            if stored in call.flawed and call.op not in COPIES:
-                return call
-        return None
-
     def as_data(self, first: Call) -> FirstBad | None:
         """Return the batch tensor or table whose -inf came in as data, not as a mask on scores."""
         seen: set[int] = set()
@@ -271,7 +253,8 @@ class _Walk:
             if call.stage == "stored" and call.op.startswith(("batch", "buffer:")):
                 consumer: Call | None = first
                 if not call.op.startswith("batch"):
-                    consumer = self._first_use(call)
+                    readers = [one for one in self._tracer.calls if call in one.flawed]
+                    consumer = next((one for one in readers if one.op not in COPIES), None)
                 return FirstBad(call, consumer, Evidence(as_data=True))
             if id(call) not in seen and (call.op in SCALES or not self._learned(call)):
                 seen.add(id(call))
@@ -336,42 +319,45 @@ class _Walk:
         if not first.pointwise:
             return True
         argument = {id(real_maker(parent)) for parent in first.parents}
+
+        def behind(call: Call) -> list[Call]:
+            return [] if call.numeric else [real_maker(parent) for parent in call.parents]
+
         for reader in self.last_readers(first):
-            if reader.selects and not argument & _conditioned_on(reader):
+            # Computed values that the condition depends on, behind comparisons and logic.
+            asked = [parent for parent in reader.parents if not parent.numeric]
+            conditions = {id(one) for one in walk(asked, behind) if one.numeric}
+            if reader.selects and not argument & conditions:
                 return True
         return False
 
     def dropping(self, first: Call) -> Evidence:
         """Name the operation that left the value out of the loss."""
-        for reader in self.last_readers(first):
-            return Evidence(discarded_by=reader.op)
-        return NO_EVIDENCE
+        ends = self.last_readers(first)
+        return Evidence(discarded_by=ends[0].op) if ends else NO_EVIDENCE
 
     def absorption(self, call: Call) -> Evidence:
         """Name the operation that read the bad value and gave a finite one, as erf and clamp do."""
-        for reader in self.last_readers(call):
-            if not reader.selects:
-                return Evidence(absorbed=True, absorbed_by=reader.op)
-        return Evidence(absorbed=True)
+        ends = [reader.op for reader in self.last_readers(call) if not reader.selects]
+        return Evidence(absorbed=True, absorbed_by=ends[0] if ends else None)
 
     def upstream_deselected(self, root: Call) -> bool:
         """True if the 0 that met an infinite derivative comes from a condition that left it out."""
         if not root.evidence.zero_upstream_gradient:
             return False
-        queue = []
-        for parent in root.parents:
-            if parent.stage == "backward" and parent.sequence != root.sequence:
-                queue.append(parent)
+        queue = deque(
+            parent
+            for parent in root.parents
+            if parent.stage == "backward" and parent.sequence != root.sequence
+        )
         for _ in range(MOST_UPSTREAM):
             if not queue:
-                return False
-            call = queue.pop(0)
+                break
+            call = queue.popleft()
             # Is it the backward of a selection? Indexing by positions is not one.
             owner = self._tracer.owners.get(call.sequence)
-            selects = (call.node or "").startswith(SELECTING_NODES)
-            if owner is not None:
-                selects = owner.selects
-            if selects:
+            by_name = (call.node or "").startswith(SELECTING_NODES)
+            if by_name if owner is None else owner.selects:
                 return True
             queue.extend(parent for parent in call.parents if parent.stage == "backward")
         return False

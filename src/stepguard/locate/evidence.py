@@ -244,120 +244,6 @@ class Invocation:
 # --- Measure operations that work along an axis: softmax rows, reductions, losses over targets.
 
 
-SOFTMAX = (
-    "_softmax",
-    "_log_softmax",
-    "_safe_softmax",
-    "logsumexp",
-    "softmax",
-    "log_softmax",
-    "_softmax_backward_data",
-)
-SPREAD = ("std", "var", "var_mean", "std_mean")
-REDUCES = (
-    "mean",
-    "sum",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "median",
-    "nanmean",
-    "logsumexp",
-    "prod",
-    *SPREAD,
-)
-PROBABILITY = ("binary_cross_entropy", "kl_div")
-
-
-def _masked_rows(bad_op: Invocation) -> Evidence:
-    """How many rows of a softmax, or of the mask of an attention, are masked throughout."""
-    softmax = bad_op.operator.base in SOFTMAX
-    for read in map(bad_op.read, ("self",) if softmax else ("attn_mask", "attn_bias")):
-        if read is None or not read.tensor.dim():
-            continue
-        axis = bad_op.argument("dim")
-        if isinstance(axis, list | tuple) and axis:
-            axis = axis[0]
-        tensor = read.tensor
-        # a boolean attention mask is True where a key may be looked at
-        closed = ~tensor if tensor.dtype is torch.bool else torch.isneginf(tensor)
-        dead = closed.all(dim=axis if isinstance(axis, int) else -1)
-        if bool(dead.any()):
-            return Evidence(masked_rows=int(dead.sum()), rows=dead.numel())
-    return NO_EVIDENCE
-
-
-def _reduced(bad_op: Invocation) -> Evidence:
-    read = bad_op.read("self")
-    group = 2 if read is None else read.tensor.numel() // max(1, bad_op.out.numel())
-    if group == 0 or (group == 1 and bad_op.operator.base in SPREAD):
-        return Evidence(reduced_elements=group)
-    return NO_EVIDENCE
-
-
-def _targets(bad_op: Invocation) -> Evidence:
-    target = bad_op.argument("target")
-    if not isinstance(target, Tensor):
-        return NO_EVIDENCE
-    ignored = bad_op.argument("ignore_index")
-    count = target.numel()
-    if isinstance(ignored, int):
-        count = int((target != ignored).sum())
-    scores = bad_op.argument("self")
-    impossible = isinstance(scores, Tensor) and bool(torch.isinf(scores).any())
-    return Evidence(
-        valid_targets=count,
-        targets=target.numel(),
-        zero_target_probability=count > 0 and impossible,
-    )
-
-
-def _target_domain(bad_op: Invocation) -> Evidence:
-    """A target that the loss is not defined for; kl_div computes xlogy(target, target)."""
-    if bad_op.operator.base == "xlogy":
-        value = bad_op.at("other")
-        negative = value is not None and -math.inf < value < 0
-        return Evidence(target_out_of_domain=value) if negative else NO_EVIDENCE
-    target = bad_op.argument("target")
-    extremes: tuple[float, ...] = ()
-    if isinstance(target, Tensor) and target.numel():
-        extremes = (float(target.min()), float(target.max()))
-    beyond = [value for value in extremes if not 0 <= value <= 1]
-    return Evidence(target_out_of_domain=beyond[0]) if beyond else NO_EVIDENCE
-
-
-def _stored_domain(bad_op: Invocation) -> Evidence:
-    """A row of weights whose norm is 0 and that is divided by it; a variance below 0."""
-    direction, variance = bad_op.argument("v"), bad_op.argument("running_var")
-    if isinstance(direction, Tensor):
-        if not bool(direction.reshape(direction.shape[0], -1).any(1).all()):
-            return Evidence(zero_denominator=True, denominator_from="norm")
-    elif isinstance(variance, Tensor) and not bad_op.argument("training"):
-        lowest = float(variance.min()) + float(bad_op.argument("eps") or 0.0)
-        return Evidence(argument="negative") if lowest < 0 else NO_EVIDENCE
-    return NO_EVIDENCE
-
-
-def _ctc(bad_op: Invocation) -> Evidence:
-    lengths = bad_op.argument("input_lengths")
-    wanted = bad_op.argument("target_lengths")
-    if lengths is None or wanted is None:
-        return NO_EVIDENCE
-    short = int((torch.as_tensor(lengths).flatten() < torch.as_tensor(wanted).flatten()).sum())
-    # repeated labels need a blank in between: such a target fails without being longer
-    return Evidence(ctc_infeasible=short or int(torch.isinf(bad_op.out).sum()))
-
-
-# --- Measure the operation that made a bad value: its operands, and the facts that rules ask for.
-
-
-MOST_OPERANDS = 6
-HUGE = 1e15
-"""Half of float32's exponent range: a square overflows, or nearly does."""
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
-HALF = (torch.float16, torch.bfloat16)
-
 DIVIDES = {
     "div": "other",
     "true_divide": "other",
@@ -384,6 +270,139 @@ DOMAIN = ("acos", "asin", "acosh", "atanh", "erfinv")
 SUMS = ("sum", "mean", "dot", "nansum", "linalg_vector_norm", "norm")
 LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 """Losses that make one value of each element before they add: `reduction` is an argument."""
+SOFTMAX = (
+    "_softmax",
+    "_log_softmax",
+    "_safe_softmax",
+    "logsumexp",
+    "softmax",
+    "log_softmax",
+    "_softmax_backward_data",
+)
+SPREAD = ("std", "var", "var_mean", "std_mean")
+REDUCES = (
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "median",
+    "nanmean",
+    "logsumexp",
+    "prod",
+    *SPREAD,
+)
+PROBABILITY = ("binary_cross_entropy", "kl_div")
+
+Gather = Callable[[Invocation], Evidence]
+_GATHERERS: list[tuple[tuple[str, ...], tuple[str, ...], Gather]] = []
+"""What is measured, and of which operations: their names, or parts of their names."""
+
+
+def _gathers(*names: str, within: tuple[str, ...] = ()) -> Callable[[Gather], Gather]:
+    """Have facts measured of these operations; of all where none is named."""
+
+    def register(gather: Gather) -> Gather:
+        _GATHERERS.append((names, within, gather))
+        return gather
+
+    return register
+
+
+@_gathers(*SOFTMAX, within=("scaled_dot_product", "efficient_attention"))
+def _masked_rows(bad_op: Invocation) -> Evidence:
+    """How many rows of a softmax, or of the mask of an attention, are masked throughout."""
+    softmax = bad_op.operator.base in SOFTMAX
+    for read in map(bad_op.read, ("self",) if softmax else ("attn_mask", "attn_bias")):
+        if read is None or not read.tensor.dim():
+            continue
+        axis = bad_op.argument("dim")
+        if isinstance(axis, list | tuple) and axis:
+            axis = axis[0]
+        tensor = read.tensor
+        # a boolean attention mask is True where a key may be looked at
+        closed = ~tensor if tensor.dtype is torch.bool else torch.isneginf(tensor)
+        dead = closed.all(dim=axis if isinstance(axis, int) else -1)
+        if bool(dead.any()):
+            return Evidence(masked_rows=int(dead.sum()), rows=dead.numel())
+    return NO_EVIDENCE
+
+
+@_gathers(*REDUCES)
+def _reduced(bad_op: Invocation) -> Evidence:
+    read = bad_op.read("self")
+    group = 2 if read is None else read.tensor.numel() // max(1, bad_op.out.numel())
+    if group == 0 or (group == 1 and bad_op.operator.base in SPREAD):
+        return Evidence(reduced_elements=group)
+    return NO_EVIDENCE
+
+
+@_gathers(within=("nll_loss",))
+def _targets(bad_op: Invocation) -> Evidence:
+    target = bad_op.argument("target")
+    if not isinstance(target, Tensor):
+        return NO_EVIDENCE
+    ignored = bad_op.argument("ignore_index")
+    count = target.numel()
+    if isinstance(ignored, int):
+        count = int((target != ignored).sum())
+    scores = bad_op.argument("self")
+    impossible = isinstance(scores, Tensor) and bool(torch.isinf(scores).any())
+    return Evidence(
+        valid_targets=count,
+        targets=target.numel(),
+        zero_target_probability=count > 0 and impossible,
+    )
+
+
+@_gathers(*PROBABILITY, "xlogy")
+def _target_domain(bad_op: Invocation) -> Evidence:
+    """A target that the loss is not defined for; kl_div computes xlogy(target, target)."""
+    if bad_op.operator.base == "xlogy":
+        value = bad_op.at("other")
+        negative = value is not None and -math.inf < value < 0
+        return Evidence(target_out_of_domain=value) if negative else NO_EVIDENCE
+    target = bad_op.argument("target")
+    extremes: tuple[float, ...] = ()
+    if isinstance(target, Tensor) and target.numel():
+        extremes = (float(target.min()), float(target.max()))
+    beyond = [value for value in extremes if not 0 <= value <= 1]
+    return Evidence(target_out_of_domain=beyond[0]) if beyond else NO_EVIDENCE
+
+
+@_gathers("_weight_norm_interface", within=("batch_norm",))
+def _stored_domain(bad_op: Invocation) -> Evidence:
+    """A row of weights whose norm is 0 and that is divided by it; a variance below 0."""
+    direction, variance = bad_op.argument("v"), bad_op.argument("running_var")
+    if isinstance(direction, Tensor):
+        if not bool(direction.reshape(direction.shape[0], -1).any(1).all()):
+            return Evidence(zero_denominator=True, denominator_from="norm")
+    elif isinstance(variance, Tensor) and not bad_op.argument("training"):
+        lowest = float(variance.min()) + float(bad_op.argument("eps") or 0.0)
+        return Evidence(argument="negative") if lowest < 0 else NO_EVIDENCE
+    return NO_EVIDENCE
+
+
+@_gathers("_ctc_loss")
+def _ctc(bad_op: Invocation) -> Evidence:
+    lengths = bad_op.argument("input_lengths")
+    wanted = bad_op.argument("target_lengths")
+    if lengths is None or wanted is None:
+        return NO_EVIDENCE
+    short = int((torch.as_tensor(lengths).flatten() < torch.as_tensor(wanted).flatten()).sum())
+    # repeated labels need a blank in between: such a target fails without being longer
+    return Evidence(ctc_infeasible=short or int(torch.isinf(bad_op.out).sum()))
+
+
+# --- Measure the operation that made a bad value: its operands, and the facts that rules ask for.
+
+
+MOST_OPERANDS = 6
+HUGE = 1e15
+"""Half of float32's exponent range: a square overflows, or nearly does."""
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+HALF = (torch.float16, torch.bfloat16)
 
 
 def measure(bad_op: Invocation) -> None:
@@ -404,8 +423,10 @@ def measure(bad_op: Invocation) -> None:
     if call.number is not None:
         argument, value = call.number
         call.evidence |= Evidence(number_argument=argument, number=value)
-    for applies, gather in _GATHERERS:
-        if applies is None or applies(bad_op.operator.base):
+    base = bad_op.operator.base
+    for names, within, gather in _GATHERERS:
+        everywhere = not names and not within
+        if everywhere or base in names or any(part in base for part in within):
             call.evidence |= gather(bad_op)
     call.adds_up = _adds_up(bad_op)
 
@@ -422,6 +443,7 @@ def _adds_up(bad_op: Invocation) -> bool:
     return base in SUMS or (base == "add" and bad_op.out.numel() == 1 and len(bad_op.reads) > 1)
 
 
+@_gathers(*DIVIDES)
 def _division(bad_op: Invocation) -> Evidence:
     base = bad_op.operator.base
     name = DIVIDES[base]
@@ -449,6 +471,7 @@ def _division(bad_op: Invocation) -> Evidence:
     return found | Evidence(denominator_learned=learned, denominator_fractional=fractional)
 
 
+@_gathers(*ARGUMENT, *DOMAIN)
 def _domain(bad_op: Invocation) -> Evidence:
     """The argument of a logarithm, root or power that is outside its domain."""
     base = bad_op.operator.base
@@ -473,6 +496,7 @@ def _domain(bad_op: Invocation) -> Evidence:
     return found | Evidence(argument_from=made_by, argument_root=root, eps_vanished=eps)
 
 
+@_gathers()
 def _infinities(bad_op: Invocation) -> Evidence:
     """Infinities that went in: written on purpose (a mask), times 0, or minus one another."""
     constants = [value for _, value in bad_op.numbers]
@@ -487,6 +511,7 @@ def _infinities(bad_op: Invocation) -> Evidence:
     )
 
 
+@_gathers()
 def _gradient(bad_op: Invocation) -> Evidence:
     """In the backward: the gradient that came in, and the point at which the derivative breaks."""
     call = bad_op.call
@@ -506,6 +531,7 @@ def _gradient(bad_op: Invocation) -> Evidence:
     return found
 
 
+@_gathers()
 def _precision(bad_op: Invocation) -> Evidence:
     """Is the same operation finite in a wider dtype? Then the number format is what broke it."""
     kinds = {read.tensor.dtype for read in bad_op.reads if numeric(read.tensor)}
@@ -542,6 +568,7 @@ def _precision(bad_op: Invocation) -> Evidence:
     return found
 
 
+@_gathers()
 def _stored_huge(bad_op: Invocation) -> Evidence:
     """Which stored tensor went in with values that one more product overflows?"""
     for read, operand in zip(bad_op.reads, bad_op.call.inputs, strict=False):
@@ -584,21 +611,3 @@ def _vanished_epsilon(maker: Call) -> float | None:
                 return call.rounded_to_zero
         level = [parent for call in level for parent in call.parents]
     return None
-
-
-_GATHERERS: tuple[tuple[Callable[[str], bool] | None, Callable[[Invocation], Evidence]], ...] = (
-    (DIVIDES.__contains__, _division),
-    (lambda base: base in ARGUMENT or base in DOMAIN, _domain),
-    (None, _infinities),
-    (None, _gradient),
-    (SOFTMAX.__contains__, _masked_rows),
-    (lambda base: "scaled_dot_product" in base or "efficient_attention" in base, _masked_rows),
-    (REDUCES.__contains__, _reduced),
-    (lambda base: base.startswith("nll_loss"), _targets),
-    ((*PROBABILITY, "xlogy").__contains__, _target_domain),
-    (lambda base: base == "_weight_norm_interface" or "batch_norm" in base, _stored_domain),
-    (lambda base: base == "_ctc_loss", _ctc),
-    (None, _precision),
-    (None, _stored_huge),
-)
-"""Which operations, by name, and what is measured there."""

@@ -57,8 +57,7 @@ def locate(step: Step, reading: Reading, budget: LocateBudget | None = None) -> 
 
 def finite_step(reading: Reading) -> bool:
     """True if loss and gradients are finite: forward and backward pass are fine."""
-    losses = [value for value in (reading.loss, *reading.micro_losses) if value is not None]
-    return reading.grads_finite and all(map(math.isfinite, losses))
+    return reading.grads_finite and not evidence.loss_is_bad(reading)
 
 
 def no_replay(step: Step) -> str | None:
@@ -78,7 +77,13 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
             return origins.buffer_origin(step, reading, no_replay(step))
         return origins.update_origin(step, reading)
     if finite_step(reading):
-        return _of_finite_step(step, reading)
+        if reading.bad_state:
+            return _bad_state(step, reading)
+        if not all(map(math.isfinite, reading.lr)):
+            return origins.update_origin(step, reading)
+        if reading.grad_norm is not None and math.isinf(reading.grad_norm):
+            return _of_infinite_norm(step, origins.norm_origin(step, reading))
+        return origins.divergence_origin(reading)
     reason = no_replay(step)
     if reason is not None:
         remark = f"the step could not be replayed: {reason}"
@@ -96,16 +101,6 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
             moves = replayer.loss_fn_state.changed()[:MOST_NAMED]
             return with_evidence(origin, Evidence(moves=moves))
         return origin
-
-
-def _of_finite_step(step: Step, reading: Reading) -> Origin:
-    if reading.bad_state:
-        return _bad_state(step, reading)
-    if not all(map(math.isfinite, reading.lr)):
-        return origins.update_origin(step, reading)
-    if reading.grad_norm is not None and math.isinf(reading.grad_norm):
-        return _of_infinite_norm(step, origins.norm_origin(step, reading))
-    return origins.divergence_origin(reading)
 
 
 def _of_infinite_norm(step: Step, origin: Origin) -> Origin:

@@ -77,6 +77,21 @@ Reader = Callable[[Values, Sources], Origin | None]
 value is finite and its slope is not."""
 
 
+READERS: dict[str, Reader] = {}
+"""Nodes that show by what they keep whether their operation is the origin."""
+
+
+def _reads(*ops: str) -> Callable[[Any], Any]:
+    """Have the nodes of these operations read: `DivBackward0` of `div`."""
+
+    def register(reader: Any) -> Any:
+        for op in ops:
+            READERS[f"{op.title().replace('_', '')}Backward0"] = partial(reader, op)
+        return reader
+
+    return register
+
+
 def _singular(
     op: str,
     *inputs: Operand,
@@ -103,6 +118,7 @@ def _at(values: Values, name: str, condition: Callable[[Tensor], Tensor]) -> Ope
     return None if index is None else summarise(name, values[name], index)
 
 
+@_reads("div")
 def _quotient(op: str, values: Values, sources: Sources) -> Origin | None:
     shown = _at(values, "other", lambda divisor: divisor == 0)
     if shown is None:
@@ -119,6 +135,7 @@ def _quotient(op: str, values: Values, sources: Sources) -> Origin | None:
     )
 
 
+@_reads("log", "log2", "log10", "log1p")
 def _argument(op: str, values: Values, sources: Sources) -> Origin | None:
     """A logarithm, whose argument has to be above a limit."""
     edge = -1.0 if op == "log1p" else 0.0
@@ -128,6 +145,7 @@ def _argument(op: str, values: Values, sources: Sources) -> Origin | None:
     return _singular(op, shown, argument="zero" if shown.value == edge else "negative")
 
 
+@_reads("exp", "expm1", "sqrt", "rsqrt", "reciprocal")
 def _result(op: str, values: Values, sources: Sources) -> Origin | None:
     """An operation that keeps its result; the slope of a root is infinite where that is 0."""
     shown = _at(values, "result", broken)
@@ -137,6 +155,7 @@ def _result(op: str, values: Values, sources: Sources) -> Origin | None:
     return None if shown is None else _singular(op, shown, slope=True, singular_at=0.0)
 
 
+@_reads("pow")
 def _power(op: str, values: Values, sources: Sources) -> Origin | None:
     exponent = values.get("exponent")
     if not isinstance(exponent, int | float):
@@ -154,6 +173,7 @@ def _power(op: str, values: Values, sources: Sources) -> Origin | None:
     return None
 
 
+@_reads("acos", "asin")
 def _inverse_cosine(op: str, values: Values, sources: Sources) -> Origin | None:
     shown = _at(values, "self", lambda argument: argument.abs() > 1)
     if shown is not None:
@@ -167,6 +187,7 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
+@_reads("std", "var")
 def _spread(op: str, values: Values, sources: Sources) -> Origin | None:
     """A standard deviation or variance of fewer elements than it needs."""
     data = values.get("self")
@@ -181,6 +202,7 @@ def _spread(op: str, values: Values, sources: Sources) -> Origin | None:
     return _singular(op, *inputs, reduced_elements=count)
 
 
+@_reads("nll_loss", "nll_loss2d")
 def _labels(op: str, values: Values, sources: Sources) -> Origin | None:
     """A mean over targets of which none counts."""
     total, target = values.get("total_weight"), values.get("target")
@@ -194,10 +216,19 @@ def _labels(op: str, values: Values, sources: Sources) -> Origin | None:
     return _singular("nll_loss_forward", *inputs, valid_targets=counted, targets=target.numel())
 
 
+@_reads("mean")
 def _mean(op: str, values: Values, sources: Sources) -> Origin | None:
     return _singular(op, reduced_elements=0) if values.get("self_sym_numel") == 0 else None
 
 
+@_reads(
+    "mul",
+    "mse_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
 def _constant_operand(op: str, values: Values, sources: Sources) -> Origin | None:
     """An operation that is defined everywhere, with a bad operand that no gradient flows into."""
     # a loss has a gradient for its scores alone, unless its targets want one too
@@ -212,23 +243,7 @@ def _constant_operand(op: str, values: Values, sources: Sources) -> Origin | Non
     return None
 
 
-OPERATIONS = {
-    _quotient: "div",
-    _argument: "log log2 log10 log1p",
-    _result: "exp expm1 sqrt rsqrt reciprocal",
-    _power: "pow",
-    _inverse_cosine: "acos asin",
-    _spread: "std var",
-    _labels: "nll_loss nll_loss2d",
-    _mean: "mean",
-    _constant_operand: "mul mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
-    "binary_cross_entropy_with_logits",
-}
-READERS: dict[str, Reader] = {"MeanBackward1": partial(_mean, "mean")}
-"""Nodes that show by what they keep whether their operation is the origin."""
-for _reader, _ops in OPERATIONS.items():
-    for _op in _ops.split():
-        READERS[f"{_op.title().replace('_', '')}Backward0"] = partial(_reader, _op)
+READERS["MeanBackward1"] = READERS["MeanBackward0"]
 
 
 def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: float | None) -> Origin:
