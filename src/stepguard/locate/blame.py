@@ -22,8 +22,6 @@ from stepguard.records.incident import NO_EVIDENCE, Evidence
 
 
 SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "MaskedScatter")
-MOST_UPSTREAM = 32
-"""Operations of the backward that are searched for a selection."""
 
 
 # --- From the bad loss or gradient back to the operation that made the first harmful value.
@@ -33,10 +31,6 @@ SCALES = ("aten.mul", "aten.mul_", "aten.div", "aten.div_")
 """A mask is added to what was learned; an infinity that multiplies it is a weight."""
 ABSURD = 1e8
 """Beyond what a parameter or buffer holds; positions, counts and frequencies stay far below."""
-SENTINEL = 3.38e38
-"""The ends of float32 and bfloat16 stand for infinity, in masks for instance."""
-MOST_BLOCKS = 64
-"""First bad values of the forward whose gradients are compared."""
 
 
 @dataclass(slots=True)
@@ -89,7 +83,8 @@ def huge_operand(call: Call | None) -> FirstBad | None:
         if call.op not in COPIES:
             consumer = call
         call = largest
-    garbage = ABSURD <= call.reach < SENTINEL
+    # The ends of float32 and bfloat16 stand for infinity, in masks for instance
+    garbage = ABSURD <= call.reach < 3.38e38
     if consumer is None or not garbage or not call.op.startswith(("param:", "buffer:")):
         return None
     return FirstBad(call, consumer)
@@ -187,7 +182,8 @@ class _Walk:
         for call in self._chain:
             if call.first_bad and call.stage == "forward" and call is not root:
                 found.append(call)
-        return found[: 1 + MOST_BLOCKS]
+        # First bad values of the forward whose gradients are compared
+        return found[:65]
 
     def _original(self, call: Call) -> Call:
         """Return the same operation of the first forward, where a checkpointed block ran twice."""
@@ -350,7 +346,8 @@ class _Walk:
             for parent in root.parents
             if parent.stage == "backward" and parent.sequence != root.sequence
         )
-        for _ in range(MOST_UPSTREAM):
+        # Operations of the backward that are searched for a selection
+        for _ in range(32):
             if not queue:
                 break
             call = queue.popleft()

@@ -30,8 +30,6 @@ from stepguard.locate.witness import locate_region, with_witnesses
 from stepguard.records.incident import Evidence, Origin, Reading, with_evidence
 from stepguard.state.batch import Step, rebuild
 
-MOST_REPAIRS = 3
-"""Batch tensors that may turn out innocent before the search settles for what it has."""
 MOST_NAMED = 3
 """Parts of the loss function's own state that are named."""
 
@@ -212,7 +210,8 @@ def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Tracer, FirstBad
     accumulate()
     first = traced = replayer.trace(micro, batch)
     first_found = found = _blame(replayer, first)
-    for _ in range(MOST_REPAIRS):
+    # Batch tensors that may turn out innocent before the search settles for what it has
+    for _ in range(3):
         if found is None or not found.call.op.startswith("batch"):
             break
         if not replayer.budget.affords(2.0 / len(replayer.step.micro_batches)):

@@ -19,10 +19,6 @@ from stepguard.tensors.values import dtype_name, is_finite, local_part
 # --- Test tensors for NaN and Inf. Every tensor of a replay is tested: one pass over the memory.
 
 
-MASK_SHARE = 0.2
-"""A tensor with this share of -inf is a mask even if other values differ (position biases)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Flaws:
     """Kinds of non-finite values that a tensor holds."""
@@ -113,7 +109,8 @@ def mask_like(tensor: Tensor) -> bool:
         return False
     if len(torch.unique(values[~infinite])) <= 1:
         return True
-    return float(infinite.double().mean()) >= MASK_SHARE
+    # A tensor with this share of -inf is a mask even if other values differ (position biases)
+    return float(infinite.double().mean()) >= 0.2
 
 
 def storage_key(tensor: Tensor) -> int:

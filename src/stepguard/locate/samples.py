@@ -30,7 +30,6 @@ from stepguard.tensors.torch_private import compiled_call
 # --- Find the bad micro-batch; say whether only compiled code is bad and whether a step repeats.
 
 
-REPETITIONS = 3
 ROUNDING = 1e-3
 """Relative difference of two losses that an unordered sum may explain."""
 
@@ -79,7 +78,8 @@ def steadiness(replayer: Replayer) -> Evidence:
     losses: list[list[float]] = []
     runs: list[list[Tensor]] = []
     try:
-        while len(runs) < 2 or (len(runs) < REPETITIONS and replayer.budget.affords(1.0)):
+        # at most three repetitions
+        while len(runs) < 2 or (len(runs) < 3 and replayer.budget.affords(1.0)):
             results = _run_whole(replayer)
             count = len(replayer.step.micro_batches)
             losses.append([float(loss) for loss in results[:count] if not loss.dim()])
@@ -133,17 +133,8 @@ MOST_GUILTY = 8
 """More bad samples than this say something about the batch, not about samples."""
 STANDS_OUT = 30.0
 """Times the largest value of all other rows: rows of healthy, heavy-tailed data differ by less."""
-NUMBER_STANDS_OUT = 1000.0
-"""As STANDS_OUT, for whole numbers: they are mostly labels, tokens and identifiers."""
-ABOVE_ZEROS = 1000.0
-"""What stands out among single numbers of which all others are exactly 0, as sparse rewards are. Of
-longer rows nothing is said then: it may be the additive mask of the only row with padding.
-"""
 FEW = 0.05
 """Share of the rows that can be outliers; a single one always can."""
-FEWEST_ROWS = 3
-FEWEST_FOR_COLUMNS = 8
-"""Number of rows above which single columns of a table are compared as well."""
 MOST_COLUMNS = 256
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 """The autograd node that adds a gradient to `.grad`: what overflows there is a sum of """
@@ -236,8 +227,12 @@ def outlying_rows(step: int, micro_batches: Sequence[Any]) -> Origin | None:
     best: Origin | None = None
     highest = 0.0
     for (name, whole_numbers, one_a_row), parts in rows.items():
-        times = NUMBER_STANDS_OUT if whole_numbers else STANDS_OUT
-        above_zeros = ABOVE_ZEROS if one_a_row else math.inf
+        # As STANDS_OUT, for whole numbers: they are mostly labels, tokens and identifiers
+        times = 1000.0 if whole_numbers else STANDS_OUT
+        # What stands out among single numbers of which all others are exactly 0, as sparse rewards
+        # are. Of longer rows nothing is said then: it may be the additive mask of the only row with
+        # padding
+        above_zeros = 1000.0 if one_a_row else math.inf
         found = _standing_out([values for _, values in parts], times, above_zeros)
         if found is None or found[1] / max(found[2], 1.0) <= highest:
             continue
@@ -287,11 +282,13 @@ def _standing_out(
     if len({part.shape[1] for part in parts}) != 1:
         return None
     owners = [(part, row) for part, values in enumerate(parts) for row in range(len(values))]
-    if len(owners) < FEWEST_ROWS:
+    # with fewer rows nothing stands out
+    if len(owners) < 3:
         return None
     ordered, places = torch.cat(parts).sort(dim=0, descending=True)
     # the row as a whole first: a column of large numbers (a time stamp) hides the other columns
-    columns = ordered.shape[1] if len(owners) >= FEWEST_FOR_COLUMNS else 1
+    # Number of rows above which single columns of a table are compared as well
+    columns = ordered.shape[1] if len(owners) >= 8 else 1
     for column in range(columns):
         values = ordered[: max(1, int(FEW * len(owners))) + 1, column].tolist()
         for few, (low, others) in enumerate(pairwise(values), start=1):

@@ -60,8 +60,6 @@ from stepguard.tensors.torch_private import (
 )
 from stepguard.tensors.values import dtype_name
 
-MOST_MEASURED = 32
-"""First bad values whose operands are measured; a torrent of them tells nothing more."""
 MOST_POSITIONS = 16
 CHECKS = ("aten._linalg_check_errors", "aten._assert_async")
 """Operations that only test the result of the operation before them."""
@@ -430,7 +428,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.kernel = bad_op
 
     def _may_measure(self, telling: bool) -> bool:
-        telling = telling and self._measured < MOST_MEASURED
+        # First bad values whose operands are measured; a torrent of them tells nothing more
+        telling = telling and self._measured < 32
         self._measured += telling
         return telling
 

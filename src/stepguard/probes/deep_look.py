@@ -114,11 +114,7 @@ OFF_BY = 0.1
 """Logarithm of a sum of probabilities that is not 0 by rounding."""
 MOST_ROWS, MOST_QUERIES, MOST_KEYS = 2048, 64, 4096
 """Parts of an attention that are inspected."""
-MASKED_BELOW = -1e4
-"""Logits below are taken for masked positions."""
 SOFTMAX_TWICE = "softmax_twice"
-SURE_OF_A_SUM = 4e-3
-"""Probabilities that were rounded to bfloat16 sum to 1 within half of this."""
 
 
 class StepNotes:
@@ -370,7 +366,8 @@ class StepNotes:
     def _note_attention(self, module: str, logits: Tensor) -> None:
         rows = logits.reshape(-1, logits.shape[-1])
         wide = rows[:: max(1, math.ceil(len(rows) / MOST_ROWS))].float()
-        seen = wide > MASKED_BELOW
+        # Logits below are taken for masked positions
+        seen = wide > -1e4
         keys = seen.sum(-1)
         several = keys > 1
         weights = torch.softmax(wide, -1)
@@ -407,7 +404,8 @@ class StepNotes:
         for row in values["logs"]:
             if row["loss"] == SOFTMAX_TWICE:
                 # rows that are between 0 and 1 and sum to 1 have been through a softmax
-                found[SOFTMAX_TWICE] |= max(row["off"], -row["lowest"]) < SURE_OF_A_SUM
+                # Probabilities that were rounded to bfloat16 sum to 1 within half of this
+                found[SOFTMAX_TWICE] |= max(row["off"], -row["lowest"]) < 4e-3
             elif row["lowest"] >= 0.0 and row["off"] < OFF_BY:
                 mixed[row["loss"]] = "probabilities"
             elif min(abs(row["least"]), abs(row["most"])) > OFF_BY and row["most"] > OFF_BY:
@@ -516,11 +514,7 @@ class Routers:
 # --- A dispatch mode that watches a healthy step: every operation runs once, as it would have.
 
 
-MOST_RESULTS = 20_000
-"""Results that are measured; a validation between two updates must not fill the memory."""
 CONVERSIONS = aten("_to_copy copy_")
-DISPATCH_SECONDS = 5e-6
-"""What passing one operation through a mode costs, besides the statistics: measured on a CPU."""
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -586,7 +580,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         # a worker process of a data loader inherits the mode
         elsewhere = os.getpid() != self._process or func.namespace in sharded.NAMESPACES
-        full = self.fault is not None or self.results >= MOST_RESULTS
+        # Results that are measured; a validation between two updates must not fill the memory
+        full = self.fault is not None or self.results >= 20_000
         if self.paused or full or elsewhere:
             return func(*args, **kwargs)
         operator = describe(func)
@@ -649,7 +644,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as fault:
             self.fault = fault
         finally:
-            self.seconds += time.thread_time() - began + DISPATCH_SECONDS
+            # What passing one operation through a mode costs, besides the statistics: measured on a
+            # CPU
+            self.seconds += time.thread_time() - began + 5e-6
 
     def _parents(self, given: list[Tensor]) -> list[int]:
         """The results that an operation was given."""
@@ -708,8 +705,6 @@ MOST_ROWS_KEPT = 400
 """Rows of each kind that a record keeps, the worst ones."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules whose parts a model calls one by one, or chooses from."""
-GRADIENT_SAMPLE = 256
-"""Elements of each gradient that say whether it is 0."""
 
 
 class DeepLook:
@@ -749,7 +744,8 @@ class DeepLook:
             if id(parameter) not in updated:
                 continue  # another player's: its own loop zeroes it
             if gradient is not None and gradient.layout is torch.strided and gradient.numel():
-                part = sampled(plain(gradient), GRADIENT_SAMPLE)
+                # Elements of each gradient that say whether it is 0
+                part = sampled(plain(gradient), 256)
                 parts.append((part != 0).any())
         count = torch.stack(parts).sum() if parts else torch.zeros(())
         self.observer.numbers.add("kept gradients", {}, count=count)

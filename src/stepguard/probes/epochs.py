@@ -145,9 +145,6 @@ def _inside(item: Any, kind: type) -> list[Any]:
 
 FEW = 8
 """Batches of a pass that are remembered."""
-LEAST_INDICES = 8
-"""Two shuffled orders begin with the same eight indices once in 40 000 passes of the smallest data
-set that has them, and practically never in one that is trained on."""
 KEPT = 8
 """Passes, those of a validation between two epochs among them."""
 SHUFFLING = (RandomSampler, SubsetRandomSampler, DistributedSampler)
@@ -225,7 +222,9 @@ class Passes:
     def _judge_order(self, before: LoaderPass, one: LoaderPass) -> None:
         count = min(len(before.indices), len(one.indices))
         mine, theirs = (_flat(pass_.indices[:count]) for pass_ in (before, one))
-        if not mine or len(set(mine)) < LEAST_INDICES:
+        # Two shuffled orders begin with the same eight indices once in 40 000 passes of the
+        # smallest data set that has them, and practically never in one that is trained on
+        if not mine or len(set(mine)) < 8:
             return
         if mine == theirs and one.sampler and not self._found.sampler:
             self._found.sampler, self._found.batches = one.sampler, count

@@ -29,8 +29,6 @@ LOSSES = aten(
 IN_A_ROW = 4
 """Calls without gradients that make an evaluation. A training step makes one for the labels of a
 student, an old policy or the choice of examples, rarely more."""
-QUIET_STEPS = 3
-"""Updates without such a call before it: what every step does is a part of the training."""
 PHASES = 2
 """Evaluations with a loss after which it is a habit."""
 MOST_OPERATIONS = 500
@@ -85,7 +83,8 @@ class EvaluationObserver:
         self.stop()
         step = self._context.step
         if step != self._step:
-            self._quiet = self._step < 0 or step - self._step >= QUIET_STEPS
+            # Updates without such a call before it: what every step does is a part of the training
+            self._quiet = self._step < 0 or step - self._step >= 3
             self._step, self._calls = step, 0
         self._calls += 1
         wanted = self._calls == IN_A_ROW and self._quiet and self._phases < PHASES

@@ -37,8 +37,6 @@ from stepguard.tensors.values import is_lazy
 
 HEAD, TAIL, LOOKS = 64, 512, 16
 """Step lines at the beginning and the end of a journal, and probes at its end, that are parsed."""
-LEAST_STEPS = 8
-"""Updates that make a run: one that failed at its start left nothing to resume from."""
 NEAR = 0.25
 """Distance of the weights to those of a probe in the run before, beside their distance to those it
 began with, at which they are taken for loaded ones. Weights made anew are about as far from both.
@@ -83,7 +81,8 @@ class EarlierRun:
             fields = parse_line(line, journal, 0)
             if fields is not None and fields.get("committed"):
                 steps[int(fields["step"])] = fields
-        if len(steps) < LEAST_STEPS:
+        # Updates that make a run: one that failed at its start left nothing to resume from
+        if len(steps) < 8:
             return
         if not min(steps):
             self.steps, self.looks = {}, []
@@ -389,8 +388,6 @@ def _ends_alike(one: str, other: str) -> bool:
 IGNORED = -100
 BATCHES = 8
 """Batches that are counted."""
-MOST_TOKENS = 1 << 20
-"""A batch with more tokens is not counted."""
 SETTLED = 16
 """Rows that are needed for a judgement."""
 
@@ -465,7 +462,8 @@ def _fits(ids: Any, other: Any) -> bool:
     for one in (ids, other):
         if type(one) is not Tensor or one.dim() != 2 or one.is_floating_point():
             return False
-    return bool(ids.shape == other.shape) and 0 < ids.numel() <= MOST_TOKENS
+    # A batch with more tokens is not counted
+    return bool(ids.shape == other.shape) and 0 < ids.numel() <= (1 << 20)
 
 
 def special_ids(context: Context) -> tuple[tuple[int, ...], int | None]:

@@ -61,8 +61,6 @@ GROWTH = 0.05
 """A probe is at least this share of all steps so far after the last one: ever more rarely."""
 EARLY_GAPS = ((64, 5), (256, 16))
 """Up to which step, and the most steps between two probes; after that at powers of two."""
-HURRY_STEPS = 4
-"""Steps between two probes while a trend shows."""
 FIRST = 2
 """Step of the first look: what torch.compile compiles has been compiled by then, and is left alone.
 """
@@ -122,7 +120,8 @@ class LookSchedule:
         early = EARLY_SHARE * min(max(elapsed, LEAST_SECONDS), EARLY_SECONDS)
         allowed = early + SHARE * max(0.0, elapsed - EARLY_SECONDS)
         if self.hurry:
-            wanted = gone >= HURRY_STEPS
+            # Steps between two probes while a trend shows
+            wanted = gone >= 4
         else:
             # ever more rarely; between these what the long run's share allows
             age = self._last - offset
@@ -150,8 +149,6 @@ class LookSchedule:
 # parameters of its optimizer are never trained?
 
 
-SAME_IN_A_ROW = 7
-"""Sampled steps after which equal digests are compared with care."""
 STILL_FROZEN, STILL_UNREACHED = 60, 90
 """Steps over which a parameter had `requires_grad=False`, or no gradient."""
 
@@ -200,7 +197,8 @@ class HostFacts:
         step = self._context.step
         if len(self._exact) > 2 or not torch.is_grad_enabled() or transforms() is not None:
             return
-        if self._exact or (self._equal >= SAME_IN_A_ROW and step == self._pair):
+        # Sampled steps after which equal digests are compared with care
+        if self._exact or (self._equal >= 7 and step == self._pair):
             if not self._exact or self._exact[-1][0] != step:
                 self._exact.append((step, SeenBatch()))
             self._exact[-1][1].add(batch)
@@ -294,12 +292,8 @@ class HostFacts:
 MOST = 64
 """Probes and readings that are remembered, and steps between two checks that need no look."""
 SAME_BATCH = "SG907"
-FADED = 1e-4
-"""Learning rate, beside the highest of its group, at which nothing moves any more."""
 QUICK = 6
 """Steps over which the loss is compared at every step."""
-GREW = 2.0
-"""Growth of the loss over these steps that is worth a closer check."""
 OFTEN = 8
 """Steps between two comparisons with everything that is remembered: slow growth shows there."""
 
@@ -360,7 +354,8 @@ class HealthCheck:
                 highest = reading.lr
             self._highest = tuple(map(max, highest, reading.lr))
             pairs = zip(reading.lr, self._highest, strict=True)
-            if not all(rate < FADED * highest for rate, highest in pairs):
+            # Learning rate, beside the highest of its group, at which nothing moves any more
+            if not all(rate < 1e-4 * highest for rate, highest in pairs):
                 self._faded_since = None
             elif self._faded_since is None:
                 self._faded_since = reading.step
@@ -432,7 +427,8 @@ class HealthCheck:
             return False
         if newest.step % OFTEN == 0:
             before = min(abs(one.loss) for one in self._recent if one.loss is not None)
-        return abs(newest.loss) > GREW * abs(before)
+        # Growth of the loss over these steps that is worth a closer check
+        return abs(newest.loss) > 2.0 * abs(before)
 
     def _forecast(self) -> None:
         oldest = self._recent[0].step if self._recent else 0

@@ -258,7 +258,8 @@ class Updates:
 
     def _note_rule(self, parameter: Tensor, gradient: Tensor, epsilon: float | None) -> None:
         """Note whether the update of this parameter would show another rule than the declared."""
-        if parameter.numel() >= LEAST_TELLING:
+        # Elements from which the shape of an update says something
+        if parameter.numel() >= 64:
             tells = _tells(self.rule, parameter, gradient, epsilon or 0.0)
             if tells is not None:
                 self._tell[id(parameter)] = tells
@@ -317,12 +318,6 @@ WITH_AUX = ("muonwithauxadam", "singledevicemuon", "singledevicemuonwithauxadam"
 """Names of Muon in its author's package."""
 DIRECTIONS = ("exp_avg", "momentum_buffer", "momentum")
 """Names of an optimizer's running mean of the gradient."""
-LEAST_TELLING = 64
-"""Elements from which the shape of an update says something."""
-MOST_SINGULAR = 1 << 18
-"""Elements of a matrix whose singular values are computed."""
-UNEVEN = 0.9
-"""Mean over root mean square: gradients of one size give the same update by any rule."""
 SPREAD = 2.0
 """Largest singular value over the median: an orthogonal update differs clearly from there on."""
 
@@ -342,10 +337,12 @@ def _tells(rule: str, parameter: Tensor, gradient: Tensor, epsilon: float) -> Te
         return None
     if rule == "element":
         size = root_mean_square(gradient)
-        uneven: Tensor = gradient.abs().double().mean() < UNEVEN * size
+        # Mean over root mean square: gradients of one size give the same update by any rule
+        uneven: Tensor = gradient.abs().double().mean() < 0.9 * size
         # an epsilon above the gradient makes plain descent of it, by design
         return uneven & (size > 100.0 * epsilon)
-    if parameter.dim() != 2 or min(parameter.shape) < 4 or parameter.numel() > MOST_SINGULAR:
+    # Elements of a matrix whose singular values are computed
+    if parameter.dim() != 2 or min(parameter.shape) < 4 or parameter.numel() > (1 << 18):
         return None
     assert parameter.grad is not None
     values: Tensor = torch.linalg.svdvals(plain(parameter.grad).float())
@@ -410,10 +407,6 @@ def _epsilons(optimizer: Optimizer) -> dict[int, float]:
 # few elements of what went in and came out; one that is given the same in the second forward must
 # give the same.
 
-ELEMENTS = 256
-"""Elements of each tensor that are compared."""
-MOST_ALIKE = 128
-"""Calls of one operation with the same shapes; of more nothing is said."""
 MOST_CALLS = 20_000
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 ROUNDING_IN_FLOAT = 1e-3
@@ -473,7 +466,8 @@ class Recomputed:
     def _compare(self, key: Any, seen: _Seen) -> None:
         """Compare with all calls that look alike: one must have given the same for the same."""
         earlier = self._first.get(key, ())
-        if not 0 < len(earlier) <= MOST_ALIKE:
+        # Calls of one operation with the same shapes; of more nothing is said
+        if not 0 < len(earlier) <= 128:
             return
         outputs = _shares([one.result for one in earlier], seen.result)
         inputs = torch.zeros_like(outputs)
@@ -506,7 +500,8 @@ class Recomputed:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    return sampled(plain(tensor), ELEMENTS).clone()
+    # Elements of each tensor that are compared
+    return sampled(plain(tensor), 256).clone()
 
 
 def _shares(earlier: list[Tensor], now: Tensor) -> Tensor:

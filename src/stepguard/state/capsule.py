@@ -54,9 +54,6 @@ DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeEr
 """What decoding facts raises that this module never wrote."""
 LARGEST_FACTS = 1 << 25
 """Bytes of a capsule's JSON."""
-MOST_COPIES = 4
-"""A tensor is written once for each place that holds it; a file that refers to one more often than
-that on average was not written by us, and would take memory without bound."""
 
 
 @dataclass(slots=True)
@@ -433,7 +430,9 @@ def read_facts(
             wanted += bytes_of.get(named, 0) if isinstance(named, str) else 0
         elif isinstance(value, list):
             left.extend(value)
-    if wanted > MOST_COPIES * sum(bytes_of.values()):
+    # A tensor is written once for each place that holds it; a file that refers to one more often
+    # than that on average was not written by us, and would take memory without bound
+    if wanted > 4 * sum(bytes_of.values()):
         raise ValueError(f"{name} refers to its tensors so often that they take {wanted} bytes.")
     return facts, tensors
 
