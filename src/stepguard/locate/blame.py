@@ -317,7 +317,9 @@ class _Walk:
         argument = {id(real_maker(parent)) for parent in first.parents}
 
         def behind(call: Call) -> list[Call]:
-            return [] if call.numeric else [real_maker(parent) for parent in call.parents]
+            if call.numeric:
+                return []
+            return [real_maker(parent) for parent in call.parents]
 
         for reader in self.last_readers(first):
             # Computed values that the condition depends on, behind comparisons and logic.
@@ -329,13 +331,16 @@ class _Walk:
 
     def dropping(self, first: Call) -> Evidence:
         """Name the operation that left the value out of the loss."""
-        ends = self.last_readers(first)
-        return Evidence(discarded_by=ends[0].op) if ends else NO_EVIDENCE
+        for reader in self.last_readers(first):
+            return Evidence(discarded_by=reader.op)
+        return NO_EVIDENCE
 
     def absorption(self, call: Call) -> Evidence:
         """Name the operation that read the bad value and gave a finite one, as erf and clamp do."""
-        ends = [reader.op for reader in self.last_readers(call) if not reader.selects]
-        return Evidence(absorbed=True, absorbed_by=ends[0] if ends else None)
+        for reader in self.last_readers(call):
+            if not reader.selects:
+                return Evidence(absorbed=True, absorbed_by=reader.op)
+        return Evidence(absorbed=True)
 
     def upstream_deselected(self, root: Call) -> bool:
         """True if the 0 that met an infinite derivative comes from a condition that left it out."""
@@ -353,8 +358,10 @@ class _Walk:
             call = queue.popleft()
             # Is it the backward of a selection? Indexing by positions is not one.
             owner = self._tracer.owners.get(call.sequence)
-            by_name = (call.node or "").startswith(SELECTING_NODES)
-            if by_name if owner is None else owner.selects:
+            selects = (call.node or "").startswith(SELECTING_NODES)
+            if owner is not None:
+                selects = owner.selects
+            if selects:
                 return True
             queue.extend(parent for parent in call.parents if parent.stage == "backward")
         return False

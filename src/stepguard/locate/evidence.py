@@ -59,9 +59,10 @@ def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]
             if isinstance(value, list | tuple):
                 value = dict(enumerate(value))
             # a container may hold very much
-            for inner, item in islice(value.items(), 64) if isinstance(value, dict) else ():
-                if isinstance(item, Tensor):
-                    yield f"{name}[{inner!r}]", item
+            if isinstance(value, dict):
+                for inner, item in islice(value.items(), 64):
+                    if isinstance(item, Tensor):
+                        yield f"{name}[{inner!r}]", item
 
 
 def stored_tensor(step: Step, name: str, micro: int = 0) -> Tensor | None:
@@ -124,7 +125,9 @@ def state_origin(step: Step, reading: Reading) -> Origin:
 def owner_of(name: str) -> str | None:
     """Name the module that holds a parameter or buffer."""
     kind, _, path = name.partition(":")
-    return None if kind == "opt" else path.rpartition(".")[0]
+    if kind == "opt":
+        return None
+    return path.rpartition(".")[0]
 
 
 def evidence_origin(
@@ -200,8 +203,9 @@ class Invocation:
 
         def one(value: Any) -> Any:
             # The operator still takes lists: one of one entry gives the same result for that entry.
-            listed = isinstance(value, list | tuple) and position < len(value)
-            return [value[position]] if listed else value
+            if isinstance(value, list | tuple) and position < len(value):
+                return [value[position]]
+            return value
 
         def chosen(named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
             """Entries of this position, and what belongs to all of them."""
@@ -220,7 +224,9 @@ class Invocation:
     @property
     def index(self) -> Index | None:
         """The first bad element that no input explains."""
-        return first_broken(self.out) if self.where is None else first_true(self.where)
+        if self.where is None:
+            return first_broken(self.out)
+        return first_true(self.where)
 
     def read(self, name: str) -> Read | None:
         """Return the tensor that was given for this argument."""
@@ -237,8 +243,9 @@ class Invocation:
         if read is None:
             return dict(self.numbers).get(name)
         index = self.index
-        position = broadcast_index(index, tuple(read.tensor.shape)) if index is not None else None
-        return element(read.tensor, position)
+        if index is None:
+            return None
+        return element(read.tensor, broadcast_index(index, tuple(read.tensor.shape)))
 
 
 # --- Measure operations that work along an axis: softmax rows, reductions, losses over targets.
@@ -332,7 +339,9 @@ def _masked_rows(bad_op: Invocation) -> Evidence:
 @_gathers(*REDUCES)
 def _reduced(bad_op: Invocation) -> Evidence:
     read = bad_op.read("self")
-    group = 2 if read is None else read.tensor.numel() // max(1, bad_op.out.numel())
+    if read is None:
+        return NO_EVIDENCE
+    group = read.tensor.numel() // max(1, bad_op.out.numel())
     if group == 0 or (group == 1 and bad_op.operator.base in SPREAD):
         return Evidence(reduced_elements=group)
     return NO_EVIDENCE
@@ -359,16 +368,16 @@ def _targets(bad_op: Invocation) -> Evidence:
 @_gathers(*PROBABILITY, "xlogy")
 def _target_domain(bad_op: Invocation) -> Evidence:
     """A target that the loss is not defined for; kl_div computes xlogy(target, target)."""
-    if bad_op.operator.base == "xlogy":
-        value = bad_op.at("other")
-        negative = value is not None and -math.inf < value < 0
-        return Evidence(target_out_of_domain=value) if negative else NO_EVIDENCE
+    values: tuple[float | None, ...] = ()
     target = bad_op.argument("target")
-    extremes: tuple[float, ...] = ()
-    if isinstance(target, Tensor) and target.numel():
-        extremes = (float(target.min()), float(target.max()))
-    beyond = [value for value in extremes if not 0 <= value <= 1]
-    return Evidence(target_out_of_domain=beyond[0]) if beyond else NO_EVIDENCE
+    if bad_op.operator.base == "xlogy":
+        values = (bad_op.at("other"),)
+    elif isinstance(target, Tensor) and target.numel():
+        values = (float(target.min()), float(target.max()))
+    for value in values:
+        if value is not None and (-math.inf < value < 0 or value > 1):
+            return Evidence(target_out_of_domain=value)
+    return NO_EVIDENCE
 
 
 @_gathers("_weight_norm_interface", within=("batch_norm",))
@@ -380,7 +389,8 @@ def _stored_domain(bad_op: Invocation) -> Evidence:
             return Evidence(zero_denominator=True, denominator_from="norm")
     elif isinstance(variance, Tensor) and not bad_op.argument("training"):
         lowest = float(variance.min()) + float(bad_op.argument("eps") or 0.0)
-        return Evidence(argument="negative") if lowest < 0 else NO_EVIDENCE
+        if lowest < 0:
+            return Evidence(argument="negative")
     return NO_EVIDENCE
 
 
@@ -597,7 +607,9 @@ def _way_to(bad_op: Invocation, name: str) -> tuple[str | None, str | None, floa
         maker = behind
     stored = {one.op for one in walk([maker], lambda one: one.parents) if one.stage == "stored"}
     roots = [name for name in stored if not name.startswith("constant")]
-    root = roots[0] if len(roots) == 1 and roots[0].startswith("batch:") else None
+    root = None
+    if len(roots) == 1 and roots[0].startswith("batch:"):
+        root = roots[0]
     eps = _vanished_epsilon(read.maker)
     return None if maker.stage == "stored" else maker.op, root, eps
 

@@ -107,15 +107,19 @@ def _singular(
         inputs=inputs,
         output=output,
         evidence=Evidence(**facts),
-        remarks=(remark, READ_FROM_GRAPH) if remark else (READ_FROM_GRAPH,),
+        remarks=(*filter(None, [remark]), READ_FROM_GRAPH),
     )
 
 
 def _at(values: Values, name: str, condition: Callable[[Tensor], Tensor]) -> Operand | None:
     """The tensor at its first element that meets the condition; None where no element does."""
     tensor = values.get(name)
-    index = first_true(condition(tensor)) if isinstance(tensor, Tensor) else None
-    return None if index is None else summarise(name, values[name], index)
+    if not isinstance(tensor, Tensor):
+        return None
+    index = first_true(condition(tensor))
+    if index is None:
+        return None
+    return summarise(name, tensor, index)
 
 
 @_reads("div")
@@ -125,10 +129,12 @@ def _quotient(op: str, values: Values, sources: Sources) -> Origin | None:
         return None
     divisor, above = plain(values["other"]), values.get("self")
     finite = divisor[torch.isfinite(divisor)]
+    inputs = [shown]
+    if above is not None:
+        inputs = [summarise("self", above, shown.index), shown]
     return _singular(
         op,
-        *(() if above is None else (summarise("self", above, shown.index),)),
-        shown,
+        *inputs,
         zero_denominator=True,
         denominator_learned=sources[1] is not None,
         denominator_fractional=not bool((finite == finite.round()).all()),
@@ -151,8 +157,10 @@ def _result(op: str, values: Values, sources: Sources) -> Origin | None:
     shown = _at(values, "result", broken)
     if shown is not None:
         return _singular(op, output=shown)
-    shown = _at(values, "result", lambda result: result == 0.0) if op == "sqrt" else None
-    return None if shown is None else _singular(op, shown, slope=True, singular_at=0.0)
+    shown = _at(values, "result", lambda result: result == 0.0)
+    if shown is None or op != "sqrt":
+        return None
+    return _singular(op, shown, slope=True, singular_at=0.0)
 
 
 @_reads("pow")
@@ -160,8 +168,9 @@ def _power(op: str, values: Values, sources: Sources) -> Origin | None:
     exponent = values.get("exponent")
     if not isinstance(exponent, int | float):
         return None
-    root = exponent != int(exponent)
-    negative = _at(values, "self", lambda base: base < 0) if root else None
+    negative = None
+    if exponent != int(exponent):
+        negative = _at(values, "self", lambda base: base < 0)
     zero = _at(values, "self", lambda base: base == 0)
     given = of_number("exponent", float(exponent))
     if negative is not None:
@@ -179,7 +188,9 @@ def _inverse_cosine(op: str, values: Values, sources: Sources) -> Origin | None:
     if shown is not None:
         return _singular(op, shown)
     shown = _at(values, "self", lambda argument: argument.abs() == 1)
-    return None if shown is None else _singular(op, shown, slope=True, singular_at=shown.value)
+    if shown is None:
+        return None
+    return _singular(op, shown, slope=True, singular_at=shown.value)
 
 
 def _signed(number: int) -> int:
@@ -218,7 +229,9 @@ def _labels(op: str, values: Values, sources: Sources) -> Origin | None:
 
 @_reads("mean")
 def _mean(op: str, values: Values, sources: Sources) -> Origin | None:
-    return _singular(op, reduced_elements=0) if values.get("self_sym_numel") == 0 else None
+    if values.get("self_sym_numel") != 0:
+        return None
+    return _singular(op, reduced_elements=0)
 
 
 @_reads(
@@ -233,9 +246,11 @@ def _constant_operand(op: str, values: Values, sources: Sources) -> Origin | Non
     """An operation that is defined everywhere, with a bad operand that no gradient flows into."""
     # a loss has a gradient for its scores alone, unless its targets want one too
     for names, source in zip((("self",), ("other", "target")), (*sources, None), strict=False):
-        for name in names if source is None else ():
+        for name in names:
             value = values.get(name)
-            if value is not None and numeric(value) and not is_finite(value):
+            if value is None or source is not None or not numeric(value):
+                continue
+            if not is_finite(value):
                 return _singular(op, summarise(name, value), remark=CAME_IN)
     data = values.get("self")
     if "reduction" in values and isinstance(data, Tensor) and not data.numel():

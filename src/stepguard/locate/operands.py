@@ -160,18 +160,18 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
     if floats:
         values = plain(tensor)
     finite = values
+    facts: dict[str, Any] = {}
     if not clean:
         finite = values[torch.isfinite(values)]
-    return replace(
-        operand,
-        min=float(finite.min()) if finite.numel() else None,
-        max=float(finite.max()) if finite.numel() else None,
-        nan=0 if clean else int(torch.isnan(values).sum()),
-        posinf=0 if clean else int(torch.isposinf(values).sum()),
-        neginf=0 if clean else int(torch.isneginf(values).sum()),
-        zeros=values.numel() - int(torch.count_nonzero(values)),
-        exponents=_exponents(finite) if floats else (),
-    )
+        facts["nan"] = int(torch.isnan(values).sum())
+        facts["posinf"] = int(torch.isposinf(values).sum())
+        facts["neginf"] = int(torch.isneginf(values).sum())
+    if finite.numel():
+        facts["min"], facts["max"] = float(finite.min()), float(finite.max())
+    if floats:
+        facts["exponents"] = _exponents(finite)
+    zeros = values.numel() - int(torch.count_nonzero(values))
+    return replace(operand, zeros=zeros, **facts)
 
 
 def _exponents(finite: Tensor) -> tuple[tuple[int, int], ...]:

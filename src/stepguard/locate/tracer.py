@@ -192,8 +192,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # (finite tests, copies) are not traced.
         kwargs = kwargs or {}
         if func.namespace in sharded.NAMESPACES:
-            self.local_collectives |= self.alone
-            result = (sharded.alone if self.alone else _call)(func, args, kwargs)
+            if self.alone:
+                self.local_collectives = True
+                result = sharded.alone(func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
             self._carefully(func.namespace, self._exchange, func, args, result)
             return result
         name = str(func._overloadpacket)
@@ -244,8 +247,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _read(self, name: str, tensor: Tensor, operator: Operator | None = None) -> Read:
         """Describe what an operator, or else a function or module, is given."""
         maker = self.maker_of(tensor)
-        if maker is None:
-            maker = self.store("constant", tensor) if operator is None else self._unknown(tensor)
+        if maker is None and operator is not None:
+            maker = self._unknown(tensor)
+        maker = maker or self.store("constant", tensor)
         read = Read(name, tensor, maker)
         unwritten = maker.uninitialised and operator is not None
         if (maker.out or unwritten) and numeric(tensor):
@@ -279,10 +283,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             maker.out = found
             maker.first_bad = True
             return maker
-        made_by = function.name if function is not None else _cpp_function(_node_name(tensor))
-        kind: Boundary = "function" if inside or made_by else "code"
+        made_by = _cpp_function(_node_name(tensor))
+        reads: list[Read] = []
+        if function is not None:
+            made_by, reads = function.name, function.reads
+        kind: Boundary = "code"
+        if inside or made_by:
+            kind = "function"
         name = made_by or maker.function or maker.op
-        reads = [] if function is None else function.reads
         function = function or self._nodes.get(maker.sequence)
         call = self._opaque(tensor, found, kind, name, function, reads)
         if maker.stage != "backward" or call.sequence != maker.sequence:
@@ -325,7 +333,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.uninitialised = True
         call.fresh = _checksum(tensor)
         function = self._innermost_function() or self._nodes.get(call.sequence)
-        name = function.name if function is not None else _cpp_function(call.node)
+        name = _cpp_function(call.node)
+        if function is not None:
+            name = function.name
         call.function = name or user_function()
 
     def _test_result(
@@ -592,9 +602,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._opaque(tensor, found, "function", made_by, None, reads)
             return
         call = self._opaque(tensor, found, kind, name, function, reads)
-        if kind == "module" and maker is not None and maker.module == call.module:
+        allocated = kind == "module" and maker is not None and maker.uninitialised
+        if allocated and maker is not None and maker.module == call.module:
             # Better than the line that called the module: where the memory was allocated.
-            call.line = maker.line if maker.uninitialised else call.line
+            call.line = maker.line
 
     def _opaque(
         self,
@@ -658,10 +669,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch.no_grad(), no_dispatch_modes():
             self._try(name, test, *args)
         self.fault = before
-
-
-def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
 
 
 def _is_part(tensor: Tensor) -> bool:

@@ -57,10 +57,9 @@ def register_reference(kernel: Any, reference: Callable[..., Any]) -> None:
     name = kernel
     # An autograd function is known by its class, an operator by `namespace::name`.
     if not (isinstance(kernel, type) and issubclass(kernel, torch.autograd.Function)):
-        # torch.ops returns an overload or a packet, torch.library a CustomOpDef
-        schema = getattr(kernel, "_schema", None)
+        # torch.ops returns a packet or an overload, torch.library a CustomOpDef
         named = getattr(kernel, "_qualname", None) or getattr(kernel, "_qualified_op_name", None)
-        name = named or str(kernel) if schema is None else schema.name
+        name = getattr(getattr(kernel, "_schema", None), "name", named or str(kernel))
         if "::" not in name:
             raise TypeError(f"kernel is {kernel!r}; it must be an autograd function or an operator")
     REFERENCES[name] = reference
@@ -219,8 +218,8 @@ class Kernel:
         """
         inputs = [one for one in self._args if isinstance(one, Tensor) and one.requires_grad]
         position, flat = _first_bad(own, None)
-        given = own[position] if position < len(inputs) else None
-        if self._gradients is None or given is None:
+        given = next(iter(own[position : position + 1]), None)
+        if self._gradients is None or position >= len(inputs) or given is None:
             return
         gradient = plain(given).flatten()
         if gradient.isfinite()[flat]:
@@ -290,13 +289,16 @@ def _attention(bad_op: Invocation) -> Results:
         bad_op.argument(name).detach().clone().requires_grad_(backward) for name in names
     )
     mask = bad_op.argument("attn_mask")
-    mask = bad_op.argument("attn_bias") if mask is None else mask
+    if mask is None:
+        mask = bad_op.argument("attn_bias")
+    if isinstance(mask, Tensor):
+        mask = mask.detach()
     with sdpa_kernel(SDPBackend.MATH), torch.set_grad_enabled(backward):
         out = scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=mask.detach() if isinstance(mask, Tensor) else mask,
+            attn_mask=mask,
             is_causal=bool(bad_op.argument("is_causal")),
             scale=bad_op.argument("scale"),
             enable_gqa=query.dim() == 4 and query.shape[1] != key.shape[1],
@@ -400,7 +402,7 @@ def _given_to(
             replayer.run(micro, backward=backward)
         except ReplayError:
             return None
-    return found[0] if found else None
+    return next(iter(found), None)
 
 
 def _attempt(run: Callable[[], Results]) -> Results | str:
@@ -460,7 +462,7 @@ def _first_bad(results: Results, origin: Origin | None) -> tuple[int, int]:
     for position, one in enumerate(results):
         if one is not None and numeric(one) and not is_finite(one):
             return position, int((~plain(one).isfinite().flatten()).nonzero()[0])
-    out = None if origin is None else origin.output
+    out = getattr(origin, "output", None)
     for position, one in enumerate(results):
         if one is not None and out is not None and out.index and tuple(one.shape) == out.shape:
             flat = 0
@@ -471,10 +473,11 @@ def _first_bad(results: Results, origin: Origin | None) -> tuple[int, int]:
 
 
 def _at(results: Results, place: tuple[int, int]) -> float | None:
-    one = results[place[0]] if place[0] < len(results) else None
-    if one is None or one.numel() <= place[1]:
+    position, flat = place
+    one = next(iter(results[position : position + 1]), None)
+    if one is None or one.numel() <= flat:
         return None
-    return float(plain(one).flatten()[place[1]])
+    return float(plain(one).flatten()[flat])
 
 
 # --- A fault that only compiled code shows: which region, and what it gives when run eagerly.
