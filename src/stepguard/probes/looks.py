@@ -672,10 +672,11 @@ class Looks(StepProbe):
         with self._protect.part(PART):
             taken = look.finish(committed=committed)
             self.schedule.took(look.step, taken.seconds)
-            fault = look.observer.fault or look.observer.note_fault
+            faults = look.observer.faults
+            fault = faults.get("probe", faults.get("notes"))
             if fault is not None and "fault" not in self._said:
                 self._said.add("fault")
-                missing = "nothing" if look.observer.fault is not None else "a part of it"
+                missing = "nothing" if "probe" in faults else "a part of it"
                 why = f"{type(fault).__name__}: {fault}"
                 self._context.outputs.note(
                     "look",
@@ -685,7 +686,7 @@ class Looks(StepProbe):
                 )
             # not where the step was a bad one after all: a fused update is judged later
             sizes = [one.weight + (one.update or 0.0) for one in taken.parameters]
-            if committed and look.observer.fault is None and all(map(math.isfinite, sizes)):
+            if committed and "probe" not in faults and all(map(math.isfinite, sizes)):
                 self._tell(taken, look.outsiders)
             self._pair = (look.batch, SeenBatch())
             return
