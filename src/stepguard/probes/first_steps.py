@@ -218,7 +218,9 @@ class ResumeCheck:
         now = self._first_lr
         if not len(now) == len(began) == len(expected) or not now:
             return False
-        if not all(map(_equal, now, began)) or not any(map(_apart, now, expected)):
+        if not all(
+            math.isclose(*pair, rel_tol=SAME_RATE) for pair in zip(now, began, strict=True)
+        ) or not any(map(_apart, now, expected)):
             return False
         # a schedule of several cycles comes back to where it began, and may do so right now
         left = False
@@ -294,13 +296,19 @@ def _distance(now: dict[str, float], look: Look) -> float:
     return total / len(rows)
 
 
-def _equal(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=SAME_RATE)
-
-
 def _apart(one: float, other: float) -> bool:
     low, high = sorted((abs(one), abs(other)))
     return high > OTHER_RATE * low
+
+
+def data_loaders() -> Iterator[tuple[Any, int]]:
+    """Every DataLoader of the process, and how many batches it has."""
+    gc.collect()
+    for thing in gc.get_objects():
+        # type() and not isinstance: proxies answer isinstance with side effects
+        if issubclass(type(thing), DataLoader):
+            with suppress(Exception):  # a data set without a length, or of the user's own
+                yield thing, len(thing)
 
 
 def _within_an_epoch(context: Context, step: int, look_step: int) -> bool:
@@ -312,13 +320,7 @@ def _within_an_epoch(context: Context, step: int, look_step: int) -> bool:
     batches = len(recent.of_step(look_step)) if recent is not None else 0
     if not batches:
         return False  # not from a DataLoader: nothing says how long an epoch is
-    lengths = []
-    gc.collect()
-    for thing in gc.get_objects():
-        # type() and not isinstance: proxies answer isinstance with side effects
-        if issubclass(type(thing), DataLoader):
-            with suppress(Exception):  # a data set without a length, or of the user's own
-                lengths.append(len(thing))
+    lengths = [length for _, length in data_loaders()]
     made = step * batches
     return bool(lengths) and all(length > 1 and made % length for length in lengths)
 

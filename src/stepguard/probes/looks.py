@@ -4,7 +4,6 @@ forecast is reported once.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import time
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stepguard.diagnose.case import WeightFacts
@@ -31,7 +29,7 @@ from stepguard.probes.audit import Audit
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
 from stepguard.probes.epochs import Passes, observe_workers
 from stepguard.probes.evaluations import EvaluationObserver
-from stepguard.probes.first_steps import ResumeCheck, TargetCounts, weight_facts
+from stepguard.probes.first_steps import ResumeCheck, TargetCounts, data_loaders, weight_facts
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import AuditFacts, Look, NextBatch
@@ -469,13 +467,10 @@ def _whole_data_set_in_a_batch(samples: int) -> bool:
 
     Looked for once in a run at most, and only where the finding would be reported.
     """
-    gc.collect()
-    for thing in gc.get_objects():
-        # type() and not isinstance: proxies answer isinstance with side effects
-        if issubclass(type(thing), DataLoader):
-            with suppress(Exception):  # a data set without a length, or of the user's own
-                if len(thing) == 1 and len(thing.dataset) == samples:
-                    return True
+    for loader, length in data_loaders():
+        with suppress(Exception):  # a data set without a length, or of the user's own
+            if length == 1 and len(loader.dataset) == samples:
+                return True
     return False
 
 

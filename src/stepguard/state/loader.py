@@ -298,17 +298,18 @@ def first_tensors(batch: Any) -> list[Tensor]:
         if issubclass(type(item), Tensor):
             found.append(item)
         elif type(item) not in ATOMS:
-            waiting.extend(_parts(item, type(item)))
+            waiting.extend(parts_of(item))
     return found
 
 
-def _parts(item: Any, kind: type) -> list[Any]:
+def parts_of(item: Any, most: int = MOST_PARTS) -> list[Any]:
     """List direct parts of a container, past methods that its class may have overridden."""
+    kind = type(item)
     if issubclass(kind, dict):
-        return list(islice(dict.values(item), MOST_PARTS))
+        return list(islice(dict.values(item), most))
     for sequence in (list, tuple):
         if issubclass(kind, sequence):
-            few = list(islice(sequence.__iter__(item), MOST_PARTS))
+            few = list(islice(sequence.__iter__(item), most))
             # A list of names is long and holds no tensor.
             if few and type(few[0]) in ATOMS:
                 return []
@@ -321,7 +322,7 @@ def _parts(item: Any, kind: type) -> list[Any]:
         attributes = object.__getattribute__(item, "__dict__")
     except AttributeError:
         return []
-    return list(islice(attributes.values(), MOST_PARTS))
+    return list(islice(attributes.values(), most))
 
 
 # --- The user's loader, with a position that can be saved and restored
