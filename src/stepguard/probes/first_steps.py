@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +219,8 @@ class ResumeCheck:
         now = self._first_lr
         if not len(now) == len(began) == len(expected) or not now:
             return False
-        if not all(
-            math.isclose(*pair, rel_tol=SAME_RATE) for pair in zip(now, began, strict=True)
-        ) or not any(map(_apart, now, expected)):
+        restarted = partial(math.isclose, rel_tol=SAME_RATE)
+        if not all(map(restarted, now, began)) or not any(map(_apart, now, expected)):
             return False
         # a schedule of several cycles comes back to where it began, and may do so right now
         left = False
