@@ -38,7 +38,16 @@ def untouched(step: Step) -> Iterator[BufferKeeper]:
         stack.callback(keeper.restore)
         # Parameters of the modules and of the optimizer, each once.
         parameters = [p for p, _ in parameter_names(step.named_roots(), step.optimizer)]
-        stack.enter_context(_kept_parameters(parameters))
+        for parameter in parameters:
+            # The same object is put back.
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
+            # Hooks that act on a finished gradient (an optimizer fused into the backward, a guard)
+            # would update weights or count steps.
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks:
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
         for module, training in modes:
             stack.callback(setattr, module, "training", training)
         for wrapper in wrappers:
@@ -52,26 +61,6 @@ def untouched(step: Step) -> Iterator[BufferKeeper]:
         if distributed():
             stack.enter_context(Alone())  # type: ignore[no-untyped-call]
         yield keeper
-
-
-@contextmanager
-def _kept_parameters(parameters: list[Tensor]) -> Iterator[None]:
-    """Keep the gradients as the same objects, and remove hooks that act on a finished gradient.
-
-    Such hooks (an optimizer fused into the backward, a guard) would update weights or count steps.
-    """
-    kept = [(p, p.grad, dict(p._post_accumulate_grad_hooks or {})) for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-        if parameter._post_accumulate_grad_hooks:
-            parameter._post_accumulate_grad_hooks.clear()
-    try:
-        yield
-    finally:
-        for parameter, grad, hooks in kept:
-            parameter.grad = grad
-            if hooks:
-                parameter._post_accumulate_grad_hooks.update(hooks)
 
 
 @contextmanager

@@ -10,13 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stepguard.state.files import free_memory
+from stepguard.state.files import SHARE_OF_FREE, free_memory
 from stepguard.state.run_state import SavedState
 from stepguard.tensors.torch_private import foreach_copy_
 
 Standing = Literal["young", "good", "bad"]
-SHARE_OF_FREE = 0.5
-"""Share of the free memory that is used if no limit is set."""
 LEAST = 2
 """Snapshots that must fit: one that is good and one that may become so."""
 
