@@ -276,7 +276,12 @@ class _Walk:
             # Operations without a result choose a NaN constant by a `where`.
             chooser = self._consumer(first)
             if chooser is not None and chooser.op == "aten.where":
-                evidence |= Evidence(chosen_by=_condition_of(chooser))
+                # The operation that its condition depends on, behind comparisons.
+                asked = next(iter(chooser.parents), None)
+                while asked is not None and not asked.numeric and asked.parents:
+                    asked = real_maker(asked.parents[0])
+                if asked is not None and asked.stage != "stored":
+                    evidence |= Evidence(chosen_by=asked.op)
                 return FirstBad(chooser, None, evidence)
         evidence |= Evidence(turned_nan_by=self._turned_nan(first))
         return FirstBad(first, None, evidence)
@@ -387,16 +392,6 @@ class _Walk:
                     return call
                 copies.add(id(call))
         return None
-
-
-def _condition_of(choice: Call) -> str | None:
-    """Name the operation that the condition of a `where` depends on, behind comparisons."""
-    if not choice.parents:
-        return None
-    asked = choice.parents[0]
-    while not asked.numeric and asked.parents:
-        asked = real_maker(asked.parents[0])
-    return None if asked.stage == "stored" else asked.op
 
 
 def _may_be_same_elements(owner: Call, root: Call) -> bool:

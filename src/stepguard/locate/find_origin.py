@@ -30,9 +30,6 @@ from stepguard.locate.witness import locate_region, with_witnesses
 from stepguard.records.incident import Evidence, Origin, Reading, with_evidence
 from stepguard.state.batch import Step, rebuild
 
-MOST_NAMED = 3
-"""Parts of the loss function's own state that are named."""
-
 
 def locate(step: Step, reading: Reading, budget: LocateBudget | None = None) -> Origin:
     """Locate the first harmful value of a bad step.
@@ -96,7 +93,8 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
             return replayer.with_caller(origin, call)
         origin = _from_micro_batch(replayer, reading, samples.bad_micro_batch(replayer, reading))
         if origin.reproduced is False and replayer.loss_fn_state is not None:
-            moves = replayer.loss_fn_state.changed()[:MOST_NAMED]
+            # Parts of the loss function's own state that are named
+            moves = replayer.loss_fn_state.changed()[:3]
             return with_evidence(origin, Evidence(moves=moves))
         return origin
 

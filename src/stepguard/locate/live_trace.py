@@ -29,9 +29,6 @@ from stepguard.tensors.names import named_buffers, named_parameters
 from stepguard.tensors.torch_private import TorchDispatchMode, dispatch_mode_stack
 
 SEEN_LIVE = "observed live: the step ran under the tracer"
-MOST_CALLS = 200_000
-"""Operations that are remembered; a long validation between two updates must not fill the memory.
-"""
 
 
 class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
@@ -79,7 +76,9 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
     @property
     def _idle(self) -> bool:
         """True if nothing is recorded: it has failed, it is full, or this is another process."""
-        if self.fault is not None or len(self.calls) >= MOST_CALLS:
+        # Operations that are remembered; a long validation between two updates must not fill the
+        # memory
+        if self.fault is not None or len(self.calls) >= 200_000:
             return True
         # A worker process of a data loader inherits the mode.
         return os.getpid() != self._place[0]

@@ -37,8 +37,6 @@ NOT_AGAIN = (
     "was replayed"
 )
 SELECTIONS = ("WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward")
-LEAF = 1 << 63
-"""Nodes that gather the gradient of a leaf have the largest number there is."""
 FACTORS = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"})
 """Nodes that pass a NaN on as it is, between an operation and the loss."""
 
@@ -330,7 +328,8 @@ def _bad_output(nodes: Expression) -> Operand | None:
     made_here = {node.sequence for node in nodes}
     for node in nodes:
         for names, source in zip((("self",), ("other", "target")), node.sources, strict=False):
-            if source is None or source in made_here or source >= LEAF:
+            # Nodes that gather the gradient of a leaf have the largest number there is
+            if source is None or source in made_here or source >= (1 << 63):
                 continue
             for value in map(node.values.get, names):
                 if value is not None and numeric(value) and node.intact and not is_finite(value):

@@ -104,12 +104,6 @@ NORMS = aten(
 )
 RECTIFIERS = aten("relu relu_ threshold clamp_min hardtanh hardtanh_")
 SATURATING = {"aten.sigmoid": (0.01, 0.99), "aten.tanh": (-0.99, 0.99)}
-MARGIN = 0.05
-"""How far beyond the range of an activation a target must be, beside the spread of all targets."""
-MOST_CLASSES = 1024
-SMALL = 16
-"""Elements of a tensor that a loss may learn beside a model: weights of tasks, a temperature."""
-LEAST_ROWS = 8
 OFF_BY = 0.1
 """Logarithm of a sum of probabilities that is not 0 by rounding."""
 MOST_ROWS, MOST_QUERIES, MOST_KEYS = 2048, 64, 4096
@@ -171,7 +165,9 @@ class StepNotes:
         for one in given:
             if not one.requires_grad or not one.is_leaf or id(one) in self._known:
                 continue
-            learns = isinstance(one, nn.Parameter) or (module is None and one.numel() <= SMALL)
+            # Elements of a tensor that a loss may learn beside a model: weights of tasks, a
+            # temperature
+            learns = isinstance(one, nn.Parameter) or (module is None and one.numel() <= 16)
             if module is not None and not isinstance(one, nn.Parameter):
                 self._known.add(id(one))  # an input whose gradient is wanted
             elif learns and not any(one is other for other in self.outsiders):
@@ -214,7 +210,8 @@ class StepNotes:
             else:
                 self._note_log_sums("nll_loss", values, 1)
         classes = values.shape[1]
-        if values.dim() == 2 and classes <= MOST_CLASSES and args[2] is None:
+        # more classes are not counted
+        if values.dim() == 2 and classes <= 1024 and args[2] is None:
             counted = torch.where(target == args[4], classes, target).reshape(-1)
             counts = torch.bincount(counted, minlength=classes + 1)[:classes]
             self._numbers.add("classes", {}, counts=counts)
@@ -283,12 +280,15 @@ class StepNotes:
                 return
             low = 0.5  # the sigmoid of 0
         values = sampled(target.detach()).float()
-        margin = MARGIN * values.std(correction=0)
+        # How far beyond the range of an activation a target must be, beside the spread of all
+        # targets
+        margin = 0.05 * values.std(correction=0)
         beyond = (values < low - margin) | (values > high + margin)
         self._numbers.add("reach", {"bound": name}, beyond=share_of(beyond))
 
     def _note_spread(self, output: Tensor) -> None:
-        if not self._spread and output.dim() > 1 and output.shape[0] >= LEAST_ROWS:
+        # fewer rows say nothing
+        if not self._spread and output.dim() > 1 and output.shape[0] >= 8:
             self._spread = True
             some = output.detach().float()
             deviation = some.std(0, correction=0).square().mean().sqrt()

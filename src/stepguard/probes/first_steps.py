@@ -38,10 +38,6 @@ from stepguard.tensors.values import is_lazy
 
 HEAD, TAIL, LOOKS = 64, 512, 16
 """Step lines at the beginning and the end of a journal, and probes at its end, that are parsed."""
-NEAR = 0.25
-"""Distance of the weights to those of a probe in the run before, beside their distance to those it
-began with, at which they are taken for loaded ones. Weights made anew are about as far from both.
-"""
 SAME_RATE, OTHER_RATE = 0.01, 1.5
 """Relative difference of rates that are equal, and the factor between rates that are not."""
 
@@ -281,7 +277,10 @@ def nearest(now: dict[str, float], earlier: Sequence[Look]) -> int | None:
         return None
     began = _distance(now, earlier[0])
     found = min(((_distance(now, one), one.step) for one in earlier[1:]), default=(math.inf, 0))
-    return found[1] if found[0] < NEAR * began else None
+    # Distance of the weights to those of a probe in the run before, beside their distance to those
+    # it began with, at which they are taken for loaded ones. Weights made anew are about as far
+    # from both
+    return found[1] if found[0] < 0.25 * began else None
 
 
 def _distance(now: dict[str, float], look: Look) -> float:
@@ -387,13 +386,6 @@ def _ends_alike(one: str, other: str) -> bool:
 # and `labels`, as transformers and TRL collate them.
 
 
-IGNORED = -100
-BATCHES = 8
-"""Batches that are counted."""
-SETTLED = 16
-"""Rows that are needed for a judgement."""
-
-
 class TargetCounts:
     """Counts on the device of the batches; read once, when a health check is made anyway."""
 
@@ -406,7 +398,8 @@ class TargetCounts:
 
     def add(self, batch: Any) -> None:
         """Count a batch; others than those of causal language models are left alone."""
-        if len(self._counted) >= BATCHES or self._facts is not None:
+        # Batches that are counted
+        if len(self._counted) >= 8 or self._facts is not None:
             return
         for found in _batches(batch):
             ids, labels = found["input_ids"], found["labels"]
@@ -423,7 +416,8 @@ class TargetCounts:
         """The sum of all counts; None while there are too few rows."""
         if self._facts is None and len(self._counted) > 1:
             total = torch.stack(self._counted).sum(0).tolist()
-            if total[0] < SETTLED:
+            # Rows that are needed for a judgement
+            if total[0] < 16:
                 return None
             first, last = (torch.stack([c[i] for c in self._counted]) for i in (-2, -1))
             one_end = int(first.min()) == int(last.max())
@@ -494,7 +488,8 @@ def _count(
 ) -> Tensor:
     """One number for each of COUNTS, then the lowest and the highest last target of a row."""
     ids, labels = ids.long(), labels.long()
-    kept = labels != IGNORED
+    # the label that a loss leaves out
+    kept = labels != -100
     end = torch.zeros_like(kept)
     target_end = torch.zeros_like(kept)
     for one in ends:

@@ -55,8 +55,6 @@ EARLY_SECONDS = 300.0
 """In the first minutes a probe is worth more: a setup that is wrong is wrong from the start."""
 LEAST_SECONDS = 120.0
 """A run is expected to last at least this long, so its first probes need not wait for the time."""
-GROWTH = 0.05
-"""A probe is at least this share of all steps so far after the last one: ever more rarely."""
 EARLY_GAPS = ((64, 5), (256, 16))
 """Up to which step, and the most steps between two probes; after that at powers of two."""
 FIRST = 2
@@ -128,7 +126,9 @@ class LookSchedule:
                 if age < until:
                     gap = early_gap
             wanted = gone >= min(gap, age)
-            if not wanted and gone >= max(1.0, GROWTH * step):
+            # A probe is at least this share of all steps so far after the last one: ever more
+            # rarely
+            if not wanted and gone >= max(1.0, 0.05 * step):
                 wanted = True
                 allowed = SHARE / 2.0 * elapsed
         return wanted and self._spent + self._cost <= allowed
@@ -292,8 +292,6 @@ MOST = 64
 SAME_BATCH = "SG907"
 QUICK = 6
 """Steps over which the loss is compared at every step."""
-OFTEN = 8
-"""Steps between two comparisons with everything that is remembered: slow growth shows there."""
 
 
 class HealthCheck:
@@ -423,7 +421,8 @@ class HealthCheck:
         before = self._recent[-QUICK].loss
         if newest.loss is None or before is None:
             return False
-        if newest.step % OFTEN == 0:
+        # Steps between two comparisons with everything that is remembered: slow growth shows there
+        if newest.step % 8 == 0:
             before = min(abs(one.loss) for one in self._recent if one.loss is not None)
         # Growth of the loss over these steps that is worth a closer check
         return abs(newest.loss) > 2.0 * abs(before)

@@ -128,9 +128,6 @@ def root_mean_square(values: Tensor) -> Tensor:
 # --- Is this the batch of that step? By a digest of its numbers, and by the tensors themselves.
 
 
-DIGEST_SAMPLE = 4096
-
-
 class SeenBatch:
     """What one step was given, in one or several calls. It keeps no tensor alive."""
 
@@ -179,7 +176,8 @@ def digest_of(batch: Any, before: str = "") -> str:
     found = bool(before)
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
-            part = sampled(plain(leaf), DIGEST_SAMPLE).cpu().contiguous()
+            # a sample of so many elements
+            part = sampled(plain(leaf), 4096).cpu().contiguous()
             values = part.view(torch.uint8).numpy().tobytes()
             if values == values[: part.element_size()] * part.numel():
                 continue
@@ -318,8 +316,6 @@ WITH_AUX = ("muonwithauxadam", "singledevicemuon", "singledevicemuonwithauxadam"
 """Names of Muon in its author's package."""
 DIRECTIONS = ("exp_avg", "momentum_buffer", "momentum")
 """Names of an optimizer's running mean of the gradient."""
-SPREAD = 2.0
-"""Largest singular value over the median: an orthogonal update differs clearly from there on."""
 
 
 def declared_rule(optimizer: Optimizer) -> str:
@@ -348,7 +344,8 @@ def _tells(rule: str, parameter: Tensor, gradient: Tensor, epsilon: float) -> Te
     values: Tensor = torch.linalg.svdvals(plain(parameter.grad).float())
     middle = values[len(values) // 2]
     # a matrix of low rank has nothing to be made even
-    return (values[0] > SPREAD * middle) & (middle > 1e-4 * values[0])
+    # Largest singular value over the median: an orthogonal update differs clearly from there on
+    return (values[0] > 2.0 * middle) & (middle > 1e-4 * values[0])
 
 
 def _apart(
@@ -407,9 +404,7 @@ def _epsilons(optimizer: Optimizer) -> dict[int, float]:
 # few elements of what went in and came out; one that is given the same in the second forward must
 # give the same.
 
-MOST_CALLS = 20_000
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-ROUNDING_IN_FLOAT = 1e-3
 DIFFERENT = 0.01
 """Share of elements that differ by more than rounding."""
 
@@ -460,7 +455,7 @@ class Recomputed:
             self._compare(key, seen)
             return
         self._count += 1
-        if self._count <= MOST_CALLS:
+        if self._count <= 20_000:
             self._first[key].append(seen)
 
     def _compare(self, key: Any, seen: _Seen) -> None:
@@ -507,7 +502,8 @@ def _elements(tensor: Tensor) -> Tensor:
 def _shares(earlier: list[Tensor], now: Tensor) -> Tensor:
     """For each, the share of elements that differ from those of now by more than rounding."""
     one, other = torch.stack(earlier).float(), now.float()
-    allowed = ROUNDING.get(now.dtype, ROUNDING_IN_FLOAT)
+    # of other dtypes
+    allowed = ROUNDING.get(now.dtype, 1e-3)
     # what is not finite in both is no difference: a mask is infinite both times
     apart = (one - other).abs() > allowed * (other.abs() + other.abs().nan_to_num(0, 0, 0).mean())
     return apart.float().mean(1) if now.numel() else apart.float().sum(1)

@@ -485,7 +485,6 @@ def running_script() -> dict[str, Any]:
 # numbers.
 
 
-STEPS_SCHEMA = 1
 FOLDER = "window"
 STEP_FACTS = ("index", "loss", "lr", "scale", "clip_norm")
 STATE_FACTS = ("numbers", "optimizer", "groups", "optimizer_more")
@@ -543,7 +542,7 @@ def write_window(capsule: Path, window: Window, limit_bytes: int) -> str:
             tensors[f"start/{name}"] = tensor
     try:
         facts = {
-            "schema": STEPS_SCHEMA,
+            "schema": 1,
             "state": {key: window.start.facts[key] for key in STATE_FACTS},
             "steps": _steps_to_json(window.steps, tensors, "step"),
             "others": _steps_to_json(window.others, tensors, "other"),
