@@ -14,7 +14,6 @@ from torch import Tensor
 from stepguard.locate import operands
 from stepguard.locate.evidence import Invocation
 from stepguard.locate.operands import (
-    Attribution,
     Call,
     Flaws,
     Read,
@@ -80,7 +79,7 @@ def test_element_of_another_shape_is_not_guessed() -> None:
 def test_first_broken_position() -> None:
     assert first_broken(torch.tensor([[1.0, 1.0], [INF, math.nan]])) == (1, 0)
     assert first_broken(torch.ones(2)) is None
-    assert unravel(5, (2, 3)) == (1, 2)
+    assert unravel(torch.tensor(5), (2, 3)) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -264,16 +263,18 @@ def read(values: list[float], *, intended: bool = False, name: str = "self") -> 
 
 def explained(
     reads: list[Read], out: list[float], *, exact: bool = True, numbers: tuple[float, ...] = ()
-) -> Attribution:
+) -> Call:
     result = torch.tensor(out)
-    return attribute(reads, list(numbers), result, flaws(result), exact)
+    found = Call(index=1, op="aten.mul", stage="forward", out=flaws(result))
+    attribute(found, reads, numbers, result, exact=exact)
+    return found
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_bad_input_explains_bad_output(exact: bool) -> None:
     bad = read([1.0, math.nan])
     found = explained([bad, read([1.0, 1.0], name="other")], [2.0, math.nan], exact=exact)
-    assert found.causes == (bad,)
+    assert found.causes == (bad.maker,)
     assert not found.first_bad
 
 
@@ -285,9 +286,10 @@ def test_output_without_bad_input_is_first_bad(exact: bool) -> None:
 
 def test_value_that_is_not_selected_explains_nothing() -> None:
     dropped = read([math.nan, 1.0])
-    found = explained([dropped], [0.0, INF])
-    assert found.first_bad and not found.causes
-    assert found.where is not None and found.where.tolist() == [False, True]
+    call = Call(index=1, op="aten.where", stage="forward", out=Flaws(inf=True))
+    where = attribute(call, [dropped], (), torch.tensor([0.0, INF]), exact=True)
+    assert call.first_bad and not call.causes
+    assert where is not None and where.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -305,13 +307,13 @@ def test_infinite_constant_is_intended_everywhere() -> None:
 def test_tensor_that_does_not_broadcast_is_compared_as_a_whole() -> None:
     bad = read([math.nan, 1.0, 1.0])
     found = explained([bad], [math.nan, 1.0])
-    assert found.causes == (bad,)
+    assert found.causes == (bad.maker,)
 
 
 def test_sparse_tensor_is_compared_as_a_whole() -> None:
     tensor: Tensor = torch.tensor([math.nan, 1.0]).to_sparse()
     bad = Read("self", tensor, Call(index=0, op="aten.mul", stage="forward"), flaws(tensor))
-    assert explained([bad], [math.nan, 1.0]).causes == (bad,)
+    assert explained([bad], [math.nan, 1.0]).causes == (bad.maker,)
 
 
 # --- the graph of calls: makers behind copies, and what bad values lead back to

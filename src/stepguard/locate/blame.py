@@ -11,7 +11,7 @@ intention then, and only the gradient of the unselected branch does harm.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from stepguard.locate.operands import COPIES, Call, ancestors, earliest, real_maker, walk
@@ -22,20 +22,6 @@ from stepguard.records.incident import NO_EVIDENCE, Evidence
 
 
 SELECTING_NODES = ("Where", "MaskedFill", "MaskedSelect", "MaskedScatter")
-MOST_UPSTREAM = 32
-"""Operations of the backward that are searched for a selection."""
-
-
-def _conditioned_on(selection: Call) -> set[int]:
-    """Return the computed values that the condition depends on, behind comparisons and logic."""
-
-    def behind(call: Call) -> list[Call]:
-        if call.numeric:
-            return []
-        return [real_maker(parent) for parent in call.parents]
-
-    conditions = [parent for parent in selection.parents if not parent.numeric]
-    return {id(one) for one in walk(conditions, behind) if one.numeric}
 
 
 # --- From the bad loss or gradient back to the operation that made the first harmful value.
@@ -45,10 +31,6 @@ SCALES = ("aten.mul", "aten.mul_", "aten.div", "aten.div_")
 """A mask is added to what was learned; an infinity that multiplies it is a weight."""
 ABSURD = 1e8
 """Beyond what a parameter or buffer holds; positions, counts and frequencies stay far below."""
-SENTINEL = 3.38e38
-"""The ends of float32 and bfloat16 stand for infinity, in masks for instance."""
-MOST_BLOCKS = 64
-"""First bad values of the forward whose gradients are compared."""
 
 
 @dataclass(slots=True)
@@ -101,7 +83,8 @@ def huge_operand(call: Call | None) -> FirstBad | None:
         if call.op not in COPIES:
             consumer = call
         call = largest
-    garbage = ABSURD <= call.reach < SENTINEL
+    # The ends of float32 and bfloat16 stand for infinity, in masks for instance
+    garbage = ABSURD <= call.reach < 3.38e38
     if consumer is None or not garbage or not call.op.startswith(("param:", "buffer:")):
         return None
     return FirstBad(call, consumer)
@@ -199,7 +182,8 @@ class _Walk:
         for call in self._chain:
             if call.first_bad and call.stage == "forward" and call is not root:
                 found.append(call)
-        return found[: 1 + MOST_BLOCKS]
+        # First bad values of the forward whose gradients are compared
+        return found[:65]
 
     def _original(self, call: Call) -> Call:
         """Return the same operation of the first forward, where a checkpointed block ran twice."""
@@ -256,12 +240,6 @@ class _Walk:
             return None
         return self.as_data(found) or self.finish(found, Evidence(intended_inf=True))
 
-    def _first_use(self, stored: Call) -> Call | None:
-        for call in self._tracer.calls:
-            if stored in call.flawed and call.op not in COPIES:
-                return call
-        return None
-
     def as_data(self, first: Call) -> FirstBad | None:
         """Return the batch tensor or table whose -inf came in as data, not as a mask on scores."""
         seen: set[int] = set()
@@ -271,7 +249,8 @@ class _Walk:
             if call.stage == "stored" and call.op.startswith(("batch", "buffer:")):
                 consumer: Call | None = first
                 if not call.op.startswith("batch"):
-                    consumer = self._first_use(call)
+                    readers = [one for one in self._tracer.calls if call in one.flawed]
+                    consumer = next((one for one in readers if one.op not in COPIES), None)
                 return FirstBad(call, consumer, Evidence(as_data=True))
             if id(call) not in seen and (call.op in SCALES or not self._learned(call)):
                 seen.add(id(call))
@@ -297,7 +276,12 @@ class _Walk:
             # Operations without a result choose a NaN constant by a `where`.
             chooser = self._consumer(first)
             if chooser is not None and chooser.op == "aten.where":
-                evidence |= Evidence(chosen_by=_condition_of(chooser))
+                # The operation that its condition depends on, behind comparisons.
+                asked = next(iter(chooser.parents), None)
+                while asked is not None and not asked.numeric and asked.parents:
+                    asked = real_maker(asked.parents[0])
+                if asked is not None and asked.stage != "stored":
+                    evidence |= Evidence(chosen_by=asked.op)
                 return FirstBad(chooser, None, evidence)
         evidence |= Evidence(turned_nan_by=self._turned_nan(first))
         return FirstBad(first, None, evidence)
@@ -336,8 +320,17 @@ class _Walk:
         if not first.pointwise:
             return True
         argument = {id(real_maker(parent)) for parent in first.parents}
+
+        def behind(call: Call) -> list[Call]:
+            if call.numeric:
+                return []
+            return [real_maker(parent) for parent in call.parents]
+
         for reader in self.last_readers(first):
-            if reader.selects and not argument & _conditioned_on(reader):
+            # Computed values that the condition depends on, behind comparisons and logic.
+            asked = [parent for parent in reader.parents if not parent.numeric]
+            conditions = {id(one) for one in walk(asked, behind) if one.numeric}
+            if reader.selects and not argument & conditions:
                 return True
         return False
 
@@ -358,14 +351,16 @@ class _Walk:
         """True if the 0 that met an infinite derivative comes from a condition that left it out."""
         if not root.evidence.zero_upstream_gradient:
             return False
-        queue = []
-        for parent in root.parents:
-            if parent.stage == "backward" and parent.sequence != root.sequence:
-                queue.append(parent)
-        for _ in range(MOST_UPSTREAM):
+        queue = deque(
+            parent
+            for parent in root.parents
+            if parent.stage == "backward" and parent.sequence != root.sequence
+        )
+        # Operations of the backward that are searched for a selection
+        for _ in range(32):
             if not queue:
-                return False
-            call = queue.pop(0)
+                break
+            call = queue.popleft()
             # Is it the backward of a selection? Indexing by positions is not one.
             owner = self._tracer.owners.get(call.sequence)
             selects = (call.node or "").startswith(SELECTING_NODES)
@@ -397,16 +392,6 @@ class _Walk:
                     return call
                 copies.add(id(call))
         return None
-
-
-def _condition_of(choice: Call) -> str | None:
-    """Name the operation that the condition of a `where` depends on, behind comparisons."""
-    if not choice.parents:
-        return None
-    asked = choice.parents[0]
-    while not asked.numeric and asked.parents:
-        asked = real_maker(asked.parents[0])
-    return None if asked.stage == "stored" else asked.op
 
 
 def _may_be_same_elements(owner: Call, root: Call) -> bool:

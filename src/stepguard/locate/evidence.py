@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from stepguard.locate.operands import (
 )
 from stepguard.records.incident import NO_EVIDENCE, Evidence, Operand, Origin, Reading
 from stepguard.state.batch import Step
+from stepguard.state.rng import kept_rng
 from stepguard.tensors.names import named_buffers, named_modules, named_parameters, names_by_id
 from stepguard.tensors.torch_private import tree_map
 from stepguard.tensors.values import dtype_name, is_finite, local_part
@@ -43,8 +45,6 @@ from stepguard.tensors.values import dtype_name, is_finite, local_part
 KEPT = "attr:"
 """Prefix of the name under which a trace knows a tensor that a module keeps outside its parameters
 and buffers (`self.center`); not part of the public contract."""
-MOST_ITEMS = 64
-"""Entries of a list or dict that are searched."""
 
 
 def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -54,16 +54,15 @@ def kept_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]
             if key.startswith("_"):
                 continue
             name = f"{KEPT}{path}.{key}".replace(":.", ":")
-            items: list[tuple[object, Any]] = []
             if isinstance(value, Tensor):
                 yield name, value
-            elif isinstance(value, list | tuple):
-                items = list(enumerate(value[:MOST_ITEMS]))
-            elif isinstance(value, dict):
-                items = list(value.items())[:MOST_ITEMS]
-            for inner, item in items:
-                if isinstance(item, Tensor):
-                    yield f"{name}[{inner!r}]", item
+            if isinstance(value, list | tuple):
+                value = dict(enumerate(value))
+            # a container may hold very much
+            if isinstance(value, dict):
+                for inner, item in islice(value.items(), 64):
+                    if isinstance(item, Tensor):
+                        yield f"{name}[{inner!r}]", item
 
 
 def stored_tensor(step: Step, name: str, micro: int = 0) -> Tensor | None:
@@ -114,16 +113,12 @@ def state_origin(step: Step, reading: Reading) -> Origin:
     if tensor is None:
         return origin
     operand = summarise(name, tensor)
-    owner = None
-    for _, parameter, value in optimizer_slots(step):
-        if value is tensor and parameter:
-            owner = parameter
-            break
+    owners = [owner for _, owner, value in optimizer_slots(step) if value is tensor and owner]
     return replace(
         origin,
         inputs=(operand,),
         reproduced=None if is_finite(tensor) else True,
-        evidence=bad_elements(tensor, operand) | Evidence(parameter=owner),
+        evidence=bad_elements(tensor, operand) | Evidence(parameter=owners[0] if owners else None),
     )
 
 
@@ -168,9 +163,8 @@ def evidence_origin(
 
 def loss_is_bad(reading: Reading) -> bool:
     """True if the loss of the step, or of one of its micro-batches, is not finite."""
-    if reading.bad_micro_batches:
-        return True
-    return reading.loss is not None and not math.isfinite(reading.loss)
+    bad = reading.loss is not None and not math.isfinite(reading.loss)
+    return bad or bool(reading.bad_micro_batches)
 
 
 def first_bad_micro_batch(reading: Reading) -> int | None:
@@ -191,8 +185,6 @@ class Invocation:
     kwargs: dict[str, Any]
     reads: list[Read]
     numbers: list[tuple[str, float]]
-    selects: bool = False
-    """Chooses elements by a condition."""
     call: Any = None
     """The recorded call, once it has given a bad value."""
     out: Any = None
@@ -209,26 +201,24 @@ class Invocation:
         """Return what a foreach operation did at one position of its lists, by plain names."""
         mark = f"[{position}]"
 
-        def belongs(name: str) -> bool:
-            return name.endswith(mark) or "[" not in name
-
         def one(value: Any) -> Any:
             # The operator still takes lists: one of one entry gives the same result for that entry.
-            listed = isinstance(value, list | tuple) and position < len(value)
-            if listed:
+            if isinstance(value, list | tuple) and position < len(value):
                 return [value[position]]
             return value
 
+        def chosen(named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+            """Entries of this position, and what belongs to all of them."""
+            mine = [(name, item) for name, item in named if name.endswith(mark) or "[" not in name]
+            return [(name.removesuffix(mark), item) for name, item in mine]
+
+        reads = chosen([(read.name, read) for read in self.reads])
         return replace(
             self,
             args=tuple(map(one, self.args)),
             kwargs={name: one(value) for name, value in self.kwargs.items()},
-            reads=[
-                replace(read, name=read.name.removesuffix(mark))
-                for read in self.reads
-                if belongs(read.name)
-            ],
-            numbers=[(n.removesuffix(mark), value) for n, value in self.numbers if belongs(n)],
+            reads=[replace(read, name=name) for name, read in reads],
+            numbers=chosen(self.numbers),
         )
 
     @property
@@ -240,10 +230,7 @@ class Invocation:
 
     def read(self, name: str) -> Read | None:
         """Return the tensor that was given for this argument."""
-        for read in self.reads:
-            if read.name == name:
-                return read
-        return None
+        return next((read for read in self.reads if read.name == name), None)
 
     def argument(self, name: str) -> Any:
         """Return an argument by its name in the schema, given by position or by keyword."""
@@ -263,136 +250,6 @@ class Invocation:
 
 # --- Measure operations that work along an axis: softmax rows, reductions, losses over targets.
 
-
-SOFTMAX = (
-    "_softmax",
-    "_log_softmax",
-    "_safe_softmax",
-    "logsumexp",
-    "softmax",
-    "log_softmax",
-    "_softmax_backward_data",
-)
-SPREAD = ("std", "var", "var_mean", "std_mean")
-REDUCES = (
-    "mean",
-    "sum",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "median",
-    "nanmean",
-    "logsumexp",
-    "prod",
-    *SPREAD,
-)
-PROBABILITY = ("binary_cross_entropy", "kl_div")
-
-
-def _masked_rows(bad_op: Invocation) -> Evidence:
-    """How many rows of a softmax, or of the mask of an attention, are masked throughout."""
-    attention = ("attn_mask", "attn_bias")
-    for name in ("self",) if bad_op.operator.base in SOFTMAX else attention:
-        read = bad_op.read(name)
-        if read is None or not read.tensor.dim():
-            continue
-        axis = bad_op.argument("dim")
-        if isinstance(axis, list | tuple) and axis:
-            axis = axis[0]
-        tensor = read.tensor
-        # a boolean attention mask is True where a key may be looked at
-        closed = ~tensor if tensor.dtype is torch.bool else torch.isneginf(tensor)
-        dead = closed.all(dim=axis if isinstance(axis, int) else -1)
-        if bool(dead.any()):
-            return Evidence(masked_rows=int(dead.sum()), rows=dead.numel())
-    return NO_EVIDENCE
-
-
-def _reduced(bad_op: Invocation) -> Evidence:
-    read = bad_op.read("self")
-    if read is None:
-        return NO_EVIDENCE
-    group = read.tensor.numel() // max(1, bad_op.out.numel())
-    if group == 0 or (group == 1 and bad_op.operator.base in SPREAD):
-        return Evidence(reduced_elements=group)
-    return NO_EVIDENCE
-
-
-def _targets(bad_op: Invocation) -> Evidence:
-    target = bad_op.argument("target")
-    if not isinstance(target, Tensor):
-        return NO_EVIDENCE
-    ignored = bad_op.argument("ignore_index")
-    count = target.numel()
-    if isinstance(ignored, int):
-        count = int((target != ignored).sum())
-    scores = bad_op.argument("self")
-    impossible = isinstance(scores, Tensor) and bool(torch.isinf(scores).any())
-    return Evidence(
-        valid_targets=count,
-        targets=target.numel(),
-        zero_target_probability=count > 0 and impossible,
-    )
-
-
-def _probabilities(bad_op: Invocation) -> Evidence:
-    target = bad_op.argument("target")
-    if isinstance(target, Tensor) and target.numel():
-        for extreme in (float(target.min()), float(target.max())):
-            if extreme < 0 or extreme > 1:
-                return Evidence(target_out_of_domain=extreme)
-    return NO_EVIDENCE
-
-
-def _negative_target(bad_op: Invocation) -> Evidence:
-    """A negative target of kl_div, which torch computes as xlogy(target, target)."""
-    value = bad_op.at("other")
-    if value is None or value >= 0 or not math.isfinite(value):
-        return NO_EVIDENCE
-    return Evidence(target_out_of_domain=value)
-
-
-def _zero_norm(bad_op: Invocation) -> Evidence:
-    """Weight normalisation divides every row of `v` by its norm."""
-    direction = bad_op.argument("v")
-    if not isinstance(direction, Tensor):
-        return NO_EVIDENCE
-    if bool(direction.reshape(direction.shape[0], -1).any(1).all()):
-        return NO_EVIDENCE
-    return Evidence(zero_denominator=True, denominator_from="norm")
-
-
-def _negative_variance(bad_op: Invocation) -> Evidence:
-    variance = bad_op.argument("running_var")
-    if not isinstance(variance, Tensor) or bad_op.argument("training"):
-        return NO_EVIDENCE
-    eps = float(bad_op.argument("eps") or 0.0)
-    if float(variance.min()) + eps < 0:
-        return Evidence(argument="negative")
-    return NO_EVIDENCE
-
-
-def _ctc(bad_op: Invocation) -> Evidence:
-    lengths = bad_op.argument("input_lengths")
-    wanted = bad_op.argument("target_lengths")
-    if lengths is None or wanted is None:
-        return NO_EVIDENCE
-    short = int((torch.as_tensor(lengths).flatten() < torch.as_tensor(wanted).flatten()).sum())
-    # repeated labels need a blank in between: such a target fails without being longer
-    return Evidence(ctc_infeasible=short or int(torch.isinf(bad_op.out).sum()))
-
-
-# --- Measure the operation that made a bad value: its operands, and the facts that rules ask for.
-
-
-MOST_OPERANDS = 6
-HUGE = 1e15
-"""Half of float32's exponent range: a square overflows, or nearly does."""
-EPSILON_DEPTH = 4
-"""How many operations back an epsilon that vanished is looked for."""
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
-HALF = (torch.float16, torch.bfloat16)
 
 DIVIDES = {
     "div": "other",
@@ -420,6 +277,142 @@ DOMAIN = ("acos", "asin", "acosh", "atanh", "erfinv")
 SUMS = ("sum", "mean", "dot", "nansum", "linalg_vector_norm", "norm")
 LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 """Losses that make one value of each element before they add: `reduction` is an argument."""
+SOFTMAX = (
+    "_softmax",
+    "_log_softmax",
+    "_safe_softmax",
+    "logsumexp",
+    "softmax",
+    "log_softmax",
+    "_softmax_backward_data",
+)
+SPREAD = ("std", "var", "var_mean", "std_mean")
+REDUCES = (
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "median",
+    "nanmean",
+    "logsumexp",
+    "prod",
+    *SPREAD,
+)
+PROBABILITY = ("binary_cross_entropy", "kl_div")
+
+Gather = Callable[[Invocation], Evidence]
+_GATHERERS: list[tuple[tuple[str, ...], tuple[str, ...], Gather]] = []
+"""What is measured, and of which operations: their names, or parts of their names."""
+
+
+def _gathers(*names: str, within: tuple[str, ...] = ()) -> Callable[[Gather], Gather]:
+    """Have facts measured of these operations; of all where none is named."""
+
+    def register(gather: Gather) -> Gather:
+        _GATHERERS.append((names, within, gather))
+        return gather
+
+    return register
+
+
+@_gathers(*SOFTMAX, within=("scaled_dot_product", "efficient_attention"))
+def _masked_rows(bad_op: Invocation) -> Evidence:
+    """How many rows of a softmax, or of the mask of an attention, are masked throughout."""
+    softmax = bad_op.operator.base in SOFTMAX
+    for read in map(bad_op.read, ("self",) if softmax else ("attn_mask", "attn_bias")):
+        if read is None or not read.tensor.dim():
+            continue
+        axis = bad_op.argument("dim")
+        if isinstance(axis, list | tuple) and axis:
+            axis = axis[0]
+        tensor = read.tensor
+        # a boolean attention mask is True where a key may be looked at
+        closed = ~tensor if tensor.dtype is torch.bool else torch.isneginf(tensor)
+        dead = closed.all(dim=axis if isinstance(axis, int) else -1)
+        if bool(dead.any()):
+            return Evidence(masked_rows=int(dead.sum()), rows=dead.numel())
+    return NO_EVIDENCE
+
+
+@_gathers(*REDUCES)
+def _reduced(bad_op: Invocation) -> Evidence:
+    read = bad_op.read("self")
+    if read is None:
+        return NO_EVIDENCE
+    group = read.tensor.numel() // max(1, bad_op.out.numel())
+    if group == 0 or (group == 1 and bad_op.operator.base in SPREAD):
+        return Evidence(reduced_elements=group)
+    return NO_EVIDENCE
+
+
+@_gathers(within=("nll_loss",))
+def _targets(bad_op: Invocation) -> Evidence:
+    target = bad_op.argument("target")
+    if not isinstance(target, Tensor):
+        return NO_EVIDENCE
+    ignored = bad_op.argument("ignore_index")
+    count = target.numel()
+    if isinstance(ignored, int):
+        count = int((target != ignored).sum())
+    scores = bad_op.argument("self")
+    impossible = isinstance(scores, Tensor) and bool(torch.isinf(scores).any())
+    return Evidence(
+        valid_targets=count,
+        targets=target.numel(),
+        zero_target_probability=count > 0 and impossible,
+    )
+
+
+@_gathers(*PROBABILITY, "xlogy")
+def _target_domain(bad_op: Invocation) -> Evidence:
+    """A target that the loss is not defined for; kl_div computes xlogy(target, target)."""
+    values: tuple[float | None, ...] = ()
+    target = bad_op.argument("target")
+    if bad_op.operator.base == "xlogy":
+        values = (bad_op.at("other"),)
+    elif isinstance(target, Tensor) and target.numel():
+        values = (float(target.min()), float(target.max()))
+    for value in values:
+        if value is not None and (-math.inf < value < 0 or value > 1):
+            return Evidence(target_out_of_domain=value)
+    return NO_EVIDENCE
+
+
+@_gathers("_weight_norm_interface", within=("batch_norm",))
+def _stored_domain(bad_op: Invocation) -> Evidence:
+    """A row of weights whose norm is 0 and that is divided by it; a variance below 0."""
+    direction, variance = bad_op.argument("v"), bad_op.argument("running_var")
+    if isinstance(direction, Tensor):
+        if not bool(direction.reshape(direction.shape[0], -1).any(1).all()):
+            return Evidence(zero_denominator=True, denominator_from="norm")
+    elif isinstance(variance, Tensor) and not bad_op.argument("training"):
+        lowest = float(variance.min()) + float(bad_op.argument("eps") or 0.0)
+        if lowest < 0:
+            return Evidence(argument="negative")
+    return NO_EVIDENCE
+
+
+@_gathers("_ctc_loss")
+def _ctc(bad_op: Invocation) -> Evidence:
+    lengths = bad_op.argument("input_lengths")
+    wanted = bad_op.argument("target_lengths")
+    if lengths is None or wanted is None:
+        return NO_EVIDENCE
+    short = int((torch.as_tensor(lengths).flatten() < torch.as_tensor(wanted).flatten()).sum())
+    # repeated labels need a blank in between: such a target fails without being longer
+    return Evidence(ctc_infeasible=short or int(torch.isinf(bad_op.out).sum()))
+
+
+# --- Measure the operation that made a bad value: its operands, and the facts that rules ask for.
+
+
+MOST_OPERANDS = 6
+HUGE = 1e15
+"""Half of float32's exponent range: a square overflows, or nearly does."""
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+HALF = (torch.float16, torch.bfloat16)
 
 
 def measure(bad_op: Invocation) -> None:
@@ -437,14 +430,14 @@ def measure(bad_op: Invocation) -> None:
     operands += [of_number(name, value) for name, value in bad_op.numbers[:MOST_OPERANDS]]
     call.inputs = tuple(operands)
     call.output = summarise("out", bad_op.out, index)
-    evidence = call.evidence
     if call.number is not None:
         argument, value = call.number
-        evidence |= Evidence(number_argument=argument, number=value)
-    for applies, gather in _GATHERERS:
-        if applies(bad_op.operator.base):
-            evidence |= gather(bad_op)
-    call.evidence = evidence
+        call.evidence |= Evidence(number_argument=argument, number=value)
+    base = bad_op.operator.base
+    for names, within, gather in _GATHERERS:
+        everywhere = not names and not within
+        if everywhere or base in names or any(part in base for part in within):
+            call.evidence |= gather(bad_op)
     call.adds_up = _adds_up(bad_op)
 
 
@@ -460,6 +453,7 @@ def _adds_up(bad_op: Invocation) -> bool:
     return base in SUMS or (base == "add" and bad_op.out.numel() == 1 and len(bad_op.reads) > 1)
 
 
+@_gathers(*DIVIDES)
 def _division(bad_op: Invocation) -> Evidence:
     base = bad_op.operator.base
     name = DIVIDES[base]
@@ -487,6 +481,7 @@ def _division(bad_op: Invocation) -> Evidence:
     return found | Evidence(denominator_learned=learned, denominator_fractional=fractional)
 
 
+@_gathers(*ARGUMENT, *DOMAIN)
 def _domain(bad_op: Invocation) -> Evidence:
     """The argument of a logarithm, root or power that is outside its domain."""
     base = bad_op.operator.base
@@ -511,6 +506,7 @@ def _domain(bad_op: Invocation) -> Evidence:
     return found | Evidence(argument_from=made_by, argument_root=root, eps_vanished=eps)
 
 
+@_gathers()
 def _infinities(bad_op: Invocation) -> Evidence:
     """Infinities that went in: written on purpose (a mask), times 0, or minus one another."""
     constants = [value for _, value in bad_op.numbers]
@@ -525,6 +521,7 @@ def _infinities(bad_op: Invocation) -> Evidence:
     )
 
 
+@_gathers()
 def _gradient(bad_op: Invocation) -> Evidence:
     """In the backward: the gradient that came in, and the point at which the derivative breaks."""
     call = bad_op.call
@@ -544,6 +541,7 @@ def _gradient(bad_op: Invocation) -> Evidence:
     return found
 
 
+@_gathers()
 def _precision(bad_op: Invocation) -> Evidence:
     """Is the same operation finite in a wider dtype? Then the number format is what broke it."""
     kinds = {read.tensor.dtype for read in bad_op.reads if numeric(read.tensor)}
@@ -565,7 +563,9 @@ def _precision(bad_op: Invocation) -> Evidence:
         return value
 
     try:
-        result = bad_op.func(*tree_map(widen, bad_op.args), **tree_map(widen, bad_op.kwargs))
+        # a random operation would draw numbers that the step draws afterwards
+        with kept_rng():
+            result = bad_op.func(*tree_map(widen, bad_op.args), **tree_map(widen, bad_op.kwargs))
     except (RuntimeError, NotImplementedError, TypeError):
         # an operator without a kernel of that dtype: then nothing is known of a wider one
         return found
@@ -578,6 +578,7 @@ def _precision(bad_op: Invocation) -> Evidence:
     return found
 
 
+@_gathers()
 def _stored_huge(bad_op: Invocation) -> Evidence:
     """Which stored tensor went in with values that one more product overflows?"""
     for read, operand in zip(bad_op.reads, bad_op.call.inputs, strict=False):
@@ -604,46 +605,21 @@ def _way_to(bad_op: Invocation, name: str) -> tuple[str | None, str | None, floa
         if maker.op not in ("aten.add", "aten.add_") and not inverse:
             break
         maker = behind
-    roots: set[str] = set()
-    for one in walk([maker], lambda one: one.parents):
-        if one.stage == "stored" and not one.op.startswith("constant"):
-            roots.add(one.op)
-    root = roots.pop() if len(roots) == 1 else ""
-    made_by = None if maker.stage == "stored" else maker.op
+    stored = {one.op for one in walk([maker], lambda one: one.parents) if one.stage == "stored"}
+    roots = [name for name in stored if not name.startswith("constant")]
+    root = None
+    if len(roots) == 1 and roots[0].startswith("batch:"):
+        root = roots[0]
     eps = _vanished_epsilon(read.maker)
-    return made_by, root if root.startswith("batch:") else None, eps
+    return None if maker.stage == "stored" else maker.op, root, eps
 
 
 def _vanished_epsilon(maker: Call) -> float | None:
     """An epsilon on the way to this operand that its dtype could not hold."""
     level = [maker]
-    for _ in range(EPSILON_DEPTH):
+    for _ in range(4):
         for call in level:
             if call.rounded_to_zero is not None:
                 return call.rounded_to_zero
         level = [parent for call in level for parent in call.parents]
     return None
-
-
-def _always(base: str) -> bool:
-    return True
-
-
-_GATHERERS: tuple[tuple[Callable[[str], bool], Callable[[Invocation], Evidence]], ...] = (
-    (DIVIDES.__contains__, _division),
-    (lambda base: base in ARGUMENT or base in DOMAIN, _domain),
-    (_always, _infinities),
-    (_always, _gradient),
-    (SOFTMAX.__contains__, _masked_rows),
-    (lambda base: "scaled_dot_product" in base or "efficient_attention" in base, _masked_rows),
-    (REDUCES.__contains__, _reduced),
-    (lambda base: base.startswith("nll_loss"), _targets),
-    (PROBABILITY.__contains__, _probabilities),
-    (lambda base: base == "xlogy", _negative_target),
-    (lambda base: base == "_weight_norm_interface", _zero_norm),
-    (lambda base: "batch_norm" in base, _negative_variance),
-    (lambda base: base == "_ctc_loss", _ctc),
-    (_always, _precision),
-    (_always, _stored_huge),
-)
-"""Which operations, by name, and what is measured there."""

@@ -30,11 +30,6 @@ from stepguard.locate.witness import locate_region, with_witnesses
 from stepguard.records.incident import Evidence, Origin, Reading, with_evidence
 from stepguard.state.batch import Step, rebuild
 
-MOST_REPAIRS = 3
-"""Batch tensors that may turn out innocent before the search settles for what it has."""
-MOST_NAMED = 3
-"""Parts of the loss function's own state that are named."""
-
 
 def locate(step: Step, reading: Reading, budget: LocateBudget | None = None) -> Origin:
     """Locate the first harmful value of a bad step.
@@ -57,8 +52,7 @@ def locate(step: Step, reading: Reading, budget: LocateBudget | None = None) -> 
 
 def finite_step(reading: Reading) -> bool:
     """True if loss and gradients are finite: forward and backward pass are fine."""
-    losses = [value for value in (reading.loss, *reading.micro_losses) if value is not None]
-    return reading.grads_finite and all(map(math.isfinite, losses))
+    return reading.grads_finite and not evidence.loss_is_bad(reading)
 
 
 def no_replay(step: Step) -> str | None:
@@ -78,7 +72,13 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
             return origins.buffer_origin(step, reading, no_replay(step))
         return origins.update_origin(step, reading)
     if finite_step(reading):
-        return _of_finite_step(step, reading)
+        if reading.bad_state:
+            return _bad_state(step, reading)
+        if not all(map(math.isfinite, reading.lr)):
+            return origins.update_origin(step, reading)
+        if reading.grad_norm is not None and math.isinf(reading.grad_norm):
+            return _of_infinite_norm(step, origins.norm_origin(step, reading))
+        return origins.divergence_origin(reading)
     reason = no_replay(step)
     if reason is not None:
         remark = f"the step could not be replayed: {reason}"
@@ -93,19 +93,10 @@ def _locate(step: Step, reading: Reading, budget: LocateBudget) -> Origin:
             return replayer.with_caller(origin, call)
         origin = _from_micro_batch(replayer, reading, samples.bad_micro_batch(replayer, reading))
         if origin.reproduced is False and replayer.loss_fn_state is not None:
-            moves = replayer.loss_fn_state.changed()[:MOST_NAMED]
+            # Parts of the loss function's own state that are named
+            moves = replayer.loss_fn_state.changed()[:3]
             return with_evidence(origin, Evidence(moves=moves))
         return origin
-
-
-def _of_finite_step(step: Step, reading: Reading) -> Origin:
-    if reading.bad_state:
-        return _bad_state(step, reading)
-    if not all(map(math.isfinite, reading.lr)):
-        return origins.update_origin(step, reading)
-    if reading.grad_norm is not None and math.isinf(reading.grad_norm):
-        return _of_infinite_norm(step, origins.norm_origin(step, reading))
-    return origins.divergence_origin(reading)
 
 
 def _of_infinite_norm(step: Step, origin: Origin) -> Origin:
@@ -217,7 +208,8 @@ def search(replayer: Replayer, micro: int, batch: Any) -> tuple[Tracer, FirstBad
     accumulate()
     first = traced = replayer.trace(micro, batch)
     first_found = found = _blame(replayer, first)
-    for _ in range(MOST_REPAIRS):
+    # Batch tensors that may turn out innocent before the search settles for what it has
+    for _ in range(3):
         if found is None or not found.call.op.startswith("batch"):
             break
         if not replayer.budget.affords(2.0 / len(replayer.step.micro_batches)):

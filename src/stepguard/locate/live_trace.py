@@ -14,13 +14,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stepguard.diagnose.source_line import name_operands
 from stepguard.locate.blame import FirstBad, blame_gradients, blame_loss
-from stepguard.locate.evidence import Invocation, first_bad_micro_batch, kept_tensors
-from stepguard.locate.operands import Call, Flaws, batch_tensors, plain
+from stepguard.locate.evidence import first_bad_micro_batch, kept_tensors
+from stepguard.locate.operands import Call, batch_tensors, plain
 from stepguard.locate.origins import origin_of
 from stepguard.locate.source import ModuleSpans
 from stepguard.locate.tracer import Tracer
@@ -30,9 +29,6 @@ from stepguard.tensors.names import named_buffers, named_parameters
 from stepguard.tensors.torch_private import TorchDispatchMode, dispatch_mode_stack
 
 SEEN_LIVE = "observed live: the step ran under the tracer"
-MOST_CALLS = 200_000
-"""Operations that are remembered; a long validation between two updates must not fill the memory.
-"""
 
 
 class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
@@ -41,12 +37,11 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
     A fault of the tracer ends the trace, never the step.
     """
 
-    faults = (Exception,)
+    alone = False
 
     def __init__(self, step: Step) -> None:
         roots = step.named_roots()
         super().__init__(ModuleSpans(roots))
-        self.fault: Exception | None = None
         self._place = (os.getpid(), threading.get_ident())
         self._entered = ExitStack()
         self._on = False
@@ -81,7 +76,9 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
     @property
     def _idle(self) -> bool:
         """True if nothing is recorded: it has failed, it is full, or this is another process."""
-        if self.fault is not None or len(self.calls) >= MOST_CALLS:
+        # Operations that are remembered; a long validation between two updates must not fill the
+        # memory
+        if self.fault is not None or len(self.calls) >= 200_000:
             return True
         # A worker process of a data loader inherits the mode.
         return os.getpid() != self._place[0]
@@ -90,20 +87,6 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
         if self._idle:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _run_collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)  # unlike in a replay all ranks take part
-
-    def _failed(self, func: Any, fault: Exception) -> None:
-        self.fault = fault
-
-    def _attribute(self, call: Call, invocation: Invocation, out: Tensor, found: Flaws) -> None:
-        # Measuring may run the operation again in a wider dtype: a random one would draw numbers.
-        state = torch.get_rng_state()
-        try:
-            super()._attribute(call, invocation, out, found)
-        finally:
-            torch.set_rng_state(state)
 
     def enter_module(self, args: Any) -> None:
         """What a part of the model is called with was made before it, by whomever."""
@@ -147,15 +130,15 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
 
     def origin(self, step: Step, reading: Reading) -> Origin | None:
         """Locate the first harmful value; None if the trace does not show it."""
-        found = self._walk()
+        found = self._blame()
         if found is None or self.fault is not None:
             return None
         step = replace(step, micro_batches=step.micro_batches or ({},), scale=1.0)
         origin = origin_of(found, self, step)
         read = found.consumer
-        if found.call.stage == "stored" and origin.phase == "loss" and read is not None:
+        if origin.phase == "loss" and read is not None and read.stage == "forward":
             early = read.module is None and read.index < (self._first_model_call or 0)
-            if early and read.stage == "forward":
+            if early and found.call.stage == "stored":
                 # Data that was bad when it came in; what the loop computes of it is no input.
                 origin = replace(origin, phase="input")
         origin = replace(
@@ -167,7 +150,7 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
         )
         return name_operands(origin)
 
-    def _walk(self) -> FirstBad | None:
+    def _blame(self) -> FirstBad | None:
         losses = [call for call in self._losses if call.out]
         if losses:
             return blame_loss(self, losses)

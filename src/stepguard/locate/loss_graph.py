@@ -12,20 +12,13 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stepguard.locate.operands import (
-    Index,
-    broken,
-    first_true,
-    numeric,
-    of_number,
-    plain,
-    summarise,
-)
+from stepguard.locate.operands import broken, first_true, numeric, of_number, plain, summarise
 from stepguard.records.incident import NO_EVIDENCE, Evidence, Operand, Origin
 from stepguard.tensors.values import VERSION, is_finite
 
@@ -45,26 +38,11 @@ NOT_AGAIN = (
     "was replayed"
 )
 SELECTIONS = ("WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward")
-LEAF = 1 << 63
-"""Nodes that gather the gradient of a leaf have the largest number there is."""
-PASSED_ON = frozenset(
-    f"{name}Backward0"
-    for name in [
-        "Add",
-        "Clone",
-        "Expand",
-        "Index",
-        "Permute",
-        "ReshapeAlias",
-        "Select",
-        "Slice",
-        "Squeeze",
-        "T",
-        "Transpose",
-        "Unsqueeze",
-        "UnsafeView",
-        "View",
-    ]
+PASSED_ON = (
+    *("AddBackward0", "CloneBackward0", "ExpandBackward0", "IndexBackward0", "PermuteBackward0"),
+    *("ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SqueezeBackward0"),
+    *("SqueezeBackward1", "TBackward0", "TransposeBackward0", "UnsqueezeBackward0"),
+    *("UnsafeViewBackward0", "ViewBackward0"),
 )
 """Nodes behind which is looked for what made an operand; of a sum only with a constant."""
 FACTORS = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"})
@@ -99,209 +77,194 @@ Expression = list[Saved]
 # --- What each kind of node shows about the operation that made it.
 
 
-@dataclass(frozen=True, slots=True)
-class Singular:
-    """An operation that cannot have a finite value, or slope, at its operands."""
-
-    op: str
-    inputs: tuple[Operand, ...]
-    output: Operand | None = None
-    evidence: Evidence = NO_EVIDENCE
-    slope_only: bool = False
-    """The value is finite, its slope is not."""
-    remark: str = ""
+Values = dict[str, Any]
+Reader = Callable[[Values, Sources], Origin | None]
+"""Finds that an operation cannot have a finite value at its operands, or (phase backward) that its
+value is finite and its slope is not."""
 
 
-Reader = Callable[[dict[str, Any], Sources], Singular | None]
+READERS: dict[str, Reader] = {}
+"""Nodes that show by what they keep whether their operation is the origin."""
 
 
-def _at(name: str, tensor: Tensor, where: Tensor) -> Operand | None:
-    """The tensor at the first element that meets the condition; None where no element does."""
-    index: Index | None = first_true(where)
-    return None if index is None else summarise(name, tensor, index)
+def _reads(*ops: str) -> Callable[[Any], Any]:
+    """Have the nodes of these operations read: `DivBackward0` of `div`."""
+
+    def register(reader: Any) -> Any:
+        for op in ops:
+            READERS[f"{op.title().replace('_', '')}Backward0"] = partial(reader, op)
+        return reader
+
+    return register
 
 
-def _quotient(values: dict[str, Any], sources: Sources) -> Singular | None:
-    divisor, above = values.get("other"), values.get("self")
-    if divisor is None:
+def _singular(
+    op: str,
+    *inputs: Operand,
+    output: Operand | None = None,
+    slope: bool = False,
+    remark: str = "",
+    **facts: Any,
+) -> Origin:
+    return Origin(
+        step=0,
+        phase="backward" if slope else "loss",
+        op=f"aten.{op}",
+        inputs=inputs,
+        output=output,
+        evidence=Evidence(**facts),
+        remarks=(*filter(None, [remark]), READ_FROM_GRAPH),
+    )
+
+
+def _at(values: Values, name: str, condition: Callable[[Tensor], Tensor]) -> Operand | None:
+    """The tensor at its first element that meets the condition; None where no element does."""
+    tensor = values.get(name)
+    if not isinstance(tensor, Tensor):
         return None
-    shown = _at("other", divisor, divisor == 0)
+    index = first_true(condition(tensor))
+    if index is None:
+        return None
+    return summarise(name, tensor, index)
+
+
+@_reads("div")
+def _quotient(op: str, values: Values, sources: Sources) -> Origin | None:
+    shown = _at(values, "other", lambda divisor: divisor == 0)
     if shown is None:
         return None
-    finite = plain(divisor)[torch.isfinite(plain(divisor))]
-    facts = Evidence(
+    divisor, above = plain(values["other"]), values.get("self")
+    finite = divisor[torch.isfinite(divisor)]
+    inputs = [shown]
+    if above is not None:
+        inputs = [summarise("self", above, shown.index), shown]
+    return _singular(
+        op,
+        *inputs,
         zero_denominator=True,
         denominator_learned=sources[1] is not None,
         denominator_fractional=not bool((finite == finite.round()).all()),
     )
-    above_it = () if above is None else (summarise("self", above, shown.index),)
-    return Singular("div", (*above_it, shown), evidence=facts)
 
 
-def _argument(op: str, edge: float) -> Reader:
-    """An operation whose argument has to be above `edge`."""
-
-    def read(values: dict[str, Any], sources: Sources) -> Singular | None:
-        argument = values.get("self")
-        if argument is None:
-            return None
-        shown = _at("self", argument, argument <= edge)
-        if shown is None:
-            return None
-        facts = Evidence(argument="zero" if shown.value == edge else "negative")
-        return Singular(op, (shown,), evidence=facts)
-
-    return read
-
-
-def _result(op: str, pole: float | None = None) -> Reader:
-    """An operation that keeps its result; where that is `pole` its slope is infinite."""
-
-    def read(values: dict[str, Any], sources: Sources) -> Singular | None:
-        result = values.get("result")
-        if result is None:
-            return None
-        shown = _at("result", result, broken(result))
-        if shown is not None:
-            return Singular(op, (), shown)
-        shown = None if pole is None else _at("result", result, result == pole)
-        if shown is None:
-            return None
-        return Singular(op, (shown,), evidence=Evidence(singular_at=pole), slope_only=True)
-
-    return read
-
-
-def _power(values: dict[str, Any], sources: Sources) -> Singular | None:
-    base, exponent = values.get("self"), values.get("exponent")
-    if not isinstance(base, Tensor) or not isinstance(exponent, int | float):
-        return None
-    inputs = of_number("exponent", float(exponent))
-    if exponent != int(exponent) or exponent < 0:
-        shown = _at("self", base, base < 0) if exponent != int(exponent) else None
-        facts = Evidence(argument="negative")
-        if shown is None and exponent < 0:
-            shown, facts = _at("self", base, base == 0), Evidence(negative_power=True)
-        if shown is not None:
-            return Singular("pow", (shown, inputs), evidence=facts)
-    shown = _at("self", base, base == 0) if 0 < exponent < 1 else None
+@_reads("log", "log2", "log10", "log1p")
+def _argument(op: str, values: Values, sources: Sources) -> Origin | None:
+    """A logarithm, whose argument has to be above a limit."""
+    edge = -1.0 if op == "log1p" else 0.0
+    shown = _at(values, "self", lambda argument: argument <= edge)
     if shown is None:
         return None
-    return Singular("pow", (shown, inputs), evidence=Evidence(singular_at=0.0), slope_only=True)
+    return _singular(op, shown, argument="zero" if shown.value == edge else "negative")
 
 
-def _inverse_cosine(op: str) -> Reader:
-    def read(values: dict[str, Any], sources: Sources) -> Singular | None:
-        argument = values.get("self")
-        if argument is None:
-            return None
-        shown = _at("self", argument, argument.abs() > 1)
-        if shown is not None:
-            return Singular(op, (shown,))
-        shown = _at("self", argument, argument.abs() == 1)
-        if shown is None:
-            return None
-        facts = Evidence(singular_at=shown.value)
-        return Singular(op, (shown,), evidence=facts, slope_only=True)
-
-    return read
+@_reads("exp", "expm1", "sqrt", "rsqrt", "reciprocal")
+def _result(op: str, values: Values, sources: Sources) -> Origin | None:
+    """An operation that keeps its result; the slope of a root is infinite where that is 0."""
+    shown = _at(values, "result", broken)
+    if shown is not None:
+        return _singular(op, output=shown)
+    shown = _at(values, "result", lambda result: result == 0.0)
+    if shown is None or op != "sqrt":
+        return None
+    return _singular(op, shown, slope=True, singular_at=0.0)
 
 
-def _spread(op: str) -> Reader:
+@_reads("pow")
+def _power(op: str, values: Values, sources: Sources) -> Origin | None:
+    exponent = values.get("exponent")
+    if not isinstance(exponent, int | float):
+        return None
+    negative = None
+    if exponent != int(exponent):
+        negative = _at(values, "self", lambda base: base < 0)
+    zero = _at(values, "self", lambda base: base == 0)
+    given = of_number("exponent", float(exponent))
+    if negative is not None:
+        return _singular(op, negative, given, argument="negative")
+    if zero is not None and exponent < 0:
+        return _singular(op, zero, given, negative_power=True)
+    if zero is not None and 0 < exponent < 1:
+        return _singular(op, zero, given, slope=True, singular_at=0.0)
+    return None
+
+
+@_reads("acos", "asin")
+def _inverse_cosine(op: str, values: Values, sources: Sources) -> Origin | None:
+    shown = _at(values, "self", lambda argument: argument.abs() > 1)
+    if shown is not None:
+        return _singular(op, shown)
+    shown = _at(values, "self", lambda argument: argument.abs() == 1)
+    if shown is None:
+        return None
+    return _singular(op, shown, slope=True, singular_at=shown.value)
+
+
+def _signed(number: int) -> int:
+    """torch shows a negative number as the unsigned one of the same bits."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+@_reads("std", "var")
+def _spread(op: str, values: Values, sources: Sources) -> Origin | None:
     """A standard deviation or variance of fewer elements than it needs."""
-
-    def read(values: dict[str, Any], sources: Sources) -> Singular | None:
-        data = values.get("self")
-        if data is None or not is_finite(data):
-            return None
-        axes = values.get("dim")
-        correction = values.get("correction", 1)
-        sizes = data.shape if not axes else [data.shape[_axis(one, data.dim())] for one in axes]
-        count = math.prod(sizes)
-        if count > correction:
-            return None
-        inputs = (summarise("self", data), of_number("correction", float(correction)))
-        return Singular(op, inputs, evidence=Evidence(reduced_elements=count))
-
-    return read
+    data = values.get("self")
+    if data is None or not is_finite(data):
+        return None
+    axes = values.get("dim")
+    correction = values.get("correction", 1)
+    count = math.prod(data.shape[_signed(one)] for one in axes) if axes else data.numel()
+    if count > correction:
+        return None
+    inputs = (summarise("self", data), of_number("correction", float(correction)))
+    return _singular(op, *inputs, reduced_elements=count)
 
 
-def _axis(number: int, dimensions: int) -> int:
-    """torch shows a negative axis as the unsigned number of the same bits."""
-    return number - (1 << 64) if number >= dimensions else number
-
-
-def _labels(values: dict[str, Any], sources: Sources) -> Singular | None:
+@_reads("nll_loss", "nll_loss2d")
+def _labels(op: str, values: Values, sources: Sources) -> Origin | None:
     """A mean over targets of which none counts."""
     total, target = values.get("total_weight"), values.get("target")
     if total is None or values.get("reduction") != 1 or total.item() != 0.0:
         return None
-    inputs = []
-    facts = NO_EVIDENCE
-    if target is not None:
-        ignored = values["ignore_index"]
-        ignored -= (1 << 64) if ignored >= (1 << 63) else 0
-        counted = int((target != ignored).sum())
-        inputs = [summarise("target", target), of_number("ignore_index", float(ignored))]
-        facts = Evidence(valid_targets=counted, targets=target.numel())
-    return Singular("nll_loss_forward", tuple(inputs), evidence=facts)
+    if target is None:
+        return _singular("nll_loss_forward")
+    ignored = _signed(values["ignore_index"])
+    inputs = (summarise("target", target), of_number("ignore_index", float(ignored)))
+    counted = int((target != ignored).sum())
+    return _singular("nll_loss_forward", *inputs, valid_targets=counted, targets=target.numel())
 
 
-def _mean(values: dict[str, Any], sources: Sources) -> Singular | None:
+@_reads("mean")
+def _mean(op: str, values: Values, sources: Sources) -> Origin | None:
     if values.get("self_sym_numel") != 0:
         return None
-    return Singular("mean", (), evidence=Evidence(reduced_elements=0))
+    return _singular(op, reduced_elements=0)
 
 
-def _constant_operand(op: str, second: str) -> Reader:
+@_reads(
+    "mul",
+    "mse_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+def _constant_operand(op: str, values: Values, sources: Sources) -> Origin | None:
     """An operation that is defined everywhere, with a bad operand that no gradient flows into."""
-
-    def read(values: dict[str, Any], sources: Sources) -> Singular | None:
-        # a loss has a gradient for its scores alone, unless its targets want one too
-        for name, source in zip(("self", second), (*sources, None), strict=False):
+    # a loss has a gradient for its scores alone, unless its targets want one too
+    for names, source in zip((("self",), ("other", "target")), (*sources, None), strict=False):
+        for name in names:
             value = values.get(name)
             if value is None or source is not None or not numeric(value):
                 continue
             if not is_finite(value):
-                return Singular(op, (summarise(name, value),), remark=CAME_IN)
-        data = values.get("self")
-        if "reduction" in values and isinstance(data, Tensor) and not data.numel():
-            return Singular(op, (summarise("self", data),), evidence=Evidence(reduced_elements=0))
-        return None
-
-    return read
+                return _singular(op, summarise(name, value), remark=CAME_IN)
+    data = values.get("self")
+    if "reduction" in values and isinstance(data, Tensor) and not data.numel():
+        return _singular(op, summarise("self", data), reduced_elements=0)
+    return None
 
 
-READERS: dict[str, Reader] = {
-    "DivBackward0": _quotient,
-    "LogBackward0": _argument("log", 0.0),
-    "Log2Backward0": _argument("log2", 0.0),
-    "Log10Backward0": _argument("log10", 0.0),
-    "Log1PBackward0": _argument("log1p", -1.0),
-    "ExpBackward0": _result("exp"),
-    "Expm1Backward0": _result("expm1"),
-    "SqrtBackward0": _result("sqrt", 0.0),
-    "RsqrtBackward0": _result("rsqrt"),
-    "ReciprocalBackward0": _result("reciprocal"),
-    "PowBackward0": _power,
-    "AcosBackward0": _inverse_cosine("acos"),
-    "AsinBackward0": _inverse_cosine("asin"),
-    "StdBackward0": _spread("std"),
-    "VarBackward0": _spread("var"),
-    "NllLossBackward0": _labels,
-    "NllLoss2DBackward0": _labels,
-    "MeanBackward0": _mean,
-    "MeanBackward1": _mean,
-    "MulBackward0": _constant_operand("mul", "other"),
-    "MseLossBackward0": _constant_operand("mse_loss", "target"),
-    "SmoothL1LossBackward0": _constant_operand("smooth_l1_loss", "target"),
-    "HuberLossBackward0": _constant_operand("huber_loss", "target"),
-    "BinaryCrossEntropyBackward0": _constant_operand("binary_cross_entropy", "target"),
-    "BinaryCrossEntropyWithLogitsBackward0": _constant_operand(
-        "binary_cross_entropy_with_logits", "target"
-    ),
-}
-"""Nodes that show by what they keep whether their operation is the origin."""
+READERS["MeanBackward1"] = READERS["MeanBackward0"]
 
 
 def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: float | None) -> Origin:
@@ -317,47 +280,42 @@ def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: floa
         came_out = _bad_output(nodes)
         if came_out is not None:
             return replace(
-                origin,
-                phase="forward",
-                output=came_out,
-                reproduced=False,
-                remarks=(NOT_AGAIN,),
+                origin, phase="forward", output=came_out, reproduced=False, remarks=(NOT_AGAIN,)
             )
         for node in sorted(nodes, key=lambda one: one.sequence):
             reader = READERS.get(node.name)
             found = reader(node.values, node.sources) if reader and node.intact else None
+            slope = found is not None and found.phase == "backward"
             # a slope matters only where the value itself did no harm
-            if found is None or (found.slope_only and loss is not None):
+            if found is None or (slope and loss is not None):
                 continue
-            facts = _facts(found, node, nodes, loss)
-            remarks = (found.remark, READ_FROM_GRAPH) if found.remark else (READ_FROM_GRAPH,)
             return replace(
                 origin,
-                phase="backward" if found.slope_only else "loss",
-                op=f"aten.{found.op}",
-                node=node.name if found.slope_only else None,
+                phase=found.phase,
+                op=found.op,
+                node=node.name if slope else None,
                 inputs=found.inputs,
                 output=found.output,
                 method="graph",
                 micro_batch=index if len(expressions) > 1 else first,
-                evidence=origin.evidence | facts,
-                remarks=remarks,
+                evidence=origin.evidence | _facts(found, node, nodes, loss),
+                remarks=found.remarks,
             )
     return origin
 
 
-def _facts(found: Singular, node: Saved, nodes: Expression, loss: float | None) -> Evidence:
+def _facts(found: Origin, node: Saved, nodes: Expression, loss: float | None) -> Evidence:
     """Evidence of the operation, with what its place in the expression adds."""
     facts = found.evidence
     if facts.zero_denominator:
         facts |= Evidence(denominator_from=_made_by(node.sources[1], nodes))
     elif facts.argument is not None:
         facts |= Evidence(argument_from=_made_by(node.sources[0], nodes))
-    if found.op == "div" and loss is not None and math.isnan(loss):
+    if loss is None and found.phase == "loss":
+        facts |= Evidence(unselected=_deselected(node, nodes))
+    elif node.name == "DivBackward0" and loss is not None and math.isnan(loss):
         # x / 0 is infinite unless x is 0 too
         facts |= Evidence(zero_numerator=_leads(node, nodes))
-    if loss is None and not found.slope_only:
-        facts |= Evidence(unselected=_deselected(node, nodes))
     return facts
 
 
@@ -400,7 +358,8 @@ def _bad_output(nodes: Expression) -> Operand | None:
     made_here = {node.sequence for node in nodes}
     for node in nodes:
         for names, source in zip((("self",), ("other", "target")), node.sources, strict=False):
-            if source is None or source in made_here or source >= LEAF:
+            # Nodes that gather the gradient of a leaf have the largest number there is
+            if source is None or source in made_here or source >= (1 << 63):
                 continue
             for value in map(node.values.get, names):
                 if value is not None and numeric(value) and node.intact and not is_finite(value):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -17,10 +17,6 @@ from stepguard.state.batch import named_tensors, tensor_label
 from stepguard.tensors.values import dtype_name, is_finite, local_part
 
 # --- Test tensors for NaN and Inf. Every tensor of a replay is tested: one pass over the memory.
-
-
-MASK_SHARE = 0.2
-"""A tensor with this share of -inf is a mask even if other values differ (position biases)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +109,8 @@ def mask_like(tensor: Tensor) -> bool:
         return False
     if len(torch.unique(values[~infinite])) <= 1:
         return True
-    return float(infinite.double().mean()) >= MASK_SHARE
+    # A tensor with this share of -inf is a mask even if other values differ (position biases)
+    return float(infinite.double().mean()) >= 0.2
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -137,8 +134,6 @@ def batch_tensors(batch: Any) -> list[tuple[str, Tensor]]:
 
 
 Index = tuple[int, ...]
-MOST_COUNTED = 1 << 20
-"""Elements whose exponents are counted; of a larger tensor every second, third, ..."""
 
 
 def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
@@ -163,24 +158,25 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
     if floats:
         values = plain(tensor)
     finite = values
+    facts: dict[str, Any] = {}
     if not clean:
         finite = values[torch.isfinite(values)]
-    return replace(
-        operand,
-        min=float(finite.min()) if finite.numel() else None,
-        max=float(finite.max()) if finite.numel() else None,
-        nan=0 if clean else int(torch.isnan(values).sum()),
-        posinf=0 if clean else int(torch.isposinf(values).sum()),
-        neginf=0 if clean else int(torch.isneginf(values).sum()),
-        zeros=values.numel() - int(torch.count_nonzero(values)),
-        exponents=_exponents(finite) if floats else (),
-    )
+        facts["nan"] = int(torch.isnan(values).sum())
+        facts["posinf"] = int(torch.isposinf(values).sum())
+        facts["neginf"] = int(torch.isneginf(values).sum())
+    if finite.numel():
+        facts["min"], facts["max"] = float(finite.min()), float(finite.max())
+    if floats:
+        facts["exponents"] = _exponents(finite)
+    zeros = values.numel() - int(torch.count_nonzero(values))
+    return replace(operand, zeros=zeros, **facts)
 
 
 def _exponents(finite: Tensor) -> tuple[tuple[int, int], ...]:
     """Count elements by their binary exponent: which part of the dtype's range they use."""
     flat = finite.flatten()
-    part = flat[:: 1 + flat.numel() // MOST_COUNTED]
+    # Elements whose exponents are counted; of a larger tensor every second, third,
+    part = flat[:: 1 + flat.numel() // (1 << 20)]
     if part.dtype is not torch.float64:
         # frexp knows no half precision; single precision holds all of its numbers
         part = part.float()
@@ -221,16 +217,12 @@ def first_true(mask: Tensor) -> Index | None:
     if not bool(mask.any()):
         return None
     # argmax takes no booleans; of several largest elements it returns the first.
-    return unravel(int(mask.flatten().to(torch.uint8).argmax()), tuple(mask.shape))
+    return unravel(mask.flatten().to(torch.uint8).argmax(), mask.shape)
 
 
-def unravel(flat: int, shape: Index) -> Index:
+def unravel(flat: Tensor, shape: Index) -> Index:
     """Turn a flat position into one index an axis."""
-    index = []
-    for size in reversed(shape):
-        index.append(flat % size)
-        flat //= size
-    return tuple(reversed(index))
+    return tuple(int(index) for index in torch.unravel_index(flat, shape))
 
 
 def broadcast_index(index: Index, shape: Index) -> Index | None:
@@ -368,7 +360,7 @@ def earliest(calls: list[Call]) -> Call | None:
 # itself.
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Read:
     """A tensor that went in, as it was before the call."""
 
@@ -390,56 +382,50 @@ class Read:
         return bool(self.flaws) and not self.intended_inf
 
 
-@dataclass(slots=True)
-class Attribution:
-    """Where the bad elements of an output come from."""
-
-    causes: tuple[Read, ...]
-    first_bad: bool
-    """Some bad elements are explained by no input."""
-    intended_inf: bool
-    """The output is bad only by infinities that were written on purpose."""
-    where: Tensor | None = None
-    """True at the elements that no input explains, where that is known."""
-
-
 def attribute(
-    reads: list[Read], numbers: list[float], out: Tensor, flaws: Flaws, exact: bool
-) -> Attribution:
-    """`exact`: the operator works element by element and comparing positions is affordable."""
+    call: Call, reads: Sequence[Read], numbers: Sequence[float], out: Tensor, *, exact: bool
+) -> Tensor | None:
+    """Note on the call which inputs explain bad elements of `out`, or that some are its own.
+
+    `exact`: the operator works element by element and comparing positions is affordable. Returns
+    True at the elements that no input explains, where that is known.
+    """
     bad = [read for read in reads if read.flaws]
+    causes = [read for read in bad if read.harmful]
     bad_constant = not all(map(math.isfinite, numbers))
-    for tensor in [out, *(read.tensor for read in bad)]:
-        strided = tensor.layout is torch.strided
-        exact = exact and strided and broadcasts(tuple(tensor.shape), tuple(out.shape))
-    if exact and (bad or bad_constant):
-        return _by_position(bad, bad_constant, out)
-    harmful = tuple(read for read in bad if read.harmful)
-    if harmful:
-        return Attribution(harmful, first_bad=False, intended_inf=False)
-    first_bad = flaws.nan or not (bad or bad_constant)
-    return Attribution((), first_bad=first_bad, intended_inf=not first_bad)
+    suspected = bool(bad) or bad_constant
+    where = None
+    call.first_bad = not causes and (call.out.nan or not suspected)
+    if exact and suspected and all(map(partial(_fits, out), [out, *(one.tensor for one in bad)])):
+        where, causes = _by_position(bad, bad_constant, out)
+        call.first_bad = bool(where.any())
+    call.causes = (*call.causes, *(read.maker for read in causes))
+    call.intended_inf = not call.causes and not call.first_bad
+    return where if call.first_bad else None
 
 
-def _by_position(bad: list[Read], bad_constant: bool, out: Tensor) -> Attribution:
+def _fits(out: Tensor, tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided
+    return strided and broadcasts(tuple(tensor.shape), tuple(out.shape))
+
+
+def _by_position(bad: list[Read], bad_constant: bool, out: Tensor) -> tuple[Tensor, list[Read]]:
+    """The elements of `out` that no input explains, and the inputs that explain some."""
     out_bad = broken(out)
     harmful = torch.zeros_like(out_bad)
     # A constant operand is broadcast: it meets every element.
     intended = torch.full_like(out_bad, bad_constant)
-    causes: tuple[Read, ...] = ()
+    causes = []
     for read in bad:
         read_bad = broken(read.tensor)
-        if read.intended_inf:
+        if not read.harmful:
             intended |= read_bad
             continue
         harmful |= read_bad
         if bool((read_bad & out_bad).any()):
-            causes = (*causes, read)
+            causes.append(read)
     # -inf + -inf is -inf, but a mask can also meet 0 or +inf: a NaN is always the operation's own.
-    new = out_bad & ~harmful & (~intended | torch.isnan(out))
-    if not bool(new.any()):
-        return Attribution(causes, first_bad=False, intended_inf=not causes)
-    return Attribution(causes, first_bad=True, intended_inf=False, where=new)
+    return out_bad & ~harmful & (~intended | torch.isnan(out)), causes
 
 
 # --- Facts on one operator: argument names, what it writes, whether it works element by element.
@@ -524,7 +510,7 @@ class Operator:
                 return name, value
         return None
 
-    def selects(self, entries: list[OperatorEntry]) -> bool:
+    def selects(self, entries: Iterable[OperatorEntry]) -> bool:
         """True if it chooses elements by a condition; indexing by positions does not."""
         if self.name in MASKED:
             return True

@@ -6,7 +6,7 @@ A sketch is a digest, a norm and a few elements of a tensor. Two such logs are c
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,29 +15,20 @@ import torch
 import xxhash
 from torch import Tensor
 
-from stepguard.locate.operands import UNINITIALISED, describe, plain, storage_key
-from stepguard.locate.source import ModuleSpans, backward_caller, spell, user_line
-from stepguard.state.batch import Step, named_tensors, total_loss
+from stepguard.locate.evidence import Invocation
+from stepguard.locate.operands import UNINITIALISED, Call, plain, storage_key, tensors_in
+from stepguard.locate.source import ModuleSpans, spell
+from stepguard.locate.tracer import Tracer
+from stepguard.state.batch import Step, named_tensors
+from stepguard.state.isolation import run_backward, run_forward
 from stepguard.state.rng import restore_rng
 from stepguard.tensors.names import named_buffers, parameter_names
-from stepguard.tensors.torch_private import (
-    TorchDispatchMode,
-    current_autograd_node,
-    next_sequence_number,
-    no_dispatch_modes,
-    tree_flatten,
-)
 from stepguard.tensors.values import dtype_and_shape
 
 # --- Every operation of one step, as sketches.
 
 
-SCHEMA = 1
-ELEMENTS = 64
-"""Elements of a tensor that are kept, evenly spaced: enough to measure a difference by."""
-HIDDEN = 1e-16
-"""Difference of two tensors whose bytes differ where neither these elements nor the norm show it.
-"""
+SCHEMA = 2
 GROWTH = (1e-6, 1e-4, 1e-2, 1.0)
 """Relative differences at whose first operation the growth is shown."""
 
@@ -58,39 +49,30 @@ class Sketch:
         """The relative difference; 0 for equal bytes, infinite where one alone is not finite."""
         if self.digest == other.digest:
             return 0.0
-        found = self._apart(other)
-        if self.what == other.what:
-            found = max(found, HIDDEN)
-        if self.norm is not None and other.norm is not None:
-            largest = max(self.norm, other.norm)
-            found = max(found, abs(self.norm - other.norm) / largest if largest else 0.0)
-        elif self.norm is not other.norm:
-            return math.inf
-        return found
-
-    def _apart(self, other: Sketch) -> float:
-        """The relative difference of the elements that were kept."""
         if len(self.elements) != len(other.elements):
             return math.inf
         sizes, differences = [], []
-        for one, two in zip(self.elements, other.elements, strict=True):
+        both = zip((*self.elements, self.norm), (*other.elements, other.norm), strict=True)
+        for one, two in both:
             if one is not None and two is not None:
                 sizes.append(max(abs(one), abs(two)))
                 differences.append(one - two)
             elif one is not two:
                 return math.inf
+        found = 0.0
+        if self.norm is not None:
+            found = abs(differences.pop()) / (sizes.pop() or 1.0)
         # hypot does not overflow
-        size = math.hypot(*sizes)
-        return math.hypot(*differences) / size if size else 0.0
+        found = max(found, math.hypot(*differences) / (math.hypot(*sizes) or 1.0))
+        if self.what == other.what:
+            # bytes differ where neither these elements nor the norm show it
+            found = max(found, 1e-16)
+        return found
 
 
-@dataclass(slots=True)
-class LoggedOperand:
-    """What went into an operation: made by an earlier one, or stored before the step."""
-
-    name: str
-    maker: int | None = None
-    stored: str = ""
+Operand = tuple[str, int | None, str]
+"""What went into an operation: its name, and the earlier operation that made it, by number, or the
+name of what was stored before the step."""
 
 
 @dataclass(slots=True)
@@ -101,7 +83,7 @@ class LoggedOperation:
     stage: str
     module: str | None
     source: str | None
-    operands: list[LoggedOperand]
+    operands: list[Operand]
     outputs: list[Sketch]
 
 
@@ -130,7 +112,8 @@ def sketch(tensor: Tensor) -> Sketch:
     values = values.contiguous().cpu()
     digest = xxhash.xxh3_64_hexdigest(values.flatten().view(torch.uint8).numpy().tobytes())
     flat = values.flatten()
-    places = torch.linspace(0, flat.numel() - 1, min(ELEMENTS, flat.numel())).long()
+    # evenly spaced, and enough to measure a difference by
+    places = torch.linspace(0, flat.numel() - 1, min(64, flat.numel())).long()
     norm = float(torch.linalg.vector_norm(flat.double())) if flat.dtype != torch.bool else None
     kept = [_finite(value) for value in flat[places].double().tolist()]
     return Sketch(what, digest, _finite(norm), kept)
@@ -140,83 +123,57 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(Tracer):  # type: ignore[no-untyped-call]
     """Fills the log with the operations that run while it is entered."""
 
-    def __init__(self, log: OperationLog, spans: ModuleSpans, named: Mapping[int, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, log: OperationLog, step: Step, spans: ModuleSpans) -> None:
+        super().__init__(spans)
         self._log = log
-        self._spans = spans
-        self._named = dict(named)
-        """Address of the memory of what existed before the step -> its name."""
-        self._makers: dict[int, int] = {}
-        self._unwritten: set[int] = set()
-        self._owners: dict[int, LoggedOperation] = {}
-        """The forward operation behind the autograd node of this number."""
-        self._kept: list[Tensor] = []
+        self._alive: list[Tensor] = []
         """Results that are held, so that no other tensor gets the same memory."""
+        for parameter, name in parameter_names(step.named_roots(), step.optimizer):
+            self.store(f"param:{name}", parameter)
+        for name, buffer in named_buffers(step.named_roots()):
+            self.store(f"buffer:{name}", buffer)
+        for index, batch in enumerate(step.micro_batches):
+            for name, tensor in named_tensors(batch):
+                self.store(f"batch {index}:{name}", tensor)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        operator = describe(func)
-        if operator.views:
-            return func(*args, **kwargs)
-        with no_dispatch_modes():
-            operands = [
-                self._operand(name, value)
-                for name, value in operator.entries(args, kwargs)
-                if isinstance(value, Tensor)
-            ]
-        result = func(*args, **kwargs)
-        with no_dispatch_modes():
-            made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
-            if operator.name in UNINITIALISED:
-                # what it holds says nothing until something is written there
-                self._kept += made
-                self._unwritten.update(map(storage_key, made))
-                return result
-            operation = self._placed(operator.name, operands, made)
-            for tensor in made:
-                self._makers[storage_key(tensor)] = len(self._log.operations)
-            self._kept += made
-            self._log.operations.append(operation)
-        return result
+    def _new_call(self, name: str) -> Call:
+        call = super()._new_call(name)
+        call.index = -1  # not in the log
+        return call
 
-    def _operand(self, name: str, tensor: Tensor) -> LoggedOperand:
-        key = storage_key(tensor)
-        if key in self._makers:
-            return LoggedOperand(name, self._makers[key])
-        if key in self._unwritten:
-            return LoggedOperand(name)
-        stored = self._named.get(key)
-        if stored is None:
-            # a constant of the program; held, so that its address keeps its name
-            stored = self._named[key] = f"constant {len(self._log.stored)}"
-            self._kept.append(tensor)
-        if stored not in self._log.stored:
-            self._log.stored[stored] = sketch(tensor)
-        return LoggedOperand(name, None, stored)
-
-    def _placed(
-        self, op: str, operands: list[LoggedOperand], made: list[Tensor]
-    ) -> LoggedOperation:
+    def _record(self, invocation: Invocation, result: Any) -> None:
+        call = self._new_call(invocation.operator.name)
+        made = tensors_in(result)
+        self._alive += made
+        for tensor in made:
+            self._makers[storage_key(tensor)] = call
+        if call.op in UNINITIALISED:
+            return  # what it holds says nothing until something is written there
+        operands: list[Operand] = []
+        stored = self._log.stored
+        for read in invocation.reads:
+            maker = read.maker
+            if maker.stage != "stored":
+                operands.append((read.name, maker.index if maker.index >= 0 else None, ""))
+                continue
+            if maker.op == "constant":
+                # one of the program; held, so that its address keeps its name
+                maker.op = f"constant {len(stored)}"
+                self._alive.append(read.tensor)
+            if maker.op not in stored:
+                stored[maker.op] = sketch(read.tensor)
+            operands.append((read.name, None, maker.op))
+        # a backward operation has the module of the forward operation whose gradient it is
+        behind = self.owners.get(call.sequence, call)
+        source = spell(call.line or behind.line)
+        call.index = len(self._log.operations)
         outputs = [sketch(tensor) for tensor in made]
-        node: Any = current_autograd_node()
-        stage, module = "forward", self._spans.current
-        if node is None:
-            line = user_line()
-        else:
-            line, recomputed = backward_caller()
-            if not recomputed and module is None:
-                # torch acts alone here: the forward operation says whose gradient it is
-                behind = self._owners.get(node._sequence_nr())
-                source = spell(line)
-                if behind is not None:
-                    module, source = behind.module, source or behind.source
-                return LoggedOperation(op, "backward", module, source, operands, outputs)
-        operation = LoggedOperation(op, stage, module, spell(line), operands, outputs)
-        self._owners[next_sequence_number() - 1] = operation
-        return operation
+        self._log.operations.append(
+            LoggedOperation(call.op, call.stage, behind.module, source, operands, outputs)
+        )
 
 
 # --- One run of a step into a log.
@@ -232,40 +189,20 @@ def record_passes(log: OperationLog, step: Step, parts: Iterable[Part]) -> bool:
     """
     drawn = False
     with ModuleSpans(step.named_roots()) as spans:
-        recorder = Recorder(log, spans, _names_of_memory(step))
+        recorder = Recorder(log, step, spans)
         for index, batch, weight in parts:
             restore_rng(step.rng[index])
             with recorder:
-                if step.loss_fn is not None:
-                    loss = total_loss(step.loss_fn(batch)) * weight
-                    torch.autograd.backward(loss * step.scale if step.scale != 1.0 else loss)
-                    log.losses.append(_finite(float(loss.detach())))
-                else:
-                    _run_model(step, batch)
+                outputs, gradients = run_forward(step, batch)
+                if gradients is None:
+                    outputs = [outputs[0] * weight]
+                    log.losses.append(_finite(float(outputs[0].detach())))
+                run_backward(outputs, gradients, step.scale)
             drawn = drawn or not torch.equal(torch.get_rng_state(), step.rng[index].cpu)
     for parameter, name in parameter_names(step.named_roots(), step.optimizer):
         if parameter.grad is not None:
             log.gradients[name] = sketch(parameter.grad)
     return drawn
-
-
-def _run_model(step: Step, batch: Any) -> None:
-    """Run the part of a watched step that is known: the model, and its outputs' gradients."""
-    assert step.model_fn is not None
-    outputs, gradients = step.model_fn(batch)
-    pairs = [one for one in zip(outputs, gradients, strict=True) if one[1] is not None]
-    if pairs:
-        torch.autograd.backward([one for one, _ in pairs], [one for _, one in pairs])
-
-
-def _names_of_memory(step: Step) -> dict[int, str]:
-    stored = [
-        (f"param:{name}", one) for one, name in parameter_names(step.named_roots(), step.optimizer)
-    ]
-    stored += [(f"buffer:{name}", one) for name, one in named_buffers(step.named_roots())]
-    for index, batch in enumerate(step.micro_batches):
-        stored += [(f"batch {index}:{name}", one) for name, one in named_tensors(batch)]
-    return {storage_key(tensor): name for name, tensor in stored}
 
 
 # --- Two logs beside each other.
@@ -325,68 +262,59 @@ def compare(one: OperationLog, other: OperationLog) -> StepDifference:
     paired, alone, other_alone = _twins(one, other)
     first = None
     growth: list[DifferingOperation] = []
-    reached = 0.0
     for operation, twin in paired:
-        apart = _apart(operation, twin)
+        pairs = zip(operation.outputs, twin.outputs, strict=False)
+        apart = max((a.beside(b) for a, b in pairs), default=0.0)
         if apart and first is None:
             first = _place(operation, twin, apart)
             operands = list(_operands(operation, twin, one, other))
             first.operands = [words for words, _ in operands]
             first.same_operands = all(same for _, same in operands)
-        if apart >= next((limit for limit in GROWTH if limit > reached), math.inf):
+        reached = growth[-1].difference if growth else 0.0
+        if any(reached < limit <= apart for limit in GROWTH):
             growth.append(_place(operation, twin, apart))
-            reached = max(limit for limit in GROWTH if limit <= apart)
-    first_only = [
-        line_of(_place(few[0], few[0], 0.0)) if few else "" for few in (alone, other_alone)
-    ]
     return StepDifference(
         runs=[one.what, other.what],
         compared=len(paired),
         only=[len(alone), len(other_alone)],
-        first_only=first_only,
-        stored=_beside(one.stored, other.stored),
+        first_only=[
+            line_of(_place(few[0], few[0], 0.0)) if few else "" for few in (alone, other_alone)
+        ],
+        stored=_differing(one.stored, other.stored),
         first=first,
         growth=growth,
         losses=[_sum(one.losses), _sum(other.losses)],
-        gradients=_beside(one.gradients, other.gradients),
+        gradients=_differing(one.gradients, other.gradients),
         gradients_compared=len(one.gradients.keys() & other.gradients.keys()),
-        updated=_beside(one.updated, other.updated),
+        updated=_differing(one.updated, other.updated),
     )
 
 
-Pairs = list[tuple[LoggedOperation, LoggedOperation]]
+Operations = list[LoggedOperation]
 
 
 def _twins(
     one: OperationLog, other: OperationLog
-) -> tuple[Pairs, list[LoggedOperation], list[LoggedOperation]]:
+) -> tuple[list[tuple[LoggedOperation, LoggedOperation]], Operations, Operations]:
     """Operations of both, in the order of the first, and those that each has alone."""
-    found: dict[tuple[Any, ...], list[LoggedOperation]] = {}
-    for operation in other.operations:
-        found.setdefault(_key(operation), []).append(operation)
-    taken: Counter[tuple[Any, ...]] = Counter()
-    paired: Pairs = []
-    alone: list[LoggedOperation] = []
+    waiting: dict[tuple[Any, ...], Operations] = defaultdict(list)
+    for operation in reversed(other.operations):
+        waiting[_key(operation)].append(operation)
+    paired = []
+    alone = []
     for operation in one.operations:
-        key = _key(operation)
-        twins = found.get(key, [])
-        if taken[key] < len(twins):
-            paired.append((operation, twins[taken[key]]))
-            taken[key] += 1
+        twins = waiting[_key(operation)]
+        if twins:
+            paired.append((operation, twins.pop()))
         else:
             alone.append(operation)
-    twinned = {id(twin) for _, twin in paired}
-    other_alone = [operation for operation in other.operations if id(operation) not in twinned]
-    return paired, alone, other_alone
+    left = {id(operation) for twins in waiting.values() for operation in twins}
+    return paired, alone, [operation for operation in other.operations if id(operation) in left]
 
 
 def _key(operation: LoggedOperation) -> tuple[Any, ...]:
     shapes = tuple(made.what.partition(" ")[2] for made in operation.outputs)
     return operation.stage, operation.module, operation.op, shapes
-
-
-def _apart(one: LoggedOperation, other: LoggedOperation) -> float:
-    return max((a.beside(b) for a, b in zip(one.outputs, other.outputs, strict=False)), default=0.0)
 
 
 def _place(one: LoggedOperation, other: LoggedOperation, apart: float) -> DifferingOperation:
@@ -407,26 +335,21 @@ def _operands(
     one: LoggedOperation, other: LoggedOperation, log: OperationLog, other_log: OperationLog
 ) -> Iterator[tuple[str, bool]]:
     """Each operand in words, and whether it was the same in both runs."""
-    for a, b in zip(one.operands, other.operands, strict=False):
-        if a.maker is not None and b.maker is not None:
-            yield f"{a.name}: made by {log.operations[a.maker].op}, the same in both", True
-            continue
-        if not a.stored and not b.stored:
-            continue  # memory that this operation is the first to write
-        mine, theirs = log.stored.get(a.stored), other_log.stored.get(b.stored)
-        if mine is None or theirs is None:
-            yield f"{a.name}: of different origin in the two runs", False
-            continue
-        apart = mine.beside(theirs)
-        said = "the same in both" if not apart else f"differs by {spelled_number(apart)}"
-        yield f"{a.name}: {a.stored}, {said}", not apart
+    pairs = zip(one.operands, other.operands, strict=False)
+    for (name, maker, stored), (_, other_maker, other_stored) in pairs:
+        if maker is not None and other_maker is not None:
+            yield f"{name}: made by {log.operations[maker].op}, the same in both", True
+        elif stored in log.stored and other_stored in other_log.stored:
+            apart = log.stored[stored].beside(other_log.stored[other_stored])
+            said = f"differs by {spelled_number(apart)}" if apart else "the same in both"
+            yield f"{name}: {stored}, {said}", not apart
+        elif stored or other_stored:
+            yield f"{name}: of different origin in the two runs", False
+        # else: memory that this operation is the first to write
 
 
-def _beside(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> dict[str, float]:
-    return _differing({name: one[name].beside(other[name]) for name in one if name in other})
-
-
-def _differing(found: Mapping[str, float]) -> dict[str, float]:
+def _differing(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> dict[str, float]:
+    found = {name: one[name].beside(other[name]) for name in one if name in other}
     parts = [(name, apart) for name, apart in found.items() if apart]
     return dict(sorted(parts, key=lambda part: -part[1]))
 

@@ -38,13 +38,13 @@ from stepguard.locate.replay import (
 )
 from stepguard.locate.source import Line, ModuleSpans, in_library, is_users, with_source
 from stepguard.locate.tracer import Tracer
+from stepguard.locate.witness import compared
 from stepguard.records.incident import (
     NO_EVIDENCE,
     Evidence,
     Origin,
     Phase,
     Reading,
-    Witness,
     with_evidence,
 )
 from stepguard.sentinel.gradients import scale_gradients
@@ -212,9 +212,8 @@ def update_origin(step: Step, reading: Reading) -> Origin:
     if not gradients:
         return origin
     twin = _ready_twin(step, reading, gradients)
-    originals = optimizer_parameters(step.optimizer)
     known = names_by_id(named_parameters(step.named_roots()))
-    names = [known.get(id(original), "") for original in originals]
+    names = [known.get(id(one), "") for one in optimizer_parameters(step.optimizer)]
     tracer = Tracer(ModuleSpans({}), stage="optimizer")
     for name, tensor, _ in _updated(twin, names):
         tracer.store(name, tensor)
@@ -228,10 +227,30 @@ def update_origin(step: Step, reading: Reading) -> Origin:
     bad = [updated for updated in _updated(twin, names) if not is_finite(updated[1])]
     origin = _of_traced_update(replace(origin, method="replay"), tracer, twin, bad)
     if origin.reproduced and bad:
-        witness = _unfused(_ready_twin(step, reading, gradients), twin, origin, names)
-        if witness is not None:
-            origin = with_evidence(origin, Evidence(witnesses=(witness,)))
+        return _with_loop(origin, twin, _ready_twin(step, reading, gradients), names)
     return origin
+
+
+def _with_loop(origin: Origin, failed: Optimizer, twin: Optimizer, names: Sequence[str]) -> Origin:
+    """Make the update by the optimizer's loop over parameters, unless that is what it was."""
+    op = origin.op or ""
+    kernel = "_fused_" in op or "._foreach_" in op or origin.evidence.opaque is not None
+    if not kernel or not all("foreach" in group for group in twin.param_groups):
+        return origin
+
+    def tensors(optimizer: Optimizer) -> list[Tensor | None]:
+        return [tensor for _, tensor, _ in _updated(optimizer, names)]
+
+    def loop() -> list[Tensor | None]:
+        for group in twin.param_groups:
+            group.update({key: False for key in ("fused", "foreach") if key in group})
+        with torch.no_grad():
+            twin.step()
+        return tensors(twin)
+
+    name = "the loop over parameters (fused=False, foreach=False)"
+    witness = compared("unfused", name, loop, tensors(failed))
+    return with_evidence(origin, Evidence(witnesses=(witness,)))
 
 
 def _ready_twin(step: Step, reading: Reading, gradients: Gradients) -> Optimizer:
@@ -246,42 +265,6 @@ def _ready_twin(step: Step, reading: Reading, gradients: Gradients) -> Optimizer
     elif step.clip_norm is not None:
         clip_grad_norm_(parameters, step.clip_norm)
     return twin
-
-
-def _unfused(
-    twin: Optimizer, failed: Optimizer, origin: Origin, names: Sequence[str]
-) -> Witness | None:
-    """Make the update by the optimizer's loop over parameters; None where that is what it was."""
-    fused = "_fused_" in (origin.op or "") or origin.evidence.opaque is not None
-    foreach = "._foreach_" in (origin.op or "")
-    if not (fused or foreach) or not all("foreach" in group for group in twin.param_groups):
-        return None
-    name = "the loop over parameters (fused=False, foreach=False)"
-    for group in twin.param_groups:
-        group.update({key: False for key in ("fused", "foreach") if key in group})
-    try:
-        with torch.no_grad():
-            twin.step()
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"[:100]
-        return Witness(path="unfused", name=name, why_not=why)
-    return _compared(failed, twin, names, name)
-
-
-def _compared(failed: Optimizer, twin: Optimizer, names: Sequence[str], name: str) -> Witness:
-    """What the loop gave, beside what the kernel gave."""
-    finite, value, agrees = True, None, None
-    for (_, mine, _), (_, theirs, _) in zip(
-        _updated(failed, names), _updated(twin, names), strict=True
-    ):
-        wrong = ~plain(mine).isfinite().flatten()
-        finite = finite and is_finite(theirs)
-        if value is None and bool(wrong.any()):
-            value = float(plain(theirs).flatten()[wrong][0])
-        elif not bool(wrong.any()) and numeric(mine):
-            same = torch.allclose(plain(mine), plain(theirs), rtol=1e-3, atol=1e-6)
-            agrees = same if agrees is None else agrees and same
-    return Witness(path="unfused", name=name, finite=finite, value=value, agrees=agrees)
 
 
 def _of_traced_update(
@@ -375,7 +358,7 @@ def norm_origin(step: Step, reading: Reading) -> Origin:
         # what overflows is the norm of all ranks' parts, and this is one of them
         reproduced = None
     largest = max(gradients, key=lambda gradient: float(gradient.detach().abs().max()))
-    position = unravel(int(largest.detach().abs().argmax()), tuple(largest.shape))
+    position = unravel(largest.detach().abs().argmax(), largest.shape)
     shown = summarise("grad", largest, position)
     return replace(origin, inputs=(shown,), method="replay", reproduced=reproduced)
 

@@ -16,8 +16,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from operator import is_
 from statistics import median
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ from stepguard.locate.operands import Stage, batch_tensors, numeric
 from stepguard.locate.source import Line, ModuleSpans, is_users, with_source
 from stepguard.locate.tracer import Ran, Tracer
 from stepguard.records.incident import Origin, Reading
-from stepguard.state.batch import OUTPUT_GRADIENT, Step, rebuild, total_loss
+from stepguard.state.batch import Step, rebuild, total_loss
 from stepguard.state.buffers import BufferKeeper
-from stepguard.state.isolation import untouched
+from stepguard.state.isolation import came_back_finite, gradients_came_back_finite, untouched
 from stepguard.state.python_state import KeptLeaf, KeptTensor, keep_generator
 from stepguard.state.rng import restore_rng
 from stepguard.tensors.names import named_buffers, named_parameters
@@ -43,8 +44,6 @@ from stepguard.tensors.values import is_finite
 
 FLOOR = 0.3
 """Seconds that are always allowed: where steps are short, six of them are next to nothing."""
-RECENT = 16
-"""Steps whose times stand for an unguarded step."""
 
 
 class OutOfTimeError(Exception):
@@ -65,7 +64,8 @@ class LocateBudget:
         """Kinds of batches that the user's code takes whole or not at all."""
         self.fruitless: Counter[Hashable] = Counter()
         """Searches in a row, by place, that ended without a sample."""
-        self.recent: deque[float] = deque(maxlen=RECENT)
+        # Steps whose times stand for an unguarded step
+        self.recent: deque[float] = deque(maxlen=16)
         """Seconds of the last steps of the loop, without those that were traced."""
         self._clock = clock or time.perf_counter
         self._began = 0.0
@@ -126,10 +126,6 @@ class LocateBudget:
 MOST_VALUES = 2000
 """Values that are collected; a data set in a closure must not take minutes."""
 DEEPEST = 4
-SMALL = 1_000_000
-"""Elements of a tensor up to which it is copied."""
-LONG = 100_000
-"""Entries of a list above which only their number is compared."""
 HARMLESS_THREADS = ("stepguard", "TMonitor", "tqdm")
 """Threads that change no state of the user's: stepguard's own and a progress bar's clock."""
 
@@ -171,7 +167,8 @@ class LossFunctionState:
         generator = keep_generator(value)
         if isinstance(value, Tensor):
             # An inference tensor has no version counter.
-            if owner is not None and value.numel() <= SMALL and not value.is_inference():
+            # Elements of a tensor up to which it is copied
+            if owner is not None and value.numel() <= 1_000_000 and not value.is_inference():
                 words = f"the tensor `{name}`"
                 self._kept.append((words, KeptTensor(value)))
                 self._kept.append((words, _keep_place(owner, key, value)))
@@ -198,9 +195,12 @@ class LossFunctionState:
             self._collect(name, value.__func__, depth)
         elif isinstance(value, FunctionType):
             self._collect_reached(value, depth)
-        elif _is_users_object(value):
-            for inner, item in list(vars(value).items()):
-                self._collect(f"{name}.{inner}", item, depth + 1, vars(value), inner)
+        elif hasattr(value, "__dict__"):
+            # An instance of a class of the user's own program, not of a library.
+            file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+            if file and is_users(file) and "site-packages" not in file:
+                for inner, item in list(vars(value).items()):
+                    self._collect(f"{name}.{inner}", item, depth + 1, vars(value), inner)
 
     def _collect_reached(self, function: FunctionType, depth: int) -> None:
         """What the code of the function can name without importing or being handed it."""
@@ -218,29 +218,20 @@ class LossFunctionState:
                     self._collect(name, space[name], depth + 1, space, name)
 
 
-def _is_users_object(value: Any) -> bool:
-    """True for an instance of a class of the user's own program, not of a library."""
-    if not hasattr(value, "__dict__") or isinstance(value, ModuleType):
-        return False
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-    return file is not None and is_users(file) and "site-packages" not in file
-
-
 def _keep_place(owner: Any, key: Any, value: Any) -> KeptLeaf:
     """Remember the number or the very tensor in a variable, an attribute or an item of `owner`."""
 
+    cell = isinstance(owner, CellType)
+
     def present(owner: Any) -> str | int:
-        if isinstance(owner, CellType):
-            now = owner.cell_contents
-        elif isinstance(owner, dict):
-            now = owner.get(key)
-        else:
-            now = owner[key] if key < len(owner) else None
+        now = None
+        with suppress(LookupError):
+            now = owner.cell_contents if cell else owner[key]
         # As text: a NaN differs from itself, but NaN before and after is not a change.
         return id(now) if isinstance(now, Tensor) else repr(now)
 
     def put_back(owner: Any, saved: str | int) -> None:
-        if isinstance(owner, CellType):
+        if cell:
             owner.cell_contents = value
         elif isinstance(owner, dict) or key < len(owner):
             owner[key] = value
@@ -253,13 +244,13 @@ def _keep_list(value: list[Any] | deque[Any]) -> KeptLeaf:
 
     def drop_appended(live: Any, saved: object) -> None:
         # Only what was appended is taken away: a list that changed in another way may be shared.
-        unchanged_start = all(one is other for one, other in zip(live, items, strict=False))
-        if isinstance(live, list) and len(live) > len(items) and unchanged_start:
+        if isinstance(live, list) and all(map(is_, live, items)):
             del live[len(items) :]
 
     return KeptLeaf(
         value,
-        lambda live: len(live) if len(live) > LONG else [id(item) for item in live],
+        # Entries of a list above which only their number is compared
+        lambda live: len(live) if len(live) > 100_000 else [id(item) for item in live],
         drop_appended,
     )
 
@@ -508,17 +499,13 @@ class ModelReplayer(Replayer):
         if evidence.loss_is_bad(reading):
             origin = replace(origin, phase="loss", remarks=(OUTSIDE_FORWARD,))
             return read_origin(origin, self.step.expressions, loss=reading.loss)
-        if all(map(self._came_back_finite, range(len(self.step.micro_batches)))):
+        if gradients_came_back_finite(self.step):
             return replace(origin, remarks=(OUTSIDE_BOTH,))
         origin = replace(origin, remarks=(OUTSIDE_BACKWARD,))
         return read_origin(origin, self.step.expressions, loss=None)
 
-    def _came_back_finite(self, call: int) -> bool:
-        """True if what the loss sent back to the outputs of this call is finite."""
-        return all(map(is_finite, self.step.micro_batches[call][OUTPUT_GRADIENT].values()))
-
     def _goes_back(self, micro: int) -> bool:
-        return self.any_gradient or self._came_back_finite(micro)
+        return self.any_gradient or came_back_finite(self.step.micro_batches[micro])
 
     def _passes(self, batch: Any, backward: bool, tracer: Tracer | None) -> Ran:
         assert self.step.model_fn is not None

@@ -24,15 +24,10 @@ from stepguard.locate.operands import Call, batch_tensors, numeric, plain
 from stepguard.locate.replay import OutOfTimeError, Replayer, ReplayError
 from stepguard.locate.tracer import Ran, Tracer, bad_rows
 from stepguard.records.incident import Evidence, Origin, Reading, with_evidence
-from stepguard.state.batch import Step, sample_count, samples_in, subset
+from stepguard.state.batch import sample_count, samples_in, subset
 from stepguard.tensors.torch_private import compiled_call
 
 # --- Find the bad micro-batch; say whether only compiled code is bad and whether a step repeats.
-
-
-REPETITIONS = 3
-ROUNDING = 1e-3
-"""Relative difference of two losses that an unordered sum may explain."""
 
 
 def bad_micro_batch(replayer: Replayer, reading: Reading) -> int | None:
@@ -58,9 +53,16 @@ def bad_micro_batch(replayer: Replayer, reading: Reading) -> int | None:
 
 def compiled_only(replayer: Replayer) -> int | None:
     """The micro-batch that is clean when run eagerly and bad when it runs compiled, as it did."""
-    if not _compiled(replayer.step):
+    step = replayer.step
+    parts: list[Any] = [step.loss_fn, step.model]
+    compiled = any(hasattr(part, "_torchdynamo_orig_callable") for part in parts)
+    for root in (step.model, *step.modules.values()):
+        parts += root.modules()
+    # The result of `torch.compile(module)` has the module inside.
+    compiled = compiled or any(hasattr(one, "_orig_mod") for one in parts)
+    if not compiled and not any(map(compiled_in_place, parts)):
         return None
-    for micro in range(len(replayer.step.micro_batches)):
+    for micro in range(len(step.micro_batches)):
         replayer.clear_gradients()
         if not replayer.run(micro, eager=False).clean:
             return micro
@@ -79,16 +81,19 @@ def steadiness(replayer: Replayer) -> Evidence:
     losses: list[list[float]] = []
     runs: list[list[Tensor]] = []
     try:
-        while len(runs) < 2 or (len(runs) < REPETITIONS and replayer.budget.affords(1.0)):
-            results = _run_whole(replayer)
-            count = len(replayer.step.micro_batches)
-            losses.append([float(loss) for loss in results[:count] if not loss.dim()])
-            runs.append(results)
+        # at most three repetitions
+        while len(runs) < 2 or (len(runs) < 3 and replayer.budget.affords(1.0)):
+            replayer.clear_gradients()
+            given = [replayer.run(micro).loss for micro in range(len(replayer.step.micro_batches))]
+            losses.append([float(loss) for loss in _copies(given) if not loss.dim()])
+            given += [parameter.grad for parameter in replayer.parameters.values()]
+            runs.append(_copies(given))
     finally:
         replayer.loss_fn_state = own
     for one, other in zip(*losses[:2], strict=False):
         both_finite = math.isfinite(one) and math.isfinite(other)
-        if both_finite and not math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-9):
+        # Relative difference of two losses that an unordered sum may explain
+        if both_finite and not math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-9):
             return Evidence(same_bits=False, different_losses=(one, other))
     for run in runs[1:]:
         # NaN differs from itself: a repetition that turns bad is not the same either.
@@ -97,34 +102,14 @@ def steadiness(replayer: Replayer) -> Evidence:
     return Evidence(same_bits=True)
 
 
-def _run_whole(replayer: Replayer) -> list[Tensor]:
-    """The losses of the step, run once more, and its gradients."""
-    replayer.clear_gradients()
-    results: list[Tensor | None] = []
-    for micro in range(len(replayer.step.micro_batches)):
-        results.append(replayer.run(micro).loss)
-    for parameter in replayer.parameters.values():
-        results.append(parameter.grad)
-    return [plain(tensor).clone() for tensor in results if tensor is not None]
+def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [plain(tensor).clone() for tensor in tensors if tensor is not None]
 
 
-def _compiled(step: Step) -> bool:
-    """True if torch.compile made anything of the step."""
-    if hasattr(step.loss_fn, "_torchdynamo_orig_callable"):
-        return True
-    roots = (step.model, *step.modules.values())
-    for part in (step.loss_fn, *(module for root in roots for module in root.modules())):
-        # The result of `torch.compile(module)`.
-        if hasattr(part, "_orig_mod"):
-            return True
-        # After `module.compile()`. A guard that records the model's calls stands in the same place,
-        # around what was there.
-        present = None
-        if isinstance(part, nn.Module):
-            present = compiled_call(part)
-        if getattr(present, "below", present) is not None:
-            return True
-    return hasattr(step.model, "_torchdynamo_orig_callable")
+def compiled_in_place(part: Any) -> bool:
+    """True after `module.compile()`; a guard that records calls stands in the same place."""
+    present = compiled_call(part) if isinstance(part, nn.Module) else None
+    return getattr(present, "below", present) is not None
 
 
 # --- Find the guilty samples of a micro-batch.
@@ -132,19 +117,6 @@ def _compiled(step: Step) -> bool:
 
 MOST_GUILTY = 8
 """More bad samples than this say something about the batch, not about samples."""
-STANDS_OUT = 30.0
-"""Times the largest value of all other rows: rows of healthy, heavy-tailed data differ by less."""
-NUMBER_STANDS_OUT = 1000.0
-"""As STANDS_OUT, for whole numbers: they are mostly labels, tokens and identifiers."""
-ABOVE_ZEROS = 1000.0
-"""What stands out among single numbers of which all others are exactly 0, as sparse rewards are. Of
-longer rows nothing is said then: it may be the additive mask of the only row with padding.
-"""
-FEW = 0.05
-"""Share of the rows that can be outliers; a single one always can."""
-FEWEST_ROWS = 3
-FEWEST_FOR_COLUMNS = 8
-"""Number of rows above which single columns of a table are compared as well."""
 MOST_COLUMNS = 256
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 """The autograd node that adds a gradient to `.grad`: what overflows there is a sum of """
@@ -237,8 +209,12 @@ def outlying_rows(step: int, micro_batches: Sequence[Any]) -> Origin | None:
     best: Origin | None = None
     highest = 0.0
     for (name, whole_numbers, one_a_row), parts in rows.items():
-        times = NUMBER_STANDS_OUT if whole_numbers else STANDS_OUT
-        above_zeros = ABOVE_ZEROS if one_a_row else math.inf
+        # Times the largest value of all other rows: rows of healthy, heavy-tailed data differ by
+        # less. Whole numbers are mostly labels, tokens and identifiers.
+        times = 1000.0 if whole_numbers else 30.0
+        # Of numbers that are all 0 but for a few, as sparse rewards are, 1000 stands out. Of longer
+        # rows nothing is said then: it may be the additive mask of the only row with padding.
+        above_zeros = 1000.0 if one_a_row else math.inf
         found = _standing_out([values for _, values in parts], times, above_zeros)
         if found is None or found[1] / max(found[2], 1.0) <= highest:
             continue
@@ -288,13 +264,16 @@ def _standing_out(
     if len({part.shape[1] for part in parts}) != 1:
         return None
     owners = [(part, row) for part, values in enumerate(parts) for row in range(len(values))]
-    if len(owners) < FEWEST_ROWS:
+    # with fewer rows nothing stands out
+    if len(owners) < 3:
         return None
     ordered, places = torch.cat(parts).sort(dim=0, descending=True)
     # the row as a whole first: a column of large numbers (a time stamp) hides the other columns
-    columns = ordered.shape[1] if len(owners) >= FEWEST_FOR_COLUMNS else 1
+    # Number of rows above which single columns of a table are compared as well
+    columns = ordered.shape[1] if len(owners) >= 8 else 1
     for column in range(columns):
-        values = ordered[: max(1, int(FEW * len(owners))) + 1, column].tolist()
+        # Share of the rows that can be outliers; a single one always can
+        values = ordered[: max(1, int(0.05 * len(owners))) + 1, column].tolist()
         for few, (low, others) in enumerate(pairwise(values), start=1):
             if low >= (times * others or above_zeros):
                 chosen = [owners[place] for place in places[:few, column].tolist()]

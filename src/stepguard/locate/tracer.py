@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CellType
@@ -60,16 +60,7 @@ from stepguard.tensors.torch_private import (
 )
 from stepguard.tensors.values import dtype_name
 
-MOST_MEASURED = 32
-"""First bad values whose operands are measured; a torrent of them tells nothing more."""
-MOST_KEPT = 4
-"""Operations whose tensors are kept, to be run again by another path."""
-EXACT_ELEMENTS = 20_000_000
-"""Elements that may be compared position by position; beyond, whole tensors are compared."""
 MOST_POSITIONS = 16
-READS_A_NUMBER = "aten._local_scalar_dense"
-LEAST_HALF = 2.0**-25
-"""Numbers up to this round to 0 in float16."""
 CHECKS = ("aten._linalg_check_errors", "aten._assert_async")
 """Operations that only test the result of the operation before them."""
 STATISTICS = ("running_mean", "running_var")
@@ -92,17 +83,7 @@ class CustomFunction:
     reads: list[Read] = field(default_factory=list)
     """What it was given; once its forward is over, what is bad of that and of what it returned."""
     gradients: tuple[Any, ...] | None = None
-    """While its backward runs: what came in."""
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionCall:
-    """What tells one call of a custom function, so that its kernel can be run again."""
-
-    cls: Any
-    number: int
-    gradients: tuple[Any, ...] | None
-    """What came into its backward; None where its forward made the bad value."""
+    """While its backward runs: what came in. None where its forward made the bad value."""
 
 
 @dataclass(slots=True)
@@ -127,8 +108,8 @@ class ReachedError(BaseException):
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Use as a context around the replayed forward, backward or update; then ask `maker_of`."""
 
-    faults: tuple[type[Exception], ...] = (RuntimeError, NotImplementedError, TypeError)
-    """What tests of ours may raise on exotic tensors."""
+    alone = True
+    """The other ranks do not replay: a real collective would wait for them for ever."""
 
     def __init__(self, modules: ModuleSpans, stage: Stage = "forward") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -150,6 +131,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note the largest magnitude of every result as well."""
         self.unseen: set[str] = set()
         """Operators whose results could not be tested."""
+        self.fault: Exception | None = None
+        """What the last test of an operation raised that failed."""
         self.autocast: str | None = None
         """The first dtype that autocast computed in, as it was when a module was called."""
         self.local_collectives = False
@@ -162,7 +145,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_sequence = -1
         self._measured = 0
         self._kept = 0
-        self._exact_left = EXACT_ELEMENTS
+        """Operations whose tensors are kept, to be run again by another path."""
+        self._exact_left = 20_000_000
+        """Elements that may be compared position by position; beyond, whole tensors are."""
         self._poisoned_nodes: set[int] = set()
         """Numbers of the autograd nodes in which the gradient went bad."""
         self._count = 0
@@ -207,70 +192,71 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # (finite tests, copies) are not traced.
         kwargs = kwargs or {}
         if func.namespace in sharded.NAMESPACES:
-            result = self._run_collective(func, args, kwargs)
+            if self.alone:
+                self.local_collectives = True
+                result = sharded.alone(func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
             self._carefully(func.namespace, self._exchange, func, args, result)
             return result
-        invocation = None
-        try:
-            invocation = self._inspect(func, args, kwargs)
-        except self.faults as fault:
-            self._failed(func, fault)
+        name = str(func._overloadpacket)
+        invocation = self._try(name, self._inspect, func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except Exception:
-            self.raised_in = str(func._overloadpacket)
-            if self.raised_in in CHECKS:
+            self.raised_in = name
+            if name in CHECKS:
                 behind = [call.op for call in self.calls if call.op not in COPIES]
                 self.raised_in = behind[-1] if behind else None
             raise
-        try:
-            if invocation is not None:
-                self._record(invocation, result)
-        except self.faults as fault:
-            self._failed(func, fault)
+        if invocation is not None:
+            self._try(name, self._record, invocation, result)
         return result
-
-    def _run_collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        # The other ranks do not replay: a real collective would wait for them for ever.
-        self.local_collectives = True
-        return sharded.alone(func, args, kwargs)
-
-    def _failed(self, func: Any, fault: Exception) -> None:
-        """Exotic tensors must not stop the user's code: an operator whose tensors cannot be tested
-        is named and passed through.
-        """
-        self.unseen.add(str(func._overloadpacket))
 
     def _inspect(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Invocation | None:
         """Note what goes in, before the operation runs; None if the operation is not recorded."""
         operator = describe(func)
-        if operator.name == READS_A_NUMBER:
+        if operator.name == "aten._local_scalar_dense":
             # `.item()`: a bad number that is used afterwards comes from this tensor.
             maker = self.maker_of(args[0])
             if maker is not None and maker.out and numeric(args[0]) and flaws(args[0]):
                 self._bad_number = maker
         if operator.views or operator.name in TESTS:
             return None
-        entries = operator.entries(args, kwargs)
         reads = []
         numbers = []
-        for name, value in entries:
-            if isinstance(value, Tensor):
-                reads.append(self._read(name, value, operator))
-            else:
+        copies: dict[int, Tensor] = {}
+        for name, value in operator.entries(args, kwargs):
+            if not isinstance(value, Tensor):
                 numbers.append((name, float(value)))
-        kept_args, kept_kwargs = _keep_overwritten(operator, reads, args, kwargs)
-        selects = operator.selects(entries)
-        return Invocation(operator, func, kept_args, kept_kwargs, reads, numbers, selects)
+                continue
+            read = self._read(name, value, operator)
+            reads.append(read)
+            if operator.writes(name) and operator.reads(name) and numeric(value):
+                # It is overwritten, and may be measured later.
+                read.overwritten = value
+                read.tensor = copies[id(value)] = value.detach().clone()
 
-    def _read(self, name: str, tensor: Tensor, operator: Operator) -> Read:
-        maker = self.maker_of(tensor) or self._unknown(tensor)
+        def kept(value: Any) -> Any:
+            return copies.get(id(value), value)
+
+        if copies:
+            args, kwargs = tree_map(kept, args), tree_map(kept, kwargs)
+        return Invocation(operator, func, args, kwargs, reads, numbers)
+
+    def _read(self, name: str, tensor: Tensor, operator: Operator | None = None) -> Read:
+        """Describe what an operator, or else a function or module, is given."""
+        maker = self.maker_of(tensor)
+        if maker is None and operator is not None:
+            maker = self._unknown(tensor)
+        maker = maker or self.store("constant", tensor)
         read = Read(name, tensor, maker)
-        suspect = maker.out or maker.uninitialised
-        if suspect and numeric(tensor) and operator.reads(name):
+        unwritten = maker.uninitialised and operator is not None
+        if (maker.out or unwritten) and numeric(tensor):
             # Some of the maker's memory is bad; the part that is read here may not be.
-            read.flaws = flaws(tensor)
-            if read.flaws and maker.uninitialised:
+            if operator is None or operator.reads(name):
+                read.flaws = flaws(tensor)
+            if read.flaws and unwritten:
                 read.maker = self._never_written(tensor, read.flaws, maker)
         return read
 
@@ -297,12 +283,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             maker.out = found
             maker.first_bad = True
             return maker
-        made_by = function.name if function is not None else _cpp_function(_node_name(tensor))
-        kind: Boundary = "function" if inside or made_by else "code"
+        made_by = _cpp_function(_node_name(tensor))
+        reads: list[Read] = []
+        if function is not None:
+            made_by, reads = function.name, function.reads
+        kind: Boundary = "code"
+        if inside or made_by:
+            kind = "function"
         name = made_by or maker.function or maker.op
-        reads = [] if function is None else function.reads
         function = function or self._nodes.get(maker.sequence)
-        call = self._opaque(tensor, found, kind, name, reads, function)
+        call = self._opaque(tensor, found, kind, name, function, reads)
         if maker.stage != "backward" or call.sequence != maker.sequence:
             # The operation that allocated it filled it, not the one that reads it now.
             call.stage = maker.stage
@@ -316,47 +306,51 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Add a call for an operation that has run, and test what it gave."""
         operator = invocation.operator
         call = self._new_call(operator.name)
-        used = invocation.used
-        call.parents = tuple(read.maker for read in used)
-        call.flawed = tuple(read.maker for read in used if read.flaws)
-        call.selects = invocation.selects
+        _note_parents(call, invocation.used)
+        call.selects = operator.selects((read.name, read.tensor) for read in invocation.reads)
         call.pointwise = operator.pointwise
         call.number = operator.bad_number(invocation.numbers)
-        call.uninitialised = operator.name in UNINITIALISED
         results = _results(invocation, result)
-        if call.uninitialised and results:
-            call.fresh = _checksum(results[0])
-            function = self._innermost_function() or self._nodes.get(call.sequence)
-            name = function.name if function is not None else _cpp_function(call.node)
-            call.function = name or user_function()
+        call.numeric = any(map(numeric, results))
         if operator.custom:
             call.evidence |= Evidence(opaque="operator")
-            if self._functions:
-                # The function that torch made for the backward of an operator.
-                self._functions[-1].name = operator.name
-        call.numeric = any(map(numeric, results))
-        self._record_results(call, invocation, results)
+        if operator.custom and self._functions:
+            # The function that torch made for the backward of an operator.
+            self._functions[-1].name = operator.name
+        vanished = [number for _, number in invocation.numbers if 0 < abs(number) < 2.0**-25]
+        if vanished and results and results[0].dtype is torch.float16:
+            # A constant that is 0 in the results' dtype, as 1e-8 is.
+            call.rounded_to_zero = vanished[0]
+        if operator.name in UNINITIALISED and results:
+            self._allocated(call, results[0])
+        for position, tensor in enumerate(results):
+            self._test_result(call, invocation, position, tensor)
         if self.last is not None and call.index >= self.last:
             raise ReachedError
 
-    def _record_results(self, call: Call, invocation: Invocation, results: list[Tensor]) -> None:
-        if results and results[0].dtype is torch.float16:
-            for _, number in invocation.numbers:
-                # A constant that is 0 in the results' dtype, as 1e-8 is.
-                if 0 < abs(number) < LEAST_HALF:
-                    call.rounded_to_zero = number
-                    break
-        for position, tensor in enumerate(results):
-            found = CLEAN
-            # Uninitialised memory holds whatever was there: only reading it can be a mistake.
-            if numeric(tensor) and not call.uninitialised:
-                found = flaws(tensor)
-                self._note_reach(call, tensor)
-            if found and invocation.operator.foreach and not call.first_bad:
-                self._attribute(call, invocation.only(position), tensor, found)
-            elif found and not call.out:
-                self._attribute(call, invocation, tensor, found)
-            self._remember_maker(tensor, call, found)
+    def _allocated(self, call: Call, tensor: Tensor) -> None:
+        """Only reading uninitialised memory can be a mistake: it holds whatever was there."""
+        call.uninitialised = True
+        call.fresh = _checksum(tensor)
+        function = self._innermost_function() or self._nodes.get(call.sequence)
+        name = _cpp_function(call.node)
+        if function is not None:
+            name = function.name
+        call.function = name or user_function()
+
+    def _test_result(
+        self, call: Call, invocation: Invocation, position: int, tensor: Tensor
+    ) -> None:
+        found = CLEAN
+        if numeric(tensor) and not call.uninitialised:
+            found = flaws(tensor)
+            self._note_reach(call, tensor)
+        foreach = invocation.operator.foreach
+        if found and foreach and not call.first_bad:
+            self._attribute(call, invocation.only(position), tensor, found)
+        elif found and not call.out:
+            self._attribute(call, invocation, tensor, found)
+        self._remember_maker(tensor, call, found)
 
     def _note_reach(self, call: Call, tensor: Tensor) -> None:
         if self.measures_reach:
@@ -399,71 +393,66 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _attribute(self, call: Call, invocation: Invocation, out: Tensor, found: Flaws) -> None:
         """Fill in where the bad elements of `out` come from."""
-        used = invocation.used
+        operator, used = invocation.operator, invocation.used
         for read in used:
-            if not read.flaws and read.name not in STATISTICS:
-                self._retest(read)
+            # Was a tensor that was good when it was made bad when it was read?
+            retest = numeric(read.tensor) and storage_key(read.tensor) not in self._exchanged
+            if retest and not read.flaws and read.name not in STATISTICS:
+                read.flaws = flaws(read.tensor)
+                if read.flaws:
+                    read.maker = self._blame_running(read.tensor, read.flaws, read.maker.op)
         # A comparison by position is charged to the budget of elements.
         cost = out.numel() * (1 + sum(bool(read.flaws) for read in used))
-        exact = invocation.operator.pointwise and cost <= self._exact_left
-        if exact:
-            self._exact_left -= cost
+        exact = operator.pointwise and cost <= self._exact_left
+        self._exact_left -= cost * exact
         numbers = [number for _, number in invocation.numbers]
-        why = attribute(used, numbers, out, found, exact)
-        call.causes = (*call.causes, *(read.maker for read in why.causes))
         call.out = found
-        call.intended_inf = why.intended_inf and not call.causes
-        call.first_bad = why.first_bad
-        self._follow_bad_number(call)
+        where = attribute(call, used, numbers, out, exact=exact)
+        if call.number is not None and self._bad_number is not None:
+            # `.item()` read the number from a tensor.
+            call.causes = (*call.causes, self._bad_number)
+            call.number = None
+            call.intended_inf = call.first_bad = False
         call.shape = tuple(out.shape)
         shrinks = any(out.numel() < read.tensor.numel() for read in used)
         call.reduces = shrinks and call.op not in MOVES
         self._note_poisoned_node(call)
-        if self._measured < MOST_MEASURED and self._is_telling(call):
-            self._measured += 1
-            call.rows, call.bad_positions = _positions(out, why.where)
-            bad_op = replace(invocation, call=call, out=out, where=why.where)
-            measure(bad_op)
-            if self._is_kernel(bad_op):
-                call.kernel = bad_op
+        self._measure(call, replace(invocation, call=call, out=out, where=where))
 
-    def _follow_bad_number(self, call: Call) -> None:
-        """Lead from a bad number to the tensor that .item() read it from."""
-        if call.number is not None and self._bad_number is not None:
-            call.causes = (*call.causes, self._bad_number)
-            call.number = None
-            call.intended_inf = False
-            call.first_bad = False
-
-    def _is_kernel(self, bad_op: Invocation) -> bool:
-        """True if it may be run again by another path: its tensors are kept in memory then."""
-        call, operator = bad_op.call, bad_op.operator
-        if not call.first_bad or operator.pointwise or operator.foreach or call.number is not None:
-            return False
-        if any(read.flaws for read in bad_op.reads) or self._kept >= MOST_KEPT:
-            return False
-        self._kept += 1
-        return True
-
-    def _is_telling(self, call: Call) -> bool:
-        """True if the operands of this call may be part of the explanation."""
+    def _measure(self, call: Call, bad_op: Invocation) -> None:
+        """Measure the operands of a call that may be part of the explanation."""
         # One autograd node runs several operations; any of them may show why it went bad.
         in_bad_node = call.stage == "backward" and call.sequence in self._poisoned_nodes
         on_purpose = call.intended_inf and (call.reduces or call.number is not None)
-        return call.first_bad or in_bad_node or on_purpose
+        if not self._may_measure(call.first_bad or in_bad_node or on_purpose):
+            return
+        call.rows, call.bad_positions = _positions(bad_op.out, bad_op.where)
+        measure(bad_op)
+        operator = bad_op.operator
+        ordinary = operator.pointwise or operator.foreach or call.number is not None
+        if not call.first_bad or ordinary or any(read.flaws for read in bad_op.reads):
+            return
+        # A kernel may be run again by another path: the tensors of a few are kept in memory.
+        self._kept += 1
+        if self._kept <= 4:
+            call.kernel = bad_op
+
+    def _may_measure(self, telling: bool) -> bool:
+        # First bad values whose operands are measured; a torrent of them tells nothing more
+        telling = telling and self._measured < 32
+        self._measured += telling
+        return telling
 
     def _note_poisoned_node(self, call: Call) -> None:
-        if call.stage != "backward":
-            return
         # A saved tensor of the forward that was bad already makes the gradient bad here.
         enters_here = any(cause.stage != "backward" for cause in call.causes)
-        if call.first_bad or enters_here:
+        if call.stage == "backward" and (call.first_bad or enters_here):
             self._poisoned_nodes.add(call.sequence)
 
     def _remember_maker(self, tensor: Tensor, call: Call, found: Flaws) -> None:
         key = storage_key(tensor)
         old = self._makers.get(key)
-        if old is not None and (old.out or old.uninitialised) and _covers_part(tensor):
+        if old is not None and (old.out or old.uninitialised) and _is_part(tensor):
             # The rest of the memory is still bad, so its maker must stay known.
             if not found and old.out:
                 return
@@ -554,16 +543,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def leave_module(self, module: Any, args: Any, output: Any) -> None:
         """Test what a module returned: code in its forward may have made it without operations."""
-        if self._active:
-            name = f"{type(module).__name__}.forward"
-            self._carefully(name, self._leave_module, name, args, output)
+        name = f"{type(module).__name__}.forward"
 
-    def _leave_module(self, name: str, args: Any, output: Any) -> None:
-        given = {storage_key(tensor) for tensor in tensors_in(args)}
-        reads = self._read_all([t for t in tensors_in(args) if self.maker_of(t) is not None])
-        for tensor in (*tensors_in(args), *tensors_in(output)):
-            if self.maker_of(tensor) is not None or storage_key(tensor) not in given:
-                self._test(tensor, "module", name, reads)
+        def test() -> None:
+            given = {storage_key(tensor) for tensor in tensors_in(args)}
+            reads = self._read_all([t for t in tensors_in(args) if self.maker_of(t) is not None])
+            for tensor in (*tensors_in(args), *tensors_in(output)):
+                if self.maker_of(tensor) is not None or storage_key(tensor) not in given:
+                    self._test(tensor, "module", name, reads)
+
+        if self._active:
+            self._carefully(name, test)
 
     def _settle(self, values: Any, function: CustomFunction | None = None) -> None:
         """Blame the code that runs now for bad values that appeared in memory known as good."""
@@ -584,19 +574,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if found:
                         self._never_written(tensor, found, maker)
 
-    def _retest(self, read: Read) -> None:
-        """Find out whether a tensor that was good when it was made was bad when it was read."""
-        if numeric(read.tensor) and storage_key(read.tensor) not in self._exchanged:
-            read.flaws = flaws(read.tensor)
-            if read.flaws:
-                read.maker = self._blame_running(read.tensor, read.flaws, read.maker.op)
-
     def _blame_running(self, tensor: Tensor, found: Flaws, otherwise: str) -> Call:
         """Blame the code that runs now: a custom function, else the user's."""
         function = self._innermost_function()
-        if function is not None:
-            return self._opaque(tensor, found, "function", function.name, function.reads, function)
-        return self._opaque(tensor, found, "code", user_function() or otherwise, [])
+        if function is None:
+            return self._opaque(tensor, found, "code", user_function() or otherwise)
+        return self._opaque(tensor, found, "function", function.name, function, function.reads)
 
     def _test(
         self,
@@ -616,12 +599,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         made_by = _cpp_function(_node_name(tensor)) if kind == "module" else None
         if made_by is not None:
-            self._opaque(tensor, found, "function", made_by, reads)
+            self._opaque(tensor, found, "function", made_by, None, reads)
             return
-        call = self._opaque(tensor, found, kind, name, reads, function)
-        if kind == "module" and maker is not None and maker.module == call.module:
+        call = self._opaque(tensor, found, kind, name, function, reads)
+        allocated = kind == "module" and maker is not None and maker.uninitialised
+        if allocated and maker is not None and maker.module == call.module:
             # Better than the line that called the module: where the memory was allocated.
-            call.line = maker.line if maker.uninitialised else call.line
+            call.line = maker.line
 
     def _opaque(
         self,
@@ -629,26 +613,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: Flaws,
         kind: Boundary,
         name: str,
-        reads: list[Read],
         function: CustomFunction | None = None,
+        reads: Sequence[Read] = (),
     ) -> Call:
         """Record that something made this value where no operation is visible."""
         call = self._new_call(name)
         if function is not None:
-            call.kernel = FunctionCall(function.cls, function.number, function.gradients)
-        why = attribute(reads, [], tensor, found, exact=False)
-        call.parents = tuple(read.maker for read in reads)
-        call.flawed = tuple(read.maker for read in reads if read.flaws)
-        call.causes = tuple(read.maker for read in why.causes)
+            call.kernel = replace(function, reads=[])
+        _note_parents(call, reads)
         call.out = found
-        mask = not call.causes and not found.nan and mask_like(tensor)
-        call.intended_inf = mask or why.intended_inf
-        call.first_bad = why.first_bad and not mask
+        attribute(call, reads, [], tensor, exact=False)
+        if not call.causes and not found.nan and mask_like(tensor):
+            call.intended_inf, call.first_bad = True, False
         call.shape = tuple(tensor.shape)
         self._note_poisoned_node(call)
         call.evidence |= Evidence(opaque=kind)
-        if call.first_bad and self._measured < MOST_MEASURED:
-            self._measured += 1
+        if self._may_measure(call.first_bad):
             call.rows, call.bad_positions = _positions(tensor, None)
             call.inputs = tuple(summarise(read.name, read.tensor) for read in reads[:MOST_OPERANDS])
             call.output = summarise("out", tensor)
@@ -657,14 +637,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read_all(self, values: Any) -> list[Read]:
         """Describe what a function was given; what no operation made becomes known."""
-        reads = []
-        for position, tensor in enumerate(tensors_in(values)):
-            maker = self.maker_of(tensor) or self.store("constant", tensor)
-            read = Read(f"input {position}", tensor, maker)
-            if maker.out and numeric(tensor):
-                read.flaws = flaws(tensor)
-            reads.append(read)
-        return reads
+        tensors = tensors_in(values)
+        return [self._read(f"input {n}", tensor) for n, tensor in enumerate(tensors)]
 
     def _exchange(self, func: Any, args: Any, result: Any) -> None:
         """Make known what a collective wrote: operations of other ranks made it."""
@@ -681,22 +655,34 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.causes = call.flawed = bad
                 self._makers[storage_key(tensor)] = call
 
-    def _carefully(self, name: str, test: Callable[..., object], *args: Any) -> None:
-        """Run a test of our own: not traced, and a tensor that it cannot read stops nothing."""
+    def _try(self, name: str, test: Callable[..., Any], *args: Any) -> Any:
+        """Exotic tensors must not stop the user's code: what cannot be tested is named."""
         try:
-            with torch.no_grad(), no_dispatch_modes():
-                test(*args)
-        except Exception:
+            return test(*args)
+        except Exception as fault:
             self.unseen.add(name)
+            self.fault = fault
+
+    def _carefully(self, name: str, test: Callable[..., object], *args: Any) -> None:
+        """Test what is not an operation: not traced, and a fault ends no trace."""
+        before = self.fault
+        with torch.no_grad(), no_dispatch_modes():
+            self._try(name, test, *args)
+        self.fault = before
 
 
-def _covers_part(tensor: Tensor) -> bool:
+def _is_part(tensor: Tensor) -> bool:
     """True if the tensor is a view of some of its memory only."""
     try:
         return tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
         # sparse and other tensors without one storage: not a view of anything
         return False
+
+
+def _note_parents(call: Call, reads: Sequence[Read]) -> None:
+    call.parents = tuple(read.maker for read in reads)
+    call.flawed = tuple(read.maker for read in reads if read.flaws)
 
 
 def _results(invocation: Invocation, result: Any) -> list[Tensor]:
@@ -706,9 +692,7 @@ def _results(invocation: Invocation, result: Any) -> list[Tensor]:
         if invocation.operator.writes(read.name):
             tensor = read.tensor if read.overwritten is None else read.overwritten
             results[id(tensor)] = tensor
-    for tensor in tensors_in(result):
-        results[id(tensor)] = tensor
-    return list(results.values())
+    return list((results | {id(one): one for one in tensors_in(result)}).values())
 
 
 def _made_just_now(tensor: Tensor) -> bool:
@@ -745,26 +729,6 @@ def _checksum(tensor: Tensor) -> int | None:
     words = torch.empty(0, dtype=word, device=tensor.device)
     words.set_(memory)
     return int(words.sum(dtype=torch.int64))
-
-
-def _keep_overwritten(
-    operator: Operator, reads: list[Read], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put copies in the place of arguments that the operator overwrites, to be measured later."""
-    copies: dict[int, Tensor] = {}
-    for read in reads:
-        overwritten = operator.writes(read.name) and operator.reads(read.name)
-        if overwritten and numeric(read.tensor):
-            read.overwritten = read.tensor
-            read.tensor = read.tensor.detach().clone()
-            copies[id(read.overwritten)] = read.tensor
-    if not copies:
-        return args, kwargs
-
-    def kept(value: Any) -> Any:
-        return copies.get(id(value), value)
-
-    return tree_map(kept, args), tree_map(kept, kwargs)
 
 
 def _positions(out: Tensor, where: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

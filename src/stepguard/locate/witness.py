@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,16 +23,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stepguard.locate.evidence import WIDER, Invocation
 from stepguard.locate.operands import Call, numeric, plain, reach, summarise, tensors_in
-from stepguard.locate.replay import Replayer, ReplayError
-from stepguard.locate.tracer import FunctionCall
+from stepguard.locate.replay import LocateBudget, Replayer, ReplayError
+from stepguard.locate.samples import compiled_in_place
+from stepguard.locate.tracer import CustomFunction
 from stepguard.records.incident import Evidence, Origin, Witness, WitnessPath, with_evidence
 from stepguard.tensors.names import named_modules
 from stepguard.tensors.torch_private import (
     COMPILED_CALL,
-    compiled_call,
     decomposition_of,
     observe_functions,
     tree_map,
+    tree_map_only,
 )
 from stepguard.tensors.values import dtype_name, is_finite
 
@@ -53,22 +54,15 @@ def register_reference(kernel: Any, reference: Callable[..., Any]) -> None:
     """
     if not callable(reference):
         raise TypeError(f"reference is {reference!r}, which is not a function")
-    name = _key(kernel)
-    if isinstance(name, str) and "::" not in name:
-        raise TypeError(f"kernel is {kernel!r}; it must be an autograd function or an operator")
+    name = kernel
+    # An autograd function is known by its class, an operator by `namespace::name`.
+    if not (isinstance(kernel, type) and issubclass(kernel, torch.autograd.Function)):
+        # torch.ops returns a packet or an overload, torch.library a CustomOpDef
+        named = getattr(kernel, "_qualname", None) or getattr(kernel, "_qualified_op_name", None)
+        name = getattr(getattr(kernel, "_schema", None), "name", named or str(kernel))
+        if "::" not in name:
+            raise TypeError(f"kernel is {kernel!r}; it must be an autograd function or an operator")
     REFERENCES[name] = reference
-
-
-def _key(kernel: Any) -> Any:
-    """An autograd function is known by its class, an operator by `namespace::name`."""
-    if isinstance(kernel, type) and issubclass(kernel, torch.autograd.Function):
-        return kernel
-    schema = getattr(kernel, "_schema", None)
-    if schema is not None:
-        return schema.name
-    # torch.library returns a CustomOpDef, torch.ops a packet
-    named = getattr(kernel, "_qualname", None) or getattr(kernel, "_qualified_op_name", None)
-    return named or str(kernel)
 
 
 # --- One kernel, and the ways to run it again.
@@ -84,38 +78,15 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "linear", "mv", "dot
 """Operations that multiply and add: finite in a wider dtype whatever the inputs are."""
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-@dataclass(slots=True)
-class Kernel:
-    """One call of a kernel. Every run works on copies of the inputs."""
-
-    run: Callable[[Change], Results]
-    """The kernel itself: what it returned, or the gradients of its inputs."""
-    inputs: list[Tensor]
-    """Tensors of floating point that went in."""
-    independent: list[Path]
-    """Paths that share no code with the kernel."""
-    foreign: bool = True
-    """A kernel from outside torch."""
-    forward: Callable[[Sequence[Any]], Any] | None = None
-    """In the backward of a custom function: its forward."""
-    given: tuple[Any, ...] = ()
-    """What that forward was given."""
-    gradients: tuple[Any, ...] = ()
-    """What came into the backward."""
-
-
-def _copies(value: Any, change: Change = _same) -> Any:
+def _copies(value: Any, change: Change | None = None) -> Any:
     """Copy all tensors in a value, and change those of floating point."""
 
     def one(item: Any) -> Any:
         if not isinstance(item, Tensor):
             return item
         made = item.detach().clone()
-        made = change(made) if numeric(made) else made
+        if change is not None and numeric(made):
+            made = change(made)
         return made.requires_grad_(item.requires_grad)
 
     return tree_map(one, value)
@@ -127,57 +98,187 @@ def _results(value: Any) -> Results:
     return [value if isinstance(value, Tensor) else None]
 
 
-def _to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.cpu()
+class Kernel:
+    """One call of an operator or of a custom function. Every run works on copies of the inputs."""
 
+    def __init__(
+        self, bad: Invocation | CustomFunction, given: Sequence[Any], autocast: Any = nullcontext
+    ) -> None:
+        """`given`: what the forward of a custom function was given, and the `autocast` it ran in;
+        of an operator, the tensors that went in.
+        """
+        self._bad = bad
+        self._autocast = autocast
+        self._args: Any = given
+        self._kwargs: dict[str, Any] = {}
+        self._gradients: Any = None
+        """What came into the backward of a custom function; None of a forward."""
+        self.foreign = True
+        """A kernel from outside torch."""
+        self.known = True
+        """A kernel, and not one of torch's ordinary operations."""
+        if isinstance(bad, Invocation):
+            self._function, self._args, self._kwargs = bad.func, bad.args, bad.kwargs
+            self._key = bad.func._schema.name
+            self.foreign = bad.operator.custom
+            self.known = bool(bad.call.evidence.opaque) or bad.operator.base.startswith(ATTENTION)
+        else:
+            self._function = self._key = bad.cls
+            self._function, self._gradients = bad.cls.apply, bad.gradients
+        self.inputs = [one for one in (*given, *(self._gradients or ())) if numeric(one)]
+        """Tensors of floating point that went in."""
 
-def _of_operator(bad_op: Invocation) -> Kernel:
-    operator, func = bad_op.operator, bad_op.func
-    base = operator.base
+    def run(self, function: Any = None, change: Change | None = None) -> Results:
+        """What the kernel, or a function in its place, returns; of a backward, the gradients of its
+        inputs.
+        """
+        function = function or self._function
+        args, kwargs, gradients = _copies((self._args, self._kwargs, self._gradients), change)
+        if isinstance(self._bad, Invocation):
+            with torch.no_grad():
+                made = _results(function(*args, **kwargs))
+            operator = self._bad.operator
+            named = dict(zip(operator.arguments, args, strict=False)) | kwargs
+            written = sorted(operator.written & named.keys())
+            return _results([named[name] for name in written]) + made
+        with self._autocast(), torch.enable_grad():
+            # copies of the copies: a function may write a tensor that is no leaf in place
+            handed = tree_map_only(Tensor, Tensor.clone, args)
+            outputs = [one for one in _results(function(*handed)) if one is not None]
+            if gradients is None:
+                return [one.detach() for one in outputs]
+            reached, received = [], []
+            for one, gradient in zip(outputs, gradients, strict=True):
+                if one.requires_grad and gradient is not None:
+                    reached.append(one)
+                    received.append(gradient.detach().to(one.dtype))
+            inputs = [one for one in args if isinstance(one, Tensor) and one.requires_grad]
+            return list(torch.autograd.grad(reached, inputs, received, allow_unused=True))
 
-    def call(function: Callable[..., Any], change: Change = _same) -> Results:
-        args, kwargs = _copies((bad_op.args, bad_op.kwargs), change)
-        with torch.no_grad():
-            made = _results(function(*args, **kwargs))
-        named = dict(zip(operator.arguments, args, strict=False)) | kwargs
-        return _results([named[name] for name in sorted(operator.written & named.keys())]) + made
+    def independent(self) -> list[Path]:
+        """Paths that share no code with the kernel."""
+        paths: list[Path] = []
+        reference = REFERENCES.get(self._key)
+        if reference is not None:
+            name = getattr(reference, "__name__", type(reference).__name__)
+            paths.append(("reference", f"the reference `{name}`", partial(self.run, reference)))
+        if isinstance(self._bad, Invocation):
+            paths += self._of_torch(self._bad)
+        if any(one.device.type != "cpu" for one in self.inputs):
+            name = "the CPU kernel"
+            paths.append(("cpu", name, lambda: self.run(change=lambda one: one.cpu())))
+        return paths
 
-    independent: list[Path] = []
-    reference = REFERENCES.get(func._schema.name)
-    if reference is not None:
-        independent.append(("reference", _called(reference), lambda: call(reference)))
-    if base.startswith(ATTENTION):
-        independent.append(("math", "math", lambda: _attention(bad_op)))
-    elif base in PRODUCTS and _cannot_overflow(bad_op):
-        wide = WIDER.get(bad_op.out.dtype, torch.float64)
-        name = f"the product in {dtype_name(wide)}"
-        independent.append(("composite", name, lambda: call(func, lambda one: one.to(wide))))
-    elif not operator.custom and torch.Tag.nondeterministic_seeded not in func.tags:
-        composite = decomposition_of(func)
+    def _of_torch(self, bad_op: Invocation) -> Iterator[Path]:
+        """What torch itself has in the place of one of its operators."""
+        base, dtype = bad_op.operator.base, bad_op.out.dtype
+        if base.startswith(ATTENTION):
+            yield "math", "math", partial(_attention, bad_op)
+            return
+        if base in PRODUCTS:
+            # Where no partial sum of products can leave the range, only the kernel can. Products of
+            # half precision are added up in float32.
+            *_, second, first = 0.0, 0.0, *sorted(map(reach, self.inputs))
+            terms = max(read.tensor.numel() for read in bad_op.reads)
+            limit = torch.finfo(torch.promote_types(dtype, torch.float32)).max
+            if len(self.inputs) > 1 and first * max(second, 1.0) * terms < limit:
+                yield self._wider("composite", "the product", WIDER.get(dtype, torch.float64))
+                return
+        if bad_op.operator.custom or torch.Tag.nondeterministic_seeded in bad_op.func.tags:
+            return
+        composite = decomposition_of(bad_op.func)
         if composite is not None:
-            name = "torch's decomposition of it"
-            independent.append(("composite", name, lambda: call(composite)))
-    if bad_op.out.device.type != "cpu":
-        independent.append(("cpu", "the CPU kernel", lambda: call(func, _to_cpu)))
-    return Kernel(
-        run=lambda change: call(func, change),
-        inputs=[read.tensor for read in bad_op.reads if numeric(read.tensor)],
-        independent=independent,
-        foreign=operator.custom,
-    )
+            yield "composite", "torch's decomposition of it", partial(self.run, composite)
 
+    def same_code(self) -> Iterator[Path]:
+        """The kernel itself with other inputs: a fault that goes away shows what it cannot take."""
+        if any(not one.is_contiguous() for one in self.inputs):
+            run = partial(self.run, change=Tensor.contiguous)
+            yield "contiguous", "the same kernel on contiguous copies", run
+        kinds = {one.dtype for one in self.inputs}
+        on_host = all(one.device.type == "cpu" for one in self.inputs)
+        # on a device a kernel that does not check the dtype could end the process
+        if len(kinds) == 1 and on_host:
+            wide = WIDER.get(kinds.pop())
+            if wide is not None:
+                yield self._wider("wider", "the same kernel", wide)
 
-def _called(function: Any) -> str:
-    return f"the reference `{getattr(function, '__name__', type(function).__name__)}`"
+    def _wider(self, path: WitnessPath, what: str, dtype: torch.dtype) -> Path:
+        run = partial(self.run, change=lambda one: one.to(dtype))
+        return path, f"{what} in {dtype_name(dtype)}", run
 
+    # --- of a backward: the slope of its own forward, by small differences
 
-def _cannot_overflow(bad_op: Invocation) -> bool:
-    """No partial sum of products can leave the range, so that only the kernel can."""
-    sizes = sorted(reach(read.tensor) for read in bad_op.reads if numeric(read.tensor))
-    terms = max(read.tensor.numel() for read in bad_op.reads)
-    # products of half precision are added up in float32
-    wide = torch.promote_types(bad_op.out.dtype, torch.float32)
-    return len(sizes) > 1 and sizes[-1] * max(sizes[-2], 1.0) * terms < torch.finfo(wide).max
+    def slopes(self, own: Results) -> Iterator[Witness]:
+        """Compare the first bad gradient with how the forward changes when that input does.
+
+        A slope that differs from side to side, or grows as the step shrinks, is no slope: then the
+        inputs are at a singular point. A gradient that is meant to be another (straight through)
+        shows by a good element.
+        """
+        inputs = [one for one in self._args if isinstance(one, Tensor) and one.requires_grad]
+        position, flat = _first_bad(own, None)
+        given = next(iter(own[position : position + 1]), None)
+        if self._gradients is None or position >= len(inputs) or given is None:
+            return
+        gradient = plain(given).flatten()
+        if gradient.isfinite()[flat]:
+            return
+        found = Witness(path="slope", name="the slope of its own forward")
+        try:
+            slope = self._slope(inputs[position], flat)
+            good = (gradient.isfinite() & (gradient != 0)).nonzero().flatten().tolist()
+            agrees = None
+            if good and slope is not None:
+                there = self._slope(inputs[position], good[0])
+                wanted = float(gradient[good[0]])
+                agrees = there is not None and math.isclose(there, wanted, rel_tol=SLOPES)
+        except Exception as error:
+            yield replace(found, why_not=str(error)[:MOST_WORDS])
+            return
+        if slope is None:
+            yield replace(found, finite=False, why_not="its own forward has no slope there")
+        else:
+            yield replace(found, finite=True, value=slope, agrees=agrees)
+
+    def _slope(self, tensor: Tensor, flat: int) -> float | None:
+        """How the incoming gradient times the outputs changes with this element; None: no slope."""
+        usual = float(plain(tensor).double().square().mean().sqrt())
+        # an input is changed by a hundredth
+        width = 1e-2 * max(abs(float(tensor.detach().flatten()[flat])), usual, 1e-6)
+
+        def moved(by: float) -> tuple[float, float]:
+            """The sum of the products, and that of their magnitudes."""
+
+            def shift(item: Any) -> Any:
+                if not isinstance(item, Tensor):
+                    return item
+                made = item.detach().clone()
+                if item is tensor:
+                    made.view(-1)[flat] += by
+                return made
+
+            with torch.no_grad():
+                made = _results(self._function(*tree_map(shift, self._args)))
+            value = total = 0.0
+            for one, gradient in zip(made, self._gradients, strict=False):
+                if one is not None and gradient is not None and numeric(one):
+                    product = plain(one).double() * plain(gradient).double()
+                    value += float(product.sum())
+                    total += float(product.abs().sum())
+            return value, total
+
+        here, _ = moved(0.0)
+        slopes = []
+        for by in (width, -width, width / 2, -width / 2):
+            there, total = moved(by)
+            slopes.append((there - here) / by)
+        noise = 16 * torch.finfo(tensor.dtype).eps * total
+        if not all(map(math.isfinite, slopes)):
+            return None
+        if max(slopes) - min(slopes) > SLOPES * max(map(abs, slopes)) + noise / (width / 2):
+            return None
+        return sum(slopes) / len(slopes)
 
 
 def _attention(bad_op: Invocation) -> Results:
@@ -188,7 +289,8 @@ def _attention(bad_op: Invocation) -> Results:
         bad_op.argument(name).detach().clone().requires_grad_(backward) for name in names
     )
     mask = bad_op.argument("attn_mask")
-    mask = bad_op.argument("attn_bias") if mask is None else mask
+    if mask is None:
+        mask = bad_op.argument("attn_bias")
     if isinstance(mask, Tensor):
         mask = mask.detach()
     with sdpa_kernel(SDPBackend.MATH), torch.set_grad_enabled(backward):
@@ -206,189 +308,101 @@ def _attention(bad_op: Invocation) -> Results:
     return list(torch.autograd.grad(out, (query, key, value), bad_op.args[0].detach()))
 
 
-def _of_function(call: FunctionCall, caught: _Caught) -> Kernel:
-    given, backward = caught.given, call.gradients is not None
-
-    def run(function: Callable[..., Any], change: Change = _same) -> Results:
-        args, gradients = _copies((given, call.gradients), change)
-        inputs = [one for one in args if isinstance(one, Tensor) and one.requires_grad]
-        with caught.autocast(), torch.enable_grad():
-            # copies of the copies: a function may write a tensor that is no leaf in place
-            handed = [one.clone() if isinstance(one, Tensor) else one for one in args]
-            made = [one for one in _results(function(*handed)) if one is not None]
-            if not backward:
-                return [one.detach() for one in made]
-            pairs = []
-            for one, gradient in zip(made, gradients, strict=True):
-                if one.requires_grad and gradient is not None:
-                    pairs.append((one, gradient.detach().to(one.dtype)))
-            outputs, gradients = zip(*pairs, strict=True)
-            return list(torch.autograd.grad(outputs, inputs, gradients, allow_unused=True))
-
-    independent: list[Path] = []
-    reference = REFERENCES.get(call.cls)
-    if reference is not None:
-        independent.append(("reference", _called(reference), lambda: run(reference)))
-    tensors = [one for one in (*given, *(call.gradients or ())) if numeric(one)]
-    if any(one.device.type != "cpu" for one in tensors):
-        independent.append(("cpu", "the function on the CPU", lambda: run(call.cls.apply, _to_cpu)))
-    return Kernel(
-        run=lambda change: run(call.cls.apply, change),
-        inputs=tensors,
-        independent=independent,
-        forward=call.cls.apply if backward else None,
-        given=given,
-        gradients=call.gradients or (),
-    )
+# --- Ask the witnesses.
 
 
-@dataclass(slots=True)
-class _Caught:
-    """What a custom function was given, in copies."""
-
-    given: tuple[Any, ...]
-    half: torch.dtype | None
-    """What autocast computed in."""
-    device: str
-
-    def autocast(self) -> Any:
-        if self.half is None:
-            return nullcontext()
-        return torch.autocast(self.device, self.half)
+CLOSE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Relative difference up to which two paths compute the same; of other dtypes 1e-3."""
+SLOPES = 0.1
+"""How far two slopes of a smooth function may be apart, relative."""
+MOST_WORDS = 100
+UNTRIED = Witness(path="reference", name="a reference")
+NO_PATH = "no other way to compute it is known: `stepguard.register_reference` names one"
 
 
-@contextmanager
-def _catching(wanted: FunctionCall) -> Iterator[list[_Caught]]:
-    """Copy what this call of a custom function is given, when it is run again."""
-    found: list[_Caught] = []
+def with_witnesses(origin: Origin, call: Call, replayer: Replayer) -> Origin:
+    """Add what other paths give on the inputs of the kernel that made the first bad value."""
+    bad, budget = call.kernel, replayer.budget
+    if bad is None:
+        return origin
+    if not budget.affords(1.0):
+        budget.leave_out("running the kernel by another path")
+        return origin
+    if isinstance(bad, Invocation):
+        kernel = Kernel(bad, [read.tensor for read in bad.reads])
+    else:
+        # a checkpointed block calls its functions again in the backward
+        backward = call.evidence.recomputed or bad.gradients is not None
+        caught = _given_to(bad, origin.micro_batch or 0, replayer, backward=backward)
+        if caught is None:
+            why = "the call could not be found again in a second run"
+            return with_evidence(origin, Evidence(witnesses=(replace(UNTRIED, why_not=why),)))
+        kernel = Kernel(bad, *caught)
+    if not _finite(kernel.inputs):
+        return origin
+    found = _ask(kernel, origin, budget)
+    if not kernel.known and not any(one.finite for one in found):
+        # an ordinary operation: its rule says more than that other kernels agree with it
+        return origin
+    return with_evidence(origin, Evidence(witnesses=tuple(found)))
+
+
+def _ask(kernel: Kernel, origin: Origin, budget: LocateBudget) -> list[Witness]:
+    # the kernel itself first: what it gives is what the others are compared with
+    again = Witness(path="again", name="the same kernel once more")
+    own = _attempt(kernel.run)
+    if isinstance(own, str):
+        return [replace(again, why_not=own)]
+    found: list[Witness] = []
+    if _finite(own):
+        found.append(replace(again, finite=True, value=_at(own, _first_bad(own, origin))))
+    paths = independent = kernel.independent()
+    if kernel.foreign:
+        paths = [*independent, *kernel.same_code()]
+    for path, name, run in paths:
+        if budget.affords(0.0):
+            found.append(compared(path, name, run, own, origin))
+        else:
+            found.append(Witness(path=path, name=name, why_not="locate_budget is used up"))
+    if budget.affords(0.0):
+        found += kernel.slopes(own)
+    if kernel.foreign and not independent:
+        found.append(replace(UNTRIED, why_not=NO_PATH))
+    return found
+
+
+def _finite(values: Sequence[Any]) -> bool:
+    return all(is_finite(one) for one in values if numeric(one))
+
+
+def _given_to(
+    wanted: CustomFunction, micro: int, replayer: Replayer, *, backward: bool
+) -> tuple[tuple[Any, ...], Callable[[], AbstractContextManager[Any]]] | None:
+    """Copy what this call of a custom function is given when it is run again, and its autocast."""
+    found: list[Any] = []
     count = 0
 
     def around(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         nonlocal count
         # a generated function of torch.library is another class each time
         if count == wanted.number and cls.__name__ == wanted.cls.__name__:
-            devices = [one.device.type for one in args if isinstance(one, Tensor)]
-            device = devices[0] if devices else "cpu"
-            on = torch.is_autocast_enabled(device)
-            half = torch.get_autocast_dtype(device) if on else None
-            found.append(_Caught(_copies(args), half, device))
+            device = next((one.device.type for one in args if isinstance(one, Tensor)), "cpu")
+            autocast: Any = nullcontext
+            if torch.is_autocast_enabled(device):
+                autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device))
+            found.append((_copies(args), autocast))
         count += 1
         return apply(*args, **kwargs)
 
-    undo = observe_functions(around)
-    try:
-        yield found
-    finally:
-        undo()
-
-
-# --- Ask the witnesses.
-
-
-CLOSE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Relative difference up to which two paths compute the same; of other dtypes `CLOSE_IN_FLOAT`."""
-CLOSE_IN_FLOAT = 1e-3
-MOST_DIFFERENT = 0.1
-"""Share of elements that may differ: memory that a kernel never wrote can hold any number."""
-STEP = 1e-2
-"""Relative change of an input with which the slope of a forward is measured."""
-SLOPES = 0.1
-"""How far two slopes of a smooth function may be apart, relative."""
-MOST_WORDS = 100
-NOT_FOUND = "the call could not be found again in a second run"
-NO_PATH = "no other way to compute it is known: `stepguard.register_reference` names one"
-SINGULAR = "its own forward has no slope there"
-
-
-def with_witnesses(origin: Origin, call: Call, replayer: Replayer) -> Origin:
-    """Add what other paths give on the inputs of the kernel that made the first bad value."""
-    kernel = call.kernel
-    if kernel is None:
-        return origin
-    if not replayer.budget.affords(1.0):
-        replayer.budget.leave_out("running the kernel by another path")
-        return origin
-    if isinstance(kernel, Invocation):
-        if not _all_finite([read.tensor for read in kernel.reads]):
-            return origin
-        found = _ask(_of_operator(kernel), origin, replayer)
-        known = call.evidence.opaque or kernel.operator.base.startswith(ATTENTION)
-    else:
-        caught = _inputs_of(kernel, call, origin.micro_batch or 0, replayer)
-        if caught is None:
-            return with_evidence(origin, Evidence(witnesses=(_untried(NOT_FOUND),)))
-        if not _all_finite([*caught.given, *(kernel.gradients or ())]):
-            return origin
-        found, known = _ask(_of_function(kernel, caught), origin, replayer), True
-    if not known and not any(one.finite for one in found):
-        # an ordinary operation: its rule says more than that other kernels agree with it
-        return origin
-    return with_evidence(origin, Evidence(witnesses=tuple(found)))
-
-
-def _all_finite(values: Sequence[Any]) -> bool:
-    return all(is_finite(one) for one in values if numeric(one))
-
-
-def _untried(why: str) -> Witness:
-    return Witness(path="reference", name="a reference", why_not=why)
-
-
-def _inputs_of(kernel: FunctionCall, call: Call, micro: int, replayer: Replayer) -> _Caught | None:
-    replayer.clear_gradients()
-    # a checkpointed block calls its functions again in the backward
-    backward = call.evidence.recomputed or kernel.gradients is not None
-    with _catching(kernel) as found:
+    with ExitStack() as stack:
+        replayer.clear_gradients()
+        stack.callback(replayer.clear_gradients)
+        stack.callback(observe_functions(around))
         try:
             replayer.run(micro, backward=backward)
         except ReplayError:
             return None
-        finally:
-            replayer.clear_gradients()
-    return found[0] if found else None
-
-
-def _ask(kernel: Kernel, origin: Origin, replayer: Replayer) -> list[Witness]:
-    # the kernel itself first: what it gives is what the others are compared with
-    own = _attempt(lambda: kernel.run(_same))
-    if isinstance(own, str):
-        return [Witness(path="again", name="the same kernel once more", why_not=own)]
-    found: list[Witness] = []
-    if all(one is None or is_finite(one) for one in own):
-        value = _at(own, _first_bad(own, origin))
-        found.append(
-            Witness(path="again", name="the same kernel once more", finite=True, value=value)
-        )
-    paths = [*kernel.independent]
-    if kernel.foreign:
-        paths += _same_code(kernel)
-    for path, name, run in paths:
-        if not replayer.budget.affords(0.0):
-            found.append(Witness(path=path, name=name, why_not="locate_budget is used up"))
-        else:
-            found.append(_compared(path, name, run, own, origin))
-    if kernel.forward is not None and replayer.budget.affords(0.0):
-        found += _slopes(kernel, own)
-    if kernel.foreign and not kernel.independent:
-        found.append(_untried(NO_PATH))
-    return found
-
-
-def _same_code(kernel: Kernel) -> list[Path]:
-    """The kernel itself with other inputs: a fault that goes away shows what it cannot take."""
-    paths: list[Path] = []
-    if any(not one.is_contiguous() for one in kernel.inputs):
-        contiguous = lambda: kernel.run(Tensor.contiguous)  # noqa: E731
-        paths.append(("contiguous", "the same kernel on contiguous copies", contiguous))
-    kinds = {one.dtype for one in kernel.inputs}
-    on_host = all(one.device.type == "cpu" for one in kernel.inputs)
-    # on a device a kernel that does not check the dtype could end the process
-    if len(kinds) == 1 and on_host:
-        wide = WIDER.get(kinds.pop())
-        if wide is not None:
-            name = f"the same kernel in {dtype_name(wide)}"
-            paths.append(("wider", name, lambda: kernel.run(lambda one: one.to(wide))))
-    return paths
+    return next(iter(found), None)
 
 
 def _attempt(run: Callable[[], Results]) -> Results | str:
@@ -399,65 +413,56 @@ def _attempt(run: Callable[[], Results]) -> Results | str:
         return " ".join(f"{type(error).__name__}: {error}".split())[:MOST_WORDS]
 
 
-def _compared(
-    path: WitnessPath, name: str, run: Callable[[], Results], own: Results, origin: Origin
+def compared(
+    path: WitnessPath,
+    name: str,
+    run: Callable[[], Results],
+    own: Results,
+    origin: Origin | None = None,
 ) -> Witness:
+    """Run another path, and compare what it gives with what the kernel gave."""
+    found = Witness(path=path, name=name)
     given = _attempt(run)
     if isinstance(given, str):
-        return Witness(path=path, name=name, why_not=given)
-    pairs = []
-    for position, (mine, other) in enumerate(zip(own, given, strict=False)):
-        if mine is not None and other is not None and numeric(mine) and mine.numel():
-            if mine.shape != other.shape:
-                why = f"its result {position} has shape {tuple(other.shape)}"
-                return Witness(path=path, name=name, why_not=why)
-            # beyond the range of the kernel's dtype the value itself is the fault
-            pairs.append((plain(mine).cpu(), plain(other).cpu().to(plain(mine).dtype)))
-    if not pairs:
-        return Witness(path=path, name=name, why_not="it returned nothing to compare")
-    place = _first_bad([mine for mine, _ in pairs], origin)
-    return Witness(
-        path=path,
-        name=name,
-        finite=all(is_finite(other) for _, other in pairs),
-        value=_at([other for _, other in pairs], place),
-        agrees=_agrees(pairs),
+        return replace(found, why_not=given)
+    mine: Results = []
+    others: Results = []
+    compared = different = 0
+    for position, (one, other) in enumerate(zip(own, given, strict=False)):
+        if one is None or other is None or not numeric(one) or not one.numel():
+            continue
+        if one.shape != other.shape:
+            why = f"its result {position} has shape {tuple(other.shape)}"
+            return replace(found, why_not=why)
+        # beyond the range of the kernel's dtype the value itself is the fault
+        one = plain(one).cpu()
+        other = plain(other).cpu().to(one.dtype)
+        mine.append(one)
+        others.append(other)
+        # do they agree where both are finite?
+        both = one.isfinite() & other.isfinite()
+        if bool(both.any()):
+            usual, theirs = one[both].double(), other[both].double()
+            allowed = CLOSE.get(one.dtype, 1e-3) * (theirs.abs() + theirs.abs().mean())
+            different += int(((usual - theirs).abs() > allowed).sum())
+            compared += usual.numel()
+    if not mine:
+        return replace(found, why_not="it returned nothing to compare")
+    return replace(
+        found,
+        finite=_finite(others),
+        value=_at(others, _first_bad(mine, origin)),
+        # memory that a kernel never wrote can hold any number
+        agrees=different <= 0.1 * compared if compared else None,
     )
 
 
-def first_bad_value(own: list[Tensor], other: list[Tensor]) -> tuple[float | None, bool | None]:
-    """What the other has at the first bad element, and whether the two agree elsewhere."""
-    pairs = []
-    for mine, theirs in zip(own, other, strict=False):
-        if numeric(mine) and mine.shape == theirs.shape and mine.numel():
-            pairs.append((plain(mine), plain(theirs)))
-    for mine, theirs in pairs:
-        if not is_finite(mine):
-            bad = ~mine.isfinite().flatten()
-            return float(theirs.flatten()[bad][0]), _agrees(pairs)
-    return None, _agrees(pairs)
-
-
-def _agrees(pairs: list[tuple[Tensor, Tensor]]) -> bool | None:
-    """Compare the values where both are finite; None where there is no such element."""
-    compared = different = 0
-    for mine, other in pairs:
-        both = mine.isfinite() & other.isfinite()
-        if bool(both.any()):
-            one, two = mine[both].double(), other[both].double()
-            usual = CLOSE.get(mine.dtype, CLOSE_IN_FLOAT) * (two.abs() + two.abs().mean())
-            different += int(((one - two).abs() > usual).sum())
-            compared += one.numel()
-    return different <= MOST_DIFFERENT * compared if compared else None
-
-
-def _first_bad(results: Results, origin: Origin) -> tuple[int, int]:
+def _first_bad(results: Results, origin: Origin | None) -> tuple[int, int]:
     """Which result, and which of its elements: the first bad one, or where it was in the step."""
     for position, one in enumerate(results):
         if one is not None and numeric(one) and not is_finite(one):
-            bad = ~plain(one).isfinite().flatten()
-            return position, int(bad.nonzero()[0])
-    out = origin.output
+            return position, int((~plain(one).isfinite().flatten()).nonzero()[0])
+    out = getattr(origin, "output", None)
     for position, one in enumerate(results):
         if one is not None and out is not None and out.index and tuple(one.shape) == out.shape:
             flat = 0
@@ -468,82 +473,11 @@ def _first_bad(results: Results, origin: Origin) -> tuple[int, int]:
 
 
 def _at(results: Results, place: tuple[int, int]) -> float | None:
-    one = results[place[0]] if place[0] < len(results) else None
-    if one is None or one.numel() <= place[1]:
+    position, flat = place
+    one = next(iter(results[position : position + 1]), None)
+    if one is None or one.numel() <= flat:
         return None
-    return float(plain(one).flatten()[place[1]])
-
-
-# --- Of a backward: the slope of its own forward, by small differences.
-
-
-def _slopes(kernel: Kernel, own: Results) -> list[Witness]:
-    """Compare the first bad gradient with how the forward changes when that input does.
-
-    A slope that differs from side to side, or grows as the step shrinks, is no slope: then the
-    inputs are at a singular point. A gradient that is meant to be another (straight through) shows
-    by a good element.
-    """
-    name = "the slope of its own forward"
-    inputs = [one for one in kernel.given if isinstance(one, Tensor) and one.requires_grad]
-    position, flat = _first_bad(own, Origin(step=0, phase="backward"))
-    if position >= len(inputs) or own[position] is None:
-        return []
-    gradient = plain(own[position]).flatten()  # type: ignore[arg-type]
-    if gradient.isfinite()[flat]:
-        return []
-    try:
-        slope = _slope(kernel, inputs[position], flat)
-        good = (gradient.isfinite() & (gradient != 0)).nonzero().flatten().tolist()
-        agrees = None
-        if good and slope is not None:
-            there = _slope(kernel, inputs[position], good[0])
-            wanted = float(gradient[good[0]])
-            agrees = there is not None and math.isclose(there, wanted, rel_tol=SLOPES)
-    except Exception as error:
-        return [Witness(path="slope", name=name, why_not=str(error)[:MOST_WORDS])]
-    if slope is None:
-        return [Witness(path="slope", name=name, finite=False, why_not=SINGULAR)]
-    return [Witness(path="slope", name=name, finite=True, value=slope, agrees=agrees)]
-
-
-def _slope(kernel: Kernel, tensor: Tensor, flat: int) -> float | None:
-    """How the incoming gradient times the outputs changes with this element; None: no slope."""
-    assert kernel.forward is not None
-    usual = float(plain(tensor).double().square().mean().sqrt())
-    width = STEP * max(abs(float(tensor.detach().flatten()[flat])), usual, 1e-6)
-    total = 0.0
-
-    def moved(by: float) -> float:
-        nonlocal total
-
-        def shift(item: Any) -> Any:
-            if not isinstance(item, Tensor):
-                return item
-            made = item.detach().clone()
-            if item is tensor:
-                made.view(-1)[flat] += by
-            return made
-
-        assert kernel.forward is not None
-        with torch.no_grad():
-            made = _results(kernel.forward(*tree_map(shift, kernel.given)))
-        value = total = 0.0
-        for one, gradient in zip(made, kernel.gradients, strict=False):
-            if one is not None and gradient is not None and numeric(one):
-                product = plain(one).double() * plain(gradient).double()
-                value += float(product.sum())
-                total += float(product.abs().sum())
-        return value
-
-    here = moved(0.0)
-    noise = 16 * torch.finfo(tensor.dtype).eps * total
-    slopes = [(moved(by) - here) / by for by in (width, -width, width / 2, -width / 2)]
-    if not all(map(math.isfinite, slopes)):
-        return None
-    if max(slopes) - min(slopes) > SLOPES * max(map(abs, slopes)) + noise / (width / 2):
-        return None
-    return sum(slopes) / len(slopes)
+    return float(plain(one).flatten()[flat])
 
 
 # --- A fault that only compiled code shows: which region, and what it gives when run eagerly.
@@ -552,18 +486,15 @@ def _slope(kernel: Kernel, tensor: Tensor, flat: int) -> float | None:
 # region whose inputs are finite and whose outputs, or gradients, are not. The same region run
 # eagerly on the same inputs is the witness.
 
-WHAT_RAN = "torch.compile"
-
 
 @dataclass(slots=True)
-class _Call:
+class _Region:
     """One call of a compiled region."""
 
     name: str
     module: nn.Module
     below: Callable[..., Any]
     given: Any
-    inputs: list[Tensor]
     outputs: list[Tensor]
     came_in: list[Tensor] = field(default_factory=list)
     """Gradients of the outputs."""
@@ -580,119 +511,83 @@ def locate_region(replayer: Replayer, micro: int, origin: Origin) -> Origin:
     replayer.clear_gradients()
     with _watched(replayer) as calls:
         ran = replayer.run(micro, eager=False)
-    try:
-        found = _guilty_forward(calls) if not ran.loss_finite else _guilty_backward(calls)
-        if found is None:
-            return origin
-        backward = ran.loss_finite
-        read = found.came_in if backward else found.inputs
-        bad = [one for one in (found.went_out if backward else found.outputs) if not _fine([one])]
+    backward = ran.loss_finite
+    # the backward runs from the last call to the first
+    for call in reversed(calls) if backward else calls:
+        read, made, gradients = tensors_in(call.given), call.outputs, []
+        if backward:
+            read, made = call.came_in, call.went_out
+            gradients = [one.grad for one in call.module.parameters()]
+        fault = _finite(read) and not _finite([*made, *gradients])
+        if not fault or (backward and not read):
+            continue
         origin = replace(
             origin,
             phase="backward" if backward else "forward",
-            module=found.name,
-            op=WHAT_RAN,
+            module=call.name,
+            op="torch.compile",
             micro_batch=micro,
             inputs=tuple(summarise(f"input {n}", one) for n, one in enumerate(read[:6])),
-            output=summarise("out", bad[0]) if bad else None,
+            output=next((summarise("out", one) for one in made if not _finite([one])), None),
         )
-        if backward:
-            return origin
-        return with_evidence(origin, Evidence(witnesses=(_eagerly(found),)))
-    finally:
-        replayer.clear_gradients()
+        if not backward:
+            name = f"`{call.name or 'the model'}` run eagerly"
+            witness = compared("eager", name, partial(_eagerly, call), [*made])
+            origin = with_evidence(origin, Evidence(witnesses=(witness,)))
+        break
+    replayer.clear_gradients()
+    return origin
 
 
-def _guilty_forward(calls: list[_Call]) -> _Call | None:
-    for call in calls:
-        if _fine(call.inputs) and not _fine(call.outputs):
-            return call
-    return None
-
-
-def _guilty_backward(calls: list[_Call]) -> _Call | None:
-    for call in reversed(calls):
-        gradients = [one.grad for one in call.module.parameters() if one.grad is not None]
-        if call.came_in and _fine(call.came_in) and not _fine([*call.went_out, *gradients]):
-            return call
-    return None
-
-
-def _fine(tensors: list[Tensor]) -> bool:
-    return all(is_finite(one) for one in tensors if numeric(one))
-
-
-def _eagerly(call: _Call) -> Witness:
+def _eagerly(call: _Region) -> Results:
     """The region without the compiler, on the inputs it had."""
-    name = f"`{call.name or 'the model'}` run eagerly"
-    try:
-        with torch.compiler.set_stance("force_eager"), torch.no_grad():
-            args, kwargs = call.given
-            outputs = tensors_in(call.below(*args, **kwargs))
-    except Exception as error:
-        return Witness(path="eager", name=name, why_not=f"{type(error).__name__}: {error}"[:100])
-    value, agrees = first_bad_value(call.outputs, outputs)
-    return Witness(path="eager", name=name, finite=_fine(outputs), value=value, agrees=agrees)
+    args, kwargs = call.given
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        return [*tensors_in(call.below(*args, **kwargs))]
 
 
 @contextmanager
-def _watched(replayer: Replayer) -> Iterator[list[_Call]]:
+def _watched(replayer: Replayer) -> Iterator[list[_Region]]:
     """Note what goes in and out of every compiled region."""
-    calls: list[_Call] = []
-    undo: list[Callable[[], None]] = []
+    calls: list[_Region] = []
+    watched: set[int] = set()
     step = replayer.step
     # the roots of a step are what is inside the compiled wrappers
     wrappers = [("", step.model), *step.modules.items()]
-    for name, module in (*wrappers, *named_modules(step.named_roots())):
-        spaces = vars(module)
-        if "_orig_mod" in module._modules:
-            key = "forward"
-        elif _compiled_in_place(module):
-            key = COMPILED_CALL
-        else:
-            continue
-        if isinstance(spaces[key], _Boundary):
-            continue
-        below = spaces[key]
-        # not by setattr, which a compiled module passes on to the module inside
-        spaces[key] = _Boundary(calls, name.replace("_orig_mod", "").strip("."), module, below)
-        undo.append(partial(spaces.__setitem__, key, below))
-    try:
+    with ExitStack() as undo:
+        for name, module in (*wrappers, *named_modules(step.named_roots())):
+            spaces = vars(module)
+            if "_orig_mod" in module._modules:
+                key = "forward"
+            elif compiled_in_place(module):
+                key = COMPILED_CALL
+            else:
+                continue
+            if id(module) not in watched:
+                watched.add(id(module))
+                name = name.replace("_orig_mod", "").strip(".")
+                below = spaces[key]
+                # not by setattr, which a compiled module passes on to the module inside
+                undo.callback(spaces.__setitem__, key, below)
+                spaces[key] = partial(_noted, calls, name, module, below)
         yield calls
-    finally:
-        for one in reversed(undo):
-            one()
 
 
-def _compiled_in_place(module: nn.Module) -> bool:
-    """After `module.compile()`; a guard that listens to calls stands in the same place."""
-    present = compiled_call(module)
-    return present is not None and getattr(present, "below", present) is not None
+def _noted(
+    calls: list[_Region], name: str, module: nn.Module, below: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call what is compiled, and note what passes."""
 
+    def copy(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, Tensor) else value
 
-class _Boundary:
-    """Stands in the place of a compiled call, and notes what passes."""
-
-    def __init__(
-        self, calls: list[_Call], name: str, module: nn.Module, below: Callable[..., Any]
-    ) -> None:
-        self._calls = calls
-        self._name = name
-        self._module = module
-        self._below = below
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        def copy(value: Any) -> Any:
-            return value.detach().clone() if isinstance(value, Tensor) else value
-
-        given = tree_map(copy, (args, kwargs))
-        result = self._below(*args, **kwargs)
-        outputs = tensors_in(result)
-        copies = [one.detach() for one in outputs]
-        call = _Call(self._name, self._module, self._below, given, tensors_in(given), copies)
-        self._calls.append(call)
-        for tensors, seen in ((outputs, call.came_in), (tensors_in((args, kwargs)), call.went_out)):
-            for one in tensors:
-                if one.requires_grad:
-                    one.register_hook(seen.append)  # type: ignore[no-untyped-call]
-        return result
+    given = tree_map(copy, (args, kwargs))
+    result = below(*args, **kwargs)
+    outputs = tensors_in(result)
+    call = _Region(name, module, below, given, [one.detach() for one in outputs])
+    calls.append(call)
+    for tensors, seen in ((outputs, call.came_in), (tensors_in((args, kwargs)), call.went_out)):
+        for one in tensors:
+            if one.requires_grad:
+                one.register_hook(seen.append)  # type: ignore[no-untyped-call]
+    return result

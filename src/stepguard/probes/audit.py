@@ -14,7 +14,6 @@ import torch
 from stepguard.engine.context import Context
 from stepguard.locate.operation_log import (
     OperationLog,
-    StepDifference,
     compare,
     line_of,
     record_passes,
@@ -57,19 +56,16 @@ class Audit:
             return None
         kept = LossFunctionState(step.loss_fn) if step.loss_fn is not None else None
         logs = [_run(step, kept) for _ in range(2)]
-        found = compare(*logs)
-        if found.same:
+        if compare(*logs).same:
             return None
         logs += [_run(step, kept) for _ in range(2, RUNS)]
         odd = _odd_one(logs)
         if odd is None:
-            where = f" ({line_of(found.first)})" if found.first is not None else ""
+            first = compare(*logs[:2]).first
+            where = f" ({line_of(first)})" if first is not None else ""
             self.why_not = f"runs of one step differ from each other every time{where}"
             return None
-        usual = logs[0] if odd is not logs[0] else logs[1]
-        return self._described(step, compare(usual, odd))
-
-    def _described(self, step: Step, found: StepDifference) -> AuditFacts | None:
+        found = compare(logs[logs[0] is odd], odd)
         first = found.first
         # other operations, or other numbers to begin with: the program differs, not the machine
         if first is None or not first.same_operands or any(found.only) or found.stored:

@@ -65,7 +65,7 @@ from stepguard.tensors.torch_private import (
     next_sequence_number,
     transforms,
 )
-from stepguard.tensors.values import is_lazy
+from stepguard.tensors.values import dtype_name, is_lazy
 
 # --- What the look notes of loss functions (are they given what they take, and does all of it
 # count?), and of attention, normalisation and activations.
@@ -104,21 +104,11 @@ NORMS = aten(
 )
 RECTIFIERS = aten("relu relu_ threshold clamp_min hardtanh hardtanh_")
 SATURATING = {"aten.sigmoid": (0.01, 0.99), "aten.tanh": (-0.99, 0.99)}
-MARGIN = 0.05
-"""How far beyond the range of an activation a target must be, beside the spread of all targets."""
-MOST_CLASSES = 1024
-SMALL = 16
-"""Elements of a tensor that a loss may learn beside a model: weights of tasks, a temperature."""
-LEAST_ROWS = 8
 OFF_BY = 0.1
 """Logarithm of a sum of probabilities that is not 0 by rounding."""
 MOST_ROWS, MOST_QUERIES, MOST_KEYS = 2048, 64, 4096
 """Parts of an attention that are inspected."""
-MASKED_BELOW = -1e4
-"""Logits below are taken for masked positions."""
 SOFTMAX_TWICE = "softmax_twice"
-SURE_OF_A_SUM = 4e-3
-"""Probabilities that were rounded to bfloat16 sum to 1 within half of this."""
 
 
 class StepNotes:
@@ -175,7 +165,9 @@ class StepNotes:
         for one in given:
             if not one.requires_grad or not one.is_leaf or id(one) in self._known:
                 continue
-            learns = isinstance(one, nn.Parameter) or (module is None and one.numel() <= SMALL)
+            # Elements of a tensor that a loss may learn beside a model: weights of tasks, a
+            # temperature
+            learns = isinstance(one, nn.Parameter) or (module is None and one.numel() <= 16)
             if module is not None and not isinstance(one, nn.Parameter):
                 self._known.add(id(one))  # an input whose gradient is wanted
             elif learns and not any(one is other for other in self.outsiders):
@@ -218,7 +210,8 @@ class StepNotes:
             else:
                 self._note_log_sums("nll_loss", values, 1)
         classes = values.shape[1]
-        if values.dim() == 2 and classes <= MOST_CLASSES and args[2] is None:
+        # more classes are not counted
+        if values.dim() == 2 and classes <= 1024 and args[2] is None:
             counted = torch.where(target == args[4], classes, target).reshape(-1)
             counts = torch.bincount(counted, minlength=classes + 1)[:classes]
             self._numbers.add("classes", {}, counts=counts)
@@ -287,12 +280,15 @@ class StepNotes:
                 return
             low = 0.5  # the sigmoid of 0
         values = sampled(target.detach()).float()
-        margin = MARGIN * values.std(correction=0)
+        # How far beyond the range of an activation a target must be, beside the spread of all
+        # targets
+        margin = 0.05 * values.std(correction=0)
         beyond = (values < low - margin) | (values > high + margin)
         self._numbers.add("reach", {"bound": name}, beyond=share_of(beyond))
 
     def _note_spread(self, output: Tensor) -> None:
-        if not self._spread and output.dim() > 1 and output.shape[0] >= LEAST_ROWS:
+        # fewer rows say nothing
+        if not self._spread and output.dim() > 1 and output.shape[0] >= 8:
             self._spread = True
             some = output.detach().float()
             deviation = some.std(0, correction=0).square().mean().sqrt()
@@ -370,7 +366,8 @@ class StepNotes:
     def _note_attention(self, module: str, logits: Tensor) -> None:
         rows = logits.reshape(-1, logits.shape[-1])
         wide = rows[:: max(1, math.ceil(len(rows) / MOST_ROWS))].float()
-        seen = wide > MASKED_BELOW
+        # Logits below are taken for masked positions
+        seen = wide > -1e4
         keys = seen.sum(-1)
         several = keys > 1
         weights = torch.softmax(wide, -1)
@@ -407,7 +404,8 @@ class StepNotes:
         for row in values["logs"]:
             if row["loss"] == SOFTMAX_TWICE:
                 # rows that are between 0 and 1 and sum to 1 have been through a softmax
-                found[SOFTMAX_TWICE] |= max(row["off"], -row["lowest"]) < SURE_OF_A_SUM
+                # Probabilities that were rounded to bfloat16 sum to 1 within half of this
+                found[SOFTMAX_TWICE] |= max(row["off"], -row["lowest"]) < 4e-3
             elif row["lowest"] >= 0.0 and row["off"] < OFF_BY:
                 mixed[row["loss"]] = "probabilities"
             elif min(abs(row["least"]), abs(row["most"])) > OFF_BY and row["most"] > OFF_BY:
@@ -474,11 +472,13 @@ class Routers:
             return
         scores = results[0] if name in GATES else args[0]
         experts = scores.shape[-1] if scores.dim() > 1 else 0
-        owner = self._owner(module, experts)
+        # the module itself or the one around it, if it has so many experts
+        around = (module, module.rpartition(".")[0])
+        owner = next((one for one in around if experts in self._experts.get(one, ())), None)
         if owner is None:
             return
         if name in GATES:
-            self._dtypes[owner, experts] = str(scores.dtype).removeprefix("torch.")
+            self._dtypes[owner, experts] = dtype_name(scores.dtype)
             return
         place = CHOICES[name]
         dim = kwargs.get("dim", args[place] if len(args) > place else -1)
@@ -505,22 +505,11 @@ class Routers:
                 ties=ties.sum() / telling.sum().clamp_min(1),
             )
 
-    def _owner(self, module: str, experts: int) -> str | None:
-        """The module itself or the one around it, if it has so many experts."""
-        for name in (module, module.rpartition(".")[0]):
-            if experts in self._experts.get(name, ()):
-                return name
-        return None
-
 
 # --- A dispatch mode that watches a healthy step: every operation runs once, as it would have.
 
 
-MOST_RESULTS = 20_000
-"""Results that are measured; a validation between two updates must not fill the memory."""
 CONVERSIONS = aten("_to_copy copy_")
-DISPATCH_SECONDS = 5e-6
-"""What passing one operation through a mode costs, besides the statistics: measured on a CPU."""
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -544,11 +533,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.notes = StepNotes(self.numbers, set(trained), known | {*trained, *owned})
         self.routers = Routers(self.numbers, roots)
         self.recomputed = Recomputed(self.numbers)
-        self.fault: Exception | None = None
-        self.note_fault: Exception | None = None
-        """Why nothing more is noted of losses and layers; everything else is measured on."""
-        self.compare_fault: Exception | None = None
-        """Why checkpointed blocks are no longer compared; everything else is measured on."""
+        self.faults: dict[str, Exception] = {}
+        """Why no operation is measured any more ("probe"), nothing noted of losses and layers
+        ("notes"), or no checkpointed block compared ("recomputed")."""
         self.paused = False
         """The guard does work of its own, which is not part of the step."""
         self.backward_begins: Callable[[], None] | None = None
@@ -586,70 +573,76 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         # a worker process of a data loader inherits the mode
         elsewhere = os.getpid() != self._process or func.namespace in sharded.NAMESPACES
-        full = self.fault is not None or self.results >= MOST_RESULTS
+        # Results that are measured; a validation between two updates must not fill the memory
+        full = "probe" in self.faults or self.results >= 20_000
         if self.paused or full or elsewhere:
             return func(*args, **kwargs)
         operator = describe(func)
-        before = self._before(operator, args, kwargs)
+        before = self._timed(self._before, operator, args, kwargs)
         result = func(*args, **kwargs)
         if before is not None:
-            self._after(operator, before, args, kwargs, result)
+            self._timed(self._after, operator, before, args, kwargs, result)
+            # What passing one operation through a mode costs, besides the statistics: measured on
+            # a CPU
+            self.seconds += 5e-6
         return result
+
+    def _timed(self, measure: Callable[..., Any], *given: Any) -> Any:
+        began = time.thread_time()
+        found = self._try("probe", measure, *given)
+        self.seconds += time.thread_time() - began
+        return found
+
+    def _try(self, part: str, measure: Callable[..., Any], *given: Any) -> Any:
+        """A fault ends this part of the measurements, and nothing else."""
+        if part in self.faults:
+            return None
+        try:
+            return measure(*given)
+        except Exception as fault:
+            self.faults[part] = fault
+            return None
 
     def _before(self, operator: Operator, args: Any, kwargs: Any) -> list[Tensor] | None:
         """The tensors that go in; None where the operation makes no values."""
-        began = time.thread_time()
-        try:
-            if operator.views or operator.name in TESTS or operator.name in UNINITIALISED:
-                return None
-            backward = self._stage() == "backward"
-            if backward and not self._in_backward and self.backward_begins is not None:
-                self.backward_begins()
-            self._in_backward = backward
-            entries = operator.entries(args, kwargs)
-            tensors = [value for _, value in entries if isinstance(value, Tensor)]
-            # before it runs: an operation in place overwrites what it reads
-            if not backward:
-                self._note(self.notes.before, operator, args)
-            self._compare(self.recomputed.before, operator, args, kwargs)
-            return tensors
-        except Exception as fault:
-            self.fault = fault
+        if operator.views or operator.name in TESTS or operator.name in UNINITIALISED:
             return None
-        finally:
-            self.seconds += time.thread_time() - began
+        backward = self._stage() == "backward"
+        if backward and not self._in_backward and self.backward_begins is not None:
+            self.backward_begins()
+        self._in_backward = backward
+        entries = operator.entries(args, kwargs)
+        # before it runs: an operation in place overwrites what it reads
+        if not backward:
+            self._try("notes", self.notes.before, operator, args, self.modules.current)
+        self._try("recomputed", self.recomputed.before, operator, args, kwargs)
+        return [value for _, value in entries if isinstance(value, Tensor)]
 
     def _after(
         self, operator: Operator, given: list[Tensor], args: Any, kwargs: Any, result: Any
     ) -> None:
-        began = time.thread_time()
-        try:
-            returned = result if isinstance(result, list | tuple) else [result]
-            results = [one for one in returned if isinstance(one, Tensor)]
-            if not results and operator.written and args:
-                # an operation without a result writes its first argument
-                results = [one for one in given if one is args[0]]
-            stage = self._stage()
-            module = self.modules.current
-            if stage == "backward":
-                module = self.modules.created(current_autograd_node()._sequence_nr())
-            known = {
-                "op": operator.name,
-                "module": module or "",
-                "stage": stage,
-                "absorbs": operator.name in TAKES_INFINITY,
-                "parents": self._parents(given),
-            }
-            for tensor in results:
-                self._measure(tensor, known, given)
-            if stage == "forward":
-                self._note(self.notes.after, operator, args, kwargs, results)
-                self._note(self.routers.after, operator, args, kwargs, results)
-            self._compare(self.recomputed.after, operator, results, module or "")
-        except Exception as fault:
-            self.fault = fault
-        finally:
-            self.seconds += time.thread_time() - began + DISPATCH_SECONDS
+        returned = result if isinstance(result, list | tuple) else [result]
+        results = [one for one in returned if isinstance(one, Tensor)]
+        if not results and operator.written and args:
+            # an operation without a result writes its first argument
+            results = [one for one in given if one is args[0]]
+        stage = self._stage()
+        module = self.modules.current
+        if stage == "backward":
+            module = self.modules.created(current_autograd_node()._sequence_nr())
+        known = {
+            "op": operator.name,
+            "module": module or "",
+            "stage": stage,
+            "absorbs": operator.name in TAKES_INFINITY,
+            "parents": self._parents(given),
+        }
+        for tensor in results:
+            self._measure(tensor, known, given)
+        if stage == "forward":
+            for part in (self.notes.after, self.routers.after):
+                self._try("notes", part, operator, args, kwargs, results, self.modules.current)
+        self._try("recomputed", self.recomputed.after, operator, results, module or "")
 
     def _parents(self, given: list[Tensor]) -> list[int]:
         """The results that an operation was given."""
@@ -661,20 +654,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key in self._last:
                 parents.append(self._last[key])
         return parents
-
-    def _note(self, note: Callable[..., None], *given: Any) -> None:
-        if self.note_fault is None:
-            try:
-                note(*given, self.modules.current)
-            except Exception as fault:
-                self.note_fault = fault
-
-    def _compare(self, compare: Callable[..., None], *given: Any) -> None:
-        if self.compare_fault is None:
-            try:
-                compare(*given)
-            except Exception as fault:
-                self.compare_fault = fault
 
     def _measure(self, tensor: Tensor, known: dict[str, Any], given: Sequence[Tensor] = ()) -> None:
         """Keep the statistics of a result; of a conversion, how much of it is rounded to 0."""
@@ -708,8 +687,6 @@ MOST_ROWS_KEPT = 400
 """Rows of each kind that a record keeps, the worst ones."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules whose parts a model calls one by one, or chooses from."""
-GRADIENT_SAMPLE = 256
-"""Elements of each gradient that say whether it is 0."""
 
 
 class DeepLook:
@@ -749,7 +726,8 @@ class DeepLook:
             if id(parameter) not in updated:
                 continue  # another player's: its own loop zeroes it
             if gradient is not None and gradient.layout is torch.strided and gradient.numel():
-                part = sampled(plain(gradient), GRADIENT_SAMPLE)
+                # Elements of each gradient that say whether it is 0
+                part = sampled(plain(gradient), 256)
                 parts.append((part != 0).any())
         count = torch.stack(parts).sum() if parts else torch.zeros(())
         self.observer.numbers.add("kept gradients", {}, count=count)
@@ -878,7 +856,7 @@ def _tensor_row(
     return TensorLook(
         module=name,
         stage=stage,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         op=largest["op"],
         largest=largest["largest"],
         smallest=smallest if math.isfinite(smallest) else None,

@@ -18,14 +18,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, get_worker_info
 
 from stepguard.diagnose.case import LoaderFacts
-from stepguard.state.loader import as_indices
+from stepguard.state.loader import as_indices, parts_of
 from stepguard.tensors.names import wrap
 from stepguard.tensors.torch_private import MapFetcher
 
@@ -93,15 +93,11 @@ def _states(dataset: Any) -> list[bytes]:
     found = [_digest(repr(random.getstate()).encode()), bytes(8)]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        found[1] = _digest(repr(numpy.random.get_state()[2:]).encode(), _key(numpy))
+        _, key, *rest = numpy.random.get_state()
+        found[1] = _digest(repr(tuple(rest)).encode(), key.tobytes())
     found.append(_digest(torch.default_generator.get_state().numpy().tobytes()))
     own = [repr(state).encode() for state in _held(dataset, numpy)]
     return [*found, _digest(*own) if own else bytes(8)]
-
-
-def _key(numpy: Any) -> bytes:
-    key: bytes = numpy.random.get_state()[1].tobytes()
-    return key
 
 
 def _digest(*parts: bytes) -> bytes:
@@ -127,17 +123,7 @@ def _held(dataset: Any, numpy: Any) -> Iterator[Any]:
         elif numpy is not None and kind is numpy.random.RandomState:
             yield [part.tolist() if hasattr(part, "tolist") else part for part in item.get_state()]
         elif depth < DEEPEST:
-            waiting.extend((part, depth + 1) for part in _inside(item, kind))
-
-
-def _inside(item: Any, kind: type) -> list[Any]:
-    if kind is dict:
-        return list(islice(item.values(), MOST_OBJECTS))
-    if kind is list or kind is tuple:
-        return list(item) if len(item) < MOST_OBJECTS else []
-    with suppress(AttributeError):
-        return list(islice(object.__getattribute__(item, "__dict__").values(), MOST_OBJECTS))
-    return []
+            waiting.extend((part, depth + 1) for part in parts_of(item, MOST_OBJECTS))
 
 
 # --- The first batches of the last passes.
@@ -145,9 +131,6 @@ def _inside(item: Any, kind: type) -> list[Any]:
 
 FEW = 8
 """Batches of a pass that are remembered."""
-LEAST_INDICES = 8
-"""Two shuffled orders begin with the same eight indices once in 40 000 passes of the smallest data
-set that has them, and practically never in one that is trained on."""
 KEPT = 8
 """Passes, those of a validation between two epochs among them."""
 SHUFFLING = (RandomSampler, SubsetRandomSampler, DistributedSampler)
@@ -225,7 +208,9 @@ class Passes:
     def _judge_order(self, before: LoaderPass, one: LoaderPass) -> None:
         count = min(len(before.indices), len(one.indices))
         mine, theirs = (_flat(pass_.indices[:count]) for pass_ in (before, one))
-        if not mine or len(set(mine)) < LEAST_INDICES:
+        # Two shuffled orders begin with the same eight indices once in 40 000 passes of the
+        # smallest data set that has them, and practically never in one that is trained on
+        if not mine or len(set(mine)) < 8:
             return
         if mine == theirs and one.sampler and not self._found.sampler:
             self._found.sampler, self._found.batches = one.sampler, count

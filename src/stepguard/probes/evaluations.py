@@ -26,15 +26,8 @@ LOSSES = aten(
     "binary_cross_entropy_with_logits cross_entropy_loss nll_loss nll_loss_nd l1_loss"
 )
 """In inference mode some of them arrive in one piece."""
-IN_A_ROW = 4
-"""Calls without gradients that make an evaluation. A training step makes one for the labels of a
-student, an old policy or the choice of examples, rarely more."""
-QUIET_STEPS = 3
-"""Updates without such a call before it: what every step does is a part of the training."""
 PHASES = 2
 """Evaluations with a loss after which it is a habit."""
-MOST_OPERATIONS = 500
-"""Followed after a call of the model; the loss is not far."""
 
 
 class LossWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -46,7 +39,8 @@ class LossWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._derived = set(map(storage_key, leaves))
         self._kept = leaves
         """Held, so that no other tensor gets their memory."""
-        self._left = MOST_OPERATIONS
+        # Followed after a call of the model; the loss is not far
+        self._left = 500
         self.loss = ""
         """The operation that took it."""
 
@@ -85,10 +79,13 @@ class EvaluationObserver:
         self.stop()
         step = self._context.step
         if step != self._step:
-            self._quiet = self._step < 0 or step - self._step >= QUIET_STEPS
+            # Updates without such a call before it: what every step does is a part of the training
+            self._quiet = self._step < 0 or step - self._step >= 3
             self._step, self._calls = step, 0
         self._calls += 1
-        wanted = self._calls == IN_A_ROW and self._quiet and self._phases < PHASES
+        # Calls without gradients that make an evaluation. A training step makes one for the labels
+        # of a student, an old policy or the choice of examples, rarely more
+        wanted = self._calls == 4 and self._quiet and self._phases < PHASES
         return wanted and not dispatch_mode_stack()
 
     def returned(self, output: Any) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,6 @@ from stepguard.tensors.values import is_lazy
 
 HEAD, TAIL, LOOKS = 64, 512, 16
 """Step lines at the beginning and the end of a journal, and probes at its end, that are parsed."""
-LEAST_STEPS = 8
-"""Updates that make a run: one that failed at its start left nothing to resume from."""
-NEAR = 0.25
-"""Distance of the weights to those of a probe in the run before, beside their distance to those it
-began with, at which they are taken for loaded ones. Weights made anew are about as far from both.
-"""
 SAME_RATE, OTHER_RATE = 0.01, 1.5
 """Relative difference of rates that are equal, and the factor between rates that are not."""
 
@@ -83,7 +78,8 @@ class EarlierRun:
             fields = parse_line(line, journal, 0)
             if fields is not None and fields.get("committed"):
                 steps[int(fields["step"])] = fields
-        if len(steps) < LEAST_STEPS:
+        # Updates that make a run: one that failed at its start left nothing to resume from
+        if len(steps) < 8:
             return
         if not min(steps):
             self.steps, self.looks = {}, []
@@ -219,7 +215,8 @@ class ResumeCheck:
         now = self._first_lr
         if not len(now) == len(began) == len(expected) or not now:
             return False
-        if not all(map(_equal, now, began)) or not any(map(_apart, now, expected)):
+        restarted = partial(math.isclose, rel_tol=SAME_RATE)
+        if not all(map(restarted, now, began)) or not any(map(_apart, now, expected)):
             return False
         # a schedule of several cycles comes back to where it began, and may do so right now
         left = False
@@ -280,7 +277,10 @@ def nearest(now: dict[str, float], earlier: Sequence[Look]) -> int | None:
         return None
     began = _distance(now, earlier[0])
     found = min(((_distance(now, one), one.step) for one in earlier[1:]), default=(math.inf, 0))
-    return found[1] if found[0] < NEAR * began else None
+    # Distance of the weights to those of a probe in the run before, beside their distance to those
+    # it began with, at which they are taken for loaded ones. Weights made anew are about as far
+    # from both
+    return found[1] if found[0] < 0.25 * began else None
 
 
 def _distance(now: dict[str, float], look: Look) -> float:
@@ -295,13 +295,19 @@ def _distance(now: dict[str, float], look: Look) -> float:
     return total / len(rows)
 
 
-def _equal(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=SAME_RATE)
-
-
 def _apart(one: float, other: float) -> bool:
     low, high = sorted((abs(one), abs(other)))
     return high > OTHER_RATE * low
+
+
+def data_loaders() -> Iterator[tuple[Any, int]]:
+    """Every DataLoader of the process, and how many batches it has."""
+    gc.collect()
+    for thing in gc.get_objects():
+        # type() and not isinstance: proxies answer isinstance with side effects
+        if issubclass(type(thing), DataLoader):
+            with suppress(Exception):  # a data set without a length, or of the user's own
+                yield thing, len(thing)
 
 
 def _within_an_epoch(context: Context, step: int, look_step: int) -> bool:
@@ -313,13 +319,7 @@ def _within_an_epoch(context: Context, step: int, look_step: int) -> bool:
     batches = len(recent.of_step(look_step)) if recent is not None else 0
     if not batches:
         return False  # not from a DataLoader: nothing says how long an epoch is
-    lengths = []
-    gc.collect()
-    for thing in gc.get_objects():
-        # type() and not isinstance: proxies answer isinstance with side effects
-        if issubclass(type(thing), DataLoader):
-            with suppress(Exception):  # a data set without a length, or of the user's own
-                lengths.append(len(thing))
+    lengths = [length for _, length in data_loaders()]
     made = step * batches
     return bool(lengths) and all(length > 1 and made % length for length in lengths)
 
@@ -386,15 +386,6 @@ def _ends_alike(one: str, other: str) -> bool:
 # and `labels`, as transformers and TRL collate them.
 
 
-IGNORED = -100
-BATCHES = 8
-"""Batches that are counted."""
-MOST_TOKENS = 1 << 20
-"""A batch with more tokens is not counted."""
-SETTLED = 16
-"""Rows that are needed for a judgement."""
-
-
 class TargetCounts:
     """Counts on the device of the batches; read once, when a health check is made anyway."""
 
@@ -407,7 +398,8 @@ class TargetCounts:
 
     def add(self, batch: Any) -> None:
         """Count a batch; others than those of causal language models are left alone."""
-        if len(self._counted) >= BATCHES or self._facts is not None:
+        # Batches that are counted
+        if len(self._counted) >= 8 or self._facts is not None:
             return
         for found in _batches(batch):
             ids, labels = found["input_ids"], found["labels"]
@@ -424,7 +416,8 @@ class TargetCounts:
         """The sum of all counts; None while there are too few rows."""
         if self._facts is None and len(self._counted) > 1:
             total = torch.stack(self._counted).sum(0).tolist()
-            if total[0] < SETTLED:
+            # Rows that are needed for a judgement
+            if total[0] < 16:
                 return None
             first, last = (torch.stack([c[i] for c in self._counted]) for i in (-2, -1))
             one_end = int(first.min()) == int(last.max())
@@ -465,7 +458,8 @@ def _fits(ids: Any, other: Any) -> bool:
     for one in (ids, other):
         if type(one) is not Tensor or one.dim() != 2 or one.is_floating_point():
             return False
-    return bool(ids.shape == other.shape) and 0 < ids.numel() <= MOST_TOKENS
+    # A batch with more tokens is not counted
+    return bool(ids.shape == other.shape) and 0 < ids.numel() <= (1 << 20)
 
 
 def special_ids(context: Context) -> tuple[tuple[int, ...], int | None]:
@@ -494,7 +488,8 @@ def _count(
 ) -> Tensor:
     """One number for each of COUNTS, then the lowest and the highest last target of a row."""
     ids, labels = ids.long(), labels.long()
-    kept = labels != IGNORED
+    # the label that a loss leaves out
+    kept = labels != -100
     end = torch.zeros_like(kept)
     target_end = torch.zeros_like(kept)
     for one in ends:

@@ -4,7 +4,6 @@ forecast is reported once.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import time
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stepguard.diagnose.case import WeightFacts
@@ -31,7 +29,7 @@ from stepguard.probes.audit import Audit
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
 from stepguard.probes.epochs import Passes, observe_workers
 from stepguard.probes.evaluations import EvaluationObserver
-from stepguard.probes.first_steps import ResumeCheck, TargetCounts, weight_facts
+from stepguard.probes.first_steps import ResumeCheck, TargetCounts, data_loaders, weight_facts
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import AuditFacts, Look, NextBatch
@@ -57,12 +55,8 @@ EARLY_SECONDS = 300.0
 """In the first minutes a probe is worth more: a setup that is wrong is wrong from the start."""
 LEAST_SECONDS = 120.0
 """A run is expected to last at least this long, so its first probes need not wait for the time."""
-GROWTH = 0.05
-"""A probe is at least this share of all steps so far after the last one: ever more rarely."""
 EARLY_GAPS = ((64, 5), (256, 16))
 """Up to which step, and the most steps between two probes; after that at powers of two."""
-HURRY_STEPS = 4
-"""Steps between two probes while a trend shows."""
 FIRST = 2
 """Step of the first look: what torch.compile compiles has been compiled by then, and is left alone.
 """
@@ -122,7 +116,8 @@ class LookSchedule:
         early = EARLY_SHARE * min(max(elapsed, LEAST_SECONDS), EARLY_SECONDS)
         allowed = early + SHARE * max(0.0, elapsed - EARLY_SECONDS)
         if self.hurry:
-            wanted = gone >= HURRY_STEPS
+            # Steps between two probes while a trend shows
+            wanted = gone >= 4
         else:
             # ever more rarely; between these what the long run's share allows
             age = self._last - offset
@@ -131,7 +126,9 @@ class LookSchedule:
                 if age < until:
                     gap = early_gap
             wanted = gone >= min(gap, age)
-            if not wanted and gone >= max(1.0, GROWTH * step):
+            # A probe is at least this share of all steps so far after the last one: ever more
+            # rarely
+            if not wanted and gone >= max(1.0, 0.05 * step):
                 wanted = True
                 allowed = SHARE / 2.0 * elapsed
         return wanted and self._spent + self._cost <= allowed
@@ -150,8 +147,6 @@ class LookSchedule:
 # parameters of its optimizer are never trained?
 
 
-SAME_IN_A_ROW = 7
-"""Sampled steps after which equal digests are compared with care."""
 STILL_FROZEN, STILL_UNREACHED = 60, 90
 """Steps over which a parameter had `requires_grad=False`, or no gradient."""
 
@@ -200,7 +195,8 @@ class HostFacts:
         step = self._context.step
         if len(self._exact) > 2 or not torch.is_grad_enabled() or transforms() is not None:
             return
-        if self._exact or (self._equal >= SAME_IN_A_ROW and step == self._pair):
+        # Sampled steps after which equal digests are compared with care
+        if self._exact or (self._equal >= 7 and step == self._pair):
             if not self._exact or self._exact[-1][0] != step:
                 self._exact.append((step, SeenBatch()))
             self._exact[-1][1].add(batch)
@@ -294,14 +290,8 @@ class HostFacts:
 MOST = 64
 """Probes and readings that are remembered, and steps between two checks that need no look."""
 SAME_BATCH = "SG907"
-FADED = 1e-4
-"""Learning rate, beside the highest of its group, at which nothing moves any more."""
 QUICK = 6
 """Steps over which the loss is compared at every step."""
-GREW = 2.0
-"""Growth of the loss over these steps that is worth a closer check."""
-OFTEN = 8
-"""Steps between two comparisons with everything that is remembered: slow growth shows there."""
 
 
 class HealthCheck:
@@ -360,7 +350,8 @@ class HealthCheck:
                 highest = reading.lr
             self._highest = tuple(map(max, highest, reading.lr))
             pairs = zip(reading.lr, self._highest, strict=True)
-            if not all(rate < FADED * highest for rate, highest in pairs):
+            # Learning rate, beside the highest of its group, at which nothing moves any more
+            if not all(rate < 1e-4 * highest for rate, highest in pairs):
                 self._faded_since = None
             elif self._faded_since is None:
                 self._faded_since = reading.step
@@ -430,9 +421,11 @@ class HealthCheck:
         before = self._recent[-QUICK].loss
         if newest.loss is None or before is None:
             return False
-        if newest.step % OFTEN == 0:
+        # Steps between two comparisons with everything that is remembered: slow growth shows there
+        if newest.step % 8 == 0:
             before = min(abs(one.loss) for one in self._recent if one.loss is not None)
-        return abs(newest.loss) > GREW * abs(before)
+        # Growth of the loss over these steps that is worth a closer check
+        return abs(newest.loss) > 2.0 * abs(before)
 
     def _forecast(self) -> None:
         oldest = self._recent[0].step if self._recent else 0
@@ -473,13 +466,10 @@ def _whole_data_set_in_a_batch(samples: int) -> bool:
 
     Looked for once in a run at most, and only where the finding would be reported.
     """
-    gc.collect()
-    for thing in gc.get_objects():
-        # type() and not isinstance: proxies answer isinstance with side effects
-        if issubclass(type(thing), DataLoader):
-            with suppress(Exception):  # a data set without a length, or of the user's own
-                if len(thing) == 1 and len(thing.dataset) == samples:
-                    return True
+    for loader, length in data_loaders():
+        with suppress(Exception):  # a data set without a length, or of the user's own
+            if length == 1 and len(loader.dataset) == samples:
+                return True
     return False
 
 
@@ -676,10 +666,11 @@ class Looks(StepProbe):
         with self._protect.part(PART):
             taken = look.finish(committed=committed)
             self.schedule.took(look.step, taken.seconds)
-            fault = look.observer.fault or look.observer.note_fault
+            faults = look.observer.faults
+            fault = faults.get("probe", faults.get("notes"))
             if fault is not None and "fault" not in self._said:
                 self._said.add("fault")
-                missing = "nothing" if look.observer.fault is not None else "a part of it"
+                missing = "nothing" if "probe" in faults else "a part of it"
                 why = f"{type(fault).__name__}: {fault}"
                 self._context.outputs.note(
                     "look",
@@ -689,7 +680,7 @@ class Looks(StepProbe):
                 )
             # not where the step was a bad one after all: a fused update is judged later
             sizes = [one.weight + (one.update or 0.0) for one in taken.parameters]
-            if committed and look.observer.fault is None and all(map(math.isfinite, sizes)):
+            if committed and "probe" not in faults and all(map(math.isfinite, sizes)):
                 self._tell(taken, look.outsiders)
             self._pair = (look.batch, SeenBatch())
             return

@@ -128,9 +128,6 @@ def root_mean_square(values: Tensor) -> Tensor:
 # --- Is this the batch of that step? By a digest of its numbers, and by the tensors themselves.
 
 
-DIGEST_SAMPLE = 4096
-
-
 class SeenBatch:
     """What one step was given, in one or several calls. It keeps no tensor alive."""
 
@@ -179,7 +176,8 @@ def digest_of(batch: Any, before: str = "") -> str:
     found = bool(before)
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
-            part = sampled(plain(leaf), DIGEST_SAMPLE).cpu().contiguous()
+            # a sample of so many elements
+            part = sampled(plain(leaf), 4096).cpu().contiguous()
             values = part.view(torch.uint8).numpy().tobytes()
             if values == values[: part.element_size()] * part.numel():
                 continue
@@ -258,7 +256,8 @@ class Updates:
 
     def _note_rule(self, parameter: Tensor, gradient: Tensor, epsilon: float | None) -> None:
         """Note whether the update of this parameter would show another rule than the declared."""
-        if parameter.numel() >= LEAST_TELLING:
+        # Elements from which the shape of an update says something
+        if parameter.numel() >= 64:
             tells = _tells(self.rule, parameter, gradient, epsilon or 0.0)
             if tells is not None:
                 self._tell[id(parameter)] = tells
@@ -317,14 +316,6 @@ WITH_AUX = ("muonwithauxadam", "singledevicemuon", "singledevicemuonwithauxadam"
 """Names of Muon in its author's package."""
 DIRECTIONS = ("exp_avg", "momentum_buffer", "momentum")
 """Names of an optimizer's running mean of the gradient."""
-LEAST_TELLING = 64
-"""Elements from which the shape of an update says something."""
-MOST_SINGULAR = 1 << 18
-"""Elements of a matrix whose singular values are computed."""
-UNEVEN = 0.9
-"""Mean over root mean square: gradients of one size give the same update by any rule."""
-SPREAD = 2.0
-"""Largest singular value over the median: an orthogonal update differs clearly from there on."""
 
 
 def declared_rule(optimizer: Optimizer) -> str:
@@ -342,16 +333,19 @@ def _tells(rule: str, parameter: Tensor, gradient: Tensor, epsilon: float) -> Te
         return None
     if rule == "element":
         size = root_mean_square(gradient)
-        uneven: Tensor = gradient.abs().double().mean() < UNEVEN * size
+        # Mean over root mean square: gradients of one size give the same update by any rule
+        uneven: Tensor = gradient.abs().double().mean() < 0.9 * size
         # an epsilon above the gradient makes plain descent of it, by design
         return uneven & (size > 100.0 * epsilon)
-    if parameter.dim() != 2 or min(parameter.shape) < 4 or parameter.numel() > MOST_SINGULAR:
+    # Elements of a matrix whose singular values are computed
+    if parameter.dim() != 2 or min(parameter.shape) < 4 or parameter.numel() > (1 << 18):
         return None
     assert parameter.grad is not None
     values: Tensor = torch.linalg.svdvals(plain(parameter.grad).float())
     middle = values[len(values) // 2]
     # a matrix of low rank has nothing to be made even
-    return (values[0] > SPREAD * middle) & (middle > 1e-4 * values[0])
+    # Largest singular value over the median: an orthogonal update differs clearly from there on
+    return (values[0] > 2.0 * middle) & (middle > 1e-4 * values[0])
 
 
 def _apart(
@@ -410,13 +404,7 @@ def _epsilons(optimizer: Optimizer) -> dict[int, float]:
 # few elements of what went in and came out; one that is given the same in the second forward must
 # give the same.
 
-ELEMENTS = 256
-"""Elements of each tensor that are compared."""
-MOST_ALIKE = 128
-"""Calls of one operation with the same shapes; of more nothing is said."""
-MOST_CALLS = 20_000
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-ROUNDING_IN_FLOAT = 1e-3
 DIFFERENT = 0.01
 """Share of elements that differ by more than rounding."""
 
@@ -467,13 +455,14 @@ class Recomputed:
             self._compare(key, seen)
             return
         self._count += 1
-        if self._count <= MOST_CALLS:
+        if self._count <= 20_000:
             self._first[key].append(seen)
 
     def _compare(self, key: Any, seen: _Seen) -> None:
         """Compare with all calls that look alike: one must have given the same for the same."""
         earlier = self._first.get(key, ())
-        if not 0 < len(earlier) <= MOST_ALIKE:
+        # Calls of one operation with the same shapes; of more nothing is said
+        if not 0 < len(earlier) <= 128:
             return
         outputs = _shares([one.result for one in earlier], seen.result)
         inputs = torch.zeros_like(outputs)
@@ -506,13 +495,15 @@ class Recomputed:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    return sampled(plain(tensor), ELEMENTS).clone()
+    # Elements of each tensor that are compared
+    return sampled(plain(tensor), 256).clone()
 
 
 def _shares(earlier: list[Tensor], now: Tensor) -> Tensor:
     """For each, the share of elements that differ from those of now by more than rounding."""
     one, other = torch.stack(earlier).float(), now.float()
-    allowed = ROUNDING.get(now.dtype, ROUNDING_IN_FLOAT)
+    # of other dtypes
+    allowed = ROUNDING.get(now.dtype, 1e-3)
     # what is not finite in both is no difference: a mask is infinite both times
     apart = (one - other).abs() > allowed * (other.abs() + other.abs().nan_to_num(0, 0, 0).mean())
     return apart.float().mean(1) if now.numel() else apart.float().sum(1)

@@ -49,7 +49,6 @@ from stepguard.tensors.values import HALVES, is_finite
 OwnFix = Callable[..., Any]
 """Gets model and optimizer; may return a loss function or a context manager for the trial."""
 RATES = {"lr x0.5": 0.5, "lr x0.1": 0.1}
-RATE_JUMP = 2.0
 SCALE_FACTOR = 1.0 / 16.0
 
 
@@ -213,7 +212,8 @@ def _offer_rates(offer: Offer, way: Sequence[WindowStep], bad: WindowStep) -> No
     for one in (*way[1:], bad):
         for now, then in zip(one.lr, first, strict=False):
             # not `>`, which is False where the rate is NaN now
-            if not now <= RATE_JUMP * then:
+            # a rate that has more than doubled
+            if not now <= 2.0 * then:
                 label = f"keep the learning rate of step {way[0].index} ({then:.3g})"
                 change = f"the rate rises to {now:.3g} at step {one.index}: keep {then:.3g}"
                 offer(3, "keep lr", label, change, "SG504 SG802", rates_at_most=first)
@@ -252,8 +252,6 @@ def _offer_settings(offer: Offer, optimizer: Optimizer) -> None:
 
 NOISE_SHARE = 0.02
 """Losses that differ by less than this share are equal."""
-NOISE_OF_BATCHES = 0.25
-"""Tie threshold, as a share of how much the losses of neighbouring steps differ."""
 
 
 def ranked(
@@ -288,7 +286,8 @@ def _noise_of_batches(recorded: Sequence[float]) -> float:
     """How much losses of neighbouring steps differ, without the trend of the run."""
     finite = [loss for loss in recorded if math.isfinite(loss)]
     steps = [abs(later - earlier) for earlier, later in pairwise(finite)]
-    return NOISE_OF_BATCHES * statistics.median(steps) if len(steps) > 1 else 0.0
+    # Tie threshold, as a share of how much the losses of neighbouring steps differ
+    return 0.25 * statistics.median(steps) if len(steps) > 1 else 0.0
 
 
 def _loss(outcome: TrialOutcome) -> float:
@@ -310,8 +309,6 @@ def _cheapest(outcomes: Sequence[TrialOutcome]) -> TrialOutcome | None:
 # --- What trials are run on: the bad step, the steps that led to it, and the objects to train.
 
 
-MOST_AFTER = 8
-MOST_HELD_OUT = 4
 SAME_LOSS = 1e-3
 """A loss that differs by less is the same."""
 
@@ -347,7 +344,7 @@ class TrialSubject:
     def after(self) -> list[WindowStep]:
         """What is trained after the bad step: what really came, else the last steps before it."""
         later = [one for one in self.window.others if one.index > self.bad.index]
-        room = MOST_AFTER - len(self.failed_before)
+        room = 8 - len(self.failed_before)
         chosen = later[:room]
         if not later:
             chosen = (self.window.steps or self.window.others)[-room:]
@@ -358,7 +355,7 @@ class TrialSubject:
         """Batches that no trial is trained on."""
         trained = {one.index for one in self.after}
         free = [one for one in self.window.others if one.index not in trained]
-        return free[-MOST_HELD_OUT:]
+        return free[-4:]
 
 
 # --- Run trials on the user's own objects, and leave every one of them as it was.
@@ -923,8 +920,6 @@ def _window(
 # --- `Policy(on_incident="whatif")`: try what helps before deciding, do the cheapest that works.
 
 
-MOST_TRIED = 20
-"""Incidents of a run that are tried: one that fails all the time must not spend its time on it."""
 APPLICABLE = ("leave out", "skip", "eps", "clip", *RATES)
 """What a guard can do by itself, and take back by a rewind."""
 
@@ -934,7 +929,8 @@ def what_helps(
 ) -> Decision:
     """The decision after trials: the same, or one that was seen to work. The journal says why."""
     lead_up = context.memory.lead_up
-    if lead_up is None or lead_up.incident != incident.id or len(context.incidents) >= MOST_TRIED:
+    # Incidents of a run that are tried: one that fails all the time must not spend its time on it
+    if lead_up is None or lead_up.incident != incident.id or len(context.incidents) >= 20:
         return decision
     window = _window_of_decision(snapshots, decision, lead_up)
     if window is None:

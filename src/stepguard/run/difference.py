@@ -233,7 +233,7 @@ def read_log(path: Path) -> OperationLog:
         what = fault.strerror if isinstance(fault, OSError) else "it is not one"
         raise CapsuleError(f"{path} cannot be read as a log of operations: {what}.") from None
     makers = [
-        one.maker for made in log.operations for one in made.operands if one.maker is not None
+        maker for made in log.operations for _, maker, _ in made.operands if maker is not None
     ]
     if log.schema != SCHEMA or any(not 0 <= one < len(log.operations) for one in makers):
         raise CapsuleError(f"{path} has schema {log.schema}, this version reads {SCHEMA}.")

@@ -54,9 +54,6 @@ DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeEr
 """What decoding facts raises that this module never wrote."""
 LARGEST_FACTS = 1 << 25
 """Bytes of a capsule's JSON."""
-MOST_COPIES = 4
-"""A tensor is written once for each place that holds it; a file that refers to one more often than
-that on average was not written by us, and would take memory without bound."""
 
 
 @dataclass(slots=True)
@@ -433,7 +430,9 @@ def read_facts(
             wanted += bytes_of.get(named, 0) if isinstance(named, str) else 0
         elif isinstance(value, list):
             left.extend(value)
-    if wanted > MOST_COPIES * sum(bytes_of.values()):
+    # A tensor is written once for each place that holds it; a file that refers to one more often
+    # than that on average was not written by us, and would take memory without bound
+    if wanted > 4 * sum(bytes_of.values()):
         raise ValueError(f"{name} refers to its tensors so often that they take {wanted} bytes.")
     return facts, tensors
 
@@ -486,8 +485,8 @@ def running_script() -> dict[str, Any]:
 # numbers.
 
 
-STEPS_SCHEMA = 1
 FOLDER = "window"
+STEP_FACTS = ("index", "loss", "lr", "scale", "clip_norm")
 STATE_FACTS = ("numbers", "optimizer", "groups", "optimizer_more")
 NOT_OF_THE_MODEL = ("rng/", "loader/", "scaler/", "scheduler", "extra:")
 """Parts of a run's state that no trial touches."""
@@ -531,16 +530,8 @@ class Window:
 
 def window_step(step: Step, loss: float | None, lr: tuple[float, ...]) -> WindowStep:
     """What a trial needs of a step, by reference."""
-    return WindowStep(
-        index=step.index,
-        micro_batches=step.micro_batches,
-        rng=step.rng,
-        loss=loss,
-        lr=lr,
-        scale=step.scale,
-        clip_norm=step.clip_norm,
-        loss_fn=step.loss_fn,
-    )
+    shared = ("index", "micro_batches", "rng", "scale", "clip_norm", "loss_fn")
+    return WindowStep(**{name: getattr(step, name) for name in shared}, loss=loss, lr=lr)
 
 
 def write_window(capsule: Path, window: Window, limit_bytes: int) -> str:
@@ -551,7 +542,7 @@ def write_window(capsule: Path, window: Window, limit_bytes: int) -> str:
             tensors[f"start/{name}"] = tensor
     try:
         facts = {
-            "schema": STEPS_SCHEMA,
+            "schema": 1,
             "state": {key: window.start.facts[key] for key in STATE_FACTS},
             "steps": _steps_to_json(window.steps, tensors, "step"),
             "others": _steps_to_json(window.others, tensors, "other"),
@@ -597,19 +588,14 @@ def _steps_to_json(
     written = []
     for step in steps:
         where = f"{name}/{step.index}"
-        batches = enumerate(step.micro_batches)
-        rng = enumerate(step.rng)
-        facts: dict[str, Any] = {
-            "index": step.index,
-            "loss": step.loss,
-            "lr": list(step.lr),
-            "scale": step.scale,
-            "clip_norm": step.clip_norm,
-        }
+        facts = {key: getattr(step, key) for key in STEP_FACTS}
         facts["micro_batches"] = [
-            tree_to_json(b, tensors, f"{where}/batch/{i}") for i, b in batches
+            tree_to_json(batch, tensors, f"{where}/batch/{i}")
+            for i, batch in enumerate(step.micro_batches)
         ]
-        facts["rng"] = [rng_to_facts(state, tensors, f"{where}/rng/{i}") for i, state in rng]
+        facts["rng"] = [
+            rng_to_facts(state, tensors, f"{where}/rng/{i}") for i, state in enumerate(step.rng)
+        ]
         written.append(facts)
     return written
 
@@ -617,11 +603,12 @@ def _steps_to_json(
 def _steps_from_json(facts: list[dict[str, Any]], tensors: dict[str, Tensor]) -> list[WindowStep]:
     steps = []
     for one in facts:
-        batches = tuple(tree_from_json(batch, tensors) for batch in one["micro_batches"])
-        rng = [rng_from_facts(rng, tensors) for rng in one["rng"]]
-        step = WindowStep(one["index"], batches, rng, one["loss"], tuple(one["lr"]))
-        step.scale = one["scale"]
-        step.clip_norm = one["clip_norm"]
+        step = WindowStep(
+            **{key: one[key] for key in STEP_FACTS},
+            micro_batches=tuple(tree_from_json(batch, tensors) for batch in one["micro_batches"]),
+            rng=[rng_from_facts(rng, tensors) for rng in one["rng"]],
+        )
+        step.lr = tuple(step.lr)
         steps.append(step)
     return steps
 

@@ -181,6 +181,8 @@ def sync(path: Path) -> None:
 # --- Available host memory of this process.
 
 
+SHARE_OF_FREE = 0.5
+"""Share of the free memory that is taken for snapshots, or to gather a model, without a limit."""
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 

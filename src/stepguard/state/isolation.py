@@ -38,7 +38,16 @@ def untouched(step: Step) -> Iterator[BufferKeeper]:
         stack.callback(keeper.restore)
         # Parameters of the modules and of the optimizer, each once.
         parameters = [p for p, _ in parameter_names(step.named_roots(), step.optimizer)]
-        stack.enter_context(_kept_parameters(parameters))
+        for parameter in parameters:
+            # The same object is put back.
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
+            # Hooks that act on a finished gradient (an optimizer fused into the backward, a guard)
+            # would update weights or count steps.
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks:
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
         for module, training in modes:
             stack.callback(setattr, module, "training", training)
         for wrapper in wrappers:
@@ -52,26 +61,6 @@ def untouched(step: Step) -> Iterator[BufferKeeper]:
         if distributed():
             stack.enter_context(Alone())  # type: ignore[no-untyped-call]
         yield keeper
-
-
-@contextmanager
-def _kept_parameters(parameters: list[Tensor]) -> Iterator[None]:
-    """Keep the gradients as the same objects, and remove hooks that act on a finished gradient.
-
-    Such hooks (an optimizer fused into the backward, a guard) would update weights or count steps.
-    """
-    kept = [(p, p.grad, dict(p._post_accumulate_grad_hooks or {})) for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-        if parameter._post_accumulate_grad_hooks:
-            parameter._post_accumulate_grad_hooks.clear()
-    try:
-        yield
-    finally:
-        for parameter, grad, hooks in kept:
-            parameter.grad = grad
-            if hooks:
-                parameter._post_accumulate_grad_hooks.update(hooks)
 
 
 @contextmanager
@@ -114,6 +103,31 @@ def kept_buffers(roots: Iterable[nn.Module]) -> Iterator[None]:
         keeper.restore()
 
 
+Outputs = tuple[list[Tensor], Sequence[Tensor | None] | None]
+
+
+def run_forward(step: Step, batch: Any) -> Outputs:
+    """The loss; of a watched step the outputs of the model, and the gradients they received."""
+    if step.loss_fn is not None:
+        return [total_loss(step.loss_fn(batch))], None
+    assert step.model_fn is not None, "a step that the guard did not run cannot be replayed"
+    return step.model_fn(batch)
+
+
+def run_backward(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, scale: float = 1.0
+) -> None:
+    """Go back from what `run_forward` gave. `scale`: of the loss."""
+    if gradients is None:
+        # Not loss.backward(), which a watching guard would take for the loop's.
+        (loss,) = outputs
+        torch.autograd.backward(loss * scale if scale != 1.0 else loss)
+        return
+    pairs = [one for one in zip(outputs, gradients, strict=True) if one[1] is not None]
+    if pairs:
+        torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+
+
 @dataclass(frozen=True, slots=True)
 class Rerun:
     """What the step gave the second time."""
@@ -121,65 +135,56 @@ class Rerun:
     losses: tuple[float, ...]
     grads_finite: bool
     gradients: tuple[Tensor | None, ...] = ()
-    """Gradients of the optimizer's parameters, in order; only where asked for."""
+    """Gradients of the optimizer's parameters, in order."""
 
 
-def rerun(step: Step, *, scale: float | None = None, micro: Sequence[int] | None = None) -> Rerun:
-    """Run forward and backward again, with another loss scale or only some micro-batches."""
-    assert step.loss_fn is not None, "a step that the guard did not run cannot be replayed"
-    assert step.replayable, "one rank cannot run a sharded model"
-    if scale is None:
-        scale = step.scale
-    if micro is None:
-        micro = range(len(step.micro_batches))
+def rerun(
+    step: Step,
+    *,
+    scale: float | None = None,
+    micro: Sequence[int] | None = None,
+    backward: bool = True,
+) -> Rerun:
+    """Run the step again, of a watched one the model's part: with another loss scale, only some
+    micro-batches, or the forward pass alone.
+
+    The gradients that a watched model received are divided by `scale`.
+    """
     losses: list[float] = []
-    with untouched(step):
+    finite = True
+    with untouched(step), torch.set_grad_enabled(backward):
         step.buffers.restore()
-        for index in micro:
+        for index in range(len(step.micro_batches)) if micro is None else micro:
             restore_rng(step.rng[index])
-            loss = total_loss(step.loss_fn(step.micro_batches[index]))
-            losses.append(float(loss.detach()))
-            torch.autograd.backward(loss * scale if scale != 1.0 else loss)
-        gradients = tuple(p.grad for p in step.given_gradients())
-        finite = all(g is None or is_finite(g) for g in gradients)
-    return Rerun(tuple(losses), finite, gradients)
+            outputs, gradients = run_forward(step, step.micro_batches[index])
+            if gradients is None:
+                losses.append(float(outputs[0].detach()))
+            else:
+                finite = finite and all(map(is_finite, outputs))
+                smaller = [None if one is None else one / (scale or 1.0) for one in gradients]
+                gradients = smaller
+            if backward:
+                run_backward(outputs, gradients, step.scale if scale is None else scale)
+        found = tuple(p.grad for p in step.given_gradients())
+        finite = finite and all(g is None or is_finite(g) for g in found)
+    return Rerun(tuple(losses), finite, found)
 
 
 def model_finite(step: Step, *, scale: float = 1.0) -> bool:
     """Run a watched model again, its output gradients divided by `scale`: is everything finite?"""
-    assert step.model_fn is not None
-    with untouched(step):
-        step.buffers.restore()
-        for index, batch in enumerate(step.micro_batches):
-            restore_rng(step.rng[index])
-            outputs, gradients = step.model_fn(batch)
-            if not all(map(is_finite, outputs)):
-                return False
-            reached: list[Tensor] = []
-            received: list[Tensor] = []
-            for output, gradient in zip(outputs, gradients, strict=True):
-                if gradient is not None:
-                    reached.append(output)
-                    received.append(gradient / scale)
-            if reached:
-                torch.autograd.backward(reached, received)
-        gradients = [p.grad for p in step.given_gradients()]
-        return all(gradient is None or is_finite(gradient) for gradient in gradients)
+    return rerun(step, scale=scale).grads_finite
+
+
+def came_back_finite(batch: Any) -> bool:
+    """Were the gradients finite that the outputs of this call of a watched model received?"""
+    return all(map(is_finite, batch[OUTPUT_GRADIENT].values()))
 
 
 def gradients_came_back_finite(step: Step) -> bool:
     """Were the gradients that the watched model's outputs received finite?"""
-    recorded = [g for batch in step.micro_batches for g in batch[OUTPUT_GRADIENT].values()]
-    return all(is_finite(gradient) for gradient in recorded)
+    return all(map(came_back_finite, step.micro_batches))
 
 
 def reevaluate(step: Step) -> float:
     """Return the loss of an earlier step's batch on the present weights, without gradients."""
-    assert step.loss_fn is not None
-    with untouched(step), torch.no_grad():
-        step.buffers.restore()
-        total = 0.0
-        for index, batch in enumerate(step.micro_batches):
-            restore_rng(step.rng[index])
-            total += float(total_loss(step.loss_fn(batch)).detach())
-    return total
+    return sum(rerun(step, backward=False).losses)

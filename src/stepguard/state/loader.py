@@ -21,10 +21,6 @@ from torch.utils.data import IterableDataset, Subset
 from stepguard.state.rng import RngState, capture_rng, restore_rng, rng_from_facts, rng_to_facts
 from stepguard.tensors.torch_private import NEXT_INDEX, LoaderIterator
 
-REMEMBERED = 256
-"""Batches. A step has rarely more micro-batches, and a fused one is read one step late."""
-MOST_TENSORS = 4
-"""Tensors of one batch: enough to find it again."""
 MOST_PARTS = 32
 """Parts of one batch that are searched for tensors."""
 NEXT = "__next__"
@@ -215,7 +211,8 @@ class RecentBatches:
         """
         self.step = step
         self.observed = observed
-        self._batches: deque[Delivered] = deque(maxlen=REMEMBERED)
+        # Batches. A step has rarely more micro-batches, and a fused one is read one step late
+        self._batches: deque[Delivered] = deque(maxlen=256)
         self.told: list[Callable[[Any, Any, int], None]] = []
         """Called for every batch with the iterator that delivers it, what its sampler yielded for
         it, and the step it is for."""
@@ -292,23 +289,25 @@ def first_tensors(batch: Any) -> list[Tensor]:
     found: list[Tensor] = []
     waiting = deque([batch])
     searched = 0
-    while waiting and len(found) < MOST_TENSORS and searched < MOST_PARTS:
+    # Tensors of one batch: enough to find it again
+    while waiting and len(found) < 4 and searched < MOST_PARTS:
         item = waiting.popleft()
         searched += 1
         if issubclass(type(item), Tensor):
             found.append(item)
         elif type(item) not in ATOMS:
-            waiting.extend(_parts(item, type(item)))
+            waiting.extend(parts_of(item))
     return found
 
 
-def _parts(item: Any, kind: type) -> list[Any]:
+def parts_of(item: Any, most: int = MOST_PARTS) -> list[Any]:
     """List direct parts of a container, past methods that its class may have overridden."""
+    kind = type(item)
     if issubclass(kind, dict):
-        return list(islice(dict.values(item), MOST_PARTS))
+        return list(islice(dict.values(item), most))
     for sequence in (list, tuple):
         if issubclass(kind, sequence):
-            few = list(islice(sequence.__iter__(item), MOST_PARTS))
+            few = list(islice(sequence.__iter__(item), most))
             # A list of names is long and holds no tensor.
             if few and type(few[0]) in ATOMS:
                 return []
@@ -321,7 +320,7 @@ def _parts(item: Any, kind: type) -> list[Any]:
         attributes = object.__getattribute__(item, "__dict__")
     except AttributeError:
         return []
-    return list(islice(attributes.values(), MOST_PARTS))
+    return list(islice(attributes.values(), most))
 
 
 # --- The user's loader, with a position that can be saved and restored

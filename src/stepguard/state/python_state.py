@@ -36,8 +36,6 @@ undone.
 """
 SMALL = 65536
 """Elements of a tensor up to which a copy costs less than finding out whether it is needed."""
-LARGEST_HELD = 2**22
-"""Elements of a tensor that is held until the next step, though the model has dropped it."""
 DEEPEST = 5
 INTERNAL = frozenset(vars(nn.Module()))
 """What torch itself keeps in a module: parameters, buffers, submodules, hooks, the training flag.
@@ -563,7 +561,8 @@ class AttributeKeeper:
         if replaced and isinstance(value, Tensor):
             size = value.numel()
         self._values[index] = value
-        if has_graph(value) or size > LARGEST_HELD:
+        # Elements of a tensor that is held until the next step, though the model has dropped it
+        if has_graph(value) or size > 2**22:
             self._values[index] = WithoutGraph(value)
         kept = None
         if not (size > SMALL):

@@ -22,8 +22,6 @@ class RngState(NamedTuple):
     numpy: Any
 
 
-TWISTER = 625 * 4
-"""Bytes of a Mersenne twister: its key and its position."""
 _last_read: dict[str, tuple[bytes, Any]] = {"python": (b"", None), "numpy": (b"", None)}
 """Memory of a global generator when it was last read, and the state that was read.
 
@@ -32,7 +30,8 @@ either generator: its memory shows that without a read.
 """
 
 
-Memory = ctypes.c_char * TWISTER
+# Bytes of a Mersenne twister: its key and its position
+Memory = ctypes.c_char * (625 * 4)
 _python: Any = random.getstate.__self__  # type: ignore[attr-defined]
 
 

@@ -62,8 +62,6 @@ NOT_STATE = frozenset(
     }
 )
 """Attributes that torch gives every optimizer, and those that scalers and schedulers add."""
-DEEPEST_SEARCH = 3
-"""Levels of foreign objects that are searched for tensors."""
 
 
 class ParameterNames:
@@ -358,7 +356,8 @@ def _holds_tensors(value: Any, parameters: Mapping[int, str], depth: int = 0) ->
     """True for an object with tensors in it that are not parameters."""
     if isinstance(value, Tensor):
         return id(value) not in parameters and not isinstance(value, nn.Parameter)
-    if depth > DEEPEST_SEARCH or isinstance(value, nn.Module) or callable(value):
+    # Levels of foreign objects that are searched for tensors
+    if depth > 3 or isinstance(value, nn.Module) or callable(value):
         return False
     inside: Iterable[Any] = ()
     if isinstance(value, Mapping):

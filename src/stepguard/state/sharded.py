@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stepguard.state.batch import Step
-from stepguard.state.files import free_memory
+from stepguard.state.files import SHARE_OF_FREE, free_memory
 from stepguard.tensors.names import FSDP2, is_distributed, sharding_class
 from stepguard.tensors.torch_private import TorchDispatchMode, finished_work, fsdp2_groups
 
@@ -51,8 +51,6 @@ def sharded_part(modules: Iterable[nn.Module]) -> str:
 # alone.
 
 
-SHARE_OF_FREE = 0.5
-"""Share of the free memory that parameters and their gradients may take."""
 SILENT = {
     "reduce_grads": False,
     "all_reduce_grads": False,

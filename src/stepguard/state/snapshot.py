@@ -10,17 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stepguard.state.files import free_memory
+from stepguard.state.files import SHARE_OF_FREE, free_memory
 from stepguard.state.run_state import SavedState
 from stepguard.tensors.torch_private import foreach_copy_
 
 Standing = Literal["young", "good", "bad"]
-SHARE_OF_FREE = 0.5
-"""Share of the free memory that is used if no limit is set."""
 LEAST = 2
 """Snapshots that must fit: one that is good and one that may become so."""
-KEEPS_BEST = 3
-"""Snapshots that must fit for the best one to stay beside the newest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +152,8 @@ class Ring:
         # From the oldest to the second newest: the newest good one stays.
         older_good = self.good()[:0:-1]
         candidates = self._with_standing("bad") + older_good
-        if self._best in candidates and (self._room is None or self._room >= KEEPS_BEST):
+        # Snapshots that must fit for the best one to stay beside the newest
+        if self._best in candidates and (self._room is None or self._room >= 3):
             candidates.remove(self._best)
         if must:
             candidates += self._with_standing("young")
