@@ -23,7 +23,6 @@ from stepguard.check.subject import Subject
 from stepguard.report.phrases import count
 from stepguard.state.batch import children
 
-MOST_OF_A_STREAM = 1024
 NAMING = ("id", "idx", "uid", "name", "file", "file_name", "filename", "path", "index")
 """Keys whose value names an example and is not part of its content."""
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
@@ -342,7 +341,7 @@ def scan(given: Any, subject: Subject, progress: Progress | None = None) -> Data
     else:
         batched = given is subject.loader
         facts.what = "loader" if batched else "dataset"
-        most = most or MOST_OF_A_STREAM
+        most = most or 1024
         rows = _of_stream(given, batched=batched)
     total = facts.whole and min(facts.whole, most or facts.whole)
     for name, values in islice(rows, most):

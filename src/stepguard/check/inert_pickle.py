@@ -52,15 +52,10 @@ MOST_WORK = 20_000_000
 LONGEST_TEXT = 16 << 20
 LONGEST_LINE = 1 << 16
 """Bytes of a text opcode (GLOBAL, INST, INT, FLOAT); longer byte strings stay in the file."""
-LONGEST_INTEGER = 1 << 10
-"""Bytes of one integer."""
-LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of the old format: the magic number, in protocol 2."""
 DEEPEST_NESTED = 3
 """Pickles inside pickles."""
-STRIDE = 1024
-"""Operations between two checks of the size of stack and memo."""
 _SHORT = Repr()
 _SHORT.maxother = 80
 shorten = _SHORT.repr
@@ -575,7 +570,8 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             for count in range(MOST_OPERATIONS):
                 code = read(1)[0]
                 dispatch[code](self)
-                if not count % STRIDE:
+                # operations between two checks of the size of stack and memo
+                if not count % 1024:
                     self._check_size()
         except _STOP as stop:
             self._check_size()
@@ -783,7 +779,8 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         count = int.from_bytes(self.read(4), "little", signed=True)
         if not 0 <= count <= self.source.size - self.file.tell():
             raise ValueError(f"an integer of {count:,} bytes")
-        if count > LONGEST_INTEGER:
+        # bytes of one integer
+        if count > 1 << 10:
             raise Damaged("limit", f"an integer of {count:,} bytes at byte {self.file.tell():,}")
         self.append(int.from_bytes(self.read(count), "little", signed=True))
 
@@ -809,7 +806,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         if self.is_legacy:
             # the third pickle holds byte order and sizes of the machine that wrote it
             protocol, _, value, keys = [self.load() for _ in range(4)]
-            if found != LEGACY_MAGIC or protocol != 1001 or not isinstance(keys, list):
+            if found != 0x1950A86A20F9469CFC6C or protocol != 1001 or not isinstance(keys, list):
                 raise Damaged("malformed", "its first pickles are not those of torch.save")
             found = value
             end = self._find_storages(keys)

@@ -112,8 +112,6 @@ MATMULS = words(
 DIVISIONS = words("div div_ true_divide reciprocal")
 DELICATE = words("exp log logsumexp _softmax _log_softmax sqrt rsqrt pow cdist_forward")
 """Operations worth naming, because many incidents begin in one."""
-LARGEST_EPS = 1e-3
-"""A larger number that is added is not an eps."""
 
 
 class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -159,7 +157,8 @@ class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name == "add" and len(args) > 1:
             # Note an eps that is below the spacing of what it is added to.
             value, eps = args[:2]
-            small = isinstance(eps, float) and 0 < abs(eps) <= LARGEST_EPS
+            # A larger number that is added is not an eps
+            small = isinstance(eps, float) and 0 < abs(eps) <= 1e-3
             if small and value.is_floating_point() and torch.equal(value, out):
                 self.lost_eps[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
         elif name in ("mse_loss", "sub", "pow", "square"):

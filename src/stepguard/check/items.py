@@ -482,10 +482,6 @@ def code_current(run: Inspection) -> Answer:
 
 # --- Resources: space on the disk for checkpoints, and memory for the step.
 
-KEPT_CHECKPOINTS = 2
-"""Kept if the configuration does not say how many."""
-TIGHT = 1.5
-"""Times what is needed; less free space than that is a warning."""
 SLOTS = {
     **dict.fromkeys(["adam", "adamw", "nadam", "radam", "adamax", "adadelta"], 2),
     **dict.fromkeys(["lion", "adagrad", "rmsprop"], 1),
@@ -521,7 +517,8 @@ def disk_space(run: Inspection) -> Answer:
     while not folder.exists():
         folder = folder.parent
     weights, _, state, how = _bytes_needed(run)
-    keep = int(run.number("keep") or KEPT_CHECKPOINTS)
+    # Kept if the configuration does not say how many
+    keep = int(run.number("keep") or 2)
     # A new checkpoint is written beside those that are kept, before the oldest goes.
     needed = (weights + state) * (max(keep, 1) + 1)
     free = shutil.disk_usage(folder).free
@@ -557,7 +554,8 @@ def memory_estimate(run: Inspection) -> Answer:
 def _judge_space(needed: int, free: int, *evidence: str, fix: str) -> Answer:
     if free < needed:
         return failed(*evidence, fix=fix)
-    if free < TIGHT * needed:
+    # Times what is needed; less free space than that is a warning
+    if free < 1.5 * needed:
         return warned(*evidence, fix=fix)
     return passed(*evidence)
 

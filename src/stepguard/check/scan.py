@@ -95,7 +95,6 @@ def is_shape(value: object) -> bool:
 
 LARGEST_INDEX = 32 << 20
 """Bytes of a zip directory, a safetensors header or a JSON file: about 300 000 tensors."""
-BUFFER = 1 << 18
 FILE_KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -178,7 +177,7 @@ class FileSlice(io.RawIOBase):
 
     def reader(self) -> io.BufferedReader:
         """Return a buffered file object of the slice."""
-        return io.BufferedReader(self.part(0, self.size), BUFFER)
+        return io.BufferedReader(self.part(0, self.size), 1 << 18)
 
     def readable(self) -> bool:
         return True
@@ -330,8 +329,6 @@ Progress = Callable[[int], None]
 """Takes the number of bytes that were read since the last call."""
 MOST_PER_KIND = 20
 """Problems of one kind that are listed for one file; the others are counted in one line."""
-LONGEST_NAME = 200
-LONGEST_DETAIL = 600
 PIECE = 1 << 19
 """Bytes read at once: small enough to stay in the cache of the processor until they are measured.
 
@@ -486,8 +483,8 @@ class FileLayout:
         problem = Problem(
             file=str(self.path),
             kind=kind,
-            tensor=None if tensor is None else clean(tensor, LONGEST_NAME),
-            detail=clean(detail, LONGEST_DETAIL),
+            tensor=None if tensor is None else clean(tensor, 200),
+            detail=clean(detail, 600),
             severity=severity,
             role=role,
         )
@@ -611,11 +608,8 @@ LARGEST = {"float64": 1.797e308, "float32": 3.402e38, "bfloat16": 3.389e38, "flo
 
 ABSURD = 1e18
 """A weight whose square overflows float32 a few layers later."""
-SUSPICIOUS = 1e8
 LEARNED: frozenset[Role] = frozenset({"parameter", "ema"})
 STRICT: frozenset[Role] = frozenset({"parameter", "ema", "optimizer", "scaler", "scheduler"})
-FEWEST = 64
-"""Elements below which being constant says nothing."""
 FINITE_SETTINGS = frozenset(
     [
         "lr",
@@ -704,7 +698,8 @@ def _judge_finite(layout: FileLayout, tensor: StoredTensor, values: Values) -> N
         return
     _judge_magnitude(layout, tensor, values)
     # vectors often have one value: biases, norm weights, gates
-    is_matrix = len(tensor.shape) >= 2 and values.count >= FEWEST
+    # elements below which being constant says nothing
+    is_matrix = len(tensor.shape) >= 2 and values.count >= 64
     is_constant = low == values.high and not values.bad
     if is_matrix and is_constant and not USUALLY_ZERO.search(name):
         kind: ProblemKind = "constant" if low else "zero"
@@ -725,6 +720,6 @@ def _judge_magnitude(layout: FileLayout, tensor: StoredTensor, values: Values) -
     if limit > ABSURD and largest > ABSURD and values.low != values.high:
         detail = f"reaches {largest:.3g}; no trained weight does {reach}"
         layout.add("magnitude", detail, tensor=name, role=role)
-    elif largest > min(SUSPICIOUS, limit / 2):
+    elif largest > min(1e8, limit / 2):
         detail = f"reaches {largest:.3g} in {tensor.dtype} {reach}"
         layout.add("magnitude", detail, tensor=name, severity="warning", role=role)

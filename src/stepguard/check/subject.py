@@ -25,7 +25,6 @@ from stepguard.check.settings import Tracked, meant
 
 
 MOST_FILES = 2000
-LARGEST = 2**20
 SKIPPED = frozenset({"site-packages", "node_modules", "__pycache__", "venv", "build", "dist"})
 GUARDS = frozenset({"Guard", "watch", "guard", "GuardCallback", "FabricGuard"})
 """Names of stepguard that put a guard into a program."""
@@ -176,7 +175,7 @@ def files_below(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if _is_source_folder(inside / name))
         for name in sorted(files):
             path = inside / name
-            if name.endswith(".py") and path.is_file() and path.stat().st_size <= LARGEST:
+            if name.endswith(".py") and path.is_file() and path.stat().st_size <= 2**20:
                 yield path
 
 

@@ -61,8 +61,6 @@ ZIP_START = b"PK\x03\x04"
 DESCRIPTORS = (0, 12, 16, 20, 24)
 """Bytes that may follow the content of an entry: its sizes once more, as a stream writes them."""
 SPECIAL = frozenset({"data.pkl", "constants.pkl", "byteorder", "version"})
-LONGEST_ENTRY = 250
-"""Bytes of the name of an entry; torch cuts off names that are longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +177,8 @@ def _check_name(name: str) -> None:
         raise Damaged(
             "hostile", f"the zip holds {name!r}, which would be unpacked outside its folder"
         )
-    if len(name) > LONGEST_ENTRY or not name.isascii() or not name.isprintable():
+    # bytes of the name of an entry; torch cuts off names that are longer
+    if len(name) > 250 or not name.isascii() or not name.isprintable():
         raise Damaged("malformed", f"the zip holds an entry with the name {name[:80]!r}")
 
 

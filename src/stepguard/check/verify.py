@@ -43,7 +43,6 @@ from stepguard.state.files import write_file
 
 QUARANTINE = "quarantine"
 SKIPPED = frozenset({QUARANTINE, "__pycache__", "node_modules", "site-packages"})
-DEEPEST = 30
 MOST_ENTRIES = 200_000
 
 
@@ -63,7 +62,7 @@ def find_checkpoints(
     listed = 0
     while todo:
         folder, depth = todo.pop()
-        if depth > DEEPEST:
+        if depth > 30:
             report(folder, "limit", f"lies {depth} folders deep and was not searched")
             continue
         try:
@@ -174,11 +173,6 @@ Plan = Callable[[int, int], None]
 """Takes the number of checkpoints and of bytes before anything is read."""
 Watch = Callable[[str], bool]
 """Takes the name of a tensor: is its range wanted?"""
-MOST_WATCHED = 200
-LONGEST_POINTER = 200
-"""Bytes: a larger file called `last-good` is somebody's checkpoint."""
-CLOSE = 1e-6
-"""Relative difference below which two learning rates are the same number written in two ways."""
 RATES = {
     "max_lr": "the peak of OneCycleLR (max_lr)",
     "initial_lr": "the base of its schedule (initial_lr)",
@@ -232,7 +226,8 @@ def check_path(
     began = time.perf_counter()
     where = Path(path)
     _refuse(where, lr)
-    if where.name == LAST_GOOD and where.is_file() and _size(where) <= LONGEST_POINTER:
+    # bytes: a larger file called `last-good` is somebody's checkpoint
+    if where.name == LAST_GOOD and where.is_file() and _size(where) <= 200:
         try:
             named = read_pointer(where.parent)
         except StoreError as fault:
@@ -330,7 +325,7 @@ def check_checkpoint(
         roles=dict(sorted(roles.items())),
         step=whole.step,
         rates=tuple(rates),
-        watched=tuple(watched[:MOST_WATCHED]),
+        watched=tuple(watched[:200]),
         seconds=time.perf_counter() - began,
     )
 
@@ -352,7 +347,8 @@ def other_rate(rates: Sequence[Rate], lr: float) -> list[Problem]:
     """Return a problem where the rate that a configuration means is stored, and is not `lr`."""
     for kind, name in RATES.items():
         base = [rate for rate in rates if rate.kind == kind]
-        if any(math.isclose(rate.value, lr, rel_tol=CLOSE) for rate in base):
+        # relative difference below which two learning rates are the same number written in two ways
+        if any(math.isclose(rate.value, lr, rel_tol=1e-6) for rate in base):
             return []
         if base:
             detail = f"{name} is {base[0].value:.4g}"

@@ -156,8 +156,6 @@ def _matches(pattern: ast.AST, node: ast.AST, bound: Bound) -> bool:
 # --- What the page of a rule says of such an incident, and lines that are rewritten.
 
 
-LONGEST_LINE = 60
-"""Characters of a line within a sentence."""
 FORMULAS_FAIL_AS = ("SG201", "SG202", "SG203", "SG206", "SG301", "SG401", "SG402", "SG403")
 """Codes of what happens to a formula that torch has a function for."""
 POLES = ("SG401", "SG201", "SG202")
@@ -189,7 +187,8 @@ def _for_incident(code: str, case: Case, proof: Proof) -> tuple[Remedy, ...]:
     fields = {name: name == proof.said for name in rule_text(code).evidence} | proof.fields
     fields["who"] = _samples(case)
     fields["in_batch"] = case.tensor.startswith("batch")
-    fields["statement"] = f"`{line}`" if 0 < len(line) <= LONGEST_LINE else case.place
+    # characters of a line within a sentence
+    fields["statement"] = f"`{line}`" if 0 < len(line) <= 60 else case.place
     rewritten = REWRITTEN[code](case, fields) if code in REWRITTEN else ()
     fields["no_line"] = not rewritten
     # The remedies of the page under the first condition that holds.

@@ -279,8 +279,6 @@ def is_number(text: str) -> bool:
 # part.
 
 
-LONGEST = 40
-"""Characters of an expression; a longer one says no more than its part does."""
 OPERATORS: dict[str, type[ast.operator]] = {
     "add": ast.Add,
     "sub": ast.Sub,
@@ -402,7 +400,8 @@ def _own_expressions(origin: Origin) -> dict[str, str]:
             return {}
     own = {}
     for operand, text in zip(origin.inputs, given, strict=False):
-        if len(text) <= LONGEST and not is_number(text):
+        # Characters of an expression; a longer one says no more than its part does
+        if len(text) <= 40 and not is_number(text):
             own[operand.name] = text
     return own
 

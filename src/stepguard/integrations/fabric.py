@@ -32,8 +32,6 @@ from stepguard.tensors.names import swapped
 
 __all__ = ["FabricGuard", "SaveRefused", "guard"]
 
-BEFORE_ERROR = 5
-"""Arguments of `clip_gradients` that come before `error_if_nonfinite`."""
 PARTS = ("save", "clip_gradients", "backward", "strategy", "loggers")
 
 
@@ -117,4 +115,5 @@ def guard(
 
 def _clip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Fabric's clipping raises where the norm is not finite; the guard vetoes that step instead."""
-    return original(*args[:BEFORE_ERROR], **{**kwargs, "error_if_nonfinite": False})
+    # Arguments of `clip_gradients` that come before `error_if_nonfinite`
+    return original(*args[:5], **{**kwargs, "error_if_nonfinite": False})

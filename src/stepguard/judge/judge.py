@@ -26,23 +26,9 @@ from stepguard.records.settings import GuardConfig
 # configured.
 
 
-YOUNG_SIGMAS = 10.0
-"""A run of a few steps has no noise estimate worth the name, so it takes more to be suspicious."""
-NEWBORN_SIGMAS = 1000.0
-"""For so few losses: the first updates may well leave a start that happened to be good."""
-DRIFT_LEAST = 32
-"""Losses a rise must last before it is called a drift."""
 DRIFT_SIGMAS = 4.0
 DRIFT_SHARE = 0.01
 """Share of the window's first loss that is always expected as noise."""
-RUNAWAY_BEFORE = 5.0
-"""Times every loss before it that the last loss must be, where the update is not known."""
-LARGE_UPDATE = 0.3
-"""Update as a share of the weights' norm; a healthy one is about 0.001."""
-STOOD_STILL = 0.01
-"""Update as a share of the weights' norm; a smaller one cannot make a loss run away."""
-HEAVY_TAIL = 4.0
-"""Times what one loss in twenty exceeds: a heavy-tailed loss does not stand out by its tail."""
 
 
 def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
@@ -54,9 +40,12 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
         return OK
     # Deviations that make a spike, after so many losses.
     if known < FIRST_LOSSES:
-        spike_limit = max(sigmas, NEWBORN_SIGMAS)
+        # for so few losses: the first updates may well leave a start that happened to be good
+        spike_limit = max(sigmas, 1000.0)
     elif known < MATURE:
-        spike_limit = max(sigmas, YOUNG_SIGMAS)
+        # A run of a few steps has no noise estimate worth the name, so it takes more to be
+        # suspicious
+        spike_limit = max(sigmas, 10.0)
     else:
         spike_limit = sigmas
     rise = loss - history.level
@@ -67,7 +56,8 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
     if not excess > spike_limit:
         return OK
     why = _runs_away(reading, history) or _has_diverged(reading, history)
-    if not why and len(history.losses) >= MATURE and excess < HEAVY_TAIL * history.tail:
+    # times what one loss in twenty exceeds: a heavy-tailed loss does not stand out by its tail
+    if not why and len(history.losses) >= MATURE and excess < 4.0 * history.tail:
         return OK
     usual = f"its usual {history.level:.4g}"
     summary = f"loss {loss:.4g} is {excess:.3g} deviations above {usual}"
@@ -99,12 +89,15 @@ def _runs_away(reading: Reading, history: History) -> str:
         return ""
     # a batch can be hard, but it does not move the weights
     ratio = reading.update_ratio
-    if ratio is not None and ratio >= LARGE_UPDATE:
+    # update as a share of the weights' norm; a healthy one is about 0.001
+    if ratio is not None and ratio >= 0.3:
         return f"the last update changed the weights by {ratio:.3g} of their norm"
-    if ratio is not None and ratio < STOOD_STILL:
+    # update as a share of the weights' norm; a smaller one cannot make a loss run away
+    if ratio is not None and ratio < 0.01:
         return ""
     earlier = max(map(abs, losses[:-1]), default=0.0)
-    if earlier and losses[-1] >= RUNAWAY_BEFORE * earlier:
+    # times every loss before it that the last loss must be, where the update is not known
+    if earlier and losses[-1] >= 5.0 * earlier:
         return f"the loss before was already {losses[-1] / earlier:.3g} times every earlier one"
     return ""
 
@@ -119,7 +112,8 @@ def drift(reading: Reading, history: History) -> Verdict:
     if loss is not None:
         values.append(loss)
     count = len(values)
-    if count < DRIFT_LEAST:
+    # losses a rise must last before it is called a drift
+    if count < 32:
         return OK
     least = DRIFT_SIGMAS * DRIFT_SHARE * abs(values[0])
     # most runs do not rise at all, which one pass shows; with a margin for its rounding
@@ -234,8 +228,6 @@ STATE_KINDS: dict[str, VerdictKind] = {
     "buffer": "nonfinite_buffer",
     "opt": "nonfinite_optimizer_state",
 }
-LEAST_SCALE = 1.0
-"""A GradScaler below this no longer protects anything: the gradients themselves overflow."""
 MOST_NAMED = 3
 
 
@@ -335,7 +327,8 @@ def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
             severity = "incident"
             effect = "makes the gradients overflow; without it they are finite"
             summary = f"the static loss scale {scale:g} {effect}"
-        elif scale < LEAST_SCALE:
+        # A GradScaler below this no longer protects anything: the gradients themselves overflow
+        elif scale < 1.0:
             kind = "scaler_collapse"
             severity = "incident"
             summary = f"GradScaler has fallen to {scale:g} and the gradients still overflow"

@@ -793,10 +793,6 @@ def place_and_phase(origin: Origin) -> str:
 # --- One bad step: an Incident only ever gains fields on its way through the pipeline.
 
 
-MOST_REMEDIES = 2
-"""Remedies of the first finding that a notebook shows."""
-
-
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Incident:
@@ -851,7 +847,8 @@ class Incident:
         if self.decision is not None:
             rows.append(("done", f"{self.decision.action}: {self.decision.reason}".rstrip(": ")))
         for finding in self.findings[:1]:
-            for remedy in finding.remedies[:MOST_REMEDIES]:
+            # remedies of the first finding that a notebook shows
+            for remedy in finding.remedies[:2]:
                 rows.append(("to do", f"{remedy.title}\n{remedy.tried}".strip()))
                 rows.append(("code", remedy.snippet))
         return rows

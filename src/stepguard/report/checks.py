@@ -148,7 +148,6 @@ ALIGNED = {
     "contradicted": ("configuration is NOT aligned", "bold red"),
     "unproven": ("alignment is not proven", "yellow"),
 }
-ID_WIDTH = 23
 
 
 def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True) -> None:
@@ -165,7 +164,7 @@ def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True
         rows = [_outcome_row(outcome) for outcome in checked if outcome.section in parts]
         if rows:
             title(heading)
-            console.print(_grid(*rows, widths=(5, ID_WIDTH)))
+            console.print(_grid(*rows, widths=(5, 23)))
     # Grouped by what to give, so that ten items that wait for one thing are one line.
     waiting: dict[str, list[str]] = {}
     for outcome in result.of("not_checked"):
@@ -339,7 +338,6 @@ MOST_SAMPLES = 40
 """Lines of the table; `--json` has all."""
 MOST_ROWS = 3
 LONGEST_NAME = 32
-SHORTEST_PLACE = 16
 HEADINGS = ("step", "attempt", "batch", "rows", "data set", "cause", "dropped", "place")
 LEFT_OUT = {"sample": "the rows", "micro_batch": "the micro-batch", "step": "the step"}
 
@@ -430,7 +428,7 @@ def render_ledger(
         room = width - sum(widths) - 2 * len(widths) - 1
         for row in rows:
             cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
-            if room >= SHORTEST_PLACE:
+            if room >= 16:
                 cells.append(middle(row[-1], room))
             lines.append(" " + "  ".join(cells))
     if len(entries) > MOST_SAMPLES:

@@ -27,15 +27,7 @@ RECENT = 48
 SEVERAL = 8
 BLOCKS = 24
 """Parts of a run whose middle losses are compared."""
-LEAST_LEVEL = 1e-3
-"""Lower levels are not compared: 100 times almost nothing is still little."""
 FOLLOWED = "followed/"
-EXPLODED = 1e6
-"""Times everything before, and times 1: a gate that begins at 0 has not exploded."""
-HUGE_WEIGHT = 2.0**10
-"""Root mean square that no healthy weight has, unless it began near it."""
-WEIGHT_GROWTH = 100.0
-"""Times its first size that such a weight must be."""
 PATIENCE = 60.0
 """Seconds of silence that are never long."""
 
@@ -162,7 +154,8 @@ def _level(run: Run, *, run_away: bool) -> Iterator[str]:
     if len(parts) < 2:
         return
     levels = np.median(parts, axis=1)
-    spread = max(float(np.median(np.abs(parts[0] - levels[0]))), LEAST_LEVEL)
+    # Lower levels are not compared: 100 times almost nothing is still little
+    spread = max(float(np.median(np.abs(parts[0] - levels[0]))), 1e-3)
     start = Progress(float(losses[0]), float(levels[0]), spread)
     away = levels[-1] > start.above_start(RUN_AWAY)
     # The lower of the last two parts: a single high part may be a hard stretch of the data.
@@ -208,7 +201,8 @@ def _exploded(run: Run) -> Iterator[str]:
             continue
         sizes = np.abs(series.values[series.finite])
         before = np.maximum(np.maximum.accumulate(sizes), 1.0)
-        jumps = np.flatnonzero(sizes[SEVERAL:] > EXPLODED * before[SEVERAL - 1 : -1])
+        # Times everything before, and times 1: a gate that begins at 0 has not exploded
+        jumps = np.flatnonzero(sizes[SEVERAL:] > 1e6 * before[SEVERAL - 1 : -1])
         if len(jumps):
             row = SEVERAL + int(jumps[0])
             step = int(run.steps.step[series.rows[series.finite][row]])
@@ -223,7 +217,9 @@ def _exploded(run: Run) -> Iterator[str]:
     grown = []
     for seen in run.looks[-1].parameters if run.looks else ():
         step, size = first[seen.name]
-        if seen.trainable and seen.weight > max(HUGE_WEIGHT, WEIGHT_GROWTH * size):
+        # Root mean square that no healthy weight has, unless it began near it
+        # Times its first size that such a weight must be
+        if seen.trainable and seen.weight > max(2.0**10, 100.0 * size):
             grown.append((seen.weight, seen.name, step, size))
     if grown:
         weight, name, step, size = max(grown)

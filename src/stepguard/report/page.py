@@ -251,16 +251,9 @@ def _facts(reading: Reading, ranks: Sequence[int]) -> list[list[str]]:
 # --- What lies in an incident's folder: gradient norms by module, and the guilty samples.
 
 
-LARGEST_TABLE = 1 << 21
-"""Bytes of a table of gradients that are read."""
 MOST_CELLS = 64
 """Modules, and steps, of a heat map."""
-MOST_SAMPLES = 3
-MOST_TENSORS = 8
 MOST_NUMBERS = 48
-MOST_SIDE = 512
-"""Pixels of a side; larger pictures are shown with every second, third, ... pixel."""
-LEAST_SIDE = 8
 LARGEST_FACTS = 1 << 26
 """Bytes of a capsule's JSON that are read."""
 NOT_FINITE = (213, 94, 0)
@@ -285,7 +278,8 @@ def gradient_heat(incident: Incident, run_folder: Path) -> dict[str, Any] | None
         name += f"-rank{incident.rank}"
     path = _inside(run_folder / "incidents", f"{name}/gradients.json")
     try:
-        if path is None or path.stat().st_size > LARGEST_TABLE:
+        # Bytes of a table of gradients that are read
+        if path is None or path.stat().st_size > 1 << 21:
             return None
         table = json.loads(path.read_bytes())
         modules = [str(module)[:200] for module in table["modules"]][:MOST_CELLS]
@@ -328,7 +322,7 @@ def samples_of(incident: Incident, run_folder: Path) -> list[dict[str, Any]]:
         return []
     micro = incident.origin.micro_batch or 0
     shown: list[dict[str, Any]] = []
-    for sample in incident.origin.samples[:MOST_SAMPLES]:
+    for sample in incident.origin.samples[:3]:
         try:
             shown += _texts(folder, micro, sample)
             shown += _tensors(folder, micro, sample)
@@ -343,7 +337,7 @@ def _tensors(folder: Path, micro: int, sample: int) -> Iterator[dict[str, Any]]:
 
     with safe_open(folder / "tensors.safetensors", framework="np") as file:
         names = [name for name in file.keys() if name.startswith(f"batch/{micro}")]  # noqa: SIM118
-        for name in sorted(names)[:MOST_TENSORS]:
+        for name in sorted(names)[:8]:
             rows = file.get_slice(name)
             shape = rows.get_shape()
             if not shape or shape[0] <= sample:
@@ -379,9 +373,10 @@ def _as_picture(values: NDArray[Any]) -> NDArray[np.uint8] | None:
         layers = layers[:, :, None]
     elif layers.ndim == 3 and layers.shape[0] in (1, 3):
         layers = np.moveaxis(layers, 0, 2)
-    if layers.ndim != 3 or layers.shape[2] not in (1, 3) or min(layers.shape[:2]) < LEAST_SIDE:
+    if layers.ndim != 3 or layers.shape[2] not in (1, 3) or min(layers.shape[:2]) < 8:
         return None
-    every = -(-max(layers.shape[:2]) // MOST_SIDE)
+    # Pixels of a side; larger pictures are shown with every second, third, ... pixel.
+    every = -(-max(layers.shape[:2]) // 512)
     layers = layers[::every, ::every]
     finite = np.isfinite(layers)
     low = layers.min(initial=np.inf, where=finite)
@@ -443,10 +438,6 @@ class Folders:
 
 WEIGHTS = {"running": "plain", "closed": "good", "signal": "note"}
 """How endings are coloured; the others are bad."""
-MOST_RANKS = 64
-MOST_LINKS = 1000
-MOST_LISTED = 15
-"""Rows of each table of a look, the worst ones."""
 MOST_POINTS = 60
 """Points of a small curve: of a table of looks the newest, of a loss spread over the run."""
 
@@ -507,7 +498,7 @@ def tiles(summary: RunSummary) -> list[list[str]]:
 def _rank_lanes(run: Run) -> list[dict[str, Any]]:
     """One lane a rank: what it has seen, and where it was to blame."""
     lanes = []
-    for rank in sorted({*run.by_rank, *range(min(run.world, MOST_RANKS))}):
+    for rank in sorted({*run.by_rank, *range(min(run.world, 64))}):
         marks = []
         for told in run.incidents:
             origin = told.incident.origin
@@ -555,7 +546,8 @@ def _looks(run: Run) -> dict[str, Any] | None:
     """Tables of the newest health probe with their history."""
     if not run.looks:
         return None
-    tables = look_tables(run.looks[-MOST_POINTS:], MOST_LISTED)
+    # Rows of each table of a look, the worst ones
+    tables = look_tables(run.looks[-MOST_POINTS:], 15)
     return {"line": headline(run.looks), "tables": tables, "remarks": remarks(run.looks[-1])}
 
 
@@ -618,8 +610,6 @@ def _loss_curve(run: Run) -> list[list[float]]:
 
 
 FORMAT = 1
-MOST_CARDS = 400
-"""Incidents with a whole card; of a run that fails all the time, later ones have a short one."""
 LEFT_WORDS = {
     "rewind": "rewound",
     "restart": "restarted",
@@ -664,7 +654,8 @@ def run_facts(run: Run, name: str, folders: Folders | None, whole: Run) -> dict[
     cards = []
     for place, told in enumerate(run.incidents):
         card = incident_card(told)
-        if folders is not None and place < MOST_CARDS:
+        # Incidents with a whole card; of a run that fails all the time, later ones have a short one
+        if folders is not None and place < 400:
             card |= folders.of(told.incident, run.path.parent)
         cards.append(card)
     weights = {"unhealthy": "bad", "attention": "note"}
@@ -673,7 +664,7 @@ def run_facts(run: Run, name: str, folders: Folders | None, whole: Run) -> dict[
         lines = phrases.count(run.torn, "line")
         unread = f"not shown, because they cannot be read: {lines} of the journal"
     chain = []
-    for event in timeline(run)[:MOST_LINKS]:
+    for event in timeline(run)[:1000]:
         # After a rewind the last step may be the lower one.
         first, last = sorted(
             (event.step, event.step if event.last_step is None else event.last_step)

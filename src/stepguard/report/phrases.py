@@ -14,9 +14,6 @@ from stepguard.records import incident as records
 from stepguard.records.incident import Action, place
 from stepguard.report.screen import middle
 
-LONGEST_IDENTITY = 40
-"""Characters of a sample's row and id; longer ones lose their middle."""
-
 VERDICT_TITLES = {
     "nonfinite_input": "non-finite input",
     "nonfinite_loss": "non-finite loss",
@@ -40,7 +37,6 @@ VERDICT_TITLES = {
 
 """A test holds this table against the kinds there are."""
 
-MOST_REMEDIES = 2
 SAFETY_NOTES = {
     "safe": "",
     "changes-numbers": " (changes values)",
@@ -167,7 +163,8 @@ def culprits(origin: Origin, micro_batches: int = 0) -> str:
         noun = "sample" if len(origin.samples) == 1 else "samples"
         named = f"{noun} {first_few(origin.samples)}"
         if origin.rows:
-            named += f" = {first_few((middle(row, LONGEST_IDENTITY) for row in origin.rows), 4)}"
+            # Characters of a sample's row and id; longer ones lose their middle
+            named += f" = {first_few((middle(row, 40) for row in origin.rows), 4)}"
             if origin.rows[0].startswith("row "):
                 named += " of the data set"
         parts.append(named)
@@ -364,7 +361,7 @@ def next_commands(incident: Incident) -> list[str]:
 def first_remedies(incident: Incident) -> tuple[Remedy, ...]:
     """What is worth trying first."""
     if incident.findings:
-        return incident.findings[0].remedies[:MOST_REMEDIES]
+        return incident.findings[0].remedies[:2]
     origin = incident.origin
     return (HAND_OVER,) if origin is not None and origin.evidence.loss_unseen else ()
 

@@ -113,12 +113,6 @@ def progress_bar(stream: TextIO | None) -> Iterator[Report]:
 # --- The deep looks of a run as tables: worst first, with the history of one figure.
 
 
-FEW_BITS = 3.0
-"""A largest value this many bits below the limit is worth a colour: it may double three times."""
-STABLE_RATIO = 0.1
-"""Updates above this share of the weight are larger than stable training makes."""
-
-
 class Kind(NamedTuple):
     """How one kind of row is shown; each function takes the row."""
 
@@ -161,6 +155,8 @@ def _suspicion(row: ParameterLook) -> float | None:
     return (row.lost or 0.0) + row.gradient_zeros + min(row.ratio or 0.0, 1.0)
 
 
+# A largest value this many bits below the limit is worth a colour: it may double three times
+# Updates above this share of the weight are larger than stable training makes
 KINDS = (
     Kind(
         part="tensors",
@@ -178,7 +174,7 @@ KINDS = (
         history="bits so far",
         figure=attrgetter("headroom"),
         alarm=4,
-        alarming=lambda row: row.headroom < FEW_BITS or row.infinities,
+        alarming=lambda row: row.headroom < 3.0 or row.infinities,
     ),
     Kind(
         part="parameters",
@@ -195,7 +191,7 @@ KINDS = (
         history="so far",
         figure=attrgetter("ratio"),
         alarm=2,
-        alarming=lambda row: (row.ratio or 0.0) > STABLE_RATIO,
+        alarming=lambda row: (row.ratio or 0.0) > 0.1,
     ),
     Kind(
         part="attention",
@@ -276,7 +272,6 @@ def _identity(row: Any) -> tuple[str, ...]:
 
 MOST_LISTED = 12
 """Rows of each table; `--all` shows every one, `--json` has everything."""
-LONGEST_NAME = 38
 MOST_DRAWN = 16
 """Values that a line of blocks shows, the newest."""
 
@@ -288,7 +283,7 @@ def paint_looks(looks: Sequence[Look], console: Console, *, most: int | None = M
         rows: list[tuple[RenderableType, ...]] = []
         for row in table["rows"]:
             # names are cut in the middle already; numbers line up on the right
-            cells = [Text(middle(row["cells"][0], LONGEST_NAME))]
+            cells = [Text(middle(row["cells"][0], 38))]
             for number, words in enumerate(row["cells"][1:], start=1):
                 cells.append(Text(words, style="bold red" if number in row["warns"] else ""))
             values = [value for _, value in row["history"][-MOST_DRAWN:]]

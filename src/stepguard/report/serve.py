@@ -165,10 +165,6 @@ COLUMNS = {
     "age": "age",
 }
 """Columns of the list of runs as `list.js` knows them, and their headings."""
-RETRY = 3
-"""Seconds until the page of a run that has not begun asks again."""
-KEEP_ALIVE = 15.0
-"""Seconds without a row after which a line says that the stream is alive."""
 COOKIE = "stepguard-token"
 LIST_SCRIPTS = ("drawing.js", "list.js")
 LANES = frozenset(map(str, range(100)))
@@ -277,7 +273,8 @@ class LiveRuns:
             if found is None:
                 await asyncio.sleep(EVERY)
                 quiet += EVERY
-                if quiet >= KEEP_ALIVE:
+                # Seconds without a row after which a line says that the stream is alive
+                if quiet >= 15.0:
                     quiet = 0.0
                     yield ": still here\n\n"
                 continue
@@ -300,7 +297,8 @@ def _heading(column: str) -> str:
 
 def _not_begun(name: str) -> Response:
     style = asset("page.css")
-    page = NOT_BEGUN.format(style=style, name=escape(name), retry=RETRY)
+    # Seconds until the page of a run that has not begun asks again
+    page = NOT_BEGUN.format(style=style, name=escape(name), retry=3)
     allowed = {"Content-Security-Policy": policy("", style)}
     return HTMLResponse(page, status_code=404, headers=allowed)
 
@@ -381,8 +379,6 @@ def build_app(
 
 FIRST_PERSON, NOBODY = 1000, 65534
 """User numbers of people; below are services."""
-FURTHER_PORTS = 20
-"""Ports above the usual one that are tried when it is taken."""
 
 
 def is_loopback(host: str) -> bool:
@@ -435,7 +431,8 @@ def serve_runs(
 
 def _bound(host: str, port: int | None) -> socket.socket:
     """A socket at this port; without one, at the first free port from 8321 on."""
-    wanted = range(8321, 8321 + FURTHER_PORTS) if port is None else range(port, port + 1)
+    # Ports above the usual one that are tried when it is taken
+    wanted = range(8321, 8321 + 20) if port is None else range(port, port + 1)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     why = ""
     for number in wanted:

@@ -345,8 +345,6 @@ PLAIN = ("loss", "grad_norm", "clip_factor", "scale", "labels", "seconds")
 """Fields of a step line that are one number each."""
 NAMED = {"components": "loss/", "followed": "followed/"}
 """Fields that hold numbers by the user's names, and what goes before these in the series."""
-LARGEST_STEP = 2**62
-LATEST_TIME = 2.5e11
 HEADER: dict[str, type | tuple[type, ...]] = {
     "time": (int, float),
     "run": str,
@@ -377,7 +375,7 @@ class _Start:
             if name not in CARRIED and isinstance(value, HEADER.get(name, object))
         }
         # Beyond the years that a calendar has, or not a time at all.
-        if not 0 <= self.header.get("time", 0) < LATEST_TIME:
+        if not 0 <= self.header.get("time", 0) < 2.5e11:
             del self.header["time"]
         if not all(isinstance(rate, int | float) for rate in self.header.get("lr", ())):
             del self.header["lr"]
@@ -494,7 +492,7 @@ class _Start:
 
 
 def _is_step(value: object) -> bool:
-    return isinstance(value, int) and abs(value) <= LARGEST_STEP
+    return isinstance(value, int) and abs(value) <= 2**62
 
 
 def _int(value: object) -> int | None:
@@ -594,8 +592,6 @@ class JournalFile:
 # --- The journals of a folder, read once or while they are written.
 
 
-MOST_OPTIMIZERS = 16
-"""Further optimizers of a run that are read."""
 _STEP = re.compile(rb'\{"v":\d+,"type":"step",[^{]*?"step":(\d{1,18}),')
 _RANK = re.compile(r"journal(?:\.rank([0-9]{1,9}))?\.jsonl")
 
@@ -679,7 +675,8 @@ class StoryReader:
             other = self.is_folder and rank != self._main
             fresh |= file.read(numbers_only=other, torn_end=torn_end)
         for folder in () if self._alone else self.run.glob("optimizer*"):
-            known = folder in self._further or len(self._further) >= MOST_OPTIMIZERS
+            # Further optimizers of a run that are read
+            known = folder in self._further or len(self._further) >= 16
             if not known and belongs_to_run_above(folder):
                 reader = StoryReader(folder, self._asked, alone=True)
                 self._further[folder] = reader
@@ -727,8 +724,6 @@ def _ids(run: Run) -> set[str]:
 # --- The lines of all ranks, grouped into runs.
 
 
-FOREIGN = 10**12
-"""Added to the order of what other ranks wrote: it comes after what this rank wrote by then."""
 DONE: dict[str, Done] = {
     "leave_out": "partial",
     "retry": "retried",
@@ -871,7 +866,9 @@ def _events(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
             earlier = np.array(main.step) <= (_int(fields.get("step")) or 0)
             at = main.first + int(np.flatnonzero(earlier).max(initial=-1)) + 1
             if fields["type"] in ("incident", "fault"):
-                _add_line(found, notes, start, fields, at, order + FOREIGN)
+                # Added to the order of what other ranks wrote: it comes after what this rank wrote
+                # by then
+                _add_line(found, notes, start, fields, at, order + (10**12))
     notes.sort(key=lambda note: (note.at, note.order))
     incidents = sorted(found.values(), key=lambda one: (one.at, one.order))
     places = {(one.attempt, one.incident.id): place for place, one in enumerate(incidents)}

@@ -19,9 +19,6 @@ from stepguard.report.story import Ending, Note, Run, Story, StoryIncident
 
 
 Weight = Literal["info", "note", "incident", "good"]
-RISE = 4.0
-"""Times above its usual level that make a gradient norm part of the story."""
-LOOK_BACK = 50
 LATEST = 10**15
 """Sorts an event behind everything that was written by then."""
 
@@ -70,7 +67,7 @@ def _beginning(run: Run) -> Iterator[Placed]:
     if run.incidents:
         end = run.incidents[0].rows_before
     window = np.zeros(len(table), np.bool_)
-    window[max(end - LOOK_BACK, 0) : end] = True
+    window[max(end - 50, 0) : end] = True
     series = table.column("grad_norm").where(window)
     rows, norms = series.rows[series.finite], series.values[series.finite]
     if len(norms) < 8:
@@ -78,7 +75,8 @@ def _beginning(run: Run) -> Iterator[Placed]:
     # The first half of the window stands for the level before anything went wrong.
     usual = float(np.median(norms[: len(norms) // 2]))
     onset = len(norms)
-    while onset > 0 and norms[onset - 1] > RISE * usual > 0:
+    # Times above its usual level that make a gradient norm part of the story
+    while onset > 0 and norms[onset - 1] > 4.0 * usual > 0:
         onset -= 1
     if onset < len(norms):
         peak = number(float(norms[onset:].max()))
@@ -237,10 +235,6 @@ def _ending(run: Run) -> Iterator[Placed]:
 
 GRAVITY: tuple[Ending, ...] = ("closed", "running", "signal", "killed", "error", "stopped")
 """Endings, the worst last."""
-LEAD_UP = 32
-"""Steps shown before the first incident."""
-MOST_ANSWERS = 3
-"""Different parts that were left out, each named; more are only counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,7 +383,8 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
     # The committed steps just before the first bad one.
     before = np.zeros(len(table), np.bool_)
     if len(bad_rows):
-        before[np.flatnonzero(table.committed[: bad_rows[0]])[-LEAD_UP:]] = True
+        # Steps shown before the first incident
+        before[np.flatnonzero(table.committed[: bad_rows[0]])[-32:]] = True
     led_up: dict[str, tuple[float, ...]] = {}
     for name, series in table.series.items():
         led_up[name.removeprefix("followed/")] = tuple(series.where(before).values.tolist())
@@ -468,7 +463,8 @@ def _group(members: Sequence[StoryIncident], folder: str) -> IncidentGroup:
     actions = Counter(decision.action for decision in decisions)
     answers = Counter(done(decision) for decision in decisions)
     words = ", ".join(f"{answer} ({times})" for answer, times in answers.items())
-    if len(answers) > MOST_ANSWERS:
+    # Different parts that were left out, each named; more are only counted
+    if len(answers) > 3:
         words = phrases.done_times(actions)
     rows = [one.row for one in members if one.row is not None]
     # The folder may have been moved, or is called by another path than in training.
@@ -514,10 +510,6 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 # --- Two runs side by side: what each did about bad steps, with the numbers of their journals.
-
-
-TAIL = 0.1
-"""Share of the committed steps whose loss stands for where a run ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -594,7 +586,8 @@ def _aspects(run: Run, summary: RunSummary) -> dict[str, str]:
     if summary.clip is not None:
         clipping = f"{summary.clip.clipped / summary.clip.steps:.0%} of the steps"
     losses = table.values("loss", table.counts)
-    last = losses[-max(1, int(len(losses) * TAIL)) :]
+    # Share of the committed steps whose loss stands for where a run ended
+    last = losses[-max(1, int(len(losses) * 0.1)) :]
     ended_at = None
     if len(last):
         ended_at = float(last.mean())

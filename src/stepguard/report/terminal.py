@@ -26,8 +26,6 @@ from stepguard.report.phrases import SAFETY_NOTES, effect, next_commands
 from stepguard.report.screen import Unbroken
 
 LABEL_WIDTH = 9
-MOST_EVIDENCE = 4
-MOST_OPERANDS = 4
 _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
 
 
@@ -97,7 +95,7 @@ def _why(incident: Incident) -> list[RenderableType]:
     for finding in incident.findings[:1]:
         title = Text.assemble((f"{finding.code} ", "bold yellow"), f"{finding.title} ")
         lines.append(Unbroken(title.append(f"({finding.certainty})", style="dim")))
-        lines += [Unbroken(f"- {sentence}") for sentence in finding.evidence[:MOST_EVIDENCE]]
+        lines += [Unbroken(f"- {sentence}") for sentence in finding.evidence[:4]]
     others = "; ".join(f"{other.code} {other.title}" for other in incident.findings[1:3])
     if others:
         lines.append(Unbroken(f"less likely: {others}", "dim"))
@@ -121,7 +119,7 @@ def _where(origin: Origin, unicode: bool) -> list[RenderableType]:
     lines: list[RenderableType] = [screen.Place(place_and_phase(origin), origin.source)]
     lines += [Padding(line, (0, 0, 0, 2)) for line in _source(origin, unicode)]
     rows = []
-    for position, value in enumerate(origin.inputs[:MOST_OPERANDS]):
+    for position, value in enumerate(origin.inputs[:4]):
         rows.append((value.called or f"input {position}", value))
     if origin.output is not None:
         rows.append(("output", origin.output))

@@ -73,8 +73,6 @@ REDUCTIONS = words(
     poisson_nll_loss amax amin
     """
 )
-IGNORED_BY_DEFAULT = -100.0
-"""torch's default ignore_index."""
 
 
 @rule()
@@ -114,7 +112,8 @@ def _no_label(case: Case) -> Proof | None:
 
 
 def _all_ignored(target: Operand, ignored: Operand | None) -> bool:
-    index = IGNORED_BY_DEFAULT
+    # torch's default ignore_index
+    index = -100.0
     if ignored is not None and ignored.value is not None:
         index = ignored.value
     return elements(target) > 0 and low(target) == high(target) == index
@@ -145,8 +144,6 @@ def _count_is_zero(case: Case) -> Proof | None:
 
 EXTREME_INPUT = 1e6
 """A batch element no normalised data set has."""
-OUTLIER = 1e4
-"""Times the largest value of all other samples."""
 EXTREME_OPERAND = 1e15
 """Half of float32's exponent range is gone: one more product overflows."""
 
@@ -169,7 +166,8 @@ def _extreme_sample(case: Case) -> Proof | None:
     batch_max = evidence.sample_max or evidence.batch_max
     others = evidence.others_max
     if batch_max is not None:
-        stands_out = others is not None and batch_max >= OUTLIER * max(others, 1.0)
+        # times the largest value of all other samples
+        stands_out = others is not None and batch_max >= 1e4 * max(others, 1.0)
         if stands_out or batch_max >= min(EXTREME_INPUT, largest(case.dtype)):
             return certain("batch", batch_max=batch_max, limit=limit)
     # the batch does not stand out; an operand may, and a sample or the weights made it. In float16
