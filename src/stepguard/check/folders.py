@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +51,7 @@ from stepguard.records.checks import Problem, Role
 from stepguard.report.phrases import first_few
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFiles:
+class CheckpointFiles(NamedTuple):
     """One checkpoint that was found: a file, or a folder with the files that make it up."""
 
     path: Path

@@ -26,15 +26,14 @@ from stepguard.check.inspection import (
 )
 from stepguard.check.settings import (
     Setting,
-    UnquotedNumber,
     as_number,
     flat,
     plain,
-    spells_number,
     unread,
 )
 from stepguard.check.subject import FINITE_TESTS, NORM_NAMES
 from stepguard.diagnose.case import largest
+from stepguard.records.codec import NUMBER, UnquotedNumber
 from stepguard.report.phrases import count, first_few, size
 from stepguard.state.files import free_memory
 
@@ -198,7 +197,7 @@ def config_types(run: Inspection) -> Answer:
             became = any(math.isclose(float(leaf.value), rate, rel_tol=1e-3) for rate in rates)
             if not became and not run.project.mentions & {"omegaconf", "hydra"}:
                 doubtful.append(f"{leaf.key}: {leaf.value}")
-        elif spells_number(leaf.value):
+        elif NUMBER.fullmatch(leaf.value):
             numbers.append(f"{leaf.key}: {leaf.value!r}")
         # Only these: a `no` in quotes is often the name of a strategy.
         elif leaf.value.strip().lower() in ("true", "false"):

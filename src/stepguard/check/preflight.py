@@ -30,11 +30,8 @@ from stepguard.check.inspection import (
     one_line,
     peak_rates,
 )
-from stepguard.check.settings import READERS as CONFIG_KINDS
-from stepguard.check.settings import (
-    Tracked,
-    read_settings,
-)
+from stepguard.check.settings import KINDS as CONFIG_KINDS
+from stepguard.check.settings import Tracked, read_settings
 from stepguard.check.subject import Subject, subject_of
 from stepguard.records.checks import Alignment, Outcome, Preflight
 from stepguard.state.capsule import import_function, importable

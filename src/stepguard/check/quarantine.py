@@ -11,9 +11,9 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from stepguard._errors import StoreError
 from stepguard.check.folders import DATA_SUFFIX, INDEX_SUFFIX, METADATA, CheckpointFiles
@@ -30,8 +30,7 @@ UNPROVEN = frozenset({"limit", "unreadable", "format", "link", "lr", "global", "
 MOST_REASONS = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class Move(NamedTuple):
     """One file or folder and its new place; both paths are relative to the folder, with `/`."""
 
     original: str
@@ -109,7 +108,7 @@ def apply(root: Path, moves: Sequence[Move]) -> list[Move]:
     if not moves:
         return []
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    complete = [replace(move, digests=_digests(root / move.original), moved=now) for move in moves]
+    complete = [move._replace(digests=_digests(root / move.original), moved=now) for move in moves]
     _write_manifest(root, [*read_manifest(root), *complete])
     for move in complete:
         _rename(root, move.original, move.place)
@@ -223,7 +222,7 @@ def _write_manifest(root: Path, moves: Sequence[Move]) -> None:
     folder = root / QUARANTINE
     if folder.is_symlink():
         raise StoreError(f"{folder} is a link; remove it first. Nothing was moved.")
-    data = {"schema": 1, "moves": [asdict(move) for move in moves]}
+    data = {"schema": 1, "moves": [move._asdict() for move in moves]}
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
     write_file(folder / MANIFEST, text.encode())
 

@@ -9,9 +9,8 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepguard.check.allowed_globals import trust
 from stepguard.check.inert_pickle import (
@@ -63,8 +62,7 @@ DESCRIPTORS = (0, 12, 16, 20, 24)
 SPECIAL = frozenset({"data.pkl", "constants.pkl", "byteorder", "version"})
 
 
-@dataclass(frozen=True, slots=True)
-class ZipRecord:
+class ZipRecord(NamedTuple):
     """One entry of a zip; offsets are those in the slice."""
 
     name: str

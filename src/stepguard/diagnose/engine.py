@@ -71,7 +71,7 @@ def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding
 
 
 def _doubted(proof: Proof) -> Proof:
-    return replace(proof, certainty="likely") if proof.certainty == "certain" else proof
+    return proof._replace(certainty="likely") if proof.certainty == "certain" else proof
 
 
 def _certainty(found: Found) -> int:

@@ -13,10 +13,10 @@ import math
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from stepguard.diagnose.case import (
     COUNTED,
@@ -211,8 +211,7 @@ _REMEDY = re.compile(r"^### (.+) \((safe|changes-numbers|changes-training)\)$", 
 _CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleText:
+class RuleText(NamedTuple):
     """What people read about one cause code."""
 
     title: str
@@ -460,8 +459,7 @@ and readings that were recorded as they are; or a conclusion from what was seen 
 SAFETY_ORDER: tuple[str, ...] = get_args(Safety)
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
+class Proof(NamedTuple):
     """What a rule found: how sure it is, which sentences of its page say it, and their fields."""
 
     certainty: Certainty
@@ -488,8 +486,7 @@ Recognise = Callable[[Case], Proof | None]
 """Examines a case; None when this is not the cause."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(NamedTuple):
     """One cause code."""
 
     code: str

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 from stepguard.diagnose.case import base_name, words
 from stepguard.records import Edit, Operand, Origin, Remedy
@@ -41,8 +41,7 @@ Span = tuple[int, int]
 """Where something begins and ends in a line, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expression:
+class Expression(NamedTuple):
     """One call, operator or number in the culprit's line."""
 
     origin: Origin

@@ -7,10 +7,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import MethodType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -201,8 +200,7 @@ class HostLogger(ScalarSink):
 # --- Refuse a framework that is missing, too old, too new, or lacks a method that a guard wraps.
 
 
-@dataclass(frozen=True, slots=True)
-class Framework:
+class Framework(NamedTuple):
     """A framework and the versions of it that its guard is made for."""
 
     package: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import sub
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepguard.records.incident import Reading
 
@@ -83,8 +83,7 @@ class Progress:
         return self.began_at + times * self.unit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class Weights(NamedTuple):
     """What was measured of the weights, to confirm or refute what the loss says; None: unknown."""
 
     moved: float | None = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from operator import mul
 from statistics import median
+from typing import NamedTuple
 
 from stepguard.judge.history import (
     BACK_SHARE,
@@ -357,8 +358,7 @@ SAME_LOSS = 0.1
 """Relative difference of two losses of one step: dropout and kernels differ a little."""
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Losses of an earlier step and of the present one; lower is better, each was evaluated."""
 
     step: int

@@ -19,7 +19,7 @@ import re
 import textwrap
 import threading
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -282,68 +282,72 @@ class LineFile:
 # --- Read the settings of a guard from a file: TOML, YAML or JSON, by its name.
 
 
-LARGEST = 1 << 20
-"""Bytes; a configuration is smaller."""
+# Not `float`, which takes "nan" and "infinity" for numbers as well.
+NUMBER = re.compile(r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 
 
-def read_table(path: Path) -> dict[str, Any]:
-    """The names and values of a configuration; ConfigError says what is wrong with the file."""
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
+class UnquotedNumber(str):
+    """`1e-4` in YAML, without quotes: PyYAML (YAML 1.1) reads a text, OmegaConf a number."""
+
+
+def read_table(path: Path, what: str = "configuration", **more: Reader) -> dict[str, Any]:
+    """The names and values of a configuration; ConfigError says what is wrong with the file.
+
+    `more`: readers of further kinds of files, by their suffix.
+    """
+    kind = path.suffix.lower()
+    readers = READERS | {f".{suffix}": reader for suffix, reader in more.items()}
+    if kind not in readers:
         raise ConfigError(
-            f"{path} is not a configuration by its name; give a file that ends in "
-            f"{', '.join(READERS)}."
+            f"{path}: {kind or 'no suffix'} is not a {what} file; use one of {', '.join(readers)}."
         )
-    if not path.is_file():
-        raise ConfigError(f"{path} is not a file; give one with fields of GuardConfig.")
+    largest = 16 << 20
     try:
         size = path.stat().st_size
-        if size > LARGEST:
-            raise ConfigError(f"{path} has {size:,} bytes; a configuration is smaller.")
-        found = reader(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text: {error}.") from None
-    except (ValueError, RecursionError) as error:
-        said = " ".join(str(error).split()).rstrip(".")[:200]
-        raise ConfigError(f"{path} is not {path.suffix[1:].upper()}: {said}.") from None
+        if size > largest:
+            raise ConfigError(f"{path} has {size:,} bytes; a {what} file has at most {largest:,}.")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise ConfigError(f"{path} cannot be read as a {what}: {fault}.") from fault
+    try:
+        # An empty YAML is None.
+        found = readers[kind](text) or {}
+    except (ValueError, SyntaxError, RecursionError) as fault:
+        said = " ".join(str(fault).split()).rstrip(".")[:200]
+        raise ConfigError(f"{path} is not valid {kind[1:]}: {said}.") from fault
     if not isinstance(found, dict):
         raise ConfigError(
-            f"{path} holds a {type(found).__name__}; write names and values, such as "
-            "anomalies and terminal."
+            f"{path} holds a {type(found).__name__}; a {what} is a mapping of names to values."
         )
     return found
-
-
-def number_as_text(path: Path, table: Mapping[str, Any]) -> str:
-    """A sentence where YAML has read a number such as 1e-4 as text; else empty."""
-    if READERS.get(path.suffix.lower()) is not _yaml:
-        return ""
-    for name, value in table.items():
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                float(value)
-                return f" YAML reads {name}: {value} as text; write it with a point, as in 1.0e-4."
-    return ""
 
 
 def _yaml(text: str) -> Any:
     # PyYAML takes 40 ms to import, and most configurations are built in code.
     import yaml
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """PyYAML's reading, with a mark at texts that were meant as numbers."""
+
+    def marked(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+        value = str(loader.construct_scalar(node))
+        if node.style is None and NUMBER.fullmatch(value):
+            return UnquotedNumber(value)
+        return value
+
+    Loader.add_constructor("tag:yaml.org,2002:str", marked)
     try:
-        # An empty file is None to PyYAML.
-        return yaml.safe_load(text) or {}
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
 
-READERS: dict[str, Callable[[str], Any]] = {
+Reader = Callable[[str], Any]
+READERS: dict[str, Reader] = {
+    ".json": json.loads,
     ".toml": tomllib.loads,
     ".yaml": _yaml,
     ".yml": _yaml,
-    ".json": json.loads,
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stepguard._errors import ConfigError
-from stepguard.records.codec import documented, number_as_text, read_table
+from stepguard.records.codec import UnquotedNumber, documented, read_table
 from stepguard.records.incident import Action, Sink
 
 ACTIONS: tuple[str, ...] = get_args(Action)
@@ -243,7 +243,10 @@ class GuardConfig:
                 table[group] = kind(**{str(name): value for name, value in below.items()})
             return cls(**{**{str(name): value for name, value in table.items()}, **given})
         except ConfigError as error:
-            said = f"{error}{number_as_text(Path(path), written)}"
+            said = str(error)
+            for name, value in written.items():
+                if isinstance(value, UnquotedNumber):
+                    said += f" YAML reads {name}: {value} as text; write it with a point: 1.0e-4."
             # A name or value of the file may hold line breaks; an error is one line.
             raise ConfigError(f"{path}: {' '.join(said.split())}") from None
 

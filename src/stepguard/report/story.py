@@ -161,8 +161,7 @@ class StepTable:
         return Series("lr", rows, rates[rows])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class Left(NamedTuple):
     """Why and to where a branch was left."""
 
     by: LeftBy
@@ -176,8 +175,7 @@ class Left:
     """Index of the incident that asked for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
+class Branch(NamedTuple):
     """Rows `first_row` to `end_row` (not included) without going back."""
 
     attempt: int
@@ -191,8 +189,7 @@ class Branch:
         return slice(self.first_row, self.end_row)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoryIncident:
+class StoryIncident(NamedTuple):
     """An incident, and where in the story it belongs."""
 
     incident: Incident
@@ -230,8 +227,7 @@ class Note:
     fields: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One process of a run."""
 
     header: Mapping[str, Any]
@@ -858,7 +854,7 @@ def _events(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
             if told is not None:
                 done = _done(told.incident, start.committed[row])
                 at = start.first + row
-                found[start.attempt, name] = replace(told, done=done, row=at, kept=bool(kept[at]))
+                found[start.attempt, name] = told._replace(done=done, row=at, kept=bool(kept[at]))
     for start in others:
         main = own[start.attempt]
         for _, order, fields in start.lines:
@@ -919,7 +915,7 @@ def _add_line(
             kept=True,
         )
         told = found.get(key, told)
-        found[key] = replace(told, ranks=tuple(sorted({*told.ranks, start.rank})))
+        found[key] = told._replace(ranks=tuple(sorted({*told.ranks, start.rank})))
         return
     note = Note(
         type=fields["type"],

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepguard.diagnose.case import (
     EXPONENTIALS,
@@ -39,8 +38,7 @@ RISING = 10.0
 """Times the loss grew over the remembered steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rise:
+class Rise(NamedTuple):
     """A learning rate that is not what it was: by a jump, or step by step since the run began."""
 
     group: int

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from stepguard.diagnose.case import FORMATS, Case
 from stepguard.diagnose.rule import Proof, likely, rule
@@ -135,8 +135,7 @@ Figures = Iterable[tuple[str, float | None, float, bool]]
 close enough to that to be worth a forecast."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trend:
+class Trend(NamedTuple):
     """A quantity of the probes that must not reach its limit."""
 
     quantity: str
