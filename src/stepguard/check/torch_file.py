@@ -9,6 +9,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,8 +97,8 @@ def zip_records(source: FileSlice) -> dict[str, ZipRecord]:
     found: dict[str, ZipRecord] = {}
     folded: set[str] = set()
     folder = None
-    end = 0
-    before = "the beginning"
+    parts = [("the beginning", 0, 0)]
+    """Names of what follows each other, and where it begins and ends."""
     for info in sorted(listed, key=lambda info: info.header_offset):
         record = _record(source, info)
         # torch looks for names in the folder of the first entry, whatever the case of letters
@@ -117,19 +118,17 @@ def zip_records(source: FileSlice) -> dict[str, ZipRecord]:
             )
         folded.add(lower)
         found[name] = record
-        _check_gap(end, info.header_offset, before, record.name)
-        end = record.start + record.packed
-        before = record.name
-    _check_gap(end, directory, before, "the zip directory")
+        parts.append((record.name, info.header_offset, record.start + record.packed))
+    # entries fill the file: none shares bytes with another, and nothing lies between them
+    parts.append(("the zip directory", directory, directory))
+    for (before, _, end), (after, start, _) in pairwise(parts):
+        if start < end:
+            raise Damaged("hostile", f"{after!r} and {before!r} share the same bytes of the file")
+        if start - end not in DESCRIPTORS or (start and not end):
+            raise Damaged(
+                "hostile", f"{start - end:,} bytes lie hidden between {before} and {after}"
+            )
     return found
-
-
-def _check_gap(end: int, start: int, before: str, name: str) -> None:
-    """Entries fill the file: none shares bytes with another, and nothing lies between them."""
-    if start < end:
-        raise Damaged("hostile", f"{name!r} and {before!r} share the same bytes of the file")
-    if start - end not in DESCRIPTORS or (start and not end):
-        raise Damaged("hostile", f"{start - end:,} bytes lie hidden between {before} and {name}")
 
 
 def _directory(source: FileSlice) -> tuple[int, int]:
@@ -585,7 +584,12 @@ def parse(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
     if head.startswith(ZIP_START):
         layout.format = "torch zip"
         return read_zip(source, layout, role)
-    _refuse_tar(source)
+    # torch.load unpacks a tar before it tries anything else
+    if _is_tar(source):
+        raise Damaged(
+            "format",
+            "is a tar (torch.save before 0.1.10); load it with an old torch and save it again",
+        )
     suffix = layout.path.suffix.lower()
     is_header = head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= source.size
     if is_header or suffix == ".safetensors":
@@ -608,16 +612,12 @@ def parse(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
     )
 
 
-def _refuse_tar(source: FileSlice) -> None:
-    """Raise Damaged for a tar, which torch.load unpacks before it tries anything else."""
+def _is_tar(source: FileSlice) -> bool:
     try:
         tarfile.TarInfo.frombuf(source.at(0, tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
     except tarfile.HeaderError:
-        return
-    raise Damaged(
-        "format",
-        "is a tar (torch.save before 0.1.10); load it with an old torch and save it again",
-    )
+        return False
+    return True
 
 
 def _refuse_pickle(source: FileSlice) -> None:
@@ -668,7 +668,10 @@ def is_checkpoint_name(path: Path) -> bool:
 
 
 def is_checkpoint_file(path: Path) -> bool:
-    """Tell a checkpoint by its name; of `x.bin`, `x.pkl`, `x.tar` the content decides."""
+    """Tell a checkpoint by its name; of `x.bin`, `x.pkl`, `x.tar` the content decides.
+
+    It is one where torch.load would unpack it as a tar, or import a name for it as a pickle.
+    """
     if is_checkpoint_name(path):
         return True
     suffix = path.suffix.lower()
@@ -677,25 +680,18 @@ def is_checkpoint_file(path: Path) -> bool:
         return False
     try:
         with open_file(path) as source:
-            return source.at(0, 4).startswith(STARTS) or _is_loaded(source, suffix)
+            if source.at(0, 4).startswith(STARTS) or _is_tar(source):
+                return True
+            reader = PickleReader(source)
+            try:
+                reader.value()
+            except NotPickled:
+                pass
+            except Damaged as damage:
+                if damage.kind == "limit" or suffix in PICKLE_SUFFIXES:
+                    return True
     except Damaged:
         return False
-
-
-def _is_loaded(source: FileSlice, suffix: str) -> bool:
-    """Would torch.load unpack it as a tar, or import a name for it as an older pickle?"""
-    try:
-        _refuse_tar(source)
-    except Damaged:
-        return True
-    reader = PickleReader(source)
-    try:
-        reader.value()
-    except NotPickled:
-        pass
-    except Damaged as damage:
-        if damage.kind == "limit" or suffix in PICKLE_SUFFIXES:
-            return True
     # any text has lines; an extension stands for nothing unless the program has registered one
     return any(
         name.module != "copyreg" and name.module.replace(".", "_").isidentifier()

@@ -123,7 +123,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "configuration": ("config", "launcher"),
     "labels": ("labels",),
     "data": ("data",),
-    "model": ("model", "scalars", "code"),
+    "model": ("model", "loss", "scalars", "code"),
     "checkpoint": ("checkpoint",),
     "resources": ("disk", "memory"),
     "checklist": ("checklist",),
