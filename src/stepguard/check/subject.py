@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
 from stepguard.check.settings import Tracked, meant
+from stepguard.records.codec import record
 
 # --- The user's source, read without running it: which names it mentions, and what it does about
 # its loss, its gradients and a guard.
@@ -216,7 +217,7 @@ WANTED = (
 IN_ORDER = ("model", "optimizer", "loss_fn", "loader")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Subject:
     """Everything is optional; an item that misses something says what to give."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast
 
 from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
+from stepguard.records.codec import record
 from stepguard.records.incident import Phase, place
 from stepguard.records.probes import AuditFacts, Look, TargetFacts
 
@@ -265,7 +266,7 @@ CURVED = words(
 NOWHERE = Origin(step=0, phase=cast(Phase, ""))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Case:
     """A bad step. Every question has a harmless answer where nothing is known."""
 

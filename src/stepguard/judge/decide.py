@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+from stepguard.records.codec import record
 from stepguard.records.incident import Action, Decision
 from stepguard.records.settings import Policy
 
@@ -21,7 +22,7 @@ LEAST_LOST = 32
 COUNTERS = ("consecutive", "total", "rewinds", "heals", "seen")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Budget:
     """Counts of incidents, rewinds and lost samples; a committed step resets what is in a row."""
 

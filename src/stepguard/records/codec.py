@@ -20,9 +20,10 @@ import textwrap
 import threading
 import tomllib
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform, overload
 
 from pydantic import TypeAdapter
 
@@ -375,10 +376,19 @@ class DocWithFields:
         return "\n".join(lines)
 
 
-def documented(cls: type[T]) -> type[T]:
-    """Let `help(cls)` list every field with its type, default and text."""
-    cls.__doc__ = DocWithFields(cls.__doc__ or "")  # type: ignore[assignment]
-    return cls
+@overload
+def record(cls: type[T], /) -> type[T]: ...
+@overload
+def record(*, repr: bool = True, eq: bool = True) -> Callable[[type[T]], type[T]]: ...
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+def record(cls: Any = None, /, **options: bool) -> Any:
+    """Make a frozen dataclass of keyword arguments; `help` lists every field with its text."""
+    if cls is None:
+        return partial(record, **options)
+    text = cls.__doc__ or ""
+    made: Any = dataclass(frozen=True, slots=True, kw_only=True, **options)(cls)
+    made.__doc__ = DocWithFields(text)
+    return made
 
 
 def fields_with_text(cls: type[object]) -> dict[str, tuple[str, str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from html import escape
 from typing import Any, Literal, TypeAlias
 
-from stepguard.records.codec import documented
+from stepguard.records.codec import record
 from stepguard.records.probes import Look
 
 # --- What the policy chose to do about an incident.
@@ -22,7 +22,7 @@ healthy one.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Decision:
     """The action that was taken, the reason, and how much of each budget is used."""
 
@@ -61,8 +61,7 @@ Certainty = Literal["certain", "likely", "possible"]
 """How sure a finding is: no other cause fits, others are not excluded, a contributing fact."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Edit:
     """Lines of the user's program and their replacement."""
 
@@ -76,8 +75,7 @@ class Edit:
     """The new lines."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Remedy:
     """One thing the user can do, with a snippet to paste."""
 
@@ -99,8 +97,7 @@ class Remedy:
     """The loss of the step with it, if it was run."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Finding:
     """One cause of an incident, with its evidence and remedies.
 
@@ -155,7 +152,7 @@ Severity = Literal["ok", "note", "suspicion", "incident"]
 """`note` is a journal line; `suspicion` asks for evidence; `incident` is acted upon."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Verdict:
     """The judgement of one step: its kind, its severity, and the numbers behind it."""
 
@@ -304,8 +301,7 @@ INDEPENDENT: tuple[WitnessPath, ...] = ("reference", "math", "composite", "cpu",
 """Paths that share no code with the kernel."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Witness:
     """What another path gave on the inputs on which a kernel gave NaN or Inf."""
 
@@ -330,7 +326,7 @@ class Witness:
 # --- Facts that were measured around a bad value: locating fills them in, the rules read them.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@record(repr=False)
 class Evidence:
     """One record for one origin. `first | second` holds the facts of both."""
 
@@ -579,8 +575,7 @@ def number(value: float | None) -> str:
 Phase = Literal["input", "forward", "loss", "backward", "optimizer", "state", "checkpoint"]
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Operand:
     """One tensor or number that went into, or came out of, the operation."""
 
@@ -625,8 +620,7 @@ class Operand:
         return self.label or self.name
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Statement:
     """The user's statement that contains an operation."""
 
@@ -642,8 +636,7 @@ class Statement:
     """Where it ends."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@record(repr=False)
 class Origin:
     """Where the first harmful value originated, as exactly as it could be confirmed.
 
@@ -793,8 +786,7 @@ def place_and_phase(origin: Origin) -> str:
 # --- One bad step: an Incident only ever gains fields on its way through the pipeline.
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@record(repr=False)
 class Incident:
     """Everything known about one bad step. Verdict and reading are always there; the rest may be
     empty.
@@ -883,7 +875,7 @@ class Incident:
 SectionStatus = Literal["fine", "warning", "failed", "corrupt", "not checked"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Section:
     """One part of the examination."""
 
@@ -894,7 +886,7 @@ class Section:
     """Exact commands that follow from it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Examination:
     """All sections, in their fixed order."""
 

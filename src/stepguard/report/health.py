@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -18,6 +17,7 @@ import numpy as np
 from stepguard._errors import ConfigError
 from stepguard.diagnose import engine
 from stepguard.judge.history import RUN_AWAY, USUAL, Progress
+from stepguard.records.codec import record
 from stepguard.report.phrases import number
 from stepguard.report.story import Note, Run
 
@@ -32,7 +32,7 @@ PATIENCE = 60.0
 """Seconds of silence that are never long."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Concern:
     """One thing that is not as it should be."""
 
@@ -265,7 +265,7 @@ class Stage(NamedTuple):
     conditions: list[tuple[str, str, float]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StageOutcome:
     """One condition of one stage, with the number that decided it."""
 

@@ -45,6 +45,7 @@ from stepguard.journal import (
     parse_line,
 )
 from stepguard.records import Incident
+from stepguard.records.codec import record
 from stepguard.records.probes import Look
 
 Ints = NDArray[np.int64]
@@ -95,7 +96,7 @@ class Series:
 NOTHING = Series("", np.zeros(0, np.int64), np.zeros(0))
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@record(eq=False)
 class StepTable:
     """The step lines of one rank of a run, one row each, in the order in which they were written.
 
@@ -212,7 +213,7 @@ class StoryIncident(NamedTuple):
         return self.at if self.row is None else self.row
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Note:
     """Any other line: a note, a rewind, a fault of the guard, the end."""
 
@@ -247,7 +248,7 @@ class Attempt(NamedTuple):
         return self.header.get("time")
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@record(eq=False)
 class Run:
     """One run: all its attempts, on all ranks."""
 
@@ -312,7 +313,7 @@ class Run:
         return int(self.steps.step[-1]) if len(self.steps) else None
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@record(eq=False)
 class Story:
     """Every run of a folder."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from stepguard.records import GuardConfig
+from stepguard.records.codec import record
 from stepguard.records.incident import Action, Incident, place, place_and_phase
 from stepguard.report import phrases
 from stepguard.report.phrases import count, done, number
@@ -26,7 +27,7 @@ Placed = tuple[int, int, "Event"]
 """Rows before it, order among the lines, event."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Event:
     """One link of the chain."""
 
@@ -237,7 +238,7 @@ GRAVITY: tuple[Ending, ...] = ("closed", "running", "signal", "killed", "error",
 """Endings, the worst last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class IncidentGroup:
     """Incidents that are the same trouble again."""
 
@@ -262,7 +263,7 @@ class IncidentGroup:
     """What to run next."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ClipActivity:
     """How often clipping was at work, and how hard."""
 
@@ -272,7 +273,7 @@ class ClipActivity:
     """Mean over the clipped steps of what the gradients were multiplied by."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RunSummary:
     """What `stepguard report` shows."""
 
@@ -512,7 +513,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 # --- Two runs side by side: what each did about bad steps, with the numbers of their journals.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Row:
     """One aspect of both runs in words."""
 
@@ -521,7 +522,7 @@ class Row:
     second: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RunComparison:
     """What `stepguard compare` shows."""
 
