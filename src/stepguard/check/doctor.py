@@ -139,7 +139,7 @@ def _capsules(folder: Path) -> Section | None:
     kept = sorted(folder.glob("**/incidents/*/capsule"))
     if not kept:
         return None
-    commands: list[str] = []
+    commands = []
     lines = []
     for capsule in kept:
         try:
@@ -176,7 +176,7 @@ def _fresh_model(build: str) -> tuple[list[Section], dict[str, Tensor]]:
         why = "let the build function return (model, inputs), with weights"
         sections.append(not_checked("forward pass", why))
         return sections, {} if model is None else floating_tensors(model)
-    bad: list[str] = []
+    bad = []
     names = {module: name for name, module in model.named_modules()}
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -202,7 +202,7 @@ def _watched_values(
     """A line for each checkpoint, and in it the largest values first."""
     title = "watched values"
     lines = []
-    values: list[float] = []
+    values = []
     for source, found in ranges.items():
         sized = []
         for name, low, high in found:

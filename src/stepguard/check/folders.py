@@ -167,9 +167,9 @@ def _list_pieces(value: Any, metadata: FileLayout, files: dict[str, list[Piece]]
     """Fill in the pieces of every file; report tensors that are not stored as a whole."""
     stored = _field(value, "storage_data", dict)
     counts = Counter(_field(index, "fqn", str) for index in stored)
-    shapes: dict[Place, tuple[int, ...]] = {}
+    shapes = {}
     for name, entry in _field(value, "state_dict_metadata", dict).items():
-        chunks: list[Any] = []
+        chunks = []
         held = needed = 0
         # an object has no chunks
         if isinstance(entry, PickledObject) and entry.field("chunks") is not None:
@@ -446,7 +446,7 @@ def _seal_of_each_file(folder: Path, seal: Seal, whole: FileLayout) -> dict[str,
         whole.add("seal", str(fault))
         return owners
     held: Counter[str] = Counter()
-    needed: dict[str, int] = {}
+    needed = {}
     for own in ranks:
         for file in own.files:
             if file in seal.files or not seal.ranks:

@@ -84,8 +84,8 @@ def data_range(run: Inspection) -> Answer:
     with suppress(NotGiven):
         dtype = run.probe.dtype
     outside = [f"data_range names {key!r}, which no example has" for key in declared.keys() - data]
-    too_large: list[str] = []
-    outliers: list[str] = []
+    too_large = []
+    outliers = []
     spans = []
     for key, values in data.items():
         low, high = _span(values)
@@ -191,7 +191,7 @@ def config_types(run: Inspection) -> Answer:
         if isinstance(leaf.value, UnquotedNumber):
             # Does the program read such a text as a number? OmegaConf does, and the optimizer
             # shows it.
-            rates: list[float] = []
+            rates = []
             if run.subject.optimizer is not None and run.setting("lr") == leaf:
                 rates = peak_rates(run.optimizer)
             became = any(math.isclose(float(leaf.value), rate, rel_tol=1e-3) for rate in rates)

@@ -44,7 +44,7 @@ NO_DTYPE = "mixed precision without a dtype"
 
 def asked(run: Inspection) -> dict[str, str | None]:
     """Map every place that asks for a precision to its dtype; None is AMP without a dtype."""
-    found: dict[str, str | None] = {}
+    found = {}
     configured = wanted(run.config)
     if configured is not None:
         found[f"the configuration ({configured.said})"] = configured.dtype
@@ -215,7 +215,7 @@ def optimizer_stalled(run: Inspection) -> Answer:
         raise NotApplicable(f"the step size of {kind} is not known in advance")
     weights = 0
     lost = 0
-    dtypes: set[str] = set()
+    dtypes = set()
     for group, rate in zip(run.optimizer.param_groups, peak_rates(run.optimizer), strict=True):
         for parameter in group["params"]:
             name = real_format(str(parameter.dtype))

@@ -62,8 +62,8 @@ def plan(
 ) -> list[Move]:
     """Decide what to move where. A folder moves as a whole, unless other checkpoints lie in it."""
     by_path = {str(checkpoint.path): checkpoint for checkpoint in checkpoints}
-    moves: list[Move] = []
-    taken: set[str] = set()
+    moves = []
+    taken = set()
     for found in bad:
         checkpoint = by_path[found.path]
         paths = [checkpoint.path]
@@ -117,8 +117,8 @@ def apply(root: Path, moves: Sequence[Move]) -> list[Move]:
 
 def undo(root: Path) -> tuple[list[Move], list[tuple[Move, str]]]:
     """Move everything back; returns what came back and what stays, with the reason."""
-    back: list[Move] = []
-    stays: list[tuple[Move, str]] = []
+    back = []
+    stays = []
     folder = root / QUARANTINE
     for move in read_manifest(root):
         # a crash came before its rename, or an earlier undo moved it back

@@ -271,7 +271,7 @@ class Precision(NamedTuple):
 def wanted(settings: Mapping[str, Any]) -> Precision | None:
     """None if no setting mentions a precision."""
     said = []
-    asked: dict[str | None, Setting] = {}
+    asked = {}
     named = find(settings, "mixed_precision")
     if named is not None and meant(named.value) is not None:
         asked[meant(named.value)] = named
@@ -346,7 +346,7 @@ def read_settings(path: Path, what: str = "configuration") -> dict[str, Any]:
 
 
 def _constants(body: list[ast.stmt]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = {}
     for statement in body:
         if isinstance(statement, ast.ClassDef) and not statement.bases:
             found[statement.name] = _constants(statement.body)

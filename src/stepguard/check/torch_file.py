@@ -94,8 +94,8 @@ def zip_records(source: FileSlice) -> dict[str, ZipRecord]:
         raise Damaged("malformed", f"the zip directory is damaged: {error}") from None
     if len(listed) != count:
         raise Damaged("malformed", f"the zip directory has {len(listed):,} of {count:,} entries")
-    found: dict[str, ZipRecord] = {}
-    folded: set[str] = set()
+    found = {}
+    folded = set()
     folder = None
     parts = [("the beginning", 0, 0)]
     """Names of what follows each other, and where it begins and ends."""
@@ -257,7 +257,7 @@ def read_value(reader: PickleReader, layout: FileLayout, *, scripted: bool = Fal
 def walk(layout: FileLayout, root: Any, role: Role | None = None, prefix: str = "") -> None:
     """Add every tensor, learning rate, step and non-finite number of a value."""
     role = role or structural(root)
-    seen: set[int] = set()
+    seen = set()
     visited = 0
     # a list instead of recursion: the file decides how deep its containers are
     todo: list[tuple[tuple[Any, ...], Role | None, Any]] = [((), role, root)]
@@ -498,7 +498,7 @@ def read_safetensors(source: FileSlice, layout: FileLayout, role: Role | None) -
     data = 8 + length
     size = source.size - data
     end = 0
-    found: dict[str, TensorRecord] = {}
+    found = {}
     # the format demands that tensors fill the file without gaps and overlaps: a gap can hide
     # other content, and tensors that share bytes make a small file need much memory
     for start, stop, name, dtype, shape in entries:

@@ -52,8 +52,8 @@ def find_checkpoints(
     """Find every checkpoint at `root` (it may be one itself) and below it, but not in the folders
     named in `exclude`; also return what is wrong with the folders themselves.
     """
-    found: list[CheckpointFiles] = []
-    problems: list[Problem] = []
+    found = []
+    problems = []
 
     def report(path: Path, kind: ProblemKind, detail: str, severity: Weight = "warning") -> None:
         problems.append(Problem(file=str(path), kind=kind, detail=detail, severity=severity))
@@ -299,7 +299,7 @@ def check_checkpoint(
         whole.format = layouts[0].format
     problems = whole.problems()
     roles: Counter[str] = Counter()
-    rates: list[Rate] = []
+    rates = []
     watched: list[Watched] = []
     for layout in layouts:
         problems.extend(layout.problems())
@@ -379,7 +379,7 @@ def seal_folder(folder: str | Path, *, step: int = 0) -> Path:
     found = verify(where)
     if not found.ok:
         raise StoreError(f"{where} is not sealed because it is not good: {found.errors[0]}.")
-    files: dict[str, SealedFile] = {}
+    files = {}
     for path in sorted(where.iterdir()):
         if path.is_file():
             files[path.name] = SealedFile(size=_size(path), digest=file_digest(path))

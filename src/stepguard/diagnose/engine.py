@@ -98,7 +98,7 @@ def uncontested(found: Sequence[Found]) -> list[Found]:
 def ranked(found: Sequence[Found]) -> list[Found]:
     """By certainty, then by what the rules yield to, then by code."""
     waiting = sorted(found, key=lambda one: (_certainty(one), one[0].code))
-    ordered: list[Found] = []
+    ordered = []
     while waiting:
         first = _certainty(waiting[0])
         codes = {one[0].code for one in waiting if _certainty(one) == first}

@@ -268,7 +268,7 @@ def _in_float32(case: Case, fields: Fields) -> tuple[Remedy, ...]:
     inside = matrix and case.evidence.autocast
     leave = " and outside of autocast (`torch.autocast(..., enabled=False)`)" if inside else ""
     what = f"`{origin.module}`" if origin.module else case.place
-    changes: dict[Any, str] = {}
+    changes = {}
     if found is not None:
         what = f"`{found.text}`"
         changes = {} if inside else _as_floats(case, found)
@@ -572,7 +572,7 @@ def _divisions(code: str, case: Case, found: Expression, zero: Remedy) -> tuple[
 def _corrected(x: str, given: tuple[str, ...]) -> str:
     """The arguments of a statistic, with a correction that leaves at least one element."""
     correction = "1"
-    dimensions: list[str] = []
+    dimensions = []
     for part in given:
         name, _, value = part.partition("=")
         if name in ("True", "False"):

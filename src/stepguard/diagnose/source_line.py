@@ -210,7 +210,7 @@ def statement_tree(line: str) -> ast.Module:
     """The line as a tree, even if it is only the head of a block or begins a longer statement;
     empty where it is none.
     """
-    waiting: list[str] = []
+    waiting = []
     for character in line:
         if character in CLOSING:
             waiting.append(CLOSING[character])

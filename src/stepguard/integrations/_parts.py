@@ -104,7 +104,7 @@ class HostGuard:
 
         `together` asks all ranks, which then all take part.
         """
-        names: dict[str, None] = {}
+        names = {}
         for guard in self.guards:
             names.update(dict.fromkeys(guard.port.trouble(together=together)))
         if not names:

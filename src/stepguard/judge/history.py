@@ -354,7 +354,7 @@ class History:
 
 def history_facts(history: History) -> dict[str, Any]:
     """Everything a history remembers, in plain containers of its own."""
-    facts: dict[str, Any] = {}
+    facts = {}
     for known in fields(history):
         value = getattr(history, known.name)
         facts[known.name] = list(value) if isinstance(value, deque | list) else value

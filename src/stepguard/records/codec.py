@@ -54,7 +54,7 @@ def one_line(text: str) -> str:
 
 def masked(arguments: list[str]) -> list[str]:
     """A command line without its secrets: `--api-key S`, `--token=S` and `opt.key=S` lose S."""
-    shown: list[str] = []
+    shown = []
     hide_next = False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -155,7 +155,7 @@ def strict_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     names = [str(key) for key in value]
-    out: dict[str, Any] = {}
+    out = {}
     for key, item in zip(names, value.values(), strict=True):
         kind = _kind_of(item)
         if kind is not None and any(other.startswith(key + KIND_SUFFIX) for other in names):
@@ -195,7 +195,7 @@ def restore_floats(value: Any) -> Any:
         return value
     if value.keys() == {IN_PLACE} and _is_kind(value[IN_PLACE], None):
         return float(value[IN_PLACE])
-    out: dict[str, Any] = {}
+    out = {}
     for key, item in value.items():
         owner = key.removesuffix(KIND_SUFFIX)
         if owner == key or owner not in value or not _is_kind(item, value[owner]):
@@ -399,7 +399,7 @@ def fields_with_text(cls: type[object]) -> dict[str, tuple[str, str]]:
         return {}  # installed without its source
     definition = ast.parse(source).body[0]
     assert isinstance(definition, ast.ClassDef)
-    found: dict[str, tuple[str, str]] = {}
+    found = {}
     field = ""
     for statement in definition.body:
         match statement:

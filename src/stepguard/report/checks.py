@@ -186,7 +186,7 @@ def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True
 
 
 def _state_rows(result: Preflight) -> list[tuple[RenderableType, ...]]:
-    rows: list[tuple[RenderableType, ...]] = []
+    rows = []
     for name in dict.fromkeys(name for name, _ in result.facts):
         values = [Unbroken(value) for other, value in result.facts if other == name]
         rows.append((Text(f" {name}", "cyan"), Group(*values)))

@@ -236,7 +236,7 @@ def paint_summary(console: Console, summary: RunSummary, *, unicode: bool = True
     first, then = ("•", "↓") if unicode else ("*", "v")
     for name, events, between in chains(summary):
         title(name)
-        links: list[tuple[RenderableType, ...]] = []
+        links = []
         for position, event in enumerate(events):
             if between and position == len(events) // 2:
                 missing = Unbroken(f"{phrases.count(between, 'event')} omitted", "dim")

@@ -94,7 +94,7 @@ def _incidents(run: Run) -> Iterator[Placed]:
             stretches[-1].append(one)
         else:
             stretches.append([one])
-    seen: set[tuple[str, ...]] = set()
+    seen = set()
     for members in stretches:
         first, last = members[0].incident, members[-1].incident
         parts = [first.verdict.summary or phrases.verdict_title(first.verdict.kind)]
@@ -386,7 +386,7 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
     if len(bad_rows):
         # Steps shown before the first incident
         before[np.flatnonzero(table.committed[: bad_rows[0]])[-32:]] = True
-    led_up: dict[str, tuple[float, ...]] = {}
+    led_up = {}
     for name, series in table.series.items():
         led_up[name.removeprefix("followed/")] = tuple(series.where(before).values.tolist())
     followed = [name.removeprefix("followed/") for name in table.series if "followed/" in name]

@@ -302,7 +302,7 @@ def _ruled_out(case: Case) -> Proof | None:
     """A loss that adds up what a mask has set to -inf, such as label smoothing over all classes."""
     if not case.evidence.intended_inf or case.output is None or case.output.nan:
         return None
-    operands: list[Operand] = []
+    operands = []
     for operand in case.inputs:
         if operand.neginf and not operand.nan and not operand.posinf:
             operands.append(operand)

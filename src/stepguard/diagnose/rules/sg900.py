@@ -86,7 +86,7 @@ def sg903(case: Case) -> Proof | None:
         rows = [one for one in look.parameters if one.trainable and not one.owned and one.gradient]
         unowned.append({(one.name, one.weight) for one in rows})
     outside = sorted(name for name, _ in set.intersection(*unowned)) if case.paired else []
-    beside: list[str] = []
+    beside = []
     if len(case.looks) > 2:
         numbers = in_all(case.looks[-3:], lambda look: set(look.facts.outsiders))
         beside = [case.last.facts.outsiders[number] for number in numbers]
@@ -123,7 +123,7 @@ def sg904(case: Case) -> Proof | None:
 def _first_without_gradient(look: Look) -> list[str]:
     """The parameters before the first with a gradient, in the order of the model."""
     rows = [one for one in look.parameters if one.trainable and one.owned]
-    found: list[str] = []
+    found = []
     for one in rows:
         sparse = one.gradient is None and one.name not in look.facts.without_gradient
         if sparse or (one.gradient is not None and one.gradient_zeros < 1.0):
