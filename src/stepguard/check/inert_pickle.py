@@ -326,10 +326,30 @@ def is_kind(value: Any, kind: str) -> bool:
     return False
 
 
+BUILDERS: dict[str, Callable[..., Any]] = {
+    "builtins.complex": lambda machine, real, imaginary: (real * 1.0, imaginary * 1.0),
+    "torch.Size": lambda machine, sizes=(): tuple(sizes),
+    "numpy._core.multiarray._reconstruct": lambda machine, *_: ArrayRecord(),
+}
+"""What builds the record of a call whose value or arguments matter; others become objects."""
+
+
+def _builds(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def note(build: Callable[..., Any]) -> Callable[..., Any]:
+        BUILDERS.update(dict.fromkeys(names.split(), build))
+        return build
+
+    return note
+
+
 MODULE_ID = ("=module", "global", "text|none", "text|none")
 STORAGE_ID = ("=storage", "global", "text", "text", "int", "any?")
 
 
+@_builds(
+    "torch._utils._rebuild_tensor torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 "
+    "torch._utils._rebuild_qtensor"
+)
 def _tensor(
     machine: PickleReader, storage: Any, offset: int, shape: Any, stride: Any, *more: Any
 ) -> TensorRecord:
@@ -341,6 +361,7 @@ def _tensor(
     return TensorRecord(storage, dtype, offset, tuple(shape), tuple(stride))
 
 
+@_builds("torch._utils._rebuild_parameter torch._utils._rebuild_parameter_with_state")
 def _parameter(
     machine: PickleReader, data: Any, requires_grad: bool, hooks: Any, state: Any = None
 ) -> Any:
@@ -350,6 +371,7 @@ def _parameter(
     return data
 
 
+@_builds("torch._tensor._rebuild_from_type_v2")
 def _tensor_subclass(
     machine: PickleReader, function: Global, kind: Global, arguments: Any, state: Any
 ) -> Any:
@@ -363,6 +385,7 @@ def _tensor_subclass(
     return tensor
 
 
+@_builds("torch.storage._load_from_bytes")
 def _nested_storage(machine: PickleReader, raw: PickledBytes) -> StorageRecord:
     """Build a storage that a plain pickle holds as a whole torch.save of its own."""
     # once for all calls with the same bytes, which stay in memory for as long as their id counts
@@ -371,6 +394,7 @@ def _nested_storage(machine: PickleReader, raw: PickledBytes) -> StorageRecord:
     return machine.nested[id(raw)][1]
 
 
+@_builds("collections.OrderedDict collections.Counter builtins.dict")
 def _dict_of(machine: PickleReader, items: Any = ()) -> dict[Any, Any]:
     # a copy, as pickle makes one: what is put into `items` later does not belong to it
     machine.spend(8 * len(items))
@@ -381,16 +405,24 @@ def _dict_of(machine: PickleReader, items: Any = ()) -> dict[Any, Any]:
     return dict(pairs)
 
 
+@_builds("collections.defaultdict")
+def _defaultdict(machine: PickleReader, factory: Any = None, items: Any = ()) -> Any:
+    return _dict_of(machine, items)
+
+
+@_builds("collections.deque builtins.list builtins.tuple")
 def _list_of(machine: PickleReader, items: Any = (), longest: Any = None) -> list[Any]:
     machine.spend(len(items))
     return list(items)
 
 
+@_builds("builtins.set builtins.frozenset")
 def _set_of(machine: PickleReader, items: Any = ()) -> frozenset[Any]:
     machine.check_keys(items)
     return frozenset(items)
 
 
+@_builds("builtins.bytes builtins.bytearray _codecs.encode")
 def _encoded(machine: PickleReader, text: Any = "", encoding: str = "utf-8") -> PickledBytes:
     """Build bytes as protocol 2 writes them: as a text that `_codecs.encode` turns into bytes."""
     if isinstance(text, PickledBytes):
@@ -401,6 +433,7 @@ def _encoded(machine: PickleReader, text: Any = "", encoding: str = "utf-8") -> 
     return PickledBytes(-1, len(data), data)
 
 
+@_builds("numpy.dtype")
 def _numpy_type(machine: PickleReader, code: Any, align: Any = 0, copy: Any = 0) -> NumpyType:
     text = code
     if isinstance(code, PickledBytes):
@@ -411,6 +444,7 @@ def _numpy_type(machine: PickleReader, code: Any, align: Any = 0, copy: Any = 0)
     return NumpyType(np.dtype(text), bool(copy))
 
 
+@_builds("numpy._core.multiarray.scalar")
 def _numpy_number(machine: PickleReader, kind: Any, raw: Any) -> Any:
     if isinstance(raw, str) or raw.data is None or kind.dtype.kind not in "fiub":
         return PickledObject(Global("numpy._core.multiarray", "scalar"), (kind, raw))
@@ -418,6 +452,7 @@ def _numpy_number(machine: PickleReader, kind: Any, raw: Any) -> Any:
     return number
 
 
+@_builds("numpy._core.numeric._frombuffer")
 def _array_from(
     machine: PickleReader, raw: PickledBytes, dtype: NumpyType, shape: Any, *_: Any
 ) -> ArrayRecord:
@@ -426,6 +461,7 @@ def _array_from(
     return array
 
 
+@_builds("copyreg._reconstructor")
 def _reconstructed(machine: PickleReader, kind: Any, base: Any, state: Any) -> PickledObject:
     """Build an object as protocol 0 and 1 do, by `base.__new__(kind, state)`."""
     is_object = base == Global("builtins", "object") and state is None
@@ -435,38 +471,6 @@ def _reconstructed(machine: PickleReader, kind: Any, base: Any, state: Any) -> P
     if is_listed(kind) and kind not in RECORDS and kind not in MAPPINGS:
         machine.names[kind] = True
     return PickledObject(kind)
-
-
-BUILDERS: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _dict_of,
-    "collections.defaultdict": lambda machine, factory=None, items=(): _dict_of(machine, items),
-    "collections.Counter": _dict_of,
-    "collections.deque": _list_of,
-    "builtins.set": _set_of,
-    "builtins.frozenset": _set_of,
-    "builtins.list": _list_of,
-    "builtins.tuple": _list_of,
-    "builtins.dict": _dict_of,
-    "builtins.bytes": _encoded,
-    "builtins.bytearray": _encoded,
-    "builtins.complex": lambda machine, real, imaginary: (real * 1.0, imaginary * 1.0),
-    "torch.Size": lambda machine, sizes=(): tuple(sizes),
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_qtensor": _tensor,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._tensor._rebuild_from_type_v2": _tensor_subclass,
-    "torch.storage._load_from_bytes": _nested_storage,
-    "numpy._core.multiarray._reconstruct": lambda machine, *_: ArrayRecord(),
-    "numpy._core.multiarray.scalar": _numpy_number,
-    "numpy._core.numeric._frombuffer": _array_from,
-    "numpy.dtype": _numpy_type,
-    "_codecs.encode": _encoded,
-    "copyreg._reconstructor": _reconstructed,
-}
-"""What builds the record of a call whose value or arguments matter; others become objects."""
 
 
 def takes_state(what: Any, state: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stepguard import __version__
-from stepguard.check.data import Measured, in_example
+from stepguard.check.data import in_example
 from stepguard.check.inspection import (
     Answer,
     Inspection,
@@ -74,10 +74,6 @@ def data_constant(run: Inspection) -> Answer:
     )
 
 
-def _span(values: list[Measured]) -> tuple[float, float]:
-    return min(value.low for value in values), max(value.high for value in values)
-
-
 def data_range(run: Inspection) -> Answer:
     data, declared = run.data.values, run.subject.data_range
     dtype = "float64"
@@ -88,7 +84,7 @@ def data_range(run: Inspection) -> Answer:
     outliers = []
     spans = []
     for key, values in data.items():
-        low, high = _span(values)
+        low, high = min(value.low for value in values), max(value.high for value in values)
         least, most = declared.get(key, (-math.inf, math.inf))
         sizes = sorted(((max(-v.low, v.high), v.example) for v in values), reverse=True)
         farthest, example = sizes[0]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -308,7 +309,8 @@ def check_checkpoint(
         # the `step` in accelerate's random states counts micro-batches
         if whole.step is None and role_of_file(layout.path.name) != "rng":
             whole.step = layout.step
-        watched.extend(_watched(layout, watch))
+        if watch is not None:
+            watched.extend(_watched(layout, watch))
     # `checkpoint-500`, `step-1200`, `epoch=3-step=1200.ckpt`
     numbers = re.findall(r"(?:step|checkpoint|ckpt|iter)[-_=]?(\d{1,12})", path.name.lower())
     if whole.step is None and numbers:
@@ -330,17 +332,12 @@ def check_checkpoint(
     )
 
 
-def _watched(layout: FileLayout, watch: Watch | None) -> Iterator[Watched]:
-    for tensor in layout.tensors if watch else ():
-        values = tensor.values
-        if watch and values and values.low <= values.high and watch(tensor.name):
-            yield Watched(
-                name=tensor.name,
-                role=tensor.role,
-                count=values.count,
-                low=values.low,
-                high=values.high,
-            )
+def _watched(layout: FileLayout, watch: Watch) -> Iterator[Watched]:
+    for tensor in layout.tensors:
+        found = tensor.values
+        if found and found.low <= found.high and watch(tensor.name):
+            span: dict[str, Any] = {"count": found.count, "low": found.low, "high": found.high}
+            yield Watched(name=tensor.name, role=tensor.role, **span)
 
 
 def other_rate(rates: Sequence[Rate], lr: float) -> list[Problem]:

@@ -434,7 +434,14 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     if not fix.snippet:
         return (fix,)
     if origin.library is not None:
-        return (_in_a_library(case, origin),)
+        # the line is not the user's: what they pass to it is
+        package = origin.library.partition("/")[0]
+        title = f"Check what {origin.source} passes to {package}, which fails on it"
+        if origin.samples:
+            title += f": drop or correct {_samples(case)}"
+        for operand in sorted(case.inputs, key=has_zero, reverse=True)[:1]:
+            title += f"; {describe(operand)}"
+        return (Remedy(title=title),)
     found = named_expression(origin, name)
     if found is None and name == "div":
         found = named_expression(origin, "reciprocal")
@@ -449,38 +456,31 @@ def _in_expression(
     code: str, case: Case, name: str, fix: Remedy, found: Expression
 ) -> tuple[Remedy, ...]:
     first, second = EXPONENTS.get(case.dtype, EXPONENTS_WIDE)
+    if found.in_place and name in IN_PLACE:
+        # before an operation in place: a safe function would not change it there
+        template, why = IN_PLACE[name]
+        position = int(name == "div")
+        y = found.operands[position]
+        use = template.format(y=y, by=bracketed(y), most=first)
+        title = f"`{use}` for `{y}` in `{found.text}`: {why.format(y=f'`{y}`')}"
+        return (found.with_operand(position, use, title, "changes-numbers"),)
     if found.in_place:
-        known = name in IN_PLACE
-        return (_made_harmless(found, name, first) if known else _in_general(fix, case),)
+        return (_in_general(fix, case),)
     written = _written(fix, found, first)
     if name == "div":
         return _divisions(code, case, found, written)
     if "{most}" in fix.snippet:
         # the second is shown only where a trial has found the first wanting
         return written, replace(_written(fix, found, second), snippet="")
-    return (*_from_logits(case, found, name), written)
-
-
-def _from_logits(case: Case, found: Expression, name: str) -> tuple[Remedy, ...]:
-    """The log of a probability that another line has made; a formula in one line is rewritten."""
+    # the log of a probability that another line has made; a formula in one line is rewritten
     made_by = base_name(case.evidence.argument_from)
     if name != "log" or made_by not in SATURATES or _stable_formula(case):
-        return ()
+        return (written,)
     title = (
         f"Compute the loss from the logits, by {SATURATES[made_by]}: `{found.operands[0]}` comes "
         f"from a {made_by.strip('_')} that has rounded to exactly 0 or 1, where it has no gradient"
     )
-    return (Remedy(title=title, safety="changes-numbers"),)
-
-
-def _made_harmless(found: Expression, name: str, most: str) -> Remedy:
-    """The operand before an operation in place: a safe function would not change it there."""
-    template, why = IN_PLACE[name]
-    position = 1 if name == "div" else 0
-    y = found.operands[position]
-    use = template.format(y=y, by=bracketed(y), most=most)
-    title = f"`{use}` for `{y}` in `{found.text}`: {why.format(y=f'`{y}`')}"
-    return found.with_operand(position, use, title, "changes-numbers")
+    return Remedy(title=title, safety="changes-numbers"), written
 
 
 def _written(fix: Remedy, found: Expression, most: str) -> Remedy:
@@ -518,17 +518,6 @@ def _in_general(fix: Remedy, case: Case) -> Remedy:
         use = f"stepguard.numerics.{function}"
     why = fix.title.format(x="the argument", y="the divisor")
     return Remedy(title=f"Use `{use}` in {case.place}: {why}", safety=fix.safety)
-
-
-def _in_a_library(case: Case, origin: Origin) -> Remedy:
-    """The line is not the user's: what they pass to it is."""
-    package = (origin.library or "").partition("/")[0]
-    title = f"Check what {origin.source} passes to {package}, which fails on it"
-    if origin.samples:
-        title += f": drop or correct {_samples(case)}"
-    for operand in sorted(case.inputs, key=has_zero, reverse=True)[:1]:
-        title += f"; {describe(operand)}"
-    return Remedy(title=title)
 
 
 def _divisions(code: str, case: Case, found: Expression, zero: Remedy) -> tuple[Remedy, ...]:

@@ -84,7 +84,8 @@ class HostGuard:
         bad = []
         for name, value in numbers.items():
             known = name in OF_TRAINING or name.startswith("stepguard/") or name in self._named
-            if not known and isinstance(value, float | Tensor) and _not_finite(value):
+            single = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+            if single and not known and not math.isfinite(value):
                 bad.append(name)
         # a number that is averaged over many steps may come from a bad one
         if not bad or not self.running or self.incidents:
@@ -129,10 +130,6 @@ class HostGuard:
 
 OF_TRAINING = ("loss", "grad_norm", "train_loss")
 """What the guard itself judges."""
-
-
-def _not_finite(value: float | Tensor) -> bool:
-    return (not isinstance(value, Tensor) or value.numel() == 1) and not math.isfinite(value)
 
 
 def around(undo: ExitStack, owner: Any, name: str, call: Callable[..., Any]) -> None:

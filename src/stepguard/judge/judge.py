@@ -238,7 +238,14 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
     if reading.missed:
         return Verdict(kind="nonfinite_parameter", severity="incident", summary=reading.missed)
     if reading.bad_state:
-        return _state(reading)
+        what = reading.bad_state[0]
+        kind = STATE_KINDS[what.partition(":")[0]]
+        if len(reading.bad_state) > 1:
+            what += f" and {len(reading.bad_state) - 1} more"
+        when = "was non-finite before this step"
+        if reading.state_born:
+            when = "became non-finite in this step"
+        return Verdict(kind=kind, severity="incident", summary=f"{what} {when}")
     if reading.loss is not None and not (
         math.isfinite(reading.loss) and all(map(math.isfinite, reading.micro_losses))
     ):
@@ -274,21 +281,12 @@ def alarming(reading: Reading) -> bool:
     return not all(map(math.isfinite, watched))
 
 
-def _state(reading: Reading) -> Verdict:
-    first = reading.bad_state[0]
-    what = first
-    if len(reading.bad_state) > 1:
-        what += f" and {len(reading.bad_state) - 1} more"
-    when = "was non-finite before this step"
-    if reading.state_born:
-        when = "became non-finite in this step"
-    kind = STATE_KINDS[first.partition(":")[0]]
-    return Verdict(kind=kind, severity="incident", summary=f"{what} {when}")
-
-
 def _loss(reading: Reading) -> Verdict:
     # say how the loss is bad, in which of its components and in which micro-batches
-    summary = f"loss is {_nan_or_infinite(reading)}"
+    values = [reading.micro_losses[i] for i in reading.bad_micro_batches] or [reading.loss or 0.0]
+    summary = "loss is nan"
+    if not any(map(math.isnan, values)):
+        summary = "loss is infinite"
     names = [name for name, value in reading.components.items() if not math.isfinite(value)]
     if names:
         summary += f" ({', '.join(names)})"
@@ -306,13 +304,6 @@ def _loss(reading: Reading) -> Verdict:
         summary += f"; the batch holds non-finite values in {', '.join(reading.bad_inputs)}"
         return Verdict(kind="nonfinite_input", severity="incident", summary=summary)
     return Verdict(kind="nonfinite_loss", severity="incident", summary=summary)
-
-
-def _nan_or_infinite(reading: Reading) -> str:
-    values = [reading.micro_losses[i] for i in reading.bad_micro_batches] or [reading.loss or 0.0]
-    if any(map(math.isnan, values)):
-        return "nan"
-    return "infinite"
 
 
 def _gradient(reading: Reading, config: GuardConfig) -> Verdict:

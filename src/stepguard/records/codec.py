@@ -129,12 +129,10 @@ def dumps(value: dict[str, Any]) -> str:
         return text
     # Some readers also break lines at U+2028; lone surrogates come from file names that are not
     # UTF-8; a journal may be printed with `cat`.
-    return UNPRINTABLE.sub(_escaped, text)
-
-
-def _escaped(found: re.Match[str]) -> str:
     # Above U+FFFF JSON has pairs of surrogates only.
-    return json.dumps(found[0])[1:-1] if found[0] != "\x7f" else "\\u007f"
+    return UNPRINTABLE.sub(lambda found: json.dumps(found[0])[1:-1], text).replace(
+        "\x7f", "\\u007f"
+    )
 
 
 def float_kind(value: float) -> str | None:

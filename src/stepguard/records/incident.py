@@ -259,7 +259,7 @@ class Reading:
     @property
     def bad_micro_batches(self) -> tuple[int, ...]:
         """Indices of the micro-batches whose loss is not finite."""
-        return tuple(i for i, value in enumerate(self.micro_losses) if not _finite(value))
+        return tuple(i for i, value in enumerate(self.micro_losses) if not math.isfinite(value))
 
 
 def reading_of(
@@ -272,11 +272,6 @@ def reading_of(
     reading = object.__new__(Reading)
     vars(reading).update(known, components=components, followed=followed)
     return reading
-
-
-def _finite(value: float) -> bool:
-    # NaN - NaN and Inf - Inf are NaN, which equals nothing.
-    return value - value == 0.0
 
 
 # --- One kernel, run again on the inputs it had by another path.

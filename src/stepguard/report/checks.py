@@ -32,7 +32,7 @@ from stepguard.report.health import concerns, judge_run
 from stepguard.report.phrases import count, first_few, size
 from stepguard.report.screen import Name, Unbroken, middle, titled
 from stepguard.report.story import Run, read_story
-from stepguard.report.summary import IncidentGroup, changed_settings, group_incidents
+from stepguard.report.summary import changed_settings, group_incidents
 
 # --- `stepguard doctor`: its section about the journal, and all sections.
 
@@ -62,7 +62,13 @@ def journal_section(folder: Path) -> Section | None:
     head += "it has not ended" if verdict == "waiting" else verdict
     if run.torn:
         head += f"; {count(run.torn, 'line')} cannot be read"
-    lines = [head, _ran_with(run), *map(_kind_of_incident, group_incidents(run)[:MOST_KINDS])]
+    lines = [head, _ran_with(run)]
+    for group in group_incidents(run)[:MOST_KINDS]:
+        steps = f"step {group.first_step:,}"
+        if group.count > 1:
+            steps = f"{group.count} times, steps {group.first_step:,} to {group.last_step:,}"
+        cause = f" ({group.code} {group.title})" if group.code else ""
+        lines.append(f"{steps}: {group.summary}{cause}, {group.where}".removesuffix(", "))
     lines += [concern.text for concern in concerns(run)]
     lines += [
         f"another guard of this run wrote to {other}; examine it too" for other in story.elsewhere
@@ -86,14 +92,6 @@ def _ran_with(run: Run) -> str:
     if changed:
         known.append(f"settings: {first_few(changed, MOST_KINDS)}")
     return ", ".join(known)
-
-
-def _kind_of_incident(group: IncidentGroup) -> str:
-    steps = f"step {group.first_step:,}"
-    if group.count > 1:
-        steps = f"{group.count} times, steps {group.first_step:,} to {group.last_step:,}"
-    cause = f" ({group.code} {group.title})" if group.code else ""
-    return f"{steps}: {group.summary}{cause}, {group.where}".removesuffix(", ")
 
 
 def render_examination(

@@ -25,7 +25,7 @@ from stepguard.report.health import concerns
 from stepguard.report.probes import headline, look_tables, remarks
 from stepguard.report.run_report import STATES, heading
 from stepguard.report.sinks import named_numbers
-from stepguard.report.story import Left, Run, Story, StoryIncident
+from stepguard.report.story import Run, Story, StoryIncident
 from stepguard.report.summary import RunSummary, flat, summarize, timeline, worst_ending
 
 LONGEST_TEXT = 4000
@@ -157,7 +157,10 @@ def incident_card(told: StoryIncident) -> dict[str, Any]:
     }
     if origin is not None:
         seen = [*REPLAYED[origin.reproduced], *origin.remarks]
-        lines = _dedented(origin.context)
+        # source lines behind their numbers, without the indentation that all of them have
+        parted = [line.partition(" | ") for line in origin.context]
+        code = dedent("\n".join(code for _, _, code in parted)).split("\n")
+        lines = [f"{parts[0]}{parts[1]}{text}" for parts, text in zip(parted, code, strict=False)]
         card["where"] = {"text": place_and_phase(origin), "context": lines, "remarks": seen}
         card["operands"] = [_operand(operand, operand.called) for operand in origin.inputs]
         if origin.output is not None:
@@ -177,14 +180,6 @@ def _remedy(remedy: Remedy) -> dict[str, str]:
     if remedy.tried:
         title += f"; {remedy.tried}"
     return {"title": title, "snippet": dedent(remedy.snippet).strip("\n")}
-
-
-def _dedented(numbered: Sequence[str]) -> list[str]:
-    """Source lines behind their numbers, without the indentation that all of them have."""
-    parted = [line.partition(" | ") for line in numbered]
-    indents = [len(code) - len(code.lstrip()) for _, _, code in parted if code.strip()]
-    shared = min(indents, default=0)
-    return [f"{number}{bar}{code[shared:]}" for number, bar, code in parted]
 
 
 def _what_was_done(incident: Incident) -> dict[str, Any]:
@@ -584,6 +579,12 @@ def overview(story: Story) -> dict[str, Any]:
     """One line of the list of runs."""
     run = story.latest
     summary = summarize(run)
+    # step and loss of a few steps of the line that was kept, for a small curve
+    series = run.steps.column("loss").where(run.steps.counts)
+    rows = series.rows[series.finite]
+    chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_POINTS)).astype(int))
+    steps = run.steps.step[rows[chosen]]
+    losses = series.values[series.finite][chosen]
     return {
         "state": STATES[worst_ending(run)],
         "weight": verdict(run)["weight"],
@@ -592,18 +593,8 @@ def overview(story: Story) -> dict[str, Any]:
         "incidents": f"{summary.incidents:,}",
         "last": "-" if run.last_step is None else f"{run.last_step:,}",
         "began": run.began,
-        "curve": _loss_curve(run),
+        "curve": [[float(step), float(loss)] for step, loss in zip(steps, losses, strict=True)],
     }
-
-
-def _loss_curve(run: Run) -> list[list[float]]:
-    """Step and loss of a few steps of the line that was kept, for a small curve."""
-    series = run.steps.column("loss").where(run.steps.counts)
-    rows = series.rows[series.finite]
-    chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_POINTS)).astype(int))
-    steps = run.steps.step[rows[chosen]]
-    losses = series.values[series.finite][chosen]
-    return [[float(step), float(loss)] for step, loss in zip(steps, losses, strict=True)]
 
 
 # --- The document.
@@ -723,22 +714,15 @@ def parts(run: Run) -> list[dict[str, Any]]:
         found.append(part)
         if table.kept[first]:
             continue
-        left = _why_left(run, first)
+        # the first going back after this row that took its step away
+        later = (branch.left for branch in run.branches[int(table.branch[first]) :])
+        left = next(left for left in later if left is not None and left.to <= table.step[first])
         words = f"{LEFT_WORDS[left.by]} to step {left.to}"
         part["left"] = {"kind": left.by, "text": f"{steps}, left: {words}"}
         part["text"] += f", left: {words}"
         if first and table.branch[first - 1] == table.branch[first]:
             part["joint"] = first - 1
     return found
-
-
-def _why_left(run: Run, row: int) -> Left:
-    """The first going back after this row that took its step away."""
-    step = int(run.steps.step[row])
-    for branch in run.branches[int(run.steps.branch[row]) :]:
-        if branch.left is not None and branch.left.to <= step:
-            return branch.left
-    raise AssertionError(f"row {row} was left, and no branch says why")
 
 
 def run_name(path: Path) -> str:

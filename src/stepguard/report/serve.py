@@ -222,10 +222,15 @@ class LiveRuns:
             return RedirectResponse(_address("runs", self.root.name))
         script = "\n".join(["(() => {", "'use strict';", *map(asset, LIST_SCRIPTS), "})();"])
         style = asset("page.css")
+        heads = ""
+        for column, title in COLUMNS.items():
+            if column != "curve":
+                title = f'<button class="sort" type="button">{title}</button>'
+            heads += f'<th scope="col" id="by-{column}">{title}</th>'
         page = LIST.format(
             style=style,
             root=escape(str(self.root)),
-            heads="".join(map(_heading, COLUMNS)),
+            heads=heads,
             data=embedded({"runs": await self._rows()}),
             script=script,
         )
@@ -245,7 +250,11 @@ class LiveRuns:
     async def page(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in await asyncio.to_thread(runs_below, self.root):
-            return _not_begun(name)
+            style = asset("page.css")
+            # Seconds until the page of a run that has not begun asks again
+            text = NOT_BEGUN.format(style=style, name=escape(name), retry=3)
+            allowed = {"Content-Security-Policy": policy("", style)}
+            return HTMLResponse(text, status_code=404, headers=allowed)
         follower = self.asked(request)
         document = await follower.document(_address("events", follower.name))
         home = "" if self.single else "/"
@@ -286,21 +295,6 @@ class LiveRuns:
             yield f"id: {place}\nevent: {kind}\ndata: {data}\n\n"
             if not message:
                 return  # the page loads itself again
-
-
-def _heading(column: str) -> str:
-    title = COLUMNS[column]
-    if column != "curve":
-        title = f'<button class="sort" type="button">{title}</button>'
-    return f'<th scope="col" id="by-{column}">{title}</th>'
-
-
-def _not_begun(name: str) -> Response:
-    style = asset("page.css")
-    # Seconds until the page of a run that has not begun asks again
-    page = NOT_BEGUN.format(style=style, name=escape(name), retry=3)
-    allowed = {"Content-Security-Policy": policy("", style)}
-    return HTMLResponse(page, status_code=404, headers=allowed)
 
 
 def _address(kind: str, name: str) -> str:

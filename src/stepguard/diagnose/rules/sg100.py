@@ -77,7 +77,11 @@ REDUCTIONS = words(
 
 @rule()
 def sg102(case: Case) -> Proof | None:
-    proof = _no_label(case) or _nothing_reduced(case) or _count_is_zero(case)
+    proof = _no_label(case) or _nothing_reduced(case)
+    divisor = zero_divisor(case)
+    counted = divisor is not None and case.forward and not case.unselected
+    if proof is None and divisor is not None and counted and counts_nothing(case, divisor):
+        proof = certain("count", divisor=divisor, several=elements(divisor) > 1)
     if proof is None:
         return None
     evidence = case.evidence
@@ -132,13 +136,6 @@ def _nothing_reduced(case: Case) -> Proof | None:
     return None
 
 
-def _count_is_zero(case: Case) -> Proof | None:
-    divisor = zero_divisor(case)
-    if divisor is None or not case.forward or case.unselected or not counts_nothing(case, divisor):
-        return None
-    return certain("count", divisor=divisor, several=elements(divisor) > 1)
-
-
 # --- SG103: the batch is finite, but so large that the model overflows on it, or the loss jumps.
 
 
@@ -172,7 +169,11 @@ def _extreme_sample(case: Case) -> Proof | None:
             return certain("batch", batch_max=batch_max, limit=limit)
     # the batch does not stand out; an operand may, and a sample or the weights made it. In float16
     # ordinary operands overflow (SG301), and so do exponentials (SG203)
-    if case.narrow or case.op in EXPONENTIALS or not _extreme(case):
+    if case.narrow or case.op in EXPONENTIALS:
+        return None
+    # a cube overflows on what a square still holds; the product itself may overflow
+    times = max(1.0, _power(case) / 2)
+    if math.log(max(case.magnitude, 1.0)) * times < math.log(EXTREME_OPERAND):
         return None
     if evidence.huge_buffer or evidence.huge_parameter:
         # where the magnitude comes from is known, and it is not the data
@@ -209,13 +210,6 @@ def _power(case: Case) -> float:
     if case.op == "pow" and power is not None:
         return high(power)
     return 2.0 if case.op == "square" else 1.0
-
-
-def _extreme(case: Case) -> bool:
-    """Do the operands use up the exponent range? A cube overflows on what a square still holds."""
-    times = max(1.0, _power(case) / 2)
-    # compared as logarithms, since the product itself may overflow
-    return math.log(max(case.magnitude, 1.0)) * times >= math.log(EXTREME_OPERAND)
 
 
 # --- SG104: a target the loss is not defined for.

@@ -349,9 +349,13 @@ def sg208(case: Case) -> Proof | None:
         kind, prove = "fused", possible
     if kind is None:
         return None
-    failing = _clearing(case)
+    tried = _tried(case)
+    # paths that fail alike and share no code with the kernel: then the inputs are to blame
+    failing = [] if any(one.finite for one in tried) else tried
+    failing = [one for one in failing if one.independent]
     if failing:
         prove = possible
+
     given = tuple(operand for operand in case.inputs if operand.dtype)
     return prove(
         kind=KINDS[kind],
@@ -360,13 +364,6 @@ def sg208(case: Case) -> Proof | None:
         cleared=_listed(failing) or None,
         untried=_untried(case),
     )
-
-
-def _clearing(case: Case) -> list[Witness]:
-    """Paths that fail alike and share no code with the kernel: then the inputs are to blame."""
-    if any(one.finite for one in _tried(case)):
-        return []
-    return [one for one in _tried(case) if one.independent]
 
 
 def _untried(case: Case) -> str | None:

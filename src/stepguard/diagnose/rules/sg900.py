@@ -559,8 +559,13 @@ def sg923(case: Case) -> Proof | None:
     if facts is None:
         return None
     counted = bool(facts.step or facts.updates)
-    if not counted and not _same_task(facts):
-        return None
+    if not counted:
+        # other data would give another loss than those that the run before ended with
+        if facts.loss_now is None or not facts.losses:
+            return None
+        lowest, highest = min(facts.losses), max(facts.losses)
+        if facts.loss_now > highest + (highest - lowest) + 0.1 * abs(highest):
+            return None
     if not (facts.moments_empty or facts.lr_restarted or facts.batch_again):
         return None
     fields = _left_behind(facts, [one.loss for one in case.recent if one.loss is not None])
@@ -591,14 +596,6 @@ def _left_behind(facts: ResumeFacts, losses: list[float]) -> dict[str, Any]:
         if usual > 0 and max(losses) > 1.5 * max(usual, max(facts.losses)):
             fields |= {"usual": f"{usual:.4g}", "jumped": f"{max(losses):.4g}"}
     return fields
-
-
-def _same_task(facts: ResumeFacts) -> bool:
-    """Is the first loss one that the run before ended with? Other data would give another one."""
-    if facts.loss_now is None or not facts.losses:
-        return False
-    lowest, highest = min(facts.losses), max(facts.losses)
-    return facts.loss_now <= highest + (highest - lowest) + 0.1 * abs(highest)
 
 
 # --- SG924: a checkpointed block that computes something else the second time.
