@@ -180,12 +180,12 @@ def test_yaml_and_json_say_the_same(tmp_path: Path, name: str, text: str) -> Non
     ("name", "text", "words"),
     [
         ("g.yaml", "ranks:\n  timeout: 6e1\n", ("Ranks.timeout='6e1'", "with a point")),
-        ("g.yaml", "a: [\n", ("is not YAML",)),
-        ("g.yaml", "!!python/object/apply:os.getcwd []\n", ("is not YAML",)),
+        ("g.yaml", "a: [\n", ("is not valid yaml",)),
+        ("g.yaml", "!!python/object/apply:os.getcwd []\n", ("is not valid yaml",)),
         ("g.json", "[1]", ("holds a list",)),
-        ("g.json", "{", ("is not JSON",)),
-        ("g.ini", "", ("is not a configuration by its name", ".toml, .yaml")),
-        ("g.toml", b"\xff\xfe", ("is not text",)),
+        ("g.json", "{", ("is not valid json",)),
+        ("g.ini", "", (".ini is not a configuration file", ".toml, .yaml")),
+        ("g.toml", b"\xff\xfe", ("cannot be read as a configuration",)),
         ("g.toml", "a = 1\n" * 200_000, ("1,200,000 bytes",)),
     ],
 )
@@ -224,7 +224,7 @@ def test_folders_are_absolute_and_the_command_line_comes_first(
         ("[snapshots]\nprobation = 'many'\n", ("probation='many'", "whole number")),
         ("policy = 'skip'\n", ("must be a table", "[policy]")),
         ("sinks = []\n", ("sinks is a Python object",)),
-        ("= 3\n", ("is not TOML",)),
+        ("= 3\n", ("is not valid toml",)),
         ("[policy]\nmax_lost_share = 'x'\n", ("Policy.max_lost_share='x'", "must be a number")),
     ],
 )

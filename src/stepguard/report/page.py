@@ -142,7 +142,10 @@ def incident_card(told: StoryIncident) -> dict[str, Any]:
         "kept": told.kept,
         "title": phrases.verdict_title(incident.verdict.kind),
         "summary": incident.verdict.summary or incident.verdict.kind,
-        **_what_was_done(incident),
+        "action": "",
+        "weight": "bad",
+        "done": "recorded; what was done is not known",
+        "done_more": [],
         "where": None,
         "unplaced": "not located: the step could not be replayed, or locating is off",
         "operands": [],
@@ -155,6 +158,14 @@ def incident_card(told: StoryIncident) -> dict[str, Any]:
         "heat": None,
         "commands": phrases.next_commands(incident),
     }
+    decision = incident.decision
+    if decision is not None:
+        more = [phrases.effect(incident), *phrases.changes(decision), phrases.budget(decision)]
+        card["action"] = decision.action
+        card["done"] = phrases.done(decision)
+        card["done_more"] = list(filter(None, more))
+        if decision.action == "note":
+            card["weight"] = "note"
     if origin is not None:
         seen = [*REPLAYED[origin.reproduced], *origin.remarks]
         # source lines behind their numbers, without the indentation that all of them have
@@ -182,17 +193,6 @@ def _remedy(remedy: Remedy) -> dict[str, str]:
     return {"title": title, "snippet": dedent(remedy.snippet).strip("\n")}
 
 
-def _what_was_done(incident: Incident) -> dict[str, Any]:
-    decision = incident.decision
-    if decision is None:
-        words = "recorded; what was done is not known"
-        return {"action": "", "weight": "bad", "done": words, "done_more": []}
-    more = [phrases.effect(incident), *phrases.changes(decision), phrases.budget(decision)]
-    weight = "note" if decision.action == "note" else "bad"
-    shown = {"action": decision.action, "weight": weight, "done": phrases.done(decision)}
-    return {**shown, "done_more": list(filter(None, more))}
-
-
 def bad_values(reading: Reading) -> dict[str, int]:
     """Values of the step that are not finite, by the name of their series; the kind of each."""
     numbers = named_numbers(reading)
@@ -206,17 +206,12 @@ def _operand(operand: Operand, name: str) -> dict[str, Any]:
     if shown and operand.zeros:
         shown += f", {phrases.count(operand.zeros, 'zero')}"
     return {
+        **to_plain(operand),
         "name": name,
-        "dtype": operand.dtype,
         "type": f"{operand.dtype} {_shape(operand.shape)}".strip(),
         "span": shown,
         "bad": phrases.bad_values(operand) or "none",
         "at": phrases.value_at(operand),
-        "zeros": operand.zeros,
-        "nan": operand.nan,
-        "posinf": operand.posinf,
-        "neginf": operand.neginf,
-        "exponents": [list(pair) for pair in operand.exponents],
         "range": dict(zip(("least", "normal", "most"), limits, strict=True)) if limits else None,
     }
 

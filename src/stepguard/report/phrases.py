@@ -233,47 +233,41 @@ class ActionWords(NamedTuple):
 
 ACTION_WORDS: dict[Action, ActionWords] = {
     "leave_out": ActionWords(
-        done="continued without the bad part",
-        effect="the update was made from the rest of the step",
-        log="Continuing without the bad part",
+        "continued without the bad part",
+        "the update was made from the rest of the step",
+        "Continuing without the bad part",
     ),
     "retry": ActionWords(
-        done="run again",
-        effect=(
-            "the replay is clean, so the same step is run once more with the same random numbers"
-        ),
-        log="Running the same step once more",
+        "run again",
+        "the replay is clean, so the same step is run once more with the same random numbers",
+        "Running the same step once more",
     ),
     "skip": ActionWords(
-        done="skipped",
-        effect="weights, optimizer state and buffers are as before the step",
-        log="Skipping batch and resetting gradients",
+        "skipped",
+        "weights, optimizer state and buffers are as before the step",
+        "Skipping batch and resetting gradients",
     ),
     "undo": ActionWords(
-        done="update taken back",
-        effect="weights, optimizer state and buffers are as before the step",
-        log="Taking the update back",
+        "update taken back",
+        "weights, optimizer state and buffers are as before the step",
+        "Taking the update back",
     ),
     "heal": ActionWords(
-        done="healed from a healthy rank",
-        effect="all ranks hold the weights and optimizer state of one that was undamaged",
-        log="Healing the damaged rank from a healthy one",
+        "healed from a healthy rank",
+        "all ranks hold the weights and optimizer state of one that was undamaged",
+        "Healing the damaged rank from a healthy one",
     ),
     "rewind": ActionWords(
-        done="rewound",
-        effect="model, optimizer, schedule and buffers are back at a state that was good",
-        log="Rewinding to the last good snapshot",
+        "rewound",
+        "model, optimizer, schedule and buffers are back at a state that was good",
+        "Rewinding to the last good snapshot",
     ),
     "stop": ActionWords(
-        done="stopped the run",
-        effect="weights are those from before the bad step",
-        log="Stopping training to prevent corruption...",
+        "stopped the run",
+        "weights are those from before the bad step",
+        "Stopping training to prevent corruption...",
     ),
-    "note": ActionWords(
-        done="reported, no action taken",
-        effect="the update was made",
-        log="Continuing",
-    ),
+    "note": ActionWords("reported, no action taken", "the update was made", "Continuing"),
 }
 """A test holds this table against the actions there are."""
 
