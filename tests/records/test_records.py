@@ -242,7 +242,7 @@ def test_file_that_is_none_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(ConfigError, match="is not a file"):
+    with pytest.raises(ConfigError, match="cannot be read as a configuration"):
         GuardConfig.from_file(path)
 
 

@@ -342,7 +342,7 @@ def read_launcher(file: Mapping[str, Any], file_name: str, environ: Mapping[str,
 
 def read_settings(path: Path, what: str = "configuration") -> dict[str, Any]:
     """Read the file as nested dicts. Raises ConfigError that says what is wrong with it."""
-    return read_table(path, what, py=lambda text: _constants(ast.parse(text).body))
+    return read_table(path, what, 16 << 20, py=lambda text: _constants(ast.parse(text).body))
 
 
 def _constants(body: list[ast.stmt]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from operator import mul
 from statistics import median
-from typing import NamedTuple
 
 from stepguard.judge.history import (
     BACK_SHARE,
@@ -20,6 +19,7 @@ from stepguard.judge.history import (
     History,
     Weights,
 )
+from stepguard.records.codec import record
 from stepguard.records.incident import OK, Reading, Verdict, VerdictKind
 from stepguard.records.settings import GuardConfig
 
@@ -336,7 +336,8 @@ SAME_LOSS = 0.1
 """Relative difference of two losses of one step: dropout and kernels differ a little."""
 
 
-class Comparison(NamedTuple):
+@record
+class Comparison:
     """Losses of an earlier step and of the present one; lower is better, each was evaluated."""
 
     step: int

@@ -289,10 +289,12 @@ class UnquotedNumber(str):
     """`1e-4` in YAML, without quotes: PyYAML (YAML 1.1) reads a text, OmegaConf a number."""
 
 
-def read_table(path: Path, what: str = "configuration", **more: Reader) -> dict[str, Any]:
+def read_table(
+    path: Path, what: str = "configuration", largest: int = 1 << 20, **more: Reader
+) -> dict[str, Any]:
     """The names and values of a configuration; ConfigError says what is wrong with the file.
 
-    `more`: readers of further kinds of files, by their suffix.
+    `largest`: bytes that are read. `more`: readers of further kinds of files, by their suffix.
     """
     kind = path.suffix.lower()
     readers = READERS | {f".{suffix}": reader for suffix, reader in more.items()}
@@ -300,7 +302,6 @@ def read_table(path: Path, what: str = "configuration", **more: Reader) -> dict[
         raise ConfigError(
             f"{path}: {kind or 'no suffix'} is not a {what} file; use one of {', '.join(readers)}."
         )
-    largest = 16 << 20
     try:
         size = path.stat().st_size
         if size > largest:
