@@ -185,7 +185,7 @@ def _for_incident(code: str, case: Case, proof: Proof) -> tuple[Remedy, ...]:
     """Another line for theirs, what the page says of such a case, and a function for theirs."""
     line = culprit_line(case.where).removeprefix("return ").rstrip(",")
     fields = {name: name == proof.said for name in rule_text(code).evidence} | proof.fields
-    fields["who"] = _samples(case)
+    fields["who"] = case.where.culprits
     fields["in_batch"] = case.tensor.startswith("batch")
     # characters of a line within a sentence
     fields["statement"] = f"`{line}`" if 0 < len(line) <= 60 else case.place
@@ -204,15 +204,6 @@ def _for_incident(code: str, case: Case, proof: Proof) -> tuple[Remedy, ...]:
     if not own or (code == "SG102" and not fields["labels_missing"]):
         own += _for_operation(code, case)
     return own
-
-
-def _samples(case: Case) -> str:
-    """`sample 3 (row 48211)`; empty without a proof."""
-    samples, rows = case.where.samples, case.where.rows
-    if not samples:
-        return ""
-    text = f"sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:8]))}"
-    return f"{text} ({', '.join(rows[:4])})" if rows else text
 
 
 # --- Values that left a dtype's range or met an infinity, and branches that were not selected.
@@ -438,7 +429,7 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
         package = origin.library.partition("/")[0]
         title = f"Check what {origin.source} passes to {package}, which fails on it"
         if origin.samples:
-            title += f": drop or correct {_samples(case)}"
+            title += f": drop or correct {origin.culprits}"
         for operand in sorted(case.inputs, key=has_zero, reverse=True)[:1]:
             title += f"; {describe(operand)}"
         return (Remedy(title=title),)

@@ -614,6 +614,43 @@ class Operand:
         """The label, or else the name."""
         return self.label or self.name
 
+    @property
+    def picked(self) -> str:
+        """The value that was picked out, and its place."""
+        if self.value is None:
+            return ""
+        at = f" at [{','.join(map(str, self.index))}]" if self.index else ""
+        return number(self.value) + at
+
+    @property
+    def bad(self) -> str:
+        """`3 NaN, 1 +Inf of 8`; empty where all are finite."""
+        counted = {"NaN": self.nan, "+Inf": self.posinf, "-Inf": self.neginf}
+        bad = ", ".join(f"{n:,} {kind}" for kind, n in counted.items() if n)
+        # Of a single number "1 NaN of 1" says nothing more.
+        total = math.prod(self.shape)
+        if bad and self.shape and total:
+            bad += f" of {total:,}"
+        return bad
+
+    @property
+    def span(self) -> str:
+        """From the least to the largest finite value; empty where that is not known."""
+        if self.min is None or self.max is None:
+            return ""
+        return f"{number(self.min)} to {number(self.max)}"
+
+    @property
+    def words(self) -> str:
+        """dtype, shape, what is wrong in it, and the range of what is not."""
+        shape = f" [{','.join(map(str, self.shape))}]" if self.shape else ""
+        parts = [f"{self.dtype}{shape}".strip(), self.picked, self.bad]
+        if self.zeros:
+            parts.append("1 zero" if self.zeros == 1 else f"{self.zeros:,} zeros")
+        if self.span and (self.shape or self.value is None):
+            parts.append(f"finite {self.span}")
+        return "; ".join(filter(None, parts))
+
 
 @record
 class Statement:
@@ -715,18 +752,20 @@ class Origin:
         """`sample 4 (row 48211)` of the batch; empty where none could be confirmed."""
         said = ""
         if self.samples:
-            said = "sample " + ", ".join(map(str, self.samples))
+            said = f"sample {', '.join(map(str, self.samples[:8]))}"
+        if len(self.samples) > 1:
+            said = said.replace("sample", "samples")
         if self.rows:
-            said += f" ({', '.join(self.rows)})"
+            said += f" ({', '.join(self.rows[:4])})"
         return said
 
     def html_rows(self) -> list[Row]:
         """What a notebook shows of it."""
         return [
             ("where", f"{self.phase}: {self.place}" if self.place else self.phase),
-            ("sample", self.culprits.removeprefix("sample ")),
+            ("sample", self.culprits.partition(" ")[2]),
             ("source", "\n".join(self.context)),
-            ("values", "\n".join(map(_in_words, self.inputs))),
+            ("values", "\n".join(f"{one.called or 'input'}: {one.words}" for one in self.inputs)),
             ("note", "\n".join(self.remarks)),
         ]
 
@@ -736,22 +775,6 @@ class Origin:
     def __repr__(self) -> str:
         said = " ".join(part for part in (self.place, self.culprits) if part)
         return f"<Origin: {self.phase} of step {self.step}, {said or 'place not known'}>"
-
-
-def _in_words(operand: Operand) -> str:
-    shape = "x".join(map(str, operand.shape)) or "number"
-    said = f"{operand.called or 'input'}: {operand.dtype} {shape}"
-    if operand.min is not None and operand.max is not None:
-        said += f", {number(operand.min)} to {number(operand.max)}"
-    counts = (
-        ("NaN", operand.nan),
-        ("Inf", operand.posinf + operand.neginf),
-        ("zero", operand.zeros),
-    )
-    for name, count in counts:
-        if count:
-            said += f", {count} {name}"
-    return said
 
 
 def with_evidence(origin: Origin, more: Evidence) -> Origin:

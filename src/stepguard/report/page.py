@@ -202,7 +202,7 @@ def bad_values(reading: Reading) -> dict[str, int]:
 
 def _operand(operand: Operand, name: str) -> dict[str, Any]:
     limits = DTYPE_EXPONENTS.get(operand.dtype)
-    shown = phrases.span(operand)
+    shown = operand.span
     if shown and operand.zeros:
         shown += f", {phrases.count(operand.zeros, 'zero')}"
     return {
@@ -210,8 +210,8 @@ def _operand(operand: Operand, name: str) -> dict[str, Any]:
         "name": name,
         "type": f"{operand.dtype} {_shape(operand.shape)}".strip(),
         "span": shown,
-        "bad": phrases.bad_values(operand) or "none",
-        "at": phrases.value_at(operand),
+        "bad": operand.bad or "none",
+        "at": operand.picked,
         "range": dict(zip(("least", "normal", "most"), limits, strict=True)) if limits else None,
     }
 
@@ -657,11 +657,21 @@ def run_facts(run: Run, name: str, folders: Folders | None, whole: Run) -> dict[
         )
         link = {"steps": event.steps, "first": first, "last": last}
         chain.append({**link, "text": event.text, "weight": event.weight})
+    line = []
+    if run.began is not None:
+        line.append(f"began {phrases.moment(run.began)}")
+    if len(run.attempts) > 1:
+        line.append(phrases.count(len(run.attempts), "attempt"))
+    for package in ("stepguard", "torch"):
+        if run.header.get(package):
+            line.append(f"{package} {run.header[package]}")
+    if run.world > 1:
+        line.append(f"{run.world} ranks")
     facts = {
         "name": run.name if whole.further else name,
         "title": name,
         "number": run.number,
-        "line": _line(run),
+        "line": ", ".join([*line, str(run.path)]),
         "checkpoints": _checkpoints(run),
         "ranks": _rank_lanes(run),
         "chain": chain,
@@ -672,20 +682,6 @@ def run_facts(run: Run, name: str, folders: Folders | None, whole: Run) -> dict[
         "version": version(run, len(whole.lanes)),
     }
     return {**clipped(facts), **quick_facts(run, whole), "incidents": cards}
-
-
-def _line(run: Run) -> str:
-    parts = []
-    if run.began is not None:
-        parts.append(f"began {phrases.moment(run.began)}")
-    if len(run.attempts) > 1:
-        parts.append(phrases.count(len(run.attempts), "attempt"))
-    for name in ("stepguard", "torch"):
-        if run.header.get(name):
-            parts.append(f"{name} {run.header[name]}")
-    if run.world > 1:
-        parts.append(f"{run.world} ranks")
-    return ", ".join([*parts, str(run.path)])
 
 
 def version(run: Run, lanes: int = 1) -> str:

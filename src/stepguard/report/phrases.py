@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from stepguard.records import Decision, Incident, Operand, Origin, Policy, Remedy
+from stepguard.records import Decision, Incident, Origin, Policy, Remedy
 from stepguard.records import incident as records
 from stepguard.records.incident import Action, place
 from stepguard.report.screen import middle
@@ -108,45 +108,6 @@ def moment(value: object) -> str:
     if isinstance(value, int | float):
         return datetime.fromtimestamp(value).astimezone().isoformat(sep=" ", timespec="seconds")
     return str(value or "")
-
-
-def operand(value: Operand) -> str:
-    """dtype, shape, what is wrong in it, and the range of what is not."""
-    shape = f" [{','.join(map(str, value.shape))}]" if value.shape else ""
-    finite = ""
-    if value.shape or value.value is None:
-        finite = span(value) and f"finite {span(value)}"
-    zeros = ""
-    if value.zeros:
-        zeros = count(value.zeros, "zero")
-    parts = [f"{value.dtype}{shape}".strip(), value_at(value), bad_values(value), zeros, finite]
-    return joined(parts, "; ")
-
-
-def value_at(value: Operand) -> str:
-    """The value that was picked out, and its place."""
-    if value.value is None:
-        return ""
-    at = f" at [{','.join(map(str, value.index))}]" if value.index else ""
-    return number(value.value) + at
-
-
-def bad_values(value: Operand) -> str:
-    """`3 NaN, 1 +Inf of 8`; empty where all are finite."""
-    counted = {"NaN": value.nan, "+Inf": value.posinf, "-Inf": value.neginf}
-    bad = ", ".join(f"{n:,} {kind}" for kind, n in counted.items() if n)
-    # Of a single number "1 NaN of 1" says nothing more.
-    total = math.prod(value.shape)
-    if bad and value.shape and total:
-        bad += f" of {total:,}"
-    return bad
-
-
-def span(value: Operand) -> str:
-    """From the least to the largest finite value; empty where that is not known."""
-    if value.min is None or value.max is None:
-        return ""
-    return f"{number(value.min)} to {number(value.max)}"
 
 
 def culprits_of(incident: Incident) -> str:

@@ -95,15 +95,13 @@ class RunFollower:
         async with self._lock:
             if time.monotonic() >= self._next_read:
                 began = time.monotonic()
-                await asyncio.to_thread(self._read)
+                restarts = self._reader.restarts
+                await asyncio.to_thread(self._reader.read)
+                if self._reader.restarts != restarts:
+                    self._folders = Folders()
                 now = time.monotonic()
                 self._next_read = now + max(EVERY, REST * (now - began))
             return self._reader.story()
-
-    def _read(self) -> None:
-        restarts = self._reader.restarts
-        if self._reader.read() and self._reader.restarts != restarts:
-            self._folders = Folders()
 
     async def document(self, events: str) -> dict[str, Any]:
         """The whole page's document, with the address of what comes after it."""

@@ -163,7 +163,7 @@ def error_lines(incident: Incident) -> Iterator[str]:
         culprits = phrases.culprits(origin, len(reading.micro_losses))
         yield f"  origin: {phrases.joined([where, culprits])}"
         if origin.output is not None:
-            yield f"  output: {phrases.operand(origin.output)}"
+            yield f"  output: {origin.output.words}"
     if incident.findings:
         yield f"  cause: {incident.findings[0].code} {incident.findings[0].title}"
     if reading.lr:

@@ -128,7 +128,7 @@ def _where(origin: Origin, unicode: bool) -> list[RenderableType]:
         style = "yellow"
         if value.finite:
             style = ""
-        cells.append((name, Unbroken(phrases.operand(value), style)))
+        cells.append((name, Unbroken(value.words, style)))
     if cells:
         lines.append(Padding(screen.table(cells, first="dim"), (0, 0, 0, 2)))
     evidence = origin.evidence
