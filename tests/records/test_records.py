@@ -23,7 +23,7 @@ from stepguard import (
 from stepguard.records import Decision, Finding, Incident, Operand, Origin, Reading, Remedy, Verdict
 from stepguard.records.checks import Outcome, Preflight, Problem, Rate, Verification, Watched
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.records.incident import Examination, Section, SectionStatus, not_checked, place
+from stepguard.records.incident import Examination, Section, SectionStatus, new_section, place
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_repr_is_one_short_line() -> None:
 
 def test_html_shows_place_line_cause_and_action() -> None:
     shown = shown_incident("div")._repr_html_()
-    words = ("Incident at step 3", "cell [3], line 5", "SG201", "skip", "sample", "2x3, 0 to 1")
+    words = ("Incident at step 3", "cell [3], line 5", "SG201", "skip", "sample", "[2,3]", "0 to 1")
     for word in (*words, "<b>&gt; 5 | div</b>", "to do", "y = safe_div"):
         assert word in shown, word
 
@@ -440,5 +440,5 @@ def test_record_survives_json() -> None:
 )
 def test_worst_section_counts(statuses: tuple[SectionStatus, ...], expected: str) -> None:
     sections = [Section(title="made up", status=status) for status in statuses]
-    missing = not_checked("other", "give --config FILE")
+    missing = new_section("other", "not checked", "give --config FILE")
     assert Examination(path="run", sections=(*sections, missing)).status == expected

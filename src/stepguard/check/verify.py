@@ -245,23 +245,6 @@ def check_path(
     parts = [check_checkpoint(each, progress, watch, lr) for each in found]
     if len(parts) == 1 and found[0].path == where and not problems:
         return parts[0]
-    return _merged(where, parts, problems, time.perf_counter() - began)
-
-
-def _refuse(where: Path, lr: float | None) -> None:
-    if not where.exists() and not where.is_symlink():
-        raise ConfigError(
-            f"{where} does not exist; give a checkpoint file, a checkpoint folder or a run "
-            f"directory."
-        )
-    if lr is not None and not (math.isfinite(lr) and lr > 0):
-        raise ConfigError(f"lr={lr!r} is not a learning rate; give a positive number.")
-
-
-def _merged(
-    where: Path, parts: list[Verification], problems: list[Problem], seconds: float
-) -> Verification:
-    """Return the result of a folder from those of its checkpoints."""
     roles: Counter[str] = Counter()
     rates: list[Rate] = []
     for part in parts:
@@ -277,9 +260,19 @@ def _merged(
         files=sum(part.files for part in parts),
         roles=dict(sorted(roles.items())),
         rates=tuple(rates),
-        seconds=seconds,
+        seconds=time.perf_counter() - began,
         parts=tuple(parts),
     )
+
+
+def _refuse(where: Path, lr: float | None) -> None:
+    if not where.exists() and not where.is_symlink():
+        raise ConfigError(
+            f"{where} does not exist; give a checkpoint file, a checkpoint folder or a run "
+            f"directory."
+        )
+    if lr is not None and not (math.isfinite(lr) and lr > 0):
+        raise ConfigError(f"lr={lr!r} is not a learning rate; give a positive number.")
 
 
 def check_checkpoint(

@@ -331,31 +331,26 @@ ANYWHERE = {
 def name_operands(origin: Origin) -> Origin:
     """The origin whose operands carry a label, where torch's own name says nothing."""
     own = _own_expressions(origin)
+    operation = _operation(origin)
+    parts: dict[str, str] = {}
+    for row in PARTS.strip().split("\n"):
+        operations, *listed = row.split(" | ")
+        if operation in operations.split():
+            parts = dict(part.split(": ") for part in listed)
+    several = any(operand.name in ANYWHERE for operand in origin.inputs)
+    parts.setdefault("self", "the first argument" if several else "the argument")
     inputs = []
     for operand in origin.inputs:
         label = operand.label or own.get(operand.name)
         if not label:
             # foreach operators take lists of tensors
             name, _, number = operand.name.removesuffix("]").partition("[")
-            label = _part(name, origin)
+            # empty where torch's name is the one that users write (`dim`, `eps`)
+            label = parts.get(name) or ANYWHERE.get(name, "")
             if label and number:
                 label += f" of tensor {number}"
         inputs.append(replace(operand, label=label))
     return replace(origin, inputs=tuple(inputs))
-
-
-def _part(name: str, origin: Origin) -> str:
-    """`the divisor`; empty where torch's name is the one that users write (`dim`, `eps`)."""
-    operation = _operation(origin)
-    for row in PARTS.strip().split("\n"):
-        operations, *parts = row.split(" | ")
-        for part in parts:
-            if operation in operations.split() and part.startswith(f"{name}: "):
-                return part.partition(": ")[2]
-    if name != "self":
-        return ANYWHERE.get(name, "")
-    several = any(operand.name in ANYWHERE for operand in origin.inputs)
-    return "the first argument" if several else "the argument"
 
 
 def _operation(origin: Origin) -> str:

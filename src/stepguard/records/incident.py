@@ -753,8 +753,6 @@ class Origin:
         said = ""
         if self.samples:
             said = f"sample {', '.join(map(str, self.samples[:8]))}"
-        if len(self.samples) > 1:
-            said = said.replace("sample", "samples")
         if self.rows:
             said += f" ({', '.join(self.rows[:4])})"
         return said
@@ -922,9 +920,10 @@ class Examination:
         return "fine"
 
 
-def not_checked(title: str, why: str) -> Section:
-    """A section without input; the text says what to give."""
-    return Section(title=title, status="not checked", lines=(why,))
+def new_section(title: str, status: SectionStatus, *lines: str, command: str = "") -> Section:
+    """A section with these lines, and the command that follows from it."""
+    commands = tuple(filter(None, [command]))
+    return Section(title=title, status=status, lines=lines, commands=commands)
 
 
 # --- Where a run's events go: journal, readable log, terminal, TensorBoard, your own loggers.

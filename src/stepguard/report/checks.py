@@ -26,7 +26,7 @@ from stepguard.records.checks import (
     Verification,
 )
 from stepguard.records.codec import printable, to_jsonable
-from stepguard.records.incident import Examination, Section
+from stepguard.records.incident import Examination, Section, new_section
 from stepguard.report import screen
 from stepguard.report.health import concerns, judge_run
 from stepguard.report.phrases import count, first_few, size
@@ -55,7 +55,7 @@ def journal_section(folder: Path) -> Section | None:
         story = read_story(folder)
     except (JournalError, OSError) as fault:
         said = f"it cannot be read: {str(fault).splitlines()[0]}"
-        return Section(title="journal", status="warning", lines=(said,))
+        return new_section("journal", "warning", said)
     run = story.latest
     verdict = judge_run(run, (), None, now=True)
     head = f"{count(len(run.steps), 'step')}, {count(len(run.incidents), 'incident')}; "
@@ -73,13 +73,13 @@ def journal_section(folder: Path) -> Section | None:
     lines += [
         f"another guard of this run wrote to {other}; examine it too" for other in story.elsewhere
     ]
-    shown = tuple(filter(None, lines))
+    shown = list(filter(None, lines))
     # A killed run tears the last line; a file of which no line can be read is something else.
     readable = len(run.steps) > 0 or not run.torn
     if verdict in ("healthy", "waiting") and not run.incidents and readable:
-        return Section(title="journal", status="fine", lines=shown)
+        return new_section("journal", "fine", *shown)
     command = f"stepguard report {shlex.quote(str(folder))}"
-    return Section(title="journal", status="warning", lines=shown, commands=(command,))
+    return new_section("journal", "warning", *shown, command=command)
 
 
 def _ran_with(run: Run) -> str:

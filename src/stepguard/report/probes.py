@@ -61,7 +61,12 @@ def paint_trials(found: WhatIf, console: Console, *, plain: bool = False) -> Non
             fate = Text(f"not tried: {outcome.why_not}", style="dim")
         numbers = (phrases.number(outcome.loss), phrases.number(outcome.held_out))
         drawn = phrases.sparkline(outcome.losses[-MOST_DRAWN:], plain=plain)
-        rows.append((label, fate, *numbers, _moved(outcome.distance), drawn))
+        moved = "-"
+        if outcome.distance is not None and math.isfinite(outcome.distance):
+            moved = f"{outcome.distance:.3g} times"
+            if outcome.distance < 10:
+                moved = f"{outcome.distance:.1%}"
+        rows.append((label, fate, *numbers, moved, drawn))
     headings = ("what if", "bad value", "loss", "held out", "weights moved", "losses")
     table = screen.table(rows, headings, first="", numbers_from=2)
     table.columns[0].no_wrap = False
@@ -69,14 +74,6 @@ def paint_trials(found: WhatIf, console: Console, *, plain: bool = False) -> Non
     console.print()
     for sentence in sentences(found):
         console.print(Text(sentence))
-
-
-def _moved(share: float | None) -> str:
-    if share is None or not math.isfinite(share):
-        return "-"
-    if share < 10:
-        return f"{share:.1%}"
-    return f"{share:.0f} times" if share < 10_000 else f"{share:.0e} times"
 
 
 def sentences(found: WhatIf) -> list[str]:

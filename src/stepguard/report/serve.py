@@ -50,7 +50,7 @@ from stepguard.report.page import (
     story_document,
     version,
 )
-from stepguard.report.story import Run, Story, StoryReader
+from stepguard.report.story import Story, StoryReader
 
 # --- Follows one run for all pages that show it, and sends each what came since it last asked.
 
@@ -128,24 +128,19 @@ class RunFollower:
         others = place.version.rpartition("-")[2] not in ("", str(len(lanes)))
         if now.number != place.number or now.rows < place.rows or others:
             return now, {}
-        return now, await asyncio.to_thread(self._message, story.latest, run, place, now)
 
-    def _message(
-        self, whole: Run, run: Run, place: PageProgress, now: PageProgress
-    ) -> dict[str, Any]:
-        fresh = {}
-        for name, (values, kinds) in columns(run, place.rows).items():
-            fresh[name] = {"values": values.tolist(), "kinds": kinds.tolist()}
-        message: dict[str, Any] = {
-            "from": place.rows,
-            "count": now.rows - place.rows,
-            "columns": fresh,
-            "always": quick_facts(run, whole),
-        }
-        if now.version != place.version or not place.rows:
-            message["parts"] = parts(run)
-            message["facts"] = run_facts(run, self.name, self._folders, whole)
-        return message
+        def message() -> dict[str, Any]:
+            fresh = {}
+            for name, (values, kinds) in columns(run, place.rows).items():
+                fresh[name] = {"values": values.tolist(), "kinds": kinds.tolist()}
+            said: dict[str, Any] = {"from": place.rows, "count": now.rows - place.rows}
+            said |= {"columns": fresh, "always": quick_facts(run, story.latest)}
+            if now.version != place.version or not place.rows:
+                said["parts"] = parts(run)
+                said["facts"] = run_facts(run, self.name, self._folders, story.latest)
+            return said
+
+        return now, await asyncio.to_thread(message)
 
 
 # --- The web application.
