@@ -584,19 +584,18 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
                 raise Damaged("malformed", "the pickle ends before its last frame") from None
             return stop.value
         except FAULTS as error:
-            raise self._damage(code, error) from None
+            at = self.file.tell()
+            if at >= self.source.size:
+                detail = f"the pickle ends at byte {at:,} without a STOP opcode"
+                raise NotPickled("torn", detail) from None
+            if code not in OPCODES:
+                detail = f"byte {code:#04x} at {at - 1:,} is not a pickle opcode"
+                raise NotPickled("malformed", detail) from None
+            detail = f"pickle opcode {OPCODES[code]} at byte {at:,}: {error}"
+            if code in GOES_ON and not isinstance(error, IndexError):
+                raise Damaged("malformed", detail) from None
+            raise NotPickled("malformed", detail) from None
         raise Damaged("limit", f"the pickle has more than {MOST_OPERATIONS:,} operations")
-
-    def _damage(self, code: int, error: Exception) -> Damaged:
-        at = self.file.tell()
-        if at >= self.source.size:
-            return NotPickled("torn", f"the pickle ends at byte {at:,} without a STOP opcode")
-        if code not in OPCODES:
-            return NotPickled("malformed", f"byte {code:#04x} at {at - 1:,} is not a pickle opcode")
-        detail = f"pickle opcode {OPCODES[code]} at byte {at:,}: {error}"
-        if code in GOES_ON and not isinstance(error, IndexError):
-            return Damaged("malformed", detail)
-        return NotPickled("malformed", detail)
 
     def _check_size(self) -> None:
         deepest = max(len(self.stack), len(self.metastack))

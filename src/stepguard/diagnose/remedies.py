@@ -209,6 +209,19 @@ def _for_incident(code: str, case: Case, proof: Proof) -> tuple[Remedy, ...]:
 # --- Values that left a dtype's range or met an infinity, and branches that were not selected.
 
 
+Rewrite = Callable[[Case, Fields], tuple[Remedy, ...]]
+REWRITTEN: dict[str, Rewrite] = {}
+"""Code -> remedies that are made of more than one expression."""
+
+
+def _rewrites(code: str) -> Callable[[Rewrite], Rewrite]:
+    def note(rewrite: Rewrite) -> Rewrite:
+        REWRITTEN[code] = rewrite
+        return rewrite
+
+    return note
+
+
 MATRIX = ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul")
 KEPT_EPSILON = "1e-4"
 """float16 keeps it as a normal number."""
@@ -216,8 +229,9 @@ HARMLESS = "1.0"
 """Every function has a finite value and slope there."""
 
 
+@_rewrites("SG206")
 def _masked(case: Case, fields: Fields) -> tuple[Remedy, ...]:
-    """SG206: 0 for the infinity, in 0 * inf and inf - inf."""
+    """Put 0 for the infinity, in 0 * inf and inf - inf."""
     found = _forward_expression(case)
     if found is None:
         return ()
@@ -246,8 +260,9 @@ def _forward_expression(case: Case) -> Expression | None:
     return None if case.backward or in_place else expression_of(case.where)
 
 
+@_rewrites("SG301")
 def _in_float32(case: Case, fields: Fields) -> tuple[Remedy, ...]:
-    """SG301, where a result of the forward pass is too large."""
+    """Where a result of the forward pass is too large."""
     origin = case.where
     if not fields["result"] or case.in_update or fields["cast"] or case.backward:
         return ()
@@ -292,8 +307,9 @@ def _reached(case: Case) -> str:
     return " and ".join(f"{call(one)} reaches {spell(reach(one))}" for one in known[:2])
 
 
+@_rewrites("SG302")
 def _larger_epsilon(case: Case, fields: Fields) -> tuple[Remedy, ...]:
-    """SG302: an epsilon that the dtype can hold, where it is written once."""
+    """An epsilon that the dtype can hold, where it is written once."""
     lost = fields["lost_epsilon"]
     found = []
     for node in nodes_of(case.where):
@@ -305,8 +321,9 @@ def _larger_epsilon(case: Case, fields: Fields) -> tuple[Remedy, ...]:
     return (found[0].rewritten({found[0].node: KEPT_EPSILON}, title, "changes-numbers"),)
 
 
+@_rewrites("SG402")
 def _harmless_argument(case: Case, fields: Fields) -> tuple[Remedy, ...]:
-    """SG402: make the argument harmless before it is used, not the result after."""
+    """Make the argument harmless before it is used, not the result after."""
     name = case.node or case.op
     operator = {"Div": ast.Div, "Pow": ast.Pow}.get(name)
     found = find_expression(case.where, words(name.lower()), operator)
@@ -338,8 +355,9 @@ WIDER_CALL = {"float32": "double()", "float16": "float()", "bfloat16": "float()"
 MATH_ATTENTION = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
 
 
+@_rewrites("SG209")
 def _another_path(case: Case, fields: Fields) -> tuple[Remedy, ...]:
-    """SG209: the line by the path that was finite."""
+    """The line by the path that was finite."""
     origin = case.where
     if fields["math"] and origin.statement is not None:
         # in one line: the lines after it keep their numbers
@@ -373,16 +391,6 @@ def _another_path(case: Case, fields: Fields) -> tuple[Remedy, ...]:
         "finite here"
     )
     return (found.rewritten(changes, title, "safe" if fields["contiguous"] else "changes-numbers"),)
-
-
-REWRITTEN: dict[str, Callable[[Case, Fields], tuple[Remedy, ...]]] = {
-    "SG206": _masked,
-    "SG209": _another_path,
-    "SG301": _in_float32,
-    "SG302": _larger_epsilon,
-    "SG402": _harmless_argument,
-}
-"""Remedies that are made of more than one expression."""
 
 
 # --- One operation of the user's line, and what to write instead of it.

@@ -263,7 +263,18 @@ def _verification_table(leaves: Sequence[tuple[Verification, Verification]], wid
         if width >= WIDE:
             step = "" if leaf.step is None else f"{leaf.step:,}"
             cells += [step, f"{leaf.tensors:,}", size(leaf.bytes)]
-        table.add_row(Name(f" {name}"), *cells, _verdict(leaf))
+        kind = _kind(leaf)
+        style = "bold red"
+        if leaf.ok:
+            warnings = f", {count(len(leaf.warnings), 'warning')}" if leaf.warnings else ""
+            kind, style = f"good{warnings}", "yellow" if warnings else "green"
+        elif kind != "diverged":
+            # complete and finite, but it could run code when it is loaded
+            if leaf.corrupt and {problem.kind for problem in leaf.errors} <= UNSAFE:
+                kind = "unsafe"
+            kind = kind.replace("with another learning rate", "other lr")
+            kind += f", {count(len(leaf.errors), 'error')}"
+        table.add_row(Name(f" {name}"), *cells, Text(kind, style))
     return table
 
 
@@ -273,18 +284,6 @@ def _kind(leaf: Verification) -> str:
     if leaf.corrupt:
         return "corrupt"
     return "diverged" if leaf.diverged else "with another learning rate"
-
-
-def _verdict(leaf: Verification) -> Text:
-    """Return `good`, or how many errors and warnings there are."""
-    kind = _kind(leaf)
-    if leaf.ok:
-        warnings = f", {count(len(leaf.warnings), 'warning')}" if leaf.warnings else ""
-        return Text(f"good{warnings}", style="yellow" if warnings else "green")
-    if leaf.corrupt and all(problem.kind in UNSAFE for problem in leaf.errors):
-        kind = "unsafe"
-    errors = "" if kind == "diverged" else f", {count(len(leaf.errors), 'error')}"
-    return Text(f"{kind.replace('with another learning rate', 'other lr')}{errors}", "bold red")
 
 
 def _print_problems(console: Console, path: str, problems: Sequence[Problem]) -> None:

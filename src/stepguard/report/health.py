@@ -93,7 +93,19 @@ def is_stopped(run: Run) -> bool:
 
 # --- Checks: each yields sentences about what is wrong.
 
+Check = Callable[[Run], Iterator[str]]
+CHECKS: dict[Weight, list[Check]] = {"unhealthy": [], "attention": []}
 
+
+def _weighs(weight: Weight) -> Callable[[Check], Check]:
+    def note(check: Check) -> Check:
+        CHECKS[weight].append(check)
+        return check
+
+    return note
+
+
+@_weighs("unhealthy")
 def _ended_badly(run: Run) -> Iterator[str]:
     """It made no step, was killed, or the program raised and nothing came after it."""
     attempt = run.attempts[-1] if run.attempts else None
@@ -115,6 +127,7 @@ def _ended_badly(run: Run) -> Iterator[str]:
             yield f"an exception outside of a step ended the run: {attempt.error}"
 
 
+@_weighs("unhealthy")
 def _dropped(run: Run) -> Iterator[str]:
     """Steps were dropped; those of a GradScaler that searches its scale count if it finds none."""
     committed = run.steps.committed[-RECENT:]
@@ -127,6 +140,7 @@ def _dropped(run: Run) -> Iterator[str]:
         yield f"no step was committed in the last {SEVERAL}"
 
 
+@_weighs("unhealthy")
 def _not_finite(run: Run) -> Iterator[str]:
     """Steps were committed although their loss was not finite."""
     losses = run.steps.column("loss").where(run.steps.counts).values[-SEVERAL:]
@@ -174,6 +188,11 @@ def _level(run: Run, *, run_away: bool) -> Iterator[str]:
         yield f"what was learned is lost again, {lost}: {numbers}"
 
 
+CHECKS["unhealthy"].append(partial(_level, run_away=True))
+CHECKS["attention"].append(partial(_level, run_away=False))
+
+
+@_weighs("attention")
 def _disarmed(run: Run) -> Iterator[str]:
     fault = _last_note(run, "fault")
     end = _last_note(run, "end")
@@ -184,6 +203,7 @@ def _disarmed(run: Run) -> Iterator[str]:
         yield "the guard was disarmed when the run ended: its last steps are unchecked"
 
 
+@_weighs("attention")
 def _silent_failures(run: Run) -> Iterator[str]:
     """What the guard has found wrong in healthy steps of the last attempt, each kind once."""
     found: dict[str, str] = {}
@@ -194,6 +214,7 @@ def _silent_failures(run: Run) -> Iterator[str]:
     yield from found.values()
 
 
+@_weighs("attention")
 def _exploded(run: Run) -> Iterator[str]:
     """Finite values that are huge: followed ones that jumped, and weights that deep looks saw."""
     for name, series in run.steps.series.items():
@@ -228,17 +249,6 @@ def _exploded(run: Run) -> Iterator[str]:
             f"weights exploded: the root mean square of {name} is {number(weight)} at step "
             f"{run.looks[-1].step}, {number(size)} at step {step}{several}"
         )
-
-
-CHECKS: dict[Weight, tuple[Callable[[Run], Iterator[str]], ...]] = {
-    "unhealthy": (_ended_badly, _dropped, _not_finite, partial(_level, run_away=True)),
-    "attention": (
-        partial(_level, run_away=False),
-        _disarmed,
-        _silent_failures,
-        _exploded,
-    ),
-}
 
 
 # --- Acceptance of a run by stages.

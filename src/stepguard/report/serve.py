@@ -306,7 +306,19 @@ class AccessCheck:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        refused = self._refused(request)
+        refused: Response | None = None
+        if self._token is None:
+            # A foreign site's name that was made to point here must not read the runs. The raw
+            # header: a parsed address has lost characters.
+            hosts = [value for name, value in scope["headers"] if name == b"host"]
+            if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
+                refused = PlainTextResponse("ask for localhost", status_code=403)
+        else:
+            bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+            offered = (request.query_params.get("token"), request.cookies.get(COOKIE), bearer)
+            token = self._token.encode()
+            if not any(hmac.compare_digest((one or "").encode(), token) for one in offered):
+                refused = PlainTextResponse("the token is missing or wrong", status_code=401)
         is_asked = refused is None and request.query_params.get("token") == self._token
         cookie = self._token if is_asked else None
 
@@ -319,20 +331,6 @@ class AccessCheck:
             await send(message)
 
         await (refused or self._app)(scope, receive, send_with_headers)
-
-    def _refused(self, request: Request) -> Response | None:
-        if self._token is None:
-            # A foreign site's name that was made to point here must not read the runs. The raw
-            # header: a parsed address has lost characters.
-            hosts = [value for name, value in request.scope["headers"] if name == b"host"]
-            if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
-                return PlainTextResponse("ask for localhost", status_code=403)
-            return None
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        offered = (request.query_params.get("token"), request.cookies.get(COOKIE), bearer)
-        if any(hmac.compare_digest((one or "").encode(), self._token.encode()) for one in offered):
-            return None
-        return PlainTextResponse("the token is missing or wrong", status_code=401)
 
 
 def build_app(
