@@ -120,6 +120,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "learning rate": ("lr",),
     "configuration": ("config", "launcher"),
     "labels": ("labels",),
+    "loss": ("loss",),
     "data": ("data",),
     "model": ("model", "loss", "scalars", "code"),
     "checkpoint": ("checkpoint",),
