@@ -140,7 +140,7 @@ def quarantine(
 
 
 def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
-    from stepguard.check.quarantine import apply, checkpoints_below, is_bad, plan
+    from stepguard.check.quarantine import Move, apply, checkpoints_below, is_bad, plan
     from stepguard.check.verify import check_checkpoint
 
     checkpoints = checkpoints_below(folder)
@@ -157,7 +157,7 @@ def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
     if dry_run and moves:
         code = EXIT_CORRUPT
     if as_json:
-        moved = [move._asdict() for move in moves]
+        moved = list(map(Move._asdict, moves))
         facts = {"dry_run": dry_run, "checked": len(results), "moved": moved, "not_judged": unread}
         echo_json(facts)
         return code
