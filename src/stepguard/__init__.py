@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stepguard._errors import StepguardError as StepguardError
     from stepguard._errors import StoreError as StoreError
     from stepguard._errors import TrainingHalted as TrainingHalted
-    from stepguard.check.verify import verify
+    from stepguard.check.verify import verify as verify
     from stepguard.engine.wiring import WiringWarning as WiringWarning
     from stepguard.guard import Guard as Guard
     from stepguard.guard import StepResult as StepResult
@@ -32,68 +32,32 @@ if TYPE_CHECKING:
     from stepguard.records import Sink as Sink
     from stepguard.records import Snapshots as Snapshots
     from stepguard.records import Verification as Verification
-    from stepguard.run.replay import replay
+    from stepguard.run.replay import replay as replay
     from stepguard.watching import watch as watch
 
 # name -> module; resolved on first use, so that the torch-free commands never import torch
 _HOMES = {
-    "CapsuleError": "stepguard._errors",
-    "ConfigError": "stepguard._errors",
-    "Finding": "stepguard.records",
-    "Guard": "stepguard.guard",
-    "GuardConfig": "stepguard.records",
-    "Incident": "stepguard.records",
-    "JournalError": "stepguard._errors",
-    "Origin": "stepguard.records",
-    "Policy": "stepguard.records",
-    "Probes": "stepguard.records",
-    "Problem": "stepguard.records",
-    "Ranks": "stepguard.records",
-    "SaveRefused": "stepguard._errors",
-    "Sink": "stepguard.records",
-    "Snapshots": "stepguard.records",
-    "StateError": "stepguard._errors",
-    "StepResult": "stepguard.guard",
-    "StepguardError": "stepguard._errors",
-    "StoreError": "stepguard._errors",
-    "TrainingHalted": "stepguard._errors",
-    "Verification": "stepguard.records",
-    "WiringWarning": "stepguard.engine.wiring",
-    "register_reference": "stepguard.locate.witness",
-    "replay": "stepguard.run.replay",
-    "verify": "stepguard.check.verify",
-    "watch": "stepguard.watching",
+    name: module
+    for module, names in {
+        "stepguard._errors": (
+            "CapsuleError ConfigError JournalError SaveRefused StateError StepguardError "
+            "StoreError TrainingHalted"
+        ),
+        "stepguard.records": (
+            "Finding GuardConfig Incident Origin Policy Probes Problem Ranks Sink Snapshots "
+            "Verification"
+        ),
+        "stepguard.guard": "Guard StepResult",
+        "stepguard.engine.wiring": "WiringWarning",
+        "stepguard.locate.witness": "register_reference",
+        "stepguard.run.replay": "replay",
+        "stepguard.check.verify": "verify",
+        "stepguard.watching": "watch",
+    }.items()
+    for name in names.split()
 }
 
-__all__ = [
-    "CapsuleError",
-    "ConfigError",
-    "Finding",
-    "Guard",
-    "GuardConfig",
-    "Incident",
-    "JournalError",
-    "Origin",
-    "Policy",
-    "Probes",
-    "Problem",
-    "Ranks",
-    "SaveRefused",
-    "Sink",
-    "Snapshots",
-    "StateError",
-    "StepResult",
-    "StepguardError",
-    "StoreError",
-    "TrainingHalted",
-    "Verification",
-    "WiringWarning",
-    "__version__",
-    "register_reference",
-    "replay",
-    "verify",
-    "watch",
-]
+__all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> object:

@@ -346,7 +346,10 @@ def test_yaml_tags_that_would_run_code_are_refused(tmp_path: Path) -> None:
 
 
 def test_reading_a_configuration_imports_no_torch(tmp_path: Path) -> None:
-    seen = run_code(tmp_path, "import stepguard.check.settings")
+    path = tmp_path / "a.yaml"
+    path.write_text("lr: 0.1\n")
+    code = "from pathlib import Path; from stepguard.check.settings import read_settings; "
+    seen = run_code(tmp_path, code + f"read_settings(Path({str(path)!r}))")
     assert "yaml" in seen.modules
     assert seen.modules & (FRAMEWORKS | HEAVY) == frozenset()
 

@@ -55,16 +55,16 @@ def faults_of(rule: Rule) -> Iterator[str]:
         yield "its headings are not the fixed ones in order"
     if not all((text.title, text.what, text.why, text.how, text.setup, text.bad, text.remedies)):
         yield "a section is empty"
-    ranks = [SAFETY.index(remedy.safety) for remedy in rule.ordered]
+    ranks = [SAFETY.index(remedy.safety) for remedy in rule.text.remedies]
     if ranks != sorted(ranks):
         yield "remedies are not ordered by how little they change"
     public = [see for see in text.see if see.startswith("https://") or "/" in see.partition("#")[0]]
     if not public or len(public) < len(text.see):
         yield "its evidence is not public"
     if rule in OF_BAD_STEPS:
-        if rule.fixed != next(remedy.snippet for remedy in rule.ordered if remedy.snippet):
+        if rule.fixed != next(remedy.snippet for remedy in rule.text.remedies if remedy.snippet):
             yield "no remedy is code"
-        first = rule.ordered[0].title.lower()
+        first = rule.text.remedies[0].title.lower()
         if "lower" in first or "learning rate" in first:
             yield "its first advice is a lower learning rate"
 
@@ -292,7 +292,7 @@ def test_every_example_fails_as_its_page_says() -> None:
 def test_every_remedy_with_a_snippet_cures_its_example() -> None:
     ill = []
     for rule in OF_BAD_STEPS:
-        for remedy in rule.ordered:
+        for remedy in rule.text.remedies:
             if remedy.snippet and not HEALTHY.get(rule.code, is_finite)(run(rule, remedy.snippet)):
                 ill.append((rule.code, remedy.title))
     assert ill == []

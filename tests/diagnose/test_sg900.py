@@ -28,7 +28,7 @@ def cures(rules: list[Rule]) -> list[Any]:
     return [
         pytest.param(rule, remedy.snippet, id=f"{rule.code}-{number}")
         for rule in rules
-        for number, remedy in enumerate(rule.ordered)
+        for number, remedy in enumerate(rule.text.remedies)
     ]
 
 

@@ -8,7 +8,6 @@ import json
 import math
 import types
 import typing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,10 +30,10 @@ from stepguard.records import (
 )
 from stepguard.records.codec import (
     LineFile,
-    documented,
     dumps,
     fields_with_text,
     from_jsonable,
+    record,
     restore_floats,
     strict_json,
     to_jsonable,
@@ -245,8 +244,7 @@ def test_deleted_file_is_made_again(tmp_path: Path) -> None:
 # --- docstrings that list fields
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Point:
     """A place."""
 
@@ -268,4 +266,4 @@ def test_fields_follow_the_text_with_type_default_and_their_own_text() -> None:
 def test_class_without_source_keeps_its_own_text() -> None:
     scope: dict[str, type] = {}
     exec("class Made:\n    'As it is.'\n    x: int = 0\n", scope)
-    assert documented(scope["Made"]).__doc__ == "As it is.\n\nFields:"
+    assert record(scope["Made"]).__doc__ == "As it is.\n\nFields:"

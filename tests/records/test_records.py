@@ -23,7 +23,7 @@ from stepguard import (
 from stepguard.records import Decision, Finding, Incident, Operand, Origin, Reading, Remedy, Verdict
 from stepguard.records.checks import Outcome, Preflight, Problem, Rate, Verification, Watched
 from stepguard.records.codec import from_jsonable, to_jsonable
-from stepguard.records.incident import Examination, Section, SectionStatus, not_checked, place
+from stepguard.records.incident import Examination, Section, SectionStatus, new_section, place
 
 
 @pytest.mark.parametrize(
@@ -180,12 +180,12 @@ def test_yaml_and_json_say_the_same(tmp_path: Path, name: str, text: str) -> Non
     ("name", "text", "words"),
     [
         ("g.yaml", "ranks:\n  timeout: 6e1\n", ("Ranks.timeout='6e1'", "with a point")),
-        ("g.yaml", "a: [\n", ("is not YAML",)),
-        ("g.yaml", "!!python/object/apply:os.getcwd []\n", ("is not YAML",)),
+        ("g.yaml", "a: [\n", ("is not valid yaml",)),
+        ("g.yaml", "!!python/object/apply:os.getcwd []\n", ("is not valid yaml",)),
         ("g.json", "[1]", ("holds a list",)),
-        ("g.json", "{", ("is not JSON",)),
-        ("g.ini", "", ("is not a configuration by its name", ".toml, .yaml")),
-        ("g.toml", b"\xff\xfe", ("is not text",)),
+        ("g.json", "{", ("is not valid json",)),
+        ("g.ini", "", (".ini is not a configuration file", ".toml, .yaml")),
+        ("g.toml", b"\xff\xfe", ("cannot be read as a configuration",)),
         ("g.toml", "a = 1\n" * 200_000, ("1,200,000 bytes",)),
     ],
 )
@@ -224,7 +224,7 @@ def test_folders_are_absolute_and_the_command_line_comes_first(
         ("[snapshots]\nprobation = 'many'\n", ("probation='many'", "whole number")),
         ("policy = 'skip'\n", ("must be a table", "[policy]")),
         ("sinks = []\n", ("sinks is a Python object",)),
-        ("= 3\n", ("is not TOML",)),
+        ("= 3\n", ("is not valid toml",)),
         ("[policy]\nmax_lost_share = 'x'\n", ("Policy.max_lost_share='x'", "must be a number")),
     ],
 )
@@ -242,7 +242,7 @@ def test_file_that_is_none_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(ConfigError, match="is not a file"):
+    with pytest.raises(ConfigError, match="cannot be read as a configuration"):
         GuardConfig.from_file(path)
 
 
@@ -363,7 +363,7 @@ def test_repr_is_one_short_line() -> None:
 
 def test_html_shows_place_line_cause_and_action() -> None:
     shown = shown_incident("div")._repr_html_()
-    words = ("Incident at step 3", "cell [3], line 5", "SG201", "skip", "sample", "2x3, 0 to 1")
+    words = ("Incident at step 3", "cell [3], line 5", "SG201", "skip", "sample", "[2,3]", "0 to 1")
     for word in (*words, "<b>&gt; 5 | div</b>", "to do", "y = safe_div"):
         assert word in shown, word
 
@@ -440,5 +440,5 @@ def test_record_survives_json() -> None:
 )
 def test_worst_section_counts(statuses: tuple[SectionStatus, ...], expected: str) -> None:
     sections = [Section(title="made up", status=status) for status in statuses]
-    missing = not_checked("other", "give --config FILE")
+    missing = new_section("other", "not checked", "give --config FILE")
     assert Examination(path="run", sections=(*sections, missing)).status == expected

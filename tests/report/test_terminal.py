@@ -541,7 +541,7 @@ def _culprits(**fields: Any) -> str:
          ["0.0001", "0.0001 / 0.0002", ""]),
         ([phrases.sparkline(values) for values in ([1.0, 10.0, 100.0, math.nan], [2.0, 2.0], [])],
          ["▁▅█!", "▁▁", ""]),
-        ([phrases.operand(one) for one in (
+        ([one.words for one in (
             Operand(name="other", dtype="float32", value=0.0, min=0.0, max=0.0),
             Operand(dtype="float32", nan=1, index=(), value=math.nan),
             Operand(dtype="float16", shape=(2, 3), nan=1, posinf=2, neginf=3, zeros=1,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stepguard.check.scan import ALIASES, SIZES, STORAGES
+from stepguard.check.settings import named_lists
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -31,14 +32,10 @@ class Global:
 
 
 def _named(text: str) -> frozenset[Global]:
-    """Parse lines of `module: name name ...`; a line without a module continues the one above."""
-    found = set()
-    module = ""
-    for word in text.split():
-        if word.endswith(":"):
-            module = word[:-1]
-        else:
-            found.add(Global(module, word))
+    """Parse lines of `module: name name ...`."""
+    found: set[Global] = set()
+    for module, names in named_lists(text).items():
+        found.update(Global(module, name) for name in names)
     return frozenset(found)
 
 
@@ -283,31 +280,21 @@ _SHORT = {
     "|@collections.defaultdict|@collections.deque",
 }
 """Kinds of arguments that several calls have."""
-_NUMPY_TYPES = """
-    Bool Int8 UInt8 Int16 UInt16 Int32 UInt32 Int64 UInt64 Float16 Float32 Float64 LongDouble
-"""
+_NUMPY_TYPES = _named(
+    """
+    numpy.dtypes: BoolDType Int8DType UInt8DType Int16DType UInt16DType Int32DType UInt32DType
+        Int64DType UInt64DType Float16DType Float32DType Float64DType LongDoubleDType
+    """
+)
 
 
-def _signatures() -> dict[Global, tuple[str, ...]]:
-    kinds: dict[str, list[str]] = {}
-    for word in _SIGNATURES.split():
-        if word.endswith(":"):
-            current = kinds[word[:-1]] = []
-        else:
-            for short, kind in _SHORT.items():
-                word = word.replace(short, kind)
-            current.append(word)
-    for name in _NUMPY_TYPES.split():
-        kinds[f"numpy.dtypes.{name}DType"] = []
-    found = {}
-    for full, listed in kinds.items():
-        module, _, name = full.rpartition(".")
-        found[Global(module, name)] = tuple(listed)
-    return found | dict.fromkeys(ENUMS, ("text|int",)) | dict.fromkeys(MAPPINGS, ())
-
-
-CALLS = _signatures()
+for _short, _kind in _SHORT.items():
+    _SIGNATURES = _SIGNATURES.replace(_short, _kind)
+CALLS = {
+    Global(*name.rsplit(".", 1)): tuple(kinds) for name, kinds in named_lists(_SIGNATURES).items()
+}
 """Every call that may be made -> the kinds of its arguments."""
+CALLS |= dict.fromkeys(ENUMS, ("text|int",)) | dict.fromkeys(MAPPINGS | _NUMPY_TYPES, ())
 STORAGE_TYPES = frozenset(
     Global(module, name) for module in ("torch", "torch.cuda", "torch.storage") for name in STORAGES
 )

@@ -8,7 +8,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
@@ -23,7 +23,6 @@ from stepguard.check.subject import Subject
 from stepguard.report.phrases import count
 from stepguard.state.batch import children
 
-MOST_OF_A_STREAM = 1024
 NAMING = ("id", "idx", "uid", "name", "file", "file_name", "filename", "path", "index")
 """Keys whose value names an example and is not part of its content."""
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
@@ -39,6 +38,20 @@ class Skipped(Exception):  # noqa: N818 (an answer, not a fault)
     """The library for this kind of file is not installed; the text names it."""
 
 
+Rows = Callable[[Path], Iterator[Row]]
+READERS: dict[str, Rows] = {}
+"""Suffix of a file -> what reads it."""
+
+
+def _reads(*suffixes: str) -> Callable[[Rows], Rows]:
+    def note(reader: Rows) -> Rows:
+        READERS.update(dict.fromkeys(suffixes, reader))
+        return reader
+
+    return note
+
+
+@_reads(".npy", ".npz")
 def _numpy(file: Path) -> Iterator[Row]:
     import numpy
 
@@ -49,12 +62,14 @@ def _numpy(file: Path) -> Iterator[Row]:
     yield "", dict(loaded)
 
 
+@_reads(".safetensors")
 def _safetensors(file: Path) -> Iterator[Row]:
     from safetensors.torch import load_file
 
     yield "", load_file(file)
 
 
+@_reads(".csv", ".tsv")
 def _csv(file: Path) -> Iterator[Row]:
     # The csv module finds line ends itself: they may lie inside of quotes.
     with file.open(encoding="utf-8", newline="") as stream:
@@ -64,17 +79,15 @@ def _csv(file: Path) -> Iterator[Row]:
         for line, cells in enumerate(lines, start=2):
             if cells and len(cells) != len(header):
                 raise ValueError(f"line {line} has {len(cells)} cells, the header {len(header)}")
+            values: dict[str, float | str] = dict(zip(header, cells, strict=False))
+            for name, text in values.items():
+                with suppress(ValueError):
+                    values[name] = float(text)
             # An empty line is an example without values.
-            yield f":{line}", dict(zip(header, map(_cell, cells), strict=False))
+            yield f":{line}", values
 
 
-def _cell(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
+@_reads(".jsonl")
 def _jsonl(file: Path) -> Iterator[Row]:
     with file.open(encoding="utf-8") as stream:
         for line, text in enumerate(stream, start=1):
@@ -85,6 +98,7 @@ def _jsonl(file: Path) -> Iterator[Row]:
                     raise ValueError(f"line {line}: {fault}") from fault
 
 
+@_reads(".parquet")
 def _parquet(file: Path) -> Iterator[Row]:
     row = 0
     for group in _library("pyarrow.parquet").ParquetFile(file).iter_batches(batch_size=1024):
@@ -93,6 +107,7 @@ def _parquet(file: Path) -> Iterator[Row]:
             row += 1
 
 
+@_reads(".png", ".jpg", ".jpeg", ".tif", ".tiff")
 def _image(file: Path) -> Iterator[Row]:
     import numpy
 
@@ -107,18 +122,6 @@ def _library(module: str) -> Any:
     except ImportError:
         package = module.partition(".")[0].replace("PIL", "pillow")
         raise Skipped(f"files need {package}: pip install {package}") from None
-
-
-READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".npy": _numpy,
-    ".npz": _numpy,
-    ".safetensors": _safetensors,
-    ".csv": _csv,
-    ".tsv": _csv,
-    ".jsonl": _jsonl,
-    ".parquet": _parquet,
-    **dict.fromkeys((".png", ".jpg", ".jpeg", ".tif", ".tiff"), _image),
-}
 
 
 # --- Rows by name from whatever the subject has: a path, a dataset, a stream, a loader or a batch.
@@ -342,7 +345,7 @@ def scan(given: Any, subject: Subject, progress: Progress | None = None) -> Data
     else:
         batched = given is subject.loader
         facts.what = "loader" if batched else "dataset"
-        most = most or MOST_OF_A_STREAM
+        most = most or 1024
         rows = _of_stream(given, batched=batched)
     total = facts.whole and min(facts.whole, most or facts.whole)
     for name, values in islice(rows, most):
@@ -363,7 +366,19 @@ def _take(facts: DataFacts, name: str, values: Any, subject: Subject) -> None:
     tensors = dict(as_tensors(values))
     items = values.items() if hasattr(values, "items") else ()
     texts = {str(key): value for key, value in items if isinstance(value, str)}
-    facts.prints.setdefault(_fingerprint(tensors, texts), name)
+    # what the model sees: numbers and texts, without what names the example
+    digest = hashlib.blake2b(digest_size=16)
+    for key in sorted(tensors.keys() | texts.keys()):
+        if key.lower() in NAMING:
+            continue
+        digest.update(f"{key}={texts.get(key, '')}".encode())
+        if key in tensors:
+            tensor = tensors[key].contiguous()
+            digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            # numpy has no bfloat16, but every dtype is bytes; a tensor without elements has none.
+            if tensor.numel():
+                digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    facts.prints.setdefault(digest.digest(), name)
     label = target_key(tensors, subject.label_key)
     for key, tensor in tensors.items():
         if key != label or tensor.is_floating_point() or tensor.is_complex():
@@ -386,22 +401,6 @@ def target_key(tensors: dict[str, Tensor], given: str | None) -> str | None:
     if len(tensors) > 1 and all(map(str.isdigit, tensors)):
         usual.append(max(tensors, key=int))
     return next(iter(usual), None)
-
-
-def _fingerprint(tensors: dict[str, Tensor], texts: dict[str, str]) -> bytes:
-    """A digest of what the model sees: numbers and texts, without what names the example."""
-    digest = hashlib.blake2b(digest_size=16)
-    for key in sorted(tensors.keys() | texts.keys()):
-        if key.lower() in NAMING:
-            continue
-        digest.update(f"{key}={texts.get(key, '')}".encode())
-        if key in tensors:
-            tensor = tensors[key].contiguous()
-            digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-            # numpy has no bfloat16, but every dtype is bytes; a tensor without elements has none.
-            if tensor.numel():
-                digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.digest()
 
 
 def _measure(facts: DataFacts, name: str, key: str, tensor: Tensor) -> None:

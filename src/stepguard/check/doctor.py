@@ -26,7 +26,7 @@ from stepguard.check.verify import Plan
 from stepguard.check.verify import check_path as verify
 from stepguard.checkpoints.seal import read_pointer
 from stepguard.records.checks import Status, Verification
-from stepguard.records.incident import Examination, Section, SectionStatus, not_checked
+from stepguard.records.incident import Examination, Section, SectionStatus, new_section
 from stepguard.report.phrases import count, first_few, size
 from stepguard.state.capsule import check_capsule, import_function, importable
 
@@ -106,12 +106,12 @@ def _configuration(settings: dict[str, Any], best: Verification | None) -> Secti
     status: SectionStatus = "warning" if statuses else "fine"
     if "failed" in statuses:
         status = "failed"
-    return Section(title="configuration", status=status, lines=tuple(lines))
+    return new_section("configuration", status, *lines)
 
 
 def _checkpoints(folder: Path, found: Verification) -> Section:
     if not found.leaves:
-        return not_checked("checkpoints", f"no checkpoint below {folder}")
+        return new_section("checkpoints", "not checked", f"no checkpoint below {folder}")
     bad = [leaf for leaf in found.leaves if leaf.corrupt]
     diverged = sum(leaf.diverged and not leaf.corrupt for leaf in found.leaves)
     counts = f"{len(found.leaves) - len(bad) - diverged} good, {len(bad)} corrupt"
@@ -131,7 +131,7 @@ def _checkpoints(folder: Path, found: Verification) -> Section:
         )
     if found.corrupt:
         status = "corrupt"
-    return Section(title="checkpoints", status=status, lines=tuple(lines))
+    return new_section("checkpoints", status, *lines)
 
 
 def _capsules(folder: Path) -> Section | None:
@@ -139,23 +139,18 @@ def _capsules(folder: Path) -> Section | None:
     kept = sorted(folder.glob("**/incidents/*/capsule"))
     if not kept:
         return None
-    commands: list[str] = []
-    lines = []
+    command = ""
+    faults = []
     for capsule in kept:
         try:
             check_capsule(capsule)
-            commands.append(f"stepguard replay {shlex.quote(str(capsule))}")
+            command = f"stepguard replay {shlex.quote(str(capsule))}"
         except CapsuleError as fault:
-            lines.append(str(fault))
-    head = (
-        f"{count(len(kept), 'bad step')} recorded by all runs here; {len(commands)} can be replayed"
-    )
-    return Section(
-        title="capsules",
-        status="warning" if lines else "fine",
-        lines=(head, *lines[:MOST_SHOWN]),
-        commands=tuple(commands[-1:]),
-    )
+            faults.append(str(fault))
+    good = len(kept) - len(faults)
+    head = f"{count(len(kept), 'bad step')} recorded by all runs here; {good} can be replayed"
+    status: SectionStatus = "warning" if faults else "fine"
+    return new_section("capsules", status, head, *faults[:MOST_SHOWN], command=command)
 
 
 def _fresh_model(build: str) -> tuple[list[Section], dict[str, Tensor]]:
@@ -165,18 +160,18 @@ def _fresh_model(build: str) -> tuple[list[Section], dict[str, Tensor]]:
         try:
             subject = subject_of(call_build(function, build), build)
         except ConfigError as fault:
-            failed = Section(title="fresh model", status="failed", lines=(str(fault),))
-            return [failed, not_checked("forward pass", "no model with weights was given")], {}
+            missing = new_section("forward pass", "not checked", "no model with weights was given")
+            return [new_section("fresh model", "failed", str(fault)), missing], {}
     model = subject.model
     run = Inspection(subject)
     values = run_item("model.stored_finite", run)
     said = f"{type(model).__name__}: {', '.join(values.evidence)}"
-    sections = [Section(title="fresh model", status=STATUSES[values.status], lines=(said,))]
+    sections = [new_section("fresh model", STATUSES[values.status], said)]
     if model is None or subject.batch is None or run.device.type == "meta":
         why = "let the build function return (model, inputs), with weights"
-        sections.append(not_checked("forward pass", why))
+        sections.append(new_section("forward pass", "not checked", why))
         return sections, {} if model is None else floating_tensors(model)
-    bad: list[str] = []
+    bad = []
     names = {module: name for name, module in model.named_modules()}
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -192,7 +187,7 @@ def _fresh_model(build: str) -> tuple[list[Section], dict[str, Tensor]]:
         for handle in handles:
             handle.remove()
     said = ", ".join(answer.evidence) + "".join(f"; first in {name}" for name in bad[:1])
-    sections.append(Section(title="forward pass", status=STATUSES[answer.status], lines=(said,)))
+    sections.append(new_section("forward pass", STATUSES[answer.status], said))
     return sections, floating_tensors(model)
 
 
@@ -202,7 +197,7 @@ def _watched_values(
     """A line for each checkpoint, and in it the largest values first."""
     title = "watched values"
     lines = []
-    values: list[float] = []
+    values = []
     for source, found in ranges.items():
         sized = []
         for name, low, high in found:
@@ -216,19 +211,17 @@ def _watched_values(
             said = first_few((text for _, text in sized), 2 * MOST_SHOWN)
             lines.append((sized[0][0], f"{source}: {said}"))
     if not lines:
-        wanted = " or ".join(watch)
-        return not_checked(
-            title, f"no tensor is named {wanted}; choose others with --watch PATTERN"
-        )
+        why = f"no tensor is named {' or '.join(watch)}; choose others with --watch PATTERN"
+        return new_section(title, "not checked", why)
     shown = [line for _, line in sorted(lines, reverse=True)[:MOST_SHOWN]]
     if len(lines) > MOST_SHOWN:
         shown.append(f"and {len(lines) - MOST_SHOWN} more checkpoints")
     large = sum(largest > LIMIT for largest in values)
     if not large:
         head = f"{count(len(values), 'value')}, none above {LIMIT:g}"
-        return Section(title=title, status="fine", lines=(head, *shown))
+        return new_section(title, "fine", head, *shown)
     head = f"{large} of {len(values)} above {LIMIT:g}: such a gate amplifies what it multiplies"
-    return Section(title=title, status="warning", lines=(head, *shown))
+    return new_section(title, "warning", head, *shown)
 
 
 def _recommendations(folder: Path, found: Verification) -> Section:
@@ -251,15 +244,13 @@ def _recommendations(folder: Path, found: Verification) -> Section:
         lines.append("there is no checkpoint to resume from")
     bad = sum(leaf.corrupt for leaf in found.leaves)
     if not bad:
-        return Section(title="recommendations", status="fine", lines=tuple(lines))
+        return new_section("recommendations", "fine", *lines)
     lines.append(
         f"move {count(bad, 'corrupt checkpoint')} out of the way, so that nothing resumes "
         "from them:"
     )
     command = f"stepguard quarantine {shlex.quote(str(folder))}"
-    return Section(
-        title="recommendations", status="warning", lines=tuple(lines), commands=(command,)
-    )
+    return new_section("recommendations", "warning", *lines, command=command)
 
 
 def best_of(found: Verification) -> Verification | None:

@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ from stepguard.check.scan import (
 )
 from stepguard.check.torch_file import (
     ZIP_START,
-    Read,
     add_number,
     check_file,
     has_checkpoint_suffix,
@@ -52,8 +50,7 @@ from stepguard.records.checks import Problem, Role
 from stepguard.report.phrases import first_few
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFiles:
+class CheckpointFiles(NamedTuple):
     """One checkpoint that was found: a file, or a folder with the files that make it up."""
 
     path: Path
@@ -170,9 +167,9 @@ def _list_pieces(value: Any, metadata: FileLayout, files: dict[str, list[Piece]]
     """Fill in the pieces of every file; report tensors that are not stored as a whole."""
     stored = _field(value, "storage_data", dict)
     counts = Counter(_field(index, "fqn", str) for index in stored)
-    shapes: dict[Place, tuple[int, ...]] = {}
+    shapes = {}
     for name, entry in _field(value, "state_dict_metadata", dict).items():
-        chunks: list[Any] = []
+        chunks = []
         held = needed = 0
         # an object has no chunks
         if isinstance(entry, PickledObject) and entry.field("chunks") is not None:
@@ -185,8 +182,8 @@ def _list_pieces(value: Any, metadata: FileLayout, files: dict[str, list[Piece]]
         if name not in counts:
             metadata.add("missing", "is listed, but stored in no file", tensor=str(name))
         elif held < needed or counts[name] < len(chunks):
-            detail = f"its pieces hold {held:,} of {needed:,} elements"
-            detail += f", {counts[name]} of {len(chunks)} stored"
+            detail = f"its pieces hold {held:,} of {needed:,} elements, "
+            detail += f"{counts[name]} of {len(chunks)} stored"
             metadata.add("missing", detail, tensor=name)
     for index, info in stored.items():
         place = index.field("offset")
@@ -274,9 +271,48 @@ def check_huggingface(
     for name in JSON_FILES:
         data = _read_json(folder / name, whole) if (folder / name).exists() else None
         if name == TRAINER_STATE and isinstance(data, dict):
-            whole.step = _check_trainer_state(data, whole)
-    whole.format = _format_name(layouts)
+            step = data.get("global_step")
+            whole.step = step if type(step) is int else None
+            _check_history(data.get("log_history"), whole)
+    weights = set()
+    whole.format = "transformers"
+    for name, layout in layouts.items():
+        suffix = layout.path.suffix
+        if layout.tensors and role_of_file(name) is None and suffix in (".safetensors", ".bin"):
+            weights.add(suffix.removeprefix("."))
+        if name.startswith("random_states"):
+            whole.format = "accelerate"
+    if weights:
+        whole.format += f" ({', '.join(sorted(weights))})"
     return list(layouts.values())
+
+
+def _check_shard_numbers(names: Mapping[str, FileLayout], whole: FileLayout) -> None:
+    """Report gaps in `model-00002-of-00003` where there is no index."""
+    families: dict[tuple[str, int], set[int]] = {}
+    for match in filter(None, map(NUMBERED.match, names)):
+        families.setdefault((match["stem"], int(match["total"])), set()).add(int(match["number"]))
+    for (stem, total), numbers in families.items():
+        # some writers count from 0
+        first = min(numbers | {1})
+        missing = sorted(set(range(first, first + total)) - numbers)
+        if missing:
+            detail = f"shard {first_few(missing, 5)} of the {total} shards of {stem} is missing"
+            whole.add("missing", detail)
+
+
+def _check_history(history: Any, whole: FileLayout) -> None:
+    """Report the first logged value that is not finite, since it stays so."""
+    for entry in history if isinstance(history, list) else ():
+        values = entry if isinstance(entry, dict) else {}
+        bad = []
+        for key in ("loss", "grad_norm", "eval_loss"):
+            if isinstance(values.get(key), float) and not math.isfinite(values[key]):
+                bad.append(key)
+        if bad:
+            detail = f"{first_few(bad, 5)} not finite at step {values.get('step')}"
+            whole.add("loss", f"{TRAINER_STATE}: {detail}", severity="warning")
+            return
 
 
 def _read_json(path: Path, whole: FileLayout) -> Any:
@@ -353,53 +389,6 @@ def _check_homes(
             whole.add("index", detail, tensor=name)
 
 
-def _check_shard_numbers(names: Mapping[str, FileLayout], whole: FileLayout) -> None:
-    """Report gaps in `model-00002-of-00003` where there is no index."""
-    families: dict[tuple[str, int], set[int]] = {}
-    for match in filter(None, map(NUMBERED.match, names)):
-        family = (match["stem"], int(match["total"]))
-        families.setdefault(family, set()).add(int(match["number"]))
-    for (stem, total), numbers in families.items():
-        # some writers count from 0
-        first = min(numbers | {1})
-        missing = sorted(set(range(first, first + total)) - numbers)
-        if missing:
-            whole.add(
-                "missing",
-                f"shard {first_few(missing, 5)} of the {total} shards of {stem} is missing",
-            )
-
-
-def _check_trainer_state(data: dict[str, Any], whole: FileLayout) -> int | None:
-    """Report the first logged value that is not finite, since it stays so; returns the step."""
-    history = data.get("log_history")
-    for entry in history if isinstance(history, list) else ():
-        bad = []
-        for key in ("loss", "grad_norm", "eval_loss") if isinstance(entry, dict) else ():
-            value = entry.get(key)
-            if isinstance(value, float) and not math.isfinite(value):
-                bad.append(key)
-        if bad:
-            detail = f"{first_few(bad, 5)} not finite at step {entry.get('step')}"
-            whole.add("loss", f"{TRAINER_STATE}: {detail}", severity="warning")
-            break
-    step = data.get("global_step")
-    return step if type(step) is int else None
-
-
-def _format_name(layouts: Mapping[str, FileLayout]) -> str:
-    """Name the library and the format of its weights: `transformers (safetensors)`."""
-    library = "transformers"
-    weights = set()
-    for name, layout in layouts.items():
-        suffix = layout.path.suffix
-        if name.startswith("random_states"):
-            library = "accelerate"
-        if layout.tensors and role_of_file(name) is None and suffix in (".safetensors", ".bin"):
-            weights.add(suffix.removeprefix("."))
-    return f"{library} ({', '.join(sorted(weights))})" if weights else library
-
-
 # --- Checkpoints of stepguard: every byte compared with the seal, every tensor with its digest.
 
 
@@ -418,9 +407,24 @@ def check_sealed(whole: FileLayout, files: Sequence[Path], progress: Progress) -
         why = seal.health.why or "the run was unhealthy when it was saved"
         whole.add("diverged", f"is complete and finite, but not safe to resume from: {why}")
     owners = _seal_of_each_file(folder, seal, whole)
+
+    def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
+        path = layout.path
+        owner = owners[path.name]
+        sealed = seal.files.get(path.name) or owner.files[path.name]
+        layout.format = "sealed"
+        layout.checksums.append(Checksum(0, source.size, path.name, sealed.digest))
+        if source.size != sealed.size:
+            raise Damaged("torn", f"has {source.size:,} bytes, {sealed.size:,} were sealed")
+        if path.suffix == ".safetensors":
+            read_safetensors(source, layout, None)
+            _compare_with_seal(layout, owner)
+        # a digest says that nobody changed a pickle, not that it is safe to load
+        elif has_checkpoint_suffix(path):
+            parse(source, layout, role)
+
     for name, owner in sorted(owners.items()):
         if _is_in_folder(folder, name, "the seal names", whole):
-            read = _sealed_reader(seal.files.get(name) or owner.files[name], owner)
             allowed = frozenset(owner.nonfinite)
             layouts.append(check_file(folder / name, progress, read=read, allowed=allowed))
     for path in sorted(folder.iterdir()):
@@ -442,7 +446,7 @@ def _seal_of_each_file(folder: Path, seal: Seal, whole: FileLayout) -> dict[str,
         whole.add("seal", str(fault))
         return owners
     held: Counter[str] = Counter()
-    needed: dict[str, int] = {}
+    needed = {}
     for own in ranks:
         for file in own.files:
             if file in seal.files or not seal.ranks:
@@ -456,23 +460,6 @@ def _seal_of_each_file(folder: Path, seal: Seal, whole: FileLayout) -> dict[str,
                 "missing", f"its parts hold {held[name]:,} of {count:,} elements", tensor=name
             )
     return owners
-
-
-def _sealed_reader(sealed: SealedFile, seal: Seal) -> Read:
-    def read(source: FileSlice, layout: FileLayout, role: Role | None) -> None:
-        path = layout.path
-        layout.format = "sealed"
-        layout.checksums.append(Checksum(0, source.size, path.name, sealed.digest))
-        if source.size != sealed.size:
-            raise Damaged("torn", f"has {source.size:,} bytes, {sealed.size:,} were sealed")
-        if path.suffix == ".safetensors":
-            read_safetensors(source, layout, None)
-            _compare_with_seal(layout, seal)
-        # a digest says that nobody changed a pickle, not that it is safe to load
-        elif has_checkpoint_suffix(path):
-            parse(source, layout, role)
-
-    return read
 
 
 def _compare_with_seal(layout: FileLayout, seal: Seal) -> None:

@@ -52,15 +52,10 @@ MOST_WORK = 20_000_000
 LONGEST_TEXT = 16 << 20
 LONGEST_LINE = 1 << 16
 """Bytes of a text opcode (GLOBAL, INST, INT, FLOAT); longer byte strings stay in the file."""
-LONGEST_INTEGER = 1 << 10
-"""Bytes of one integer."""
-LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of the old format: the magic number, in protocol 2."""
 DEEPEST_NESTED = 3
 """Pickles inside pickles."""
-STRIDE = 1024
-"""Operations between two checks of the size of stack and memo."""
 _SHORT = Repr()
 _SHORT.maxother = 80
 shorten = _SHORT.repr
@@ -331,10 +326,30 @@ def is_kind(value: Any, kind: str) -> bool:
     return False
 
 
+BUILDERS: dict[str, Callable[..., Any]] = {
+    "builtins.complex": lambda machine, real, imaginary: (real * 1.0, imaginary * 1.0),
+    "torch.Size": lambda machine, sizes=(): tuple(sizes),
+    "numpy._core.multiarray._reconstruct": lambda machine, *_: ArrayRecord(),
+}
+"""What builds the record of a call whose value or arguments matter; others become objects."""
+
+
+def _builds(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def note(build: Callable[..., Any]) -> Callable[..., Any]:
+        BUILDERS.update(dict.fromkeys(names.split(), build))
+        return build
+
+    return note
+
+
 MODULE_ID = ("=module", "global", "text|none", "text|none")
 STORAGE_ID = ("=storage", "global", "text", "text", "int", "any?")
 
 
+@_builds(
+    "torch._utils._rebuild_tensor torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 "
+    "torch._utils._rebuild_qtensor"
+)
 def _tensor(
     machine: PickleReader, storage: Any, offset: int, shape: Any, stride: Any, *more: Any
 ) -> TensorRecord:
@@ -346,6 +361,7 @@ def _tensor(
     return TensorRecord(storage, dtype, offset, tuple(shape), tuple(stride))
 
 
+@_builds("torch._utils._rebuild_parameter torch._utils._rebuild_parameter_with_state")
 def _parameter(
     machine: PickleReader, data: Any, requires_grad: bool, hooks: Any, state: Any = None
 ) -> Any:
@@ -355,6 +371,7 @@ def _parameter(
     return data
 
 
+@_builds("torch._tensor._rebuild_from_type_v2")
 def _tensor_subclass(
     machine: PickleReader, function: Global, kind: Global, arguments: Any, state: Any
 ) -> Any:
@@ -368,6 +385,7 @@ def _tensor_subclass(
     return tensor
 
 
+@_builds("torch.storage._load_from_bytes")
 def _nested_storage(machine: PickleReader, raw: PickledBytes) -> StorageRecord:
     """Build a storage that a plain pickle holds as a whole torch.save of its own."""
     # once for all calls with the same bytes, which stay in memory for as long as their id counts
@@ -376,6 +394,7 @@ def _nested_storage(machine: PickleReader, raw: PickledBytes) -> StorageRecord:
     return machine.nested[id(raw)][1]
 
 
+@_builds("collections.OrderedDict collections.Counter builtins.dict")
 def _dict_of(machine: PickleReader, items: Any = ()) -> dict[Any, Any]:
     # a copy, as pickle makes one: what is put into `items` later does not belong to it
     machine.spend(8 * len(items))
@@ -386,16 +405,24 @@ def _dict_of(machine: PickleReader, items: Any = ()) -> dict[Any, Any]:
     return dict(pairs)
 
 
+@_builds("collections.defaultdict")
+def _defaultdict(machine: PickleReader, factory: Any = None, items: Any = ()) -> Any:
+    return _dict_of(machine, items)
+
+
+@_builds("collections.deque builtins.list builtins.tuple")
 def _list_of(machine: PickleReader, items: Any = (), longest: Any = None) -> list[Any]:
     machine.spend(len(items))
     return list(items)
 
 
+@_builds("builtins.set builtins.frozenset")
 def _set_of(machine: PickleReader, items: Any = ()) -> frozenset[Any]:
     machine.check_keys(items)
     return frozenset(items)
 
 
+@_builds("builtins.bytes builtins.bytearray _codecs.encode")
 def _encoded(machine: PickleReader, text: Any = "", encoding: str = "utf-8") -> PickledBytes:
     """Build bytes as protocol 2 writes them: as a text that `_codecs.encode` turns into bytes."""
     if isinstance(text, PickledBytes):
@@ -406,6 +433,7 @@ def _encoded(machine: PickleReader, text: Any = "", encoding: str = "utf-8") -> 
     return PickledBytes(-1, len(data), data)
 
 
+@_builds("numpy.dtype")
 def _numpy_type(machine: PickleReader, code: Any, align: Any = 0, copy: Any = 0) -> NumpyType:
     text = code
     if isinstance(code, PickledBytes):
@@ -416,6 +444,7 @@ def _numpy_type(machine: PickleReader, code: Any, align: Any = 0, copy: Any = 0)
     return NumpyType(np.dtype(text), bool(copy))
 
 
+@_builds("numpy._core.multiarray.scalar")
 def _numpy_number(machine: PickleReader, kind: Any, raw: Any) -> Any:
     if isinstance(raw, str) or raw.data is None or kind.dtype.kind not in "fiub":
         return PickledObject(Global("numpy._core.multiarray", "scalar"), (kind, raw))
@@ -423,6 +452,7 @@ def _numpy_number(machine: PickleReader, kind: Any, raw: Any) -> Any:
     return number
 
 
+@_builds("numpy._core.numeric._frombuffer")
 def _array_from(
     machine: PickleReader, raw: PickledBytes, dtype: NumpyType, shape: Any, *_: Any
 ) -> ArrayRecord:
@@ -431,6 +461,7 @@ def _array_from(
     return array
 
 
+@_builds("copyreg._reconstructor")
 def _reconstructed(machine: PickleReader, kind: Any, base: Any, state: Any) -> PickledObject:
     """Build an object as protocol 0 and 1 do, by `base.__new__(kind, state)`."""
     is_object = base == Global("builtins", "object") and state is None
@@ -440,38 +471,6 @@ def _reconstructed(machine: PickleReader, kind: Any, base: Any, state: Any) -> P
     if is_listed(kind) and kind not in RECORDS and kind not in MAPPINGS:
         machine.names[kind] = True
     return PickledObject(kind)
-
-
-BUILDERS: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _dict_of,
-    "collections.defaultdict": lambda machine, factory=None, items=(): _dict_of(machine, items),
-    "collections.Counter": _dict_of,
-    "collections.deque": _list_of,
-    "builtins.set": _set_of,
-    "builtins.frozenset": _set_of,
-    "builtins.list": _list_of,
-    "builtins.tuple": _list_of,
-    "builtins.dict": _dict_of,
-    "builtins.bytes": _encoded,
-    "builtins.bytearray": _encoded,
-    "builtins.complex": lambda machine, real, imaginary: (real * 1.0, imaginary * 1.0),
-    "torch.Size": lambda machine, sizes=(): tuple(sizes),
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_qtensor": _tensor,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._tensor._rebuild_from_type_v2": _tensor_subclass,
-    "torch.storage._load_from_bytes": _nested_storage,
-    "numpy._core.multiarray._reconstruct": lambda machine, *_: ArrayRecord(),
-    "numpy._core.multiarray.scalar": _numpy_number,
-    "numpy._core.numeric._frombuffer": _array_from,
-    "numpy.dtype": _numpy_type,
-    "_codecs.encode": _encoded,
-    "copyreg._reconstructor": _reconstructed,
-}
-"""What builds the record of a call whose value or arguments matter; others become objects."""
 
 
 def takes_state(what: Any, state: Any) -> bool:
@@ -575,7 +574,8 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             for count in range(MOST_OPERATIONS):
                 code = read(1)[0]
                 dispatch[code](self)
-                if not count % STRIDE:
+                # operations between two checks of the size of stack and memo
+                if not count % 1024:
                     self._check_size()
         except _STOP as stop:
             self._check_size()
@@ -584,19 +584,18 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
                 raise Damaged("malformed", "the pickle ends before its last frame") from None
             return stop.value
         except FAULTS as error:
-            raise self._damage(code, error) from None
+            at = self.file.tell()
+            if at >= self.source.size:
+                detail = f"the pickle ends at byte {at:,} without a STOP opcode"
+                raise NotPickled("torn", detail) from None
+            if code not in OPCODES:
+                detail = f"byte {code:#04x} at {at - 1:,} is not a pickle opcode"
+                raise NotPickled("malformed", detail) from None
+            detail = f"pickle opcode {OPCODES[code]} at byte {at:,}: {error}"
+            if code in GOES_ON and not isinstance(error, IndexError):
+                raise Damaged("malformed", detail) from None
+            raise NotPickled("malformed", detail) from None
         raise Damaged("limit", f"the pickle has more than {MOST_OPERATIONS:,} operations")
-
-    def _damage(self, code: int, error: Exception) -> Damaged:
-        at = self.file.tell()
-        if at >= self.source.size:
-            return NotPickled("torn", f"the pickle ends at byte {at:,} without a STOP opcode")
-        if code not in OPCODES:
-            return NotPickled("malformed", f"byte {code:#04x} at {at - 1:,} is not a pickle opcode")
-        detail = f"pickle opcode {OPCODES[code]} at byte {at:,}: {error}"
-        if code in GOES_ON and not isinstance(error, IndexError):
-            return Damaged("malformed", detail)
-        return NotPickled("malformed", detail)
 
     def _check_size(self) -> None:
         deepest = max(len(self.stack), len(self.metastack))
@@ -783,7 +782,8 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         count = int.from_bytes(self.read(4), "little", signed=True)
         if not 0 <= count <= self.source.size - self.file.tell():
             raise ValueError(f"an integer of {count:,} bytes")
-        if count > LONGEST_INTEGER:
+        # bytes of one integer
+        if count > 1 << 10:
             raise Damaged("limit", f"an integer of {count:,} bytes at byte {self.file.tell():,}")
         self.append(int.from_bytes(self.read(count), "little", signed=True))
 
@@ -809,7 +809,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         if self.is_legacy:
             # the third pickle holds byte order and sizes of the machine that wrote it
             protocol, _, value, keys = [self.load() for _ in range(4)]
-            if found != LEGACY_MAGIC or protocol != 1001 or not isinstance(keys, list):
+            if found != 0x1950A86A20F9469CFC6C or protocol != 1001 or not isinstance(keys, list):
                 raise Damaged("malformed", "its first pickles are not those of torch.save")
             found = value
             end = self._find_storages(keys)

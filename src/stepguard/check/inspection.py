@@ -112,8 +112,6 @@ MATMULS = words(
 DIVISIONS = words("div div_ true_divide reciprocal")
 DELICATE = words("exp log logsumexp _softmax _log_softmax sqrt rsqrt pow cdist_forward")
 """Operations worth naming, because many incidents begin in one."""
-LARGEST_EPS = 1e-3
-"""A larger number that is added is not an eps."""
 
 
 class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -159,7 +157,8 @@ class TracedStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name == "add" and len(args) > 1:
             # Note an eps that is below the spacing of what it is added to.
             value, eps = args[:2]
-            small = isinstance(eps, float) and 0 < abs(eps) <= LARGEST_EPS
+            # A larger number that is added is not an eps
+            small = isinstance(eps, float) and 0 < abs(eps) <= 1e-3
             if small and value.is_floating_point() and torch.equal(value, out):
                 self.lost_eps[_user_line()] = f"{eps:g} in {dtype_name(value.dtype)}"
         elif name in ("mse_loss", "sub", "pow", "square"):
@@ -245,7 +244,14 @@ def trace_step(subject: Subject, framework: FrameworkContext, batch: Any) -> Tra
                 step.grad_norm = 0.0
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
-                    _read_gradients(step, model)
+                for name, parameter in model.named_parameters() if loss.requires_grad else ():
+                    if parameter.grad is not None:
+                        # The gradient of a sparse embedding holds only the rows that were used.
+                        grad = dense_values(parameter.grad.detach())
+                        norm = float(grad.abs().double().norm())
+                        step.grad_norm = math.hypot(step.grad_norm, norm)
+                        if not is_finite(grad):
+                            step.grads_bad.append(name)
         except Exception as fault:
             step.fault = one_line(fault, 160)
     return step
@@ -268,18 +274,6 @@ def gradient_of(subject: Subject, framework: FrameworkContext, batch: Any) -> Te
         parts = [p.grad for p in model.parameters() if p.grad is not None]
         rows = [dense_values(part.detach()).double().reshape(-1) for part in parts]
         return torch.cat(rows) if rows else torch.zeros(0)
-
-
-def _read_gradients(step: TracedStep, model: nn.Module) -> None:
-    squares = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            # The gradient of a sparse embedding holds only the rows that were used.
-            grad = dense_values(parameter.grad.detach())
-            squares += float(grad.abs().double().square().sum())
-            if not is_finite(grad):
-                step.grads_bad.append(name)
-    step.grad_norm = squares**0.5
 
 
 @contextmanager

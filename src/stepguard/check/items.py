@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stepguard import __version__
-from stepguard.check.data import Measured, in_example
+from stepguard.check.data import in_example
 from stepguard.check.inspection import (
     Answer,
     Inspection,
@@ -26,15 +26,14 @@ from stepguard.check.inspection import (
 )
 from stepguard.check.settings import (
     Setting,
-    UnquotedNumber,
     as_number,
     flat,
     plain,
-    spells_number,
     unread,
 )
 from stepguard.check.subject import FINITE_TESTS, NORM_NAMES
 from stepguard.diagnose.case import largest
+from stepguard.records.codec import NUMBER, UnquotedNumber
 from stepguard.report.phrases import count, first_few, size
 from stepguard.state.files import free_memory
 
@@ -75,21 +74,17 @@ def data_constant(run: Inspection) -> Answer:
     )
 
 
-def _span(values: list[Measured]) -> tuple[float, float]:
-    return min(value.low for value in values), max(value.high for value in values)
-
-
 def data_range(run: Inspection) -> Answer:
     data, declared = run.data.values, run.subject.data_range
     dtype = "float64"
     with suppress(NotGiven):
         dtype = run.probe.dtype
     outside = [f"data_range names {key!r}, which no example has" for key in declared.keys() - data]
-    too_large: list[str] = []
-    outliers: list[str] = []
+    too_large = []
+    outliers = []
     spans = []
     for key, values in data.items():
-        low, high = _span(values)
+        low, high = min(value.low for value in values), max(value.high for value in values)
         least, most = declared.get(key, (-math.inf, math.inf))
         sizes = sorted(((max(-v.low, v.high), v.example) for v in values), reverse=True)
         farthest, example = sizes[0]
@@ -192,13 +187,13 @@ def config_types(run: Inspection) -> Answer:
         if isinstance(leaf.value, UnquotedNumber):
             # Does the program read such a text as a number? OmegaConf does, and the optimizer
             # shows it.
-            rates: list[float] = []
+            rates = []
             if run.subject.optimizer is not None and run.setting("lr") == leaf:
                 rates = peak_rates(run.optimizer)
             became = any(math.isclose(float(leaf.value), rate, rel_tol=1e-3) for rate in rates)
             if not became and not run.project.mentions & {"omegaconf", "hydra"}:
                 doubtful.append(f"{leaf.key}: {leaf.value}")
-        elif spells_number(leaf.value):
+        elif NUMBER.fullmatch(leaf.value):
             numbers.append(f"{leaf.key}: {leaf.value!r}")
         # Only these: a `no` in quotes is often the name of a strategy.
         elif leaf.value.strip().lower() in ("true", "false"):
@@ -482,10 +477,6 @@ def code_current(run: Inspection) -> Answer:
 
 # --- Resources: space on the disk for checkpoints, and memory for the step.
 
-KEPT_CHECKPOINTS = 2
-"""Kept if the configuration does not say how many."""
-TIGHT = 1.5
-"""Times what is needed; less free space than that is a warning."""
 SLOTS = {
     **dict.fromkeys(["adam", "adamw", "nadam", "radam", "adamax", "adadelta"], 2),
     **dict.fromkeys(["lion", "adagrad", "rmsprop"], 1),
@@ -521,7 +512,8 @@ def disk_space(run: Inspection) -> Answer:
     while not folder.exists():
         folder = folder.parent
     weights, _, state, how = _bytes_needed(run)
-    keep = int(run.number("keep") or KEPT_CHECKPOINTS)
+    # Kept if the configuration does not say how many
+    keep = int(run.number("keep") or 2)
     # A new checkpoint is written beside those that are kept, before the oldest goes.
     needed = (weights + state) * (max(keep, 1) + 1)
     free = shutil.disk_usage(folder).free
@@ -557,7 +549,8 @@ def memory_estimate(run: Inspection) -> Answer:
 def _judge_space(needed: int, free: int, *evidence: str, fix: str) -> Answer:
     if free < needed:
         return failed(*evidence, fix=fix)
-    if free < TIGHT * needed:
+    # Times what is needed; less free space than that is a warning
+    if free < 1.5 * needed:
         return warned(*evidence, fix=fix)
     return passed(*evidence)
 

@@ -44,7 +44,7 @@ NO_DTYPE = "mixed precision without a dtype"
 
 def asked(run: Inspection) -> dict[str, str | None]:
     """Map every place that asks for a precision to its dtype; None is AMP without a dtype."""
-    found: dict[str, str | None] = {}
+    found = {}
     configured = wanted(run.config)
     if configured is not None:
         found[f"the configuration ({configured.said})"] = configured.dtype
@@ -150,12 +150,8 @@ def scaler_missing(run: Inspection) -> Answer:
 
 # --- Optimizer and norm layers.
 
-MOST_LOST = 0.5
-"""Share of weights that no update of size lr can move."""
 ADAPTIVE = ("adam", "lion", "adagrad", "rmsprop", "rprop", "adafactor")
 """Optimizers whose step is about lr for every weight, whatever the gradient."""
-SMALLEST_EPS = 1e-19
-"""Four norms in a row with a smaller eps take a gradient of 1 beyond float32 where rows are 0."""
 EPSILONS = ("eps", "variance_epsilon", "epsilon")
 
 
@@ -219,7 +215,7 @@ def optimizer_stalled(run: Inspection) -> Answer:
         raise NotApplicable(f"the step size of {kind} is not known in advance")
     weights = 0
     lost = 0
-    dtypes: set[str] = set()
+    dtypes = set()
     for group, rate in zip(run.optimizer.param_groups, peak_rates(run.optimizer), strict=True):
         for parameter in group["params"]:
             name = real_format(str(parameter.dtype))
@@ -234,7 +230,8 @@ def optimizer_stalled(run: Inspection) -> Answer:
         f"{lost:,} of {weights:,} weights in {', '.join(sorted(dtypes))} are spaced wider than "
         "twice the lr"
     )
-    if lost <= MOST_LOST * weights:
+    # Share of weights that no update of size lr can move
+    if lost <= 0.5 * weights:
         return passed(f"{said}; {count(weights - lost, 'weight')} can move")
     return warned(
         f"{said}: an update of size lr does not change them",
@@ -261,7 +258,9 @@ def norm_eps(run: Inspection) -> Answer:
         problem = ""
         if epsilon == 0 or (ours and rounds_to_zero(epsilon, dtype)):
             problem = "a row of zeros gives NaN or an infinite gradient"
-        elif epsilon < SMALLEST_EPS:
+        # Four norms in a row with a smaller eps take a gradient of 1 beyond float32 where rows are
+        # 0
+        elif epsilon < 1e-19:
             problem = f"a row of zeros multiplies the gradient by {epsilon**-0.5:.3g}"
         if problem:
             bad[f"{title}(eps={epsilon:g}) in {dtype}: {problem}"].append(name)
@@ -277,15 +276,11 @@ def norm_eps(run: Inspection) -> Answer:
 
 CLOSE = 1e-3
 """Relative; a rate written with three digits is the same rate."""
-FAR_BELOW = 0.1
-"""A floor missed by more than a factor of ten is another floor."""
 LARGEST_RATE = 5e-5 * 1.001
 """5e-5, with room for a rate that was computed."""
 LARGE_MODEL = 100_000_000
 """Parameters. The 5e-5 comes from a model of 892 million; small ones take rates far higher."""
 WARMUP_STEPS = 2000
-WARMUP_SHARE = 0.01
-"""Warmup as a share of the run: 2000 steps suit a run of 200 000."""
 
 
 def configured_rate(run: Inspection) -> tuple[float, str]:
@@ -360,7 +355,8 @@ def _missed_rate(run: Inspection, peak: float, last: float) -> Answer | None:
             f"{said} is exceeded", fix="Give the schedule the configured peak, not a multiple."
         )
     floor = run.number("min_lr")
-    if floor is None or floor >= configured or last >= FAR_BELOW * floor:
+    # A floor missed by more than a factor of ten is another floor
+    if floor is None or floor >= configured or last >= 0.1 * floor:
         return None
     below = f"the schedule ends at {last:.3g}, {floor / max(last, 1e-45):.3g} times below it"
     return failed(
@@ -419,7 +415,8 @@ def checklist_warmup(run: Inspection) -> Answer:
         raise NotApplicable(f"{kind} has no second moment that needs a warmup")
     if follows_metric(run.subject.scheduler):
         raise NotApplicable("the schedule follows a metric and has no warmup")
-    needed = min(WARMUP_STEPS, WARMUP_SHARE * (run.steps or math.inf))
+    # Warmup as a share of the run: 2000 steps suit a run of 200 000
+    needed = min(WARMUP_STEPS, 0.01 * (run.steps or math.inf))
     fix = (
         f"Warm up over {needed:.0f} steps or more: LinearLR before the schedule, or "
         "OneCycleLR(pct_start=...)."
@@ -439,10 +436,6 @@ def checklist_warmup(run: Inspection) -> Answer:
 
 
 # --- The model: stored values, one real pass, and limits on single parameters.
-
-SMALL_DIVISOR = 1e-6
-LARGEST_DEVIATION = 10.0
-"""Largest standard deviation of a regression target; its inverse is the smallest."""
 
 
 def model_stored_finite(run: Inspection) -> Answer:
@@ -511,8 +504,6 @@ def judge_step(step: TracedStep) -> Answer:
 SAME_GRADIENT = 0.02
 """Relative difference of two gradients that rounding may make: 1e-6 in float32, 1e-2 in bfloat16.
 """
-OTHER_WEIGHTS = 0.05
-"""How far from a half the weight of half of the samples must be to be worth a word."""
 
 
 def loss_split(run: Inspection) -> Answer:
@@ -536,7 +527,8 @@ def loss_split(run: Inspection) -> Answer:
     apart = one - other
     weight = float((whole - other) @ apart / (apart @ apart).clamp_min(1e-300))
     left = float((whole - weight * one - (1 - weight) * other).norm()) / size
-    if left > SAME_GRADIENT or abs(weight - 0.5) < OTHER_WEIGHTS or not 0 < weight < 1:
+    # How far from a half the weight of half of the samples must be to be worth a word
+    if left > SAME_GRADIENT or abs(weight - 0.5) < 0.05 or not 0 < weight < 1:
         raise NotApplicable("the loss of a sample depends on the other samples of its batch")
     said = (
         f"halves of {rows // 2} samples with {targets[0]:,} and {targets[1]:,} targets weigh "
@@ -637,7 +629,7 @@ def checklist_divisions(run: Inspection) -> Answer:
     if least == 0:
         return failed(*said, fix=fix)
     # A small Python number is a constant of the program, not a value that shrank.
-    if least < SMALL_DIVISOR and dtype in FORMATS:
+    if least < 1e-6 and dtype in FORMATS:
         return warned(*said, fix=fix)
     return passed(*said)
 
@@ -648,7 +640,8 @@ def checklist_latents(run: Inspection) -> Answer:
     mean, deviation = run.traced_step.latent
     said = f"target of the squared error: mean {mean:.3g}, standard deviation {deviation:.3g}"
     largest_ratio = max(deviation, 1 / max(deviation, 1e-30), abs(mean))
-    if largest_ratio <= LARGEST_DEVIATION:
+    # Largest standard deviation of a regression target; its inverse is the smallest
+    if largest_ratio <= 10.0:
         return passed(said)
     return warned(
         said,

@@ -27,14 +27,12 @@ from stepguard.check.inspection import (
     Inspection,
     NotApplicable,
     NotGiven,
+    Probe,
     one_line,
     peak_rates,
 )
-from stepguard.check.settings import READERS as CONFIG_KINDS
-from stepguard.check.settings import (
-    Tracked,
-    read_settings,
-)
+from stepguard.check.settings import KINDS as CONFIG_KINDS
+from stepguard.check.settings import Tracked, read_settings
 from stepguard.check.subject import Subject, subject_of
 from stepguard.records.checks import Alignment, Outcome, Preflight
 from stepguard.state.capsule import import_function, importable
@@ -161,11 +159,15 @@ def run_item(name: str, run: Inspection) -> Outcome:
 
 def status_facts(run: Inspection) -> tuple[tuple[str, str], ...]:
     """Label and value of what is known."""
-    facts = []
-    for place, dtype in step.asked(run).items():
-        facts.append(("asked for", f"{dtype or step.NO_DTYPE} by {place}"))
+    facts = [
+        ("asked for", f"{dtype or step.NO_DTYPE} by {place}")
+        for place, dtype in step.asked(run).items()
+    ]
     if run.subject.model is not None:
-        facts += _precision_facts(run)
+        try:
+            facts += _precision_facts(run, run.probe)
+        except (NotGiven, NotApplicable) as why:
+            facts.append(("mixed precision", f"not probed: {why}"))
     optimizer, setting = run.subject.optimizer, run.setting("lr")
     if optimizer is not None:
         now = float(optimizer.param_groups[0]["lr"])
@@ -181,11 +183,7 @@ def status_facts(run: Inspection) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
-def _precision_facts(run: Inspection) -> list[tuple[str, str]]:
-    try:
-        probe = run.probe
-    except (NotGiven, NotApplicable) as why:
-        return [("mixed precision", f"not probed: {why}")]
+def _precision_facts(run: Inspection, probe: Probe) -> list[tuple[str, str]]:
     amp = "no"
     # Autocast inside of loss_fn is not seen from here, but its products are.
     if probe.autocast:

@@ -11,9 +11,9 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from stepguard._errors import StoreError
 from stepguard.check.folders import DATA_SUFFIX, INDEX_SUFFIX, METADATA, CheckpointFiles
@@ -30,8 +30,7 @@ UNPROVEN = frozenset({"limit", "unreadable", "format", "link", "lr", "global", "
 MOST_REASONS = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class Move(NamedTuple):
     """One file or folder and its new place; both paths are relative to the folder, with `/`."""
 
     original: str
@@ -63,8 +62,8 @@ def plan(
 ) -> list[Move]:
     """Decide what to move where. A folder moves as a whole, unless other checkpoints lie in it."""
     by_path = {str(checkpoint.path): checkpoint for checkpoint in checkpoints}
-    moves: list[Move] = []
-    taken: set[str] = set()
+    moves = []
+    taken = set()
     for found in bad:
         checkpoint = by_path[found.path]
         paths = [checkpoint.path]
@@ -109,7 +108,7 @@ def apply(root: Path, moves: Sequence[Move]) -> list[Move]:
     if not moves:
         return []
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    complete = [replace(move, digests=_digests(root / move.original), moved=now) for move in moves]
+    complete = [move._replace(digests=_digests(root / move.original), moved=now) for move in moves]
     _write_manifest(root, [*read_manifest(root), *complete])
     for move in complete:
         _rename(root, move.original, move.place)
@@ -118,8 +117,8 @@ def apply(root: Path, moves: Sequence[Move]) -> list[Move]:
 
 def undo(root: Path) -> tuple[list[Move], list[tuple[Move, str]]]:
     """Move everything back; returns what came back and what stays, with the reason."""
-    back: list[Move] = []
-    stays: list[tuple[Move, str]] = []
+    back = []
+    stays = []
     folder = root / QUARANTINE
     for move in read_manifest(root):
         # a crash came before its rename, or an earlier undo moved it back
@@ -223,7 +222,7 @@ def _write_manifest(root: Path, moves: Sequence[Move]) -> None:
     folder = root / QUARANTINE
     if folder.is_symlink():
         raise StoreError(f"{folder} is a link; remove it first. Nothing was moved.")
-    data = {"schema": 1, "moves": [asdict(move) for move in moves]}
+    data = {"schema": 1, "moves": [move._asdict() for move in moves]}
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
     write_file(folder / MANIFEST, text.encode())
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -95,7 +96,6 @@ def is_shape(value: object) -> bool:
 
 LARGEST_INDEX = 32 << 20
 """Bytes of a zip directory, a safetensors header or a JSON file: about 300 000 tensors."""
-BUFFER = 1 << 18
 FILE_KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -178,7 +178,7 @@ class FileSlice(io.RawIOBase):
 
     def reader(self) -> io.BufferedReader:
         """Return a buffered file object of the slice."""
-        return io.BufferedReader(self.part(0, self.size), BUFFER)
+        return io.BufferedReader(self.part(0, self.size), 1 << 18)
 
     def readable(self) -> bool:
         return True
@@ -201,25 +201,24 @@ class FileSlice(io.RawIOBase):
 @contextmanager
 def open_file(path: Path) -> Iterator[FileSlice]:
     """Open a regular file as a slice of its whole length; anything else is refused unopened."""
+    descriptor = -1
     try:
-        _refuse_special(path.stat().st_mode)
-        # without O_NONBLOCK, opening a FIFO that has no writer would wait forever
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        facts = path.stat()
+        if stat.S_ISREG(facts.st_mode):
+            # without O_NONBLOCK, opening a FIFO that has no writer would wait forever
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            # the path may have been replaced since
+            facts = os.fstat(descriptor)
     except OSError as error:
         raise Damaged("unreadable", f"cannot be opened: {error.strerror}") from error
     try:
-        facts = os.fstat(descriptor)
-        # the path may have been replaced between stat and open
-        _refuse_special(facts.st_mode)
+        if not stat.S_ISREG(facts.st_mode):
+            kind = FILE_KINDS.get(stat.S_IFMT(facts.st_mode), "something else")
+            raise Damaged("unreadable", f"is {kind}, not a file")
         yield FileSlice(descriptor, 0, facts.st_size)
     finally:
-        os.close(descriptor)
-
-
-def _refuse_special(mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        kind = FILE_KINDS.get(stat.S_IFMT(mode), "something else")
-        raise Damaged("unreadable", f"is {kind}, not a file")
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def parse_json(text: bytes, what: str) -> Any:
@@ -330,8 +329,6 @@ Progress = Callable[[int], None]
 """Takes the number of bytes that were read since the last call."""
 MOST_PER_KIND = 20
 """Problems of one kind that are listed for one file; the others are counted in one line."""
-LONGEST_NAME = 200
-LONGEST_DETAIL = 600
 PIECE = 1 << 19
 """Bytes read at once: small enough to stay in the cache of the processor until they are measured.
 
@@ -376,9 +373,16 @@ class Values:
         return self.nan + self.positive + self.negative
 
     @property
-    def largest(self) -> float:
-        """Return the largest magnitude of the finite values."""
-        return max(abs(self.low), abs(self.high)) if self.low <= self.high else 0.0
+    def counted(self) -> str:
+        """`2 NaN, 1 -Inf of 64`."""
+        counts = {"NaN": self.nan, "+Inf": self.positive, "-Inf": self.negative}
+        words = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+        return f"{words} of {self.count:,}"
+
+    @property
+    def finite(self) -> str:
+        """From the least to the largest of the finite ones; empty where there is none."""
+        return f"; finite from {self.low:.4g} to {self.high:.4g}" if self.low <= self.high else ""
 
     def update(self, memory: bytearray, offset: int, size: int) -> None:
         """Measure the next part of the bytes."""
@@ -427,16 +431,14 @@ class Checksum:
 
     def compare(self, layout: FileLayout) -> None:
         """Report bytes that have changed."""
-        name = "digest"
-        seen = self._hash.hexdigest()
-        wanted = self.expected
-        if isinstance(wanted, int):
-            name = "CRC"
-            seen = f"{self._crc:08x}"
-            wanted = f"{wanted:08x}"
-        if seen != wanted:
-            detail = f"its {name} is {seen}, it was written with {wanted}: bytes have changed"
-            layout.add("checksum", f"{self.label}: {detail}", tensor=self.tensor)
+        numbers = f"digest is {self._hash.hexdigest()}, it was written with {self.expected}"
+        changed = self._hash.hexdigest() != self.expected
+        if isinstance(self.expected, int):
+            numbers = f"CRC is {self._crc:08x}, it was written with {self.expected:08x}"
+            changed = self._crc != self.expected
+        if changed:
+            detail = f"{self.label}: its {numbers}: bytes have changed"
+            layout.add("checksum", detail, tensor=self.tensor)
 
 
 @dataclass(slots=True, eq=False)
@@ -486,8 +488,8 @@ class FileLayout:
         problem = Problem(
             file=str(self.path),
             kind=kind,
-            tensor=None if tensor is None else clean(tensor, LONGEST_NAME),
-            detail=clean(detail, LONGEST_DETAIL),
+            tensor=None if tensor is None else clean(tensor, 200),
+            detail=clean(detail, 600),
             severity=severity,
             role=role,
         )
@@ -611,11 +613,8 @@ LARGEST = {"float64": 1.797e308, "float32": 3.402e38, "bfloat16": 3.389e38, "flo
 
 ABSURD = 1e18
 """A weight whose square overflows float32 a few layers later."""
-SUSPICIOUS = 1e8
 LEARNED: frozenset[Role] = frozenset({"parameter", "ema"})
 STRICT: frozenset[Role] = frozenset({"parameter", "ema", "optimizer", "scaler", "scheduler"})
-FEWEST = 64
-"""Elements below which being constant says nothing."""
 FINITE_SETTINGS = frozenset(
     [
         "lr",
@@ -645,18 +644,28 @@ def judge(layout: FileLayout, allowed: frozenset[str] = frozenset()) -> None:
             continue
         if values.bad and tensor.name not in allowed:
             _judge_nonfinite(layout, tensor, values)
-        if tensor.dtype in LARGEST and values.low <= values.high:
-            _judge_finite(layout, tensor, values)
+        if tensor.dtype not in LARGEST or values.low > values.high:
+            continue
+        if values.low < 0 and SQUARES.search(tensor.name):
+            detail = f"holds {values.low:.4g} where only squares belong, so its root is NaN"
+            layout.add("negative", detail, tensor=tensor.name, role=tensor.role)
+        if tensor.role not in LEARNED:
+            continue
+        for kind, detail, severity in _oddities(tensor, values):
+            layout.add(kind, detail, tensor=tensor.name, severity=severity, role=tensor.role)
+    _judge_numbers(layout)
+
+
+def _judge_numbers(layout: FileLayout) -> None:
     for name, role, value in layout.numbers:
         # the last part of a name that is not an index: `betas` of `param_groups/0/betas/1`
         key = re.sub(r"(/\d+)+$", "", name).rpartition("/")[2]
-        if role in STRICT and math.isnan(value):
-            layout.add("nan", f"is {value}", tensor=name, role=role)
-        elif role in STRICT and key in FINITE_SETTINGS:
-            layout.add("inf", f"is {value}", tensor=name, role=role)
+        if role in STRICT and (math.isnan(value) or key in FINITE_SETTINGS):
+            layout.add("nan" if math.isnan(value) else "inf", f"is {value}", tensor=name, role=role)
 
 
 def _judge_nonfinite(layout: FileLayout, tensor: StoredTensor, values: Values) -> None:
+    """Report `2 NaN, 1 -Inf of 64, first at [3, 1]; finite from -1 to 2`."""
     role = tensor.role
     # an attention mask holds 0 and -Inf only
     if not values.nan and not values.positive and values.low == values.high == 0:
@@ -667,64 +676,34 @@ def _judge_nonfinite(layout: FileLayout, tensor: StoredTensor, values: Values) -
     # the best score of a callback that has not seen one yet is infinite
     if role == "other" and not values.nan:
         return
-    must_be_finite = role in STRICT or NORM_STATISTICS.search(tensor.name)
-    layout.add(
-        "nan" if values.nan else "inf",
-        _described(tensor, values),
-        tensor=tensor.name,
-        severity="error" if must_be_finite else "warning",
-        role=role,
-    )
-
-
-def _described(tensor: StoredTensor, values: Values) -> str:
-    """Describe non-finite values: `2 NaN, 1 -Inf of 64, first at [3, 1]; finite from -1 to 2`."""
-    counts = []
-    for count, word in ((values.nan, "NaN"), (values.positive, "+Inf"), (values.negative, "-Inf")):
-        if count:
-            counts.append(f"{count:,} {word}")
-    detail = f"{', '.join(counts)} of {values.count:,}"
+    detail = values.counted
     # of a view with strides, the element number in the bytes is not an index
     if values.first is not None and tensor.shape and math.prod(tensor.shape) == values.count:
-        place = torch.unravel_index(torch.tensor(values.first), tensor.shape)
-        detail += f", first at {[int(index) for index in place]}"
-    if values.low <= values.high:
-        detail += f"; finite from {values.low:.4g} to {values.high:.4g}"
-    return detail
+        place = np.array(np.unravel_index(values.first, tensor.shape))
+        detail += f", first at {place.tolist()}"
+    detail += values.finite
+    severity: Weight = "warning"
+    if role in STRICT or NORM_STATISTICS.search(tensor.name):
+        severity = "error"
+    kind: ProblemKind = "nan" if values.nan else "inf"
+    layout.add(kind, detail, tensor=tensor.name, severity=severity, role=role)
 
 
-def _judge_finite(layout: FileLayout, tensor: StoredTensor, values: Values) -> None:
-    name = tensor.name
-    role = tensor.role
-    low = values.low
-    if low < 0 and SQUARES.search(name):
-        detail = f"holds {low:.4g} where only squares belong, so its root is NaN"
-        layout.add("negative", detail, tensor=name, role=role)
-    if role not in LEARNED:
-        return
-    _judge_magnitude(layout, tensor, values)
-    # vectors often have one value: biases, norm weights, gates
-    is_matrix = len(tensor.shape) >= 2 and values.count >= FEWEST
-    is_constant = low == values.high and not values.bad
-    if is_matrix and is_constant and not USUALLY_ZERO.search(name):
-        kind: ProblemKind = "constant" if low else "zero"
+def _oddities(tensor: StoredTensor, values: Values) -> Iterator[tuple[ProblemKind, str, Weight]]:
+    """What finite values no trained tensor of this name and type has."""
+    low, high = values.low, values.high
+    largest = max(abs(low), abs(high))
+    limit = LARGEST[tensor.dtype]
+    reach = f"(range {low:.3g} to {high:.3g})"
+    # a mask is filled with the lowest number of its type
+    is_mask = largest >= 0.99 * limit and high <= 0
+    if not is_mask and limit > ABSURD and largest > ABSURD and low != high:
+        yield "magnitude", f"reaches {largest:.3g}; no trained weight does {reach}", "error"
+    elif not is_mask and largest > min(1e8, limit / 2):
+        yield "magnitude", f"reaches {largest:.3g} in {tensor.dtype} {reach}", "warning"
+    # vectors often have one value: biases, norm weights, gates; few elements say nothing
+    is_matrix = len(tensor.shape) >= 2 and values.count >= 64
+    if is_matrix and low == high and not values.bad and not USUALLY_ZERO.search(tensor.name):
         shape = "x".join(map(str, tensor.shape))
         detail = f"is {low:.4g} everywhere ({shape}); a trained matrix is not constant"
-        layout.add(kind, detail, tensor=name, severity="warning", role=role)
-
-
-def _judge_magnitude(layout: FileLayout, tensor: StoredTensor, values: Values) -> None:
-    name = tensor.name
-    role = tensor.role
-    largest = values.largest
-    limit = LARGEST[tensor.dtype]
-    reach = f"(range {values.low:.3g} to {values.high:.3g})"
-    # a mask is filled with the lowest number of its type
-    if largest >= 0.99 * limit and values.high <= 0:
-        return
-    if limit > ABSURD and largest > ABSURD and values.low != values.high:
-        detail = f"reaches {largest:.3g}; no trained weight does {reach}"
-        layout.add("magnitude", detail, tensor=name, role=role)
-    elif largest > min(SUSPICIOUS, limit / 2):
-        detail = f"reaches {largest:.3g} in {tensor.dtype} {reach}"
-        layout.add("magnitude", detail, tensor=name, severity="warning", role=role)
+        yield "constant" if low else "zero", detail, "warning"

@@ -5,19 +5,18 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
-import json
 import math
-import re
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from stepguard._errors import ConfigError
+from stepguard.records.codec import NUMBER, READERS, read_table
+
+KINDS = (*READERS, ".py")
+"""Suffixes of files that `read_settings` reads."""
 
 # --- A configuration that remembers which of its keys were read.
 
@@ -114,7 +113,7 @@ def unread(settings: Tracked) -> list[str]:
 # --- One table of settings by their many names.
 
 
-def _named(text: str) -> dict[str, list[str]]:
+def named_lists(text: str) -> dict[str, list[str]]:
     """Parse `meaning: name name ...`; a line without a meaning continues the one above."""
     found: dict[str, list[str]] = {}
     for word in text.split():
@@ -125,7 +124,7 @@ def _named(text: str) -> dict[str, list[str]]:
     return found
 
 
-NAMES = _named(
+NAMES = named_lists(
     """
     lr: learning_rate lr max_lr peak_lr base_lr init_lr
     min_lr: min_lr min_learning_rate lr_min final_lr eta_min
@@ -163,7 +162,7 @@ NAMES = _named(
     """
 )
 """Meaning -> names of the last part of a key, most telling first; case does not matter."""
-SPELLINGS = _named(
+SPELLINGS = named_lists(
     """
     float32: no none false 32 32-true fp32 float32 float
     float16: 16 fp16 float16 half 16-mixed 16-true
@@ -172,8 +171,6 @@ SPELLINGS = _named(
     """
 )
 """dtype -> how accelerate, Lightning, transformers and plain scripts spell it."""
-# Not `float`, which takes "nan" and "infinity" for numbers as well.
-NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class Setting(NamedTuple):
@@ -225,15 +222,11 @@ def as_number(value: Any) -> float | None:
     # A bool is an int in Python.
     if isinstance(value, bool):
         return None
-    if isinstance(value, str) and spells_number(value):
+    if isinstance(value, str) and NUMBER.fullmatch(value):
         value = float(value.replace("_", ""))
     if isinstance(value, int | float) and math.isfinite(value):
         return float(value)
     return None
-
-
-def spells_number(text: str) -> bool:
-    return NUMBER.fullmatch(text.strip()) is not None
 
 
 def configured_rate(path: Path) -> float:
@@ -278,7 +271,7 @@ class Precision(NamedTuple):
 def wanted(settings: Mapping[str, Any]) -> Precision | None:
     """None if no setting mentions a precision."""
     said = []
-    asked: dict[str | None, Setting] = {}
+    asked = {}
     named = find(settings, "mixed_precision")
     if named is not None and meant(named.value) is not None:
         asked[meant(named.value)] = named
@@ -346,62 +339,14 @@ def read_launcher(file: Mapping[str, Any], file_name: str, environ: Mapping[str,
 
 # --- Configuration files as plain dicts: JSON, TOML, YAML, and .py files of constants.
 
-LARGEST = 16 * 2**20
-"""Bytes; a larger file is not a configuration."""
-
 
 def read_settings(path: Path, what: str = "configuration") -> dict[str, Any]:
     """Read the file as nested dicts. Raises ConfigError that says what is wrong with it."""
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        raise ConfigError(
-            f"{path}: {path.suffix or 'no suffix'} is not a {what} file; use one of "
-            f"{', '.join(READERS)}."
-        )
-    try:
-        size = path.stat().st_size
-        if size > LARGEST:
-            raise ConfigError(f"{path} has {size:,} bytes; a {what} file has at most {LARGEST:,}.")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise ConfigError(f"{path} cannot be read as a {what}: {fault}.") from fault
-    try:
-        # All readers but PyYAML raise a kind of ValueError or SyntaxError. An empty YAML is None.
-        found = reader(text) or {}
-    except (ValueError, SyntaxError, RecursionError, yaml.YAMLError) as fault:
-        said = " ".join(str(fault).split()).rstrip(".")[:200]
-        raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {said}.") from fault
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"{path} holds a {type(found).__name__}; a {what} is a mapping of names to values."
-        )
-    return found
-
-
-class UnquotedNumber(str):
-    """`1e-4` in YAML, without quotes: PyYAML (YAML 1.1) reads a text, OmegaConf a number."""
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML's reading, with a mark at texts that were meant as numbers."""
-
-
-def _text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
-    value = str(loader.construct_scalar(node))
-    if node.style is None and spells_number(value):
-        return UnquotedNumber(value)
-    return value
-
-
-_Loader.add_constructor("tag:yaml.org,2002:str", _text)
-
-
-def _yaml(text: str) -> Any:
-    return yaml.load(text, _Loader)
+    return read_table(path, what, 16 << 20, py=lambda text: _constants(ast.parse(text).body))
 
 
 def _constants(body: list[ast.stmt]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = {}
     for statement in body:
         if isinstance(statement, ast.ClassDef) and not statement.bases:
             found[statement.name] = _constants(statement.body)
@@ -412,12 +357,3 @@ def _constants(body: list[ast.stmt]) -> dict[str, Any]:
                     if isinstance(target, ast.Name):
                         found[target.id] = ast.literal_eval(statement.value)
     return found
-
-
-READERS: dict[str, Callable[[str], Any]] = {
-    ".json": json.loads,
-    ".toml": tomllib.loads,
-    ".yaml": _yaml,
-    ".yml": _yaml,
-    ".py": lambda text: _constants(ast.parse(text).body),
-}

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from stepguard._errors import ConfigError
 from stepguard.check.settings import Tracked, meant
+from stepguard.records.codec import record
 
 # --- The user's source, read without running it: which names it mentions, and what it does about
 # its loss, its gradients and a guard.
 
 
 MOST_FILES = 2000
-LARGEST = 2**20
 SKIPPED = frozenset({"site-packages", "node_modules", "__pycache__", "venv", "build", "dist"})
 GUARDS = frozenset({"Guard", "watch", "guard", "GuardCallback", "FabricGuard"})
 """Names of stepguard that put a guard into a program."""
@@ -173,17 +173,18 @@ def files_below(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
         inside = Path(place)
         # os.walk goes into what is left in the list it gave.
-        folders[:] = sorted(name for name in folders if _is_source_folder(inside / name))
+        # Every virtual environment has the file pyvenv.cfg, whatever its name is.
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not (
+                name.startswith(".") or name in SKIPPED or (inside / name / "pyvenv.cfg").exists()
+            )
+        )
         for name in sorted(files):
             path = inside / name
-            if name.endswith(".py") and path.is_file() and path.stat().st_size <= LARGEST:
+            if name.endswith(".py") and path.is_file() and path.stat().st_size <= 2**20:
                 yield path
-
-
-def _is_source_folder(folder: Path) -> bool:
-    # Every virtual environment has the file pyvenv.cfg, whatever its name is.
-    skipped = folder.name.startswith(".") or folder.name in SKIPPED
-    return not skipped and not (folder / "pyvenv.cfg").exists()
 
 
 def _parsed(path: Path) -> ast.Module | None:
@@ -217,7 +218,7 @@ WANTED = (
 IN_ORDER = ("model", "optimizer", "loss_fn", "loader")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Subject:
     """Everything is optional; an item that misses something says what to give."""
 
@@ -279,7 +280,9 @@ def subject_of(built: Any, named: str) -> Subject:
         # A guard holds what it was made for.
         if values.get(name) is None:
             values[name] = getattr(values.get("guard"), name, None)
-    values["optimizer"] = _unwrapped(values["optimizer"])
+    if not isinstance(values["optimizer"], Optimizer):
+        # accelerate and Lightning wrap the optimizer.
+        values["optimizer"] = getattr(values["optimizer"], "optimizer", values["optimizer"])
     for name, kind in (("model", nn.Module), ("optimizer", Optimizer)):
         if not isinstance(values[name], kind | None):
             wrong = _described(values[name])
@@ -303,13 +306,6 @@ def _parts(built: Any, named: str) -> dict[str, Any]:
     if len(parts) == 2 and isinstance(parts[1], Tensor | tuple | list | Mapping):
         return {"model": parts[0], "batch": parts[1]}
     return dict(zip(IN_ORDER, parts, strict=False))
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """accelerate and Lightning wrap the optimizer."""
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _described(value: Any) -> str:

@@ -9,9 +9,9 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepguard.check.allowed_globals import trust
 from stepguard.check.inert_pickle import (
@@ -61,12 +61,9 @@ ZIP_START = b"PK\x03\x04"
 DESCRIPTORS = (0, 12, 16, 20, 24)
 """Bytes that may follow the content of an entry: its sizes once more, as a stream writes them."""
 SPECIAL = frozenset({"data.pkl", "constants.pkl", "byteorder", "version"})
-LONGEST_ENTRY = 250
-"""Bytes of the name of an entry; torch cuts off names that are longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class ZipRecord:
+class ZipRecord(NamedTuple):
     """One entry of a zip; offsets are those in the slice."""
 
     name: str
@@ -97,11 +94,11 @@ def zip_records(source: FileSlice) -> dict[str, ZipRecord]:
         raise Damaged("malformed", f"the zip directory is damaged: {error}") from None
     if len(listed) != count:
         raise Damaged("malformed", f"the zip directory has {len(listed):,} of {count:,} entries")
-    found: dict[str, ZipRecord] = {}
-    folded: set[str] = set()
+    found = {}
+    folded = set()
     folder = None
-    end = 0
-    before = "the beginning"
+    parts = [("the beginning", 0, 0)]
+    """Names of what follows each other, and where it begins and ends."""
     for info in sorted(listed, key=lambda info: info.header_offset):
         record = _record(source, info)
         # torch looks for names in the folder of the first entry, whatever the case of letters
@@ -121,19 +118,17 @@ def zip_records(source: FileSlice) -> dict[str, ZipRecord]:
             )
         folded.add(lower)
         found[name] = record
-        _check_gap(end, info.header_offset, before, record.name)
-        end = record.start + record.packed
-        before = record.name
-    _check_gap(end, directory, before, "the zip directory")
+        parts.append((record.name, info.header_offset, record.start + record.packed))
+    # entries fill the file: none shares bytes with another, and nothing lies between them
+    parts.append(("the zip directory", directory, directory))
+    for (before, _, end), (after, start, _) in pairwise(parts):
+        if start < end:
+            raise Damaged("hostile", f"{after!r} and {before!r} share the same bytes of the file")
+        if start - end not in DESCRIPTORS or (start and not end):
+            raise Damaged(
+                "hostile", f"{start - end:,} bytes lie hidden between {before} and {after}"
+            )
     return found
-
-
-def _check_gap(end: int, start: int, before: str, name: str) -> None:
-    """Entries fill the file: none shares bytes with another, and nothing lies between them."""
-    if start < end:
-        raise Damaged("hostile", f"{name!r} and {before!r} share the same bytes of the file")
-    if start - end not in DESCRIPTORS or (start and not end):
-        raise Damaged("hostile", f"{start - end:,} bytes lie hidden between {before} and {name}")
 
 
 def _directory(source: FileSlice) -> tuple[int, int]:
@@ -179,7 +174,8 @@ def _check_name(name: str) -> None:
         raise Damaged(
             "hostile", f"the zip holds {name!r}, which would be unpacked outside its folder"
         )
-    if len(name) > LONGEST_ENTRY or not name.isascii() or not name.isprintable():
+    # bytes of the name of an entry; torch cuts off names that are longer
+    if len(name) > 250 or not name.isascii() or not name.isprintable():
         raise Damaged("malformed", f"the zip holds an entry with the name {name[:80]!r}")
 
 
@@ -261,7 +257,7 @@ def read_value(reader: PickleReader, layout: FileLayout, *, scripted: bool = Fal
 def walk(layout: FileLayout, root: Any, role: Role | None = None, prefix: str = "") -> None:
     """Add every tensor, learning rate, step and non-finite number of a value."""
     role = role or structural(root)
-    seen: set[int] = set()
+    seen = set()
     visited = 0
     # a list instead of recursion: the file decides how deep its containers are
     todo: list[tuple[tuple[Any, ...], Role | None, Any]] = [((), role, root)]
@@ -502,7 +498,7 @@ def read_safetensors(source: FileSlice, layout: FileLayout, role: Role | None) -
     data = 8 + length
     size = source.size - data
     end = 0
-    found: dict[str, TensorRecord] = {}
+    found = {}
     # the format demands that tensors fill the file without gaps and overlaps: a gap can hide
     # other content, and tensors that share bytes make a small file need much memory
     for start, stop, name, dtype, shape in entries:
@@ -588,7 +584,12 @@ def parse(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
     if head.startswith(ZIP_START):
         layout.format = "torch zip"
         return read_zip(source, layout, role)
-    _refuse_tar(source)
+    # torch.load unpacks a tar before it tries anything else
+    if _is_tar(source):
+        raise Damaged(
+            "format",
+            "is a tar (torch.save before 0.1.10); load it with an old torch and save it again",
+        )
     suffix = layout.path.suffix.lower()
     is_header = head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= source.size
     if is_header or suffix == ".safetensors":
@@ -611,16 +612,12 @@ def parse(source: FileSlice, layout: FileLayout, role: Role | None) -> Any:
     )
 
 
-def _refuse_tar(source: FileSlice) -> None:
-    """Raise Damaged for a tar, which torch.load unpacks before it tries anything else."""
+def _is_tar(source: FileSlice) -> bool:
     try:
         tarfile.TarInfo.frombuf(source.at(0, tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
     except tarfile.HeaderError:
-        return
-    raise Damaged(
-        "format",
-        "is a tar (torch.save before 0.1.10); load it with an old torch and save it again",
-    )
+        return False
+    return True
 
 
 def _refuse_pickle(source: FileSlice) -> None:
@@ -671,7 +668,10 @@ def is_checkpoint_name(path: Path) -> bool:
 
 
 def is_checkpoint_file(path: Path) -> bool:
-    """Tell a checkpoint by its name; of `x.bin`, `x.pkl`, `x.tar` the content decides."""
+    """Tell a checkpoint by its name; of `x.bin`, `x.pkl`, `x.tar` the content decides.
+
+    It is one where torch.load would unpack it as a tar, or import a name for it as a pickle.
+    """
     if is_checkpoint_name(path):
         return True
     suffix = path.suffix.lower()
@@ -680,25 +680,18 @@ def is_checkpoint_file(path: Path) -> bool:
         return False
     try:
         with open_file(path) as source:
-            return source.at(0, 4).startswith(STARTS) or _is_loaded(source, suffix)
+            if source.at(0, 4).startswith(STARTS) or _is_tar(source):
+                return True
+            reader = PickleReader(source)
+            try:
+                reader.value()
+            except NotPickled:
+                pass
+            except Damaged as damage:
+                if damage.kind == "limit" or suffix in PICKLE_SUFFIXES:
+                    return True
     except Damaged:
         return False
-
-
-def _is_loaded(source: FileSlice, suffix: str) -> bool:
-    """Would torch.load unpack it as a tar, or import a name for it as an older pickle?"""
-    try:
-        _refuse_tar(source)
-    except Damaged:
-        return True
-    reader = PickleReader(source)
-    try:
-        reader.value()
-    except NotPickled:
-        pass
-    except Damaged as damage:
-        if damage.kind == "limit" or suffix in PICKLE_SUFFIXES:
-            return True
     # any text has lines; an extension stands for nothing unless the program has registered one
     return any(
         name.module != "copyreg" and name.module.replace(".", "_").isidentifier()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -43,7 +44,6 @@ from stepguard.state.files import write_file
 
 QUARANTINE = "quarantine"
 SKIPPED = frozenset({QUARANTINE, "__pycache__", "node_modules", "site-packages"})
-DEEPEST = 30
 MOST_ENTRIES = 200_000
 
 
@@ -53,8 +53,8 @@ def find_checkpoints(
     """Find every checkpoint at `root` (it may be one itself) and below it, but not in the folders
     named in `exclude`; also return what is wrong with the folders themselves.
     """
-    found: list[CheckpointFiles] = []
-    problems: list[Problem] = []
+    found = []
+    problems = []
 
     def report(path: Path, kind: ProblemKind, detail: str, severity: Weight = "warning") -> None:
         problems.append(Problem(file=str(path), kind=kind, detail=detail, severity=severity))
@@ -63,7 +63,7 @@ def find_checkpoints(
     listed = 0
     while todo:
         folder, depth = todo.pop()
-        if depth > DEEPEST:
+        if depth > 30:
             report(folder, "limit", f"lies {depth} folders deep and was not searched")
             continue
         try:
@@ -174,11 +174,6 @@ Plan = Callable[[int, int], None]
 """Takes the number of checkpoints and of bytes before anything is read."""
 Watch = Callable[[str], bool]
 """Takes the name of a tensor: is its range wanted?"""
-MOST_WATCHED = 200
-LONGEST_POINTER = 200
-"""Bytes: a larger file called `last-good` is somebody's checkpoint."""
-CLOSE = 1e-6
-"""Relative difference below which two learning rates are the same number written in two ways."""
 RATES = {
     "max_lr": "the peak of OneCycleLR (max_lr)",
     "initial_lr": "the base of its schedule (initial_lr)",
@@ -232,7 +227,8 @@ def check_path(
     began = time.perf_counter()
     where = Path(path)
     _refuse(where, lr)
-    if where.name == LAST_GOOD and where.is_file() and _size(where) <= LONGEST_POINTER:
+    # bytes: a larger file called `last-good` is somebody's checkpoint
+    if where.name == LAST_GOOD and where.is_file() and _size(where) <= 200:
         try:
             named = read_pointer(where.parent)
         except StoreError as fault:
@@ -249,23 +245,6 @@ def check_path(
     parts = [check_checkpoint(each, progress, watch, lr) for each in found]
     if len(parts) == 1 and found[0].path == where and not problems:
         return parts[0]
-    return _merged(where, parts, problems, time.perf_counter() - began)
-
-
-def _refuse(where: Path, lr: float | None) -> None:
-    if not where.exists() and not where.is_symlink():
-        raise ConfigError(
-            f"{where} does not exist; give a checkpoint file, a checkpoint folder or a run "
-            f"directory."
-        )
-    if lr is not None and not (math.isfinite(lr) and lr > 0):
-        raise ConfigError(f"lr={lr!r} is not a learning rate; give a positive number.")
-
-
-def _merged(
-    where: Path, parts: list[Verification], problems: list[Problem], seconds: float
-) -> Verification:
-    """Return the result of a folder from those of its checkpoints."""
     roles: Counter[str] = Counter()
     rates: list[Rate] = []
     for part in parts:
@@ -281,9 +260,19 @@ def _merged(
         files=sum(part.files for part in parts),
         roles=dict(sorted(roles.items())),
         rates=tuple(rates),
-        seconds=seconds,
+        seconds=time.perf_counter() - began,
         parts=tuple(parts),
     )
+
+
+def _refuse(where: Path, lr: float | None) -> None:
+    if not where.exists() and not where.is_symlink():
+        raise ConfigError(
+            f"{where} does not exist; give a checkpoint file, a checkpoint folder or a run "
+            f"directory."
+        )
+    if lr is not None and not (math.isfinite(lr) and lr > 0):
+        raise ConfigError(f"lr={lr!r} is not a learning rate; give a positive number.")
 
 
 def check_checkpoint(
@@ -304,7 +293,7 @@ def check_checkpoint(
         whole.format = layouts[0].format
     problems = whole.problems()
     roles: Counter[str] = Counter()
-    rates: list[Rate] = []
+    rates = []
     watched: list[Watched] = []
     for layout in layouts:
         problems.extend(layout.problems())
@@ -313,7 +302,8 @@ def check_checkpoint(
         # the `step` in accelerate's random states counts micro-batches
         if whole.step is None and role_of_file(layout.path.name) != "rng":
             whole.step = layout.step
-        watched.extend(_watched(layout, watch))
+        if watch is not None:
+            watched.extend(_watched(layout, watch))
     # `checkpoint-500`, `step-1200`, `epoch=3-step=1200.ckpt`
     numbers = re.findall(r"(?:step|checkpoint|ckpt|iter)[-_=]?(\d{1,12})", path.name.lower())
     if whole.step is None and numbers:
@@ -330,29 +320,25 @@ def check_checkpoint(
         roles=dict(sorted(roles.items())),
         step=whole.step,
         rates=tuple(rates),
-        watched=tuple(watched[:MOST_WATCHED]),
+        watched=tuple(watched[:200]),
         seconds=time.perf_counter() - began,
     )
 
 
-def _watched(layout: FileLayout, watch: Watch | None) -> Iterator[Watched]:
-    for tensor in layout.tensors if watch else ():
-        values = tensor.values
-        if watch and values and values.low <= values.high and watch(tensor.name):
-            yield Watched(
-                name=tensor.name,
-                role=tensor.role,
-                count=values.count,
-                low=values.low,
-                high=values.high,
-            )
+def _watched(layout: FileLayout, watch: Watch) -> Iterator[Watched]:
+    for tensor in layout.tensors:
+        found = tensor.values
+        if found and found.low <= found.high and watch(tensor.name):
+            span: dict[str, Any] = {"count": found.count, "low": found.low, "high": found.high}
+            yield Watched(name=tensor.name, role=tensor.role, **span)
 
 
 def other_rate(rates: Sequence[Rate], lr: float) -> list[Problem]:
     """Return a problem where the rate that a configuration means is stored, and is not `lr`."""
     for kind, name in RATES.items():
         base = [rate for rate in rates if rate.kind == kind]
-        if any(math.isclose(rate.value, lr, rel_tol=CLOSE) for rate in base):
+        # relative difference below which two learning rates are the same number written in two ways
+        if any(math.isclose(rate.value, lr, rel_tol=1e-6) for rate in base):
             return []
         if base:
             detail = f"{name} is {base[0].value:.4g}"
@@ -383,7 +369,7 @@ def seal_folder(folder: str | Path, *, step: int = 0) -> Path:
     found = verify(where)
     if not found.ok:
         raise StoreError(f"{where} is not sealed because it is not good: {found.errors[0]}.")
-    files: dict[str, SealedFile] = {}
+    files = {}
     for path in sorted(where.iterdir()):
         if path.is_file():
             files[path.name] = SealedFile(size=_size(path), digest=file_digest(path))

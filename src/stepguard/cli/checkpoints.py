@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -141,7 +140,7 @@ def quarantine(
 
 
 def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
-    from stepguard.check.quarantine import apply, checkpoints_below, is_bad, plan
+    from stepguard.check.quarantine import Move, apply, checkpoints_below, is_bad, plan
     from stepguard.check.verify import check_checkpoint
 
     checkpoints = checkpoints_below(folder)
@@ -158,7 +157,7 @@ def _move(folder: Path, dry_run: bool, as_json: bool) -> int:
     if dry_run and moves:
         code = EXIT_CORRUPT
     if as_json:
-        moved = list(map(asdict, moves))
+        moved = list(map(Move._asdict, moves))
         facts = {"dry_run": dry_run, "checked": len(results), "moved": moved, "not_judged": unread}
         echo_json(facts)
         return code
@@ -187,8 +186,8 @@ def _undo(folder: Path, as_json: bool) -> int:
     if stays:
         code = EXIT_USAGE
     if as_json:
-        reasons = [{"move": asdict(move), "why": why} for move, why in stays]
-        echo_json({"moved_back": list(map(asdict, back)), "stays": reasons})
+        reasons = [{"move": move._asdict(), "why": why} for move, why in stays]
+        echo_json({"moved_back": [move._asdict() for move in back], "stays": reasons})
         return code
     for move in back:
         echo(f"moved back: {folder / move.original}")

@@ -431,6 +431,6 @@ def rule_as_plain(rule: Rule) -> dict[str, object]:
         "setup": text.setup,
         "bad": text.bad,
         "fixed": rule.fixed,
-        "remedies": [asdict(remedy) for remedy in rule.ordered],
+        "remedies": [asdict(remedy) for remedy in rule.text.remedies],
         "see": list(text.see),
     }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from stepguard.records import Evidence, Operand, Origin, Reading, Verdict
+from stepguard.records.codec import record
 from stepguard.records.incident import Phase, place
 from stepguard.records.probes import AuditFacts, Look, TargetFacts
 
@@ -16,8 +17,7 @@ from stepguard.records.probes import AuditFacts, Look, TargetFacts
 Scaling = Literal["dynamic", "static", "none"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
+class RunFacts(NamedTuple):
     """What was known when the step went bad. A rule rests on the origin where a field is empty."""
 
     lr_history: tuple[tuple[float, ...], ...] = ()
@@ -61,8 +61,7 @@ class RunFacts:
     """The last outlier that went into an update: step, parameter, times its usual largest."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeFacts:
+class ResumeFacts(NamedTuple):
     """The first steps of a run that goes on from an earlier one, beside the end of that one."""
 
     step: int = 0
@@ -89,8 +88,7 @@ class ResumeFacts:
     """The data begins where it began in the run before, in the middle of an epoch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightFacts:
+class WeightFacts(NamedTuple):
     """Where the weights of the model come from, as far as it was observed."""
 
     untied: tuple[tuple[str, str], ...] = ()
@@ -121,8 +119,7 @@ class LoaderFacts:
     """A source that gave the first worker of two passes the same ones, for other examples."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationFacts:
+class EvaluationFacts(NamedTuple):
     """Evaluations in which the model was in training mode."""
 
     step: int
@@ -140,8 +137,7 @@ class EvaluationFacts:
 # --- Ranges of the floating-point formats, without torch.
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     """Largest finite number, smallest positive one, and bits of precision with the hidden one."""
 
     largest: float
@@ -270,7 +266,7 @@ CURVED = words(
 NOWHERE = Origin(step=0, phase=cast(Phase, ""))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Case:
     """A bad step. Every question has a harmless answer where nothing is known."""
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from textwrap import indent
 from typing import Any, get_args
 
 from stepguard._errors import StepguardError
 from stepguard.diagnose.case import Case, RunFacts
 from stepguard.diagnose.remedies import in_their_words
-from stepguard.diagnose.rule import Proof, Rule
+from stepguard.diagnose.rule import Proof, Rule, markdown
 from stepguard.diagnose.rules import RULES
 from stepguard.diagnose.source_line import name_operands
 from stepguard.records import Certainty, Finding, Incident, Reading
@@ -71,7 +71,7 @@ def diagnose(incident: Incident, facts: RunFacts | None = None) -> tuple[Finding
 
 
 def _doubted(proof: Proof) -> Proof:
-    return replace(proof, certainty="likely") if proof.certainty == "certain" else proof
+    return proof._replace(certainty="likely") if proof.certainty == "certain" else proof
 
 
 def _certainty(found: Found) -> int:
@@ -98,7 +98,7 @@ def uncontested(found: Sequence[Found]) -> list[Found]:
 def ranked(found: Sequence[Found]) -> list[Found]:
     """By certainty, then by what the rules yield to, then by code."""
     waiting = sorted(found, key=lambda one: (_certainty(one), one[0].code))
-    ordered: list[Found] = []
+    ordered = []
     while waiting:
         first = _certainty(waiting[0])
         codes = {one[0].code for one in waiting if _certainty(one) == first}
@@ -112,6 +112,7 @@ def ranked(found: Sequence[Found]) -> list[Found]:
 # --- The page of a rule: the same text on the terminal and in `docs/findings/`.
 
 
+EACH_SNIPPET = "Each snippet replaces the lines of the example that go wrong."
 SAFETY_WORDS = {
     "safe": "healthy steps stay as they are",
     "changes-numbers": "changes values",
@@ -164,33 +165,15 @@ def explain(code: str) -> str:
 
 
 def page(rule: Rule) -> str:
-    """One rule as markdown, under fixed headings."""
-    text = rule.text
-    remedies = []
-    for number, remedy in enumerate(rule.ordered, start=1):
-        safety = f"*({remedy.safety}: {SAFETY_WORDS[remedy.safety]})*"
-        item = f"{number}. {remedy.title}. {safety}"
-        if remedy.snippet:
-            item += "\n\n" + indent(f"```python\n{remedy.snippet}\n```", "   ")
-        remedies.append(item)
-    links = []
-    for reference in text.see:
-        repository, _, number_of_issue = reference.partition("#")
-        link = f"[{reference}](https://github.com/{repository}/issues/{number_of_issue})"
-        links.append(f"- <{reference}>" if reference.startswith("https://") else f"- {link}")
-    parts = {
-        "What it means": text.what,
-        "Why it happens": text.why,
-        "How stepguard knows": text.how,
-        "What to do": "\n\n".join(
-            ["Each snippet replaces the last lines of the example below.", *remedies]
-        ),
-        "Example": f"```python\n{text.setup}\n\n{text.bad}\n```\n\nThe last lines, repaired:\n\n"
-        f"```python\n{rule.fixed}\n```",
-        "See also": "\n".join(links),
-    }
-    sections = [f"## {heading}\n\n{body}" for heading, body in parts.items() if body]
-    return "\n\n".join([f"# {rule.code}: {text.title}", *sections]) + "\n"
+    """One rule as markdown: what its file says to people, with links to the threads."""
+    text = markdown(rule.code).partition("\n## Evidence")[0]
+    heading = "## What to do\n"
+    text = text.replace(heading, f"{heading}\n{EACH_SNIPPET}\n")
+    for safety, words in SAFETY_WORDS.items():
+        text = text.replace(f" ({safety})\n", f" ({safety}: {words})\n")
+    text = re.sub(r"(?m)^- (https://\S+)$", r"- <\1>", text)
+    issue = r"- [\1#\2](https://github.com/\1/issues/\2)"
+    return re.sub(r"(?m)^- ([\w.-]+/[\w.-]+)#(\d+)$", issue, text).rstrip() + "\n"
 
 
 def index() -> str:

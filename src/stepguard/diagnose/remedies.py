@@ -156,8 +156,6 @@ def _matches(pattern: ast.AST, node: ast.AST, bound: Bound) -> bool:
 # --- What the page of a rule says of such an incident, and lines that are rewritten.
 
 
-LONGEST_LINE = 60
-"""Characters of a line within a sentence."""
 FORMULAS_FAIL_AS = ("SG201", "SG202", "SG203", "SG206", "SG301", "SG401", "SG402", "SG403")
 """Codes of what happens to a formula that torch has a function for."""
 POLES = ("SG401", "SG201", "SG202")
@@ -187,9 +185,10 @@ def _for_incident(code: str, case: Case, proof: Proof) -> tuple[Remedy, ...]:
     """Another line for theirs, what the page says of such a case, and a function for theirs."""
     line = culprit_line(case.where).removeprefix("return ").rstrip(",")
     fields = {name: name == proof.said for name in rule_text(code).evidence} | proof.fields
-    fields["who"] = _samples(case)
+    fields["who"] = case.where.culprits
     fields["in_batch"] = case.tensor.startswith("batch")
-    fields["statement"] = f"`{line}`" if 0 < len(line) <= LONGEST_LINE else case.place
+    # characters of a line within a sentence
+    fields["statement"] = f"`{line}`" if 0 < len(line) <= 60 else case.place
     rewritten = REWRITTEN[code](case, fields) if code in REWRITTEN else ()
     fields["no_line"] = not rewritten
     # The remedies of the page under the first condition that holds.
@@ -207,16 +206,20 @@ def _for_incident(code: str, case: Case, proof: Proof) -> tuple[Remedy, ...]:
     return own
 
 
-def _samples(case: Case) -> str:
-    """`sample 3 (row 48211)`; empty without a proof."""
-    samples, rows = case.where.samples, case.where.rows
-    if not samples:
-        return ""
-    text = f"sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:8]))}"
-    return f"{text} ({', '.join(rows[:4])})" if rows else text
-
-
 # --- Values that left a dtype's range or met an infinity, and branches that were not selected.
+
+
+Rewrite = Callable[[Case, Fields], tuple[Remedy, ...]]
+REWRITTEN: dict[str, Rewrite] = {}
+"""Code -> remedies that are made of more than one expression."""
+
+
+def _rewrites(code: str) -> Callable[[Rewrite], Rewrite]:
+    def note(rewrite: Rewrite) -> Rewrite:
+        REWRITTEN[code] = rewrite
+        return rewrite
+
+    return note
 
 
 MATRIX = ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul")
@@ -226,8 +229,9 @@ HARMLESS = "1.0"
 """Every function has a finite value and slope there."""
 
 
+@_rewrites("SG206")
 def _masked(case: Case, fields: Fields) -> tuple[Remedy, ...]:
-    """SG206: 0 for the infinity, in 0 * inf and inf - inf."""
+    """Put 0 for the infinity, in 0 * inf and inf - inf."""
     found = _forward_expression(case)
     if found is None:
         return ()
@@ -256,8 +260,9 @@ def _forward_expression(case: Case) -> Expression | None:
     return None if case.backward or in_place else expression_of(case.where)
 
 
+@_rewrites("SG301")
 def _in_float32(case: Case, fields: Fields) -> tuple[Remedy, ...]:
-    """SG301, where a result of the forward pass is too large."""
+    """Where a result of the forward pass is too large."""
     origin = case.where
     if not fields["result"] or case.in_update or fields["cast"] or case.backward:
         return ()
@@ -269,7 +274,7 @@ def _in_float32(case: Case, fields: Fields) -> tuple[Remedy, ...]:
     inside = matrix and case.evidence.autocast
     leave = " and outside of autocast (`torch.autocast(..., enabled=False)`)" if inside else ""
     what = f"`{origin.module}`" if origin.module else case.place
-    changes: dict[Any, str] = {}
+    changes = {}
     if found is not None:
         what = f"`{found.text}`"
         changes = {} if inside else _as_floats(case, found)
@@ -302,8 +307,9 @@ def _reached(case: Case) -> str:
     return " and ".join(f"{call(one)} reaches {spell(reach(one))}" for one in known[:2])
 
 
+@_rewrites("SG302")
 def _larger_epsilon(case: Case, fields: Fields) -> tuple[Remedy, ...]:
-    """SG302: an epsilon that the dtype can hold, where it is written once."""
+    """An epsilon that the dtype can hold, where it is written once."""
     lost = fields["lost_epsilon"]
     found = []
     for node in nodes_of(case.where):
@@ -315,8 +321,9 @@ def _larger_epsilon(case: Case, fields: Fields) -> tuple[Remedy, ...]:
     return (found[0].rewritten({found[0].node: KEPT_EPSILON}, title, "changes-numbers"),)
 
 
+@_rewrites("SG402")
 def _harmless_argument(case: Case, fields: Fields) -> tuple[Remedy, ...]:
-    """SG402: make the argument harmless before it is used, not the result after."""
+    """Make the argument harmless before it is used, not the result after."""
     name = case.node or case.op
     operator = {"Div": ast.Div, "Pow": ast.Pow}.get(name)
     found = find_expression(case.where, words(name.lower()), operator)
@@ -348,8 +355,9 @@ WIDER_CALL = {"float32": "double()", "float16": "float()", "bfloat16": "float()"
 MATH_ATTENTION = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
 
 
+@_rewrites("SG209")
 def _another_path(case: Case, fields: Fields) -> tuple[Remedy, ...]:
-    """SG209: the line by the path that was finite."""
+    """The line by the path that was finite."""
     origin = case.where
     if fields["math"] and origin.statement is not None:
         # in one line: the lines after it keep their numbers
@@ -383,16 +391,6 @@ def _another_path(case: Case, fields: Fields) -> tuple[Remedy, ...]:
         "finite here"
     )
     return (found.rewritten(changes, title, "safe" if fields["contiguous"] else "changes-numbers"),)
-
-
-REWRITTEN: dict[str, Callable[[Case, Fields], tuple[Remedy, ...]]] = {
-    "SG206": _masked,
-    "SG209": _another_path,
-    "SG301": _in_float32,
-    "SG302": _larger_epsilon,
-    "SG402": _harmless_argument,
-}
-"""Remedies that are made of more than one expression."""
 
 
 # --- One operation of the user's line, and what to write instead of it.
@@ -437,7 +435,14 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     if not fix.snippet:
         return (fix,)
     if origin.library is not None:
-        return (_in_a_library(case, origin),)
+        # the line is not the user's: what they pass to it is
+        package = origin.library.partition("/")[0]
+        title = f"Check what {origin.source} passes to {package}, which fails on it"
+        if origin.samples:
+            title += f": drop or correct {origin.culprits}"
+        for operand in sorted(case.inputs, key=has_zero, reverse=True)[:1]:
+            title += f"; {describe(operand)}"
+        return (Remedy(title=title),)
     found = named_expression(origin, name)
     if found is None and name == "div":
         found = named_expression(origin, "reciprocal")
@@ -452,38 +457,31 @@ def _in_expression(
     code: str, case: Case, name: str, fix: Remedy, found: Expression
 ) -> tuple[Remedy, ...]:
     first, second = EXPONENTS.get(case.dtype, EXPONENTS_WIDE)
+    if found.in_place and name in IN_PLACE:
+        # before an operation in place: a safe function would not change it there
+        template, why = IN_PLACE[name]
+        position = int(name == "div")
+        y = found.operands[position]
+        use = template.format(y=y, by=bracketed(y), most=first)
+        title = f"`{use}` for `{y}` in `{found.text}`: {why.format(y=f'`{y}`')}"
+        return (found.with_operand(position, use, title, "changes-numbers"),)
     if found.in_place:
-        known = name in IN_PLACE
-        return (_made_harmless(found, name, first) if known else _in_general(fix, case),)
+        return (_in_general(fix, case),)
     written = _written(fix, found, first)
     if name == "div":
         return _divisions(code, case, found, written)
     if "{most}" in fix.snippet:
         # the second is shown only where a trial has found the first wanting
         return written, replace(_written(fix, found, second), snippet="")
-    return (*_from_logits(case, found, name), written)
-
-
-def _from_logits(case: Case, found: Expression, name: str) -> tuple[Remedy, ...]:
-    """The log of a probability that another line has made; a formula in one line is rewritten."""
+    # the log of a probability that another line has made; a formula in one line is rewritten
     made_by = base_name(case.evidence.argument_from)
     if name != "log" or made_by not in SATURATES or _stable_formula(case):
-        return ()
+        return (written,)
     title = (
         f"Compute the loss from the logits, by {SATURATES[made_by]}: `{found.operands[0]}` comes "
         f"from a {made_by.strip('_')} that has rounded to exactly 0 or 1, where it has no gradient"
     )
-    return (Remedy(title=title, safety="changes-numbers"),)
-
-
-def _made_harmless(found: Expression, name: str, most: str) -> Remedy:
-    """The operand before an operation in place: a safe function would not change it there."""
-    template, why = IN_PLACE[name]
-    position = 1 if name == "div" else 0
-    y = found.operands[position]
-    use = template.format(y=y, by=bracketed(y), most=most)
-    title = f"`{use}` for `{y}` in `{found.text}`: {why.format(y=f'`{y}`')}"
-    return found.with_operand(position, use, title, "changes-numbers")
+    return Remedy(title=title, safety="changes-numbers"), written
 
 
 def _written(fix: Remedy, found: Expression, most: str) -> Remedy:
@@ -527,17 +525,6 @@ def _in_general(fix: Remedy, case: Case) -> Remedy:
     return Remedy(title=f"Use `{use}` in {place}: {why}", safety=fix.safety)
 
 
-def _in_a_library(case: Case, origin: Origin) -> Remedy:
-    """The line is not the user's: what they pass to it is."""
-    package = (origin.library or "").partition("/")[0]
-    title = f"Check what {origin.source} passes to {package}, which fails on it"
-    if origin.samples:
-        title += f": drop or correct {_samples(case)}"
-    for operand in sorted(case.inputs, key=has_zero, reverse=True)[:1]:
-        title += f"; {describe(operand)}"
-    return Remedy(title=title)
-
-
 def _divisions(code: str, case: Case, found: Expression, zero: Remedy) -> tuple[Remedy, ...]:
     """What to write for a division by zero: it depends on where the divisor comes from."""
     divisor = found.operands[1]
@@ -579,7 +566,7 @@ def _divisions(code: str, case: Case, found: Expression, zero: Remedy) -> tuple[
 def _corrected(x: str, given: tuple[str, ...]) -> str:
     """The arguments of a statistic, with a correction that leaves at least one element."""
     correction = "1"
-    dimensions: list[str] = []
+    dimensions = []
     for part in given:
         name, _, value = part.partition("=")
         if name in ("True", "False"):

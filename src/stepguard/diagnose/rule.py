@@ -13,10 +13,10 @@ import math
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast
 
 from stepguard.diagnose.case import (
     COUNTED,
@@ -211,8 +211,7 @@ _REMEDY = re.compile(r"^### (.+) \((safe|changes-numbers|changes-training)\)$", 
 _CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleText:
+class RuleText(NamedTuple):
     """What people read about one cause code."""
 
     title: str
@@ -223,7 +222,8 @@ class RuleText:
     how: str
     """How stepguard knows."""
     remedies: tuple[Remedy, ...]
-    """Each snippet replaces the lines of `bad` and makes the example healthy (tested)."""
+    """Those first that change least. Each snippet replaces the lines of `bad` and makes the example
+    healthy (tested)."""
     setup: str
     """What the example starts from: imports, tensors, modules."""
     bad: str
@@ -240,10 +240,16 @@ class RuleText:
 
 
 @cache
-def rule_text(code: str) -> RuleText:
-    """The page of a code, for instance `SG204`."""
+def markdown(code: str) -> str:
+    """The file of a code, for instance `SG204`."""
     name = f"{code.lower()}.md"
-    return parse(files("stepguard.diagnose.rules").joinpath(name).read_text(encoding="utf-8"))
+    return files("stepguard.diagnose.rules").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def rule_text(code: str) -> RuleText:
+    """What the file says, in parts."""
+    return parse(markdown(code))
 
 
 def parse(text: str) -> RuleText:
@@ -457,11 +463,9 @@ ShownBy = Literal["operation", "record", "inference"]
 """What a rule goes by: the operation or stored tensor that was located, with its values; settings
 and readings that were recorded as they are; or a conclusion from what was seen later.
 """
-SAFETY_ORDER: tuple[str, ...] = get_args(Safety)
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
+class Proof(NamedTuple):
     """What a rule found: how sure it is, which sentences of its page say it, and their fields."""
 
     certainty: Certainty
@@ -488,8 +492,7 @@ Recognise = Callable[[Case], Proof | None]
 """Examines a case; None when this is not the cause."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(NamedTuple):
     """One cause code."""
 
     code: str
@@ -506,15 +509,9 @@ class Rule:
         return rule_text(self.code)
 
     @property
-    def ordered(self) -> tuple[Remedy, ...]:
-        """The remedies, those first that change least."""
-        order = sorted(self.text.remedies, key=lambda one: SAFETY_ORDER.index(one.safety))
-        return tuple(order)
-
-    @property
     def fixed(self) -> str:
         """The safest remedy that is code."""
-        return next(remedy.snippet for remedy in self.ordered if remedy.snippet)
+        return next(remedy.snippet for remedy in self.text.remedies if remedy.snippet)
 
     def examine(self, case: Case) -> Proof | None:
         if len(case.looks) >= self.looks:
@@ -530,7 +527,7 @@ class Rule:
             title=self.text.title,
             evidence=tuple(sentence for sentence in filled if sentence),
             certainty=proof.certainty,
-            remedies=self.ordered,
+            remedies=self.text.remedies,
         )
 
 

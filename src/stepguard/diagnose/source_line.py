@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 from stepguard.diagnose.case import base_name, words
 from stepguard.records import Edit, Operand, Origin, Remedy
@@ -41,8 +41,7 @@ Span = tuple[int, int]
 """Where something begins and ends in a line, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expression:
+class Expression(NamedTuple):
     """One call, operator or number in the culprit's line."""
 
     origin: Origin
@@ -211,7 +210,7 @@ def statement_tree(line: str) -> ast.Module:
     """The line as a tree, even if it is only the head of a block or begins a longer statement;
     empty where it is none.
     """
-    waiting: list[str] = []
+    waiting = []
     for character in line:
         if character in CLOSING:
             waiting.append(CLOSING[character])
@@ -279,8 +278,6 @@ def is_number(text: str) -> bool:
 # part.
 
 
-LONGEST = 40
-"""Characters of an expression; a longer one says no more than its part does."""
 OPERATORS: dict[str, type[ast.operator]] = {
     "add": ast.Add,
     "sub": ast.Sub,
@@ -334,31 +331,26 @@ ANYWHERE = {
 def name_operands(origin: Origin) -> Origin:
     """The origin whose operands carry a label, where torch's own name says nothing."""
     own = _own_expressions(origin)
+    operation = _operation(origin)
+    parts: dict[str, str] = {}
+    for row in PARTS.strip().split("\n"):
+        operations, *listed = row.split(" | ")
+        if operation in operations.split():
+            parts = dict(part.split(": ") for part in listed)
+    several = any(operand.name in ANYWHERE for operand in origin.inputs)
+    parts.setdefault("self", "the first argument" if several else "the argument")
     inputs = []
     for operand in origin.inputs:
         label = operand.label or own.get(operand.name)
         if not label:
             # foreach operators take lists of tensors
             name, _, number = operand.name.removesuffix("]").partition("[")
-            label = _part(name, origin)
+            # empty where torch's name is the one that users write (`dim`, `eps`)
+            label = parts.get(name) or ANYWHERE.get(name, "")
             if label and number:
                 label += f" of tensor {number}"
         inputs.append(replace(operand, label=label))
     return replace(origin, inputs=tuple(inputs))
-
-
-def _part(name: str, origin: Origin) -> str:
-    """`the divisor`; empty where torch's name is the one that users write (`dim`, `eps`)."""
-    operation = _operation(origin)
-    for row in PARTS.strip().split("\n"):
-        operations, *parts = row.split(" | ")
-        for part in parts:
-            if operation in operations.split() and part.startswith(f"{name}: "):
-                return part.partition(": ")[2]
-    if name != "self":
-        return ANYWHERE.get(name, "")
-    several = any(operand.name in ANYWHERE for operand in origin.inputs)
-    return "the first argument" if several else "the argument"
 
 
 def _operation(origin: Origin) -> str:
@@ -402,7 +394,8 @@ def _own_expressions(origin: Origin) -> dict[str, str]:
             return {}
     own = {}
     for operand, text in zip(origin.inputs, given, strict=False):
-        if len(text) <= LONGEST and not is_number(text):
+        # Characters of an expression; a longer one says no more than its part does
+        if len(text) <= 40 and not is_number(text):
             own[operand.name] = text
     return own
 

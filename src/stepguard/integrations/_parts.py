@@ -7,10 +7,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import MethodType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -85,7 +84,8 @@ class HostGuard:
         bad = []
         for name, value in numbers.items():
             known = name in OF_TRAINING or name.startswith("stepguard/") or name in self._named
-            if not known and isinstance(value, float | Tensor) and _not_finite(value):
+            single = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+            if single and not known and not math.isfinite(value):
                 bad.append(name)
         # a number that is averaged over many steps may come from a bad one
         if not bad or not self.running or self.incidents:
@@ -105,7 +105,7 @@ class HostGuard:
 
         `together` asks all ranks, which then all take part.
         """
-        names: dict[str, None] = {}
+        names = {}
         for guard in self.guards:
             names.update(dict.fromkeys(guard.port.trouble(together=together)))
         if not names:
@@ -130,10 +130,6 @@ class HostGuard:
 
 OF_TRAINING = ("loss", "grad_norm", "train_loss")
 """What the guard itself judges."""
-
-
-def _not_finite(value: float | Tensor) -> bool:
-    return (not isinstance(value, Tensor) or value.numel() == 1) and not math.isfinite(value)
 
 
 def around(undo: ExitStack, owner: Any, name: str, call: Callable[..., Any]) -> None:
@@ -201,8 +197,7 @@ class HostLogger(ScalarSink):
 # --- Refuse a framework that is missing, too old, too new, or lacks a method that a guard wraps.
 
 
-@dataclass(frozen=True, slots=True)
-class Framework:
+class Framework(NamedTuple):
     """A framework and the versions of it that its guard is made for."""
 
     package: str

@@ -32,8 +32,6 @@ from stepguard.tensors.names import swapped
 
 __all__ = ["FabricGuard", "SaveRefused", "guard"]
 
-BEFORE_ERROR = 5
-"""Arguments of `clip_gradients` that come before `error_if_nonfinite`."""
 PARTS = ("save", "clip_gradients", "backward", "strategy", "loggers")
 
 
@@ -61,8 +59,22 @@ class FabricGuard(HostGuard):
             config=config,
         )
         """The guard behind it, for `on_commit`, `steps` and the rest."""
-        around(self._undo, fabric, "save", self._save)
-        around(self._undo, fabric, "clip_gradients", _clip)
+
+        def save(original: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+            """Raise before anything is written; every rank calls it, so all are asked."""
+            self.settle()
+            refused = self.refusal(str(path), together=True)
+            if refused is not None:
+                raise refused
+            original(path, *args, **kwargs)
+
+        def clip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            """Fabric raises where the norm is not finite; the guard vetoes that step instead."""
+            # five arguments come before this one
+            return original(*args[:5], **{**kwargs, "error_if_nonfinite": False})
+
+        around(self._undo, fabric, "save", save)
+        around(self._undo, fabric, "clip_gradients", clip)
 
     @property
     def dropped(self) -> bool:
@@ -83,14 +95,6 @@ class FabricGuard(HostGuard):
 
         self.guard.port.micro(again, batch)
         return total_loss(loss_fn(batch))
-
-    def _save(self, original: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
-        """Raise before anything is written; every rank calls `fabric.save`, so all are asked."""
-        self.settle()
-        refused = self.refusal(str(path), together=True)
-        if refused is not None:
-            raise refused
-        original(path, *args, **kwargs)
 
 
 def guard(
@@ -113,8 +117,3 @@ def guard(
             "what `model, optimizer = fabric.setup(model, optimizer)` returned."
         )
     return FabricGuard(fabric, model, optimizer, scheduler, config)
-
-
-def _clip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Fabric's clipping raises where the norm is not finite; the guard vetoes that step instead."""
-    return original(*args[:BEFORE_ERROR], **{**kwargs, "error_if_nonfinite": False})

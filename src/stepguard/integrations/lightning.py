@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepguard._errors import SaveRefused
@@ -80,36 +79,75 @@ class GuardCallback(HostGuard, Callback):  # type: ignore[misc]
                 strategy.checkpoint_io = before
 
         self._undo.callback(put_back)
-        explicit = partial(self._save_by_name, trainer)
-        around(self._undo, trainer, "save_checkpoint", explicit)
+
+        def by_name(original: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+            """Raise where a file was asked for by name, unless another exception is on its way."""
+            refused = self.refusal(str(path))
+            if refused is not None and not trainer.interrupted:
+                raise refused
+            if refused is None:
+                with swapped(self, "_checked", other=True):
+                    original(path, *args, **kwargs)
+
+        def automatically(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+            """Skip the save as a whole: ModelCheckpoint would count a missing file."""
+            if self.refusal("a checkpoint") is None:
+                with swapped(self, "_checked", other=True):
+                    original(*args, **kwargs)
+
+        around(self._undo, trainer, "save_checkpoint", by_name)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 for name in AUTOMATIC:
-                    around(self._undo, callback, name, self._save_automatically)
+                    around(self._undo, callback, name, automatically)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin_run()
-        _warn_of_limits(trainer, pl_module)
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            untested = (
+                f"stepguard: {type(trainer.strategy).__name__} has not been tested with "
+                "GuardCallback; SingleDeviceStrategy and DDPStrategy have."
+            )
+            warnings.warn(untested, RuntimeWarning, stacklevel=2)
+        if not pl_module.automatic_optimization:
+            warnings.warn(MANUAL, RuntimeWarning, stacklevel=2)
         for number, optimizer in enumerate(trainer.optimizers):
+            # the optimizer's own schedule; of several, one that counts steps rather than epochs
+            configs = [
+                one for one in trainer.lr_scheduler_configs if one.scheduler.optimizer is optimizer
+            ]
+            configs.sort(key=lambda one: bool(one.interval != "step"))
+            scheduler = configs[0].scheduler if configs else None
             self.watch(
                 "lightning",
                 trainer.strategy.model,
                 optimizer,
                 done=trainer.global_step,
-                scheduler=_scheduler(trainer, optimizer),
+                scheduler=scheduler if isinstance(scheduler, LRScheduler) else None,
                 scaler=getattr(trainer.precision_plugin, "scaler", None),
                 config=_settings(self.config, trainer, number),
             )
         if trainer.loggers:
             connector = trainer._logger_connector
             LIGHTNING.need(connector, "log_metrics")
-            around(self._run, connector, "log_metrics", partial(self._log, trainer))
+
+            def log(original: Callable[..., None], metrics: Any, *args: Any, **kwargs: Any) -> None:
+                original(metrics, *args, **kwargs)
+                self.logged(metrics, trainer.global_step)
+
+            around(self._run, connector, "log_metrics", log)
         if pl_module.automatic_optimization:
             loop = trainer.fit_loop.epoch_loop
             LIGHTNING.need(loop, "update_lr_schedulers")
             announce = partial(self._announce, TrainingStep(trainer, pl_module))
+
+            def hold(original: Callable[..., None], interval: str, **kwargs: bool) -> None:
+                """Keep a schedule that counts steps from counting one that was vetoed."""
+                if interval != "step" or not self.guards[0].port.dropped:
+                    original(interval, **kwargs)
+
             around(self._run, trainer.strategy, "training_step", announce)
-            around(self._run, loop, "update_lr_schedulers", self._hold_schedulers)
+            around(self._run, loop, "update_lr_schedulers", hold)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.end_run()
@@ -135,43 +173,6 @@ class GuardCallback(HostGuard, Callback):  # type: ignore[misc]
             guard.port.micro(step, args[0])
         return original(*args, **kwargs)
 
-    def _log(
-        self,
-        trainer: Trainer,
-        original: Callable[..., None],
-        metrics: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        original(metrics, *args, **kwargs)
-        self.logged(metrics, trainer.global_step)
-
-    def _hold_schedulers(
-        self, original: Callable[..., None], interval: str, update_plateau_schedulers: bool
-    ) -> None:
-        """Keep a schedule that counts steps from counting one that was vetoed."""
-        if interval != "step" or not self.guards[0].port.dropped:
-            original(interval, update_plateau_schedulers=update_plateau_schedulers)
-
-    def _save_automatically(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Skip the save as a whole: ModelCheckpoint would count a missing file and drop a good
-        one.
-        """
-        if self.refusal("a checkpoint") is None:
-            with swapped(self, "_checked", other=True):
-                original(*args, **kwargs)
-
-    def _save_by_name(
-        self, trainer: Trainer, original: Callable[..., None], path: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        """Raise where a file was asked for by name, unless another exception is on its way."""
-        refused = self.refusal(str(path))
-        if refused is not None and not trainer.interrupted:
-            raise refused
-        if refused is None:
-            with swapped(self, "_checked", other=True):
-                original(path, *args, **kwargs)
-
     def refusal(self, what: str, *, together: bool = True) -> SaveRefused | None:
         if self._checked:
             return None
@@ -189,28 +190,6 @@ def _settings(config: GuardConfig, trainer: Trainer, number: int) -> GuardConfig
         ours = HostLogger(trainer.loggers, every=trainer.log_every_n_steps)
         return replace(config, sinks=(*config.sinks, ours))
     return config
-
-
-def _scheduler(trainer: Trainer, optimizer: Optimizer) -> LRScheduler | None:
-    """The optimizer's own; of several, one that counts steps rather than epochs."""
-    configs = trainer.lr_scheduler_configs
-    ours = [config for config in configs if config.scheduler.optimizer is optimizer]
-    ours.sort(key=lambda config: bool(config.interval != "step"))
-    if not ours or not isinstance(ours[0].scheduler, LRScheduler):
-        return None
-    return ours[0].scheduler
-
-
-def _warn_of_limits(trainer: Trainer, module: LightningModule) -> None:
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-        known = f"{SingleDeviceStrategy.__name__} and {DDPStrategy.__name__}"
-        untested = (
-            f"stepguard: {type(trainer.strategy).__name__} has not been tested with "
-            f"GuardCallback; {known} have."
-        )
-        warnings.warn(untested, RuntimeWarning, stacklevel=3)
-    if not module.automatic_optimization:
-        warnings.warn(MANUAL, RuntimeWarning, stacklevel=3)
 
 
 class TrainingStep:

@@ -42,8 +42,6 @@ __all__ = [
 ]
 
 STEP = PREFIX + "step"
-TITLE_LIMIT = 60
-"""Characters of an alert's title."""
 
 
 class ScalarSink(Sink):
@@ -190,7 +188,8 @@ class WandbSink(ScalarSink):
         self._run.log({**values, STEP: step})
 
     def show(self, incident: Incident) -> None:
-        self._run.alert(title=_title(incident)[:TITLE_LIMIT], text=incident.summary)
+        # Characters of an alert's title
+        self._run.alert(title=_title(incident)[:60], text=incident.summary)
 
 
 class TrackioSink(ScalarSink):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
+from stepguard.records.codec import record
 from stepguard.records.incident import Action, Decision
 from stepguard.records.settings import Policy
 
@@ -21,7 +22,7 @@ LEAST_LOST = 32
 COUNTERS = ("consecutive", "total", "rewinds", "heals", "seen")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Budget:
     """Counts of incidents, rewinds and lost samples; a committed step resets what is in a row."""
 
@@ -100,8 +101,7 @@ RewindData = Literal["repeat", "skip"]
 """What happens to the steps since the target: run again as they were, or dropped."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewindTarget:
+class RewindTarget(NamedTuple):
     """A state that is known to be good."""
 
     step: int
@@ -110,8 +110,7 @@ class RewindTarget:
     """Rewinds before it was taken: after a rewind a run passes the same step numbers again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewindPlan:
+class RewindPlan(NamedTuple):
     """A target, and what happens to the steps since."""
 
     target: RewindTarget
@@ -151,8 +150,7 @@ Fault = Literal["data", "state", "update", "anomaly"]
 NOTHING_GOOD = "no good snapshot or checkpoint to go back to"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class Situation(NamedTuple):
     """What the decision depends on besides policy and budget."""
 
     step: int

@@ -9,14 +9,12 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import sub
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepguard.records.incident import Reading
 
 MAD_TO_SIGMA = 1.4826
 """Makes the median absolute deviation of normal noise equal to its standard deviation."""
-MEAN_TO_SIGMA = 1.2533
-"""Standard deviation over mean absolute deviation, for a normal distribution."""
 FIRST_LOSSES = 3
 """How many losses stand for the level a run began at."""
 LEVEL_LOSSES = 9
@@ -28,17 +26,9 @@ LR_JUMP = 2.0
 # What counts as diverged: the only place. Snapshots, seals, `last-good`, decisions, `live` and the
 # line for launchers all ask `Progress` and `History.divergence`.
 
-LEARNED_SHARE = 0.3
-"""Share of the initial loss that must be gone before the loss measures what was learned."""
-LEARNED_NOISE = 8.0
-"""Times the noise of the loss that the progress must be."""
-LOST_SHARE = 0.75
-"""Share of what was learned that is lost when a run counts as diverged."""
 BACK_SHARE = 0.5
 """Share of what was learned that may still be lost when a diverged run counts as recovered. Also
 the share of a rise that an earlier batch must show, and that older weights may keep."""
-NEAR_SHARE = 0.25
-"""Share of what was learned that may be lost while the level counts as near its best."""
 RUNAWAY = 10.0
 """Times every loss before it that a loss must be to count as running away."""
 RISEN_ABOVE_START = 1.0
@@ -49,30 +39,16 @@ RUN_AWAY = 1e4
 """Times the initial loss that counts as diverged even if the weights are unknown."""
 SUDDEN = 128
 """Committed steps within which losing what was learned is an accident, and not this run's trend."""
-CAUSED = 32
-"""Steps within which moved weights can be the cause; later they have always moved."""
-LARGE_STEP = 0.1
-"""One update as a share of the weights' norm: a hundred times what is usual."""
 MOVED = 0.5
 """Distance from a good state, as a share of the weights' norm, beyond ordinary training."""
-MOVED_NEAR_START = 1.0
-"""As MOVED, while the loss is not far above where the run began."""
 GROWN = 3.0
 """Times their size before the first step that weights must have to confirm a high loss."""
-GROWN_BY_RISE = 30.0
-"""What growth of the weights times rise of the loss must be, where the loss is not far above."""
 EXPLODED = 100.0
 """Times their size before the first step that no weights have, unless the loss shows progress."""
-EXPLODED_UNSEEN = 1e8
-"""As EXPLODED, if no loss is known: targets of a million need weights of a million."""
 LEAST_SIZE = 0.05
 """Root mean square that weights which began near 0 may grow to before their growth counts."""
 LEAST_SPREAD = 0.1
 """Share of the median loss; losses that lie closer to it are at their usual level."""
-NEGLIGIBLE = 1e-5
-"""Share of the initial loss; smaller differences count as rounding."""
-LEAST = 1e-7
-"""As NEGLIGIBLE, for a run that began at 0: the resolution of float32 near 1."""
 ZERO_STEPS = 5
 """Steps in a row with a loss and gradient of exactly 0 that are worth a line."""
 MATURE = 16
@@ -86,7 +62,9 @@ class Progress:
         self.began_at = began_at
         self.noise = noise
         progress = began_at - best
-        self.learned = progress >= max(LEARNED_SHARE * abs(began_at), LEARNED_NOISE * noise)
+        # share of the initial loss that must be gone before the loss measures what was learned
+        # times the noise of the loss that the progress must be
+        self.learned = progress >= max(0.3 * abs(began_at), 8.0 * noise)
         """Has the loss fallen so far that it measures progress? Not if the run began converged."""
         self.unit = max(abs(began_at), noise, 1e-12)
         """What a rise is measured by where nothing was learned; never 0."""
@@ -94,17 +72,18 @@ class Progress:
         """The level that no run comes to by learning something else; above which what was learned
         is lost; at which a diverged run counts as recovered."""
         if self.learned:
-            self.lost_limit = best + LOST_SHARE * progress
+            # share of what was learned that is lost when a run counts as diverged
+            self.lost_limit = best + 0.75 * progress
             self.back_limit = best + BACK_SHARE * progress
-        self.near_best = best + NEAR_SHARE * progress + USUAL * noise
+        # share of what was learned that may be lost while the level counts as near its best
+        self.near_best = best + 0.25 * progress + USUAL * noise
 
     def above_start(self, times: float) -> float:
         """The level that lies `times` the loss the run began at above it."""
         return self.began_at + times * self.unit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class Weights(NamedTuple):
     """What was measured of the weights, to confirm or refute what the loss says; None: unknown."""
 
     moved: float | None = None
@@ -129,7 +108,8 @@ class Weights:
         """Say how far they have left where they were good; empty if that is ordinary training."""
         if self.moved is not None and not self.moved < least:
             return f"its weights have moved by {self.moved:.3g} of their norm"
-        if self.update is not None and not self.update < LARGE_STEP:
+        # one update as a share of the weights' norm: a hundred times what is usual
+        if self.update is not None and not self.update < 0.1:
             return f"the last update was {self.update:.3g} of the weights' norm"
         return ""
 
@@ -248,7 +228,8 @@ class History:
         they have exploded and the loss shows no progress, or they did it since the last good state.
         """
         if not self.losses:
-            return weights.grown(EXPLODED_UNSEEN)
+            # as EXPLODED, if no loss is known: targets of a million need weights of a million
+            return weights.grown(1e8)
         progress = self.progress
         fallen = progress.began_at - USUAL * progress.noise
         kept = self.level <= progress.back_limit if progress.learned else self.level < fallen
@@ -263,12 +244,16 @@ class History:
         progress = self.progress
         rise = (self.level - progress.began_at) / progress.unit
         lost = progress.learned or rise > FAR_ABOVE_START
-        caused = self.committed - self.near_best_at <= CAUSED
+        # steps within which moved weights can be the cause; later they have always moved
+        caused = self.committed - self.near_best_at <= 32
         # two opponents that move fast lose to each other, and stay about where they began
-        least = MOVED if rise > RISEN_ABOVE_START else MOVED_NEAR_START
+        # as MOVED, while the loss is not far above where the run began
+        least = MOVED if rise > RISEN_ABOVE_START else 1.0
         shown = weights.left(least) if rise > RUN_AWAY or (lost and caused) else ""
         if not shown and self.sudden and not progress.learned and rise > 0:
-            shown = weights.grown(max(GROWN, GROWN_BY_RISE / rise))
+            # what growth of the weights times rise of the loss must be, where the loss is not far
+            # above
+            shown = weights.grown(max(GROWN, 30.0 / rise))
         if rise > RUN_AWAY and not weights.known:
             shown = "nothing is known of its weights"
         return shown
@@ -309,14 +294,17 @@ class History:
         centre = median(values)
         away = [abs(value - centre) for value in values]
         # where most losses are equal (often 0) the median tells nothing of the rest, the mean does
-        noise = MAD_TO_SIGMA * median(away) or MEAN_TO_SIGMA * sum(away) / len(away)
+        # standard deviation over mean absolute deviation, for a normal distribution
+        noise = MAD_TO_SIGMA * median(away) or 1.2533 * sum(away) / len(away)
         began = abs(self.began_at)
-        floor = max(LEAST_SPREAD * abs(centre), NEGLIGIBLE * began)
+        # share of the initial loss; smaller differences count as rounding
+        floor = max(LEAST_SPREAD * abs(centre), 1e-5 * began)
         if not centre:
             # a loss that is usually 0 (a hinge, a solved task) comes back as a part of its former
             # self, which is not far above 0 by any other measure
             largest = max(map(abs, values))
-            floor = max(largest / 2, 0.1 * began, LEAST)
+            # as NEGLIGIBLE, for a run that began at 0: the resolution of float32 near 1
+            floor = max(largest / 2, 0.1 * began, 1e-7)
         if len(values) < MATURE:
             floor = max(floor, abs(centre), max(values) - min(values))
         return max(noise, floor, 1e-12)
@@ -366,7 +354,7 @@ class History:
 
 def history_facts(history: History) -> dict[str, Any]:
     """Everything a history remembers, in plain containers of its own."""
-    facts: dict[str, Any] = {}
+    facts = {}
     for known in fields(history):
         value = getattr(history, known.name)
         facts[known.name] = list(value) if isinstance(value, deque | list) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from operator import mul
 from statistics import median
@@ -19,30 +19,17 @@ from stepguard.judge.history import (
     History,
     Weights,
 )
-from stepguard.records.incident import OK, Reading, Severity, Verdict, VerdictKind
+from stepguard.records.codec import record
+from stepguard.records.incident import OK, Reading, Verdict, VerdictKind
 from stepguard.records.settings import GuardConfig
 
 # --- Judge finite anomalies: a jump of the loss, a slow rise, a learning rate that was not
 # configured.
 
 
-YOUNG_SIGMAS = 10.0
-"""A run of a few steps has no noise estimate worth the name, so it takes more to be suspicious."""
-NEWBORN_SIGMAS = 1000.0
-"""For so few losses: the first updates may well leave a start that happened to be good."""
-DRIFT_LEAST = 32
-"""Losses a rise must last before it is called a drift."""
 DRIFT_SIGMAS = 4.0
 DRIFT_SHARE = 0.01
 """Share of the window's first loss that is always expected as noise."""
-RUNAWAY_BEFORE = 5.0
-"""Times every loss before it that the last loss must be, where the update is not known."""
-LARGE_UPDATE = 0.3
-"""Update as a share of the weights' norm; a healthy one is about 0.001."""
-STOOD_STILL = 0.01
-"""Update as a share of the weights' norm; a smaller one cannot make a loss run away."""
-HEAVY_TAIL = 4.0
-"""Times what one loss in twenty exceeds: a heavy-tailed loss does not stand out by its tail."""
 
 
 def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
@@ -54,9 +41,12 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
         return OK
     # Deviations that make a spike, after so many losses.
     if known < FIRST_LOSSES:
-        spike_limit = max(sigmas, NEWBORN_SIGMAS)
+        # for so few losses: the first updates may well leave a start that happened to be good
+        spike_limit = max(sigmas, 1000.0)
     elif known < MATURE:
-        spike_limit = max(sigmas, YOUNG_SIGMAS)
+        # A run of a few steps has no noise estimate worth the name, so it takes more to be
+        # suspicious
+        spike_limit = max(sigmas, 10.0)
     else:
         spike_limit = sigmas
     rise = loss - history.level
@@ -67,27 +57,30 @@ def spike(reading: Reading, history: History, sigmas: float) -> Verdict:
     if not excess > spike_limit:
         return OK
     why = _runs_away(reading, history) or _has_diverged(reading, history)
-    if not why and len(history.losses) >= MATURE and excess < HEAVY_TAIL * history.tail:
+    # times what one loss in twenty exceeds: a heavy-tailed loss does not stand out by its tail
+    if not why and len(history.losses) >= MATURE and excess < 4.0 * history.tail:
         return OK
     usual = f"its usual {history.level:.4g}"
     summary = f"loss {loss:.4g} is {excess:.3g} deviations above {usual}"
-    evidence: dict[str, float | int | str] = {
-        "loss": loss,
-        "level": history.level,
-        "deviations": excess,
-    }
+    evidence = {"loss": loss, "level": history.level, "deviations": excess}
     if why and reading.update_ratio is not None:
         evidence["update_ratio"] = reading.update_ratio
-    return _told("spike", summary, why, evidence)
+    return _told("spike", summary, why, **evidence)
 
 
-def _told(
-    kind: VerdictKind, summary: str, why: str, evidence: dict[str, float | int | str]
-) -> Verdict:
+def _incident(kind: VerdictKind, summary: str, **evidence: float | int | str) -> Verdict:
+    return Verdict(kind=kind, severity="incident", summary=summary, evidence=evidence or None)
+
+
+def _note(kind: VerdictKind, summary: str, **evidence: float | int | str) -> Verdict:
+    return replace(_incident(kind, summary, **evidence), severity="note")
+
+
+def _told(kind: VerdictKind, summary: str, why: str, **evidence: float | int | str) -> Verdict:
     """An incident where `why` shows that the weights caused it, else a suspicion."""
-    if not why:
-        return Verdict(kind=kind, severity="suspicion", summary=summary, evidence=evidence)
-    return Verdict(kind=kind, severity="incident", summary=f"{summary}; {why}", evidence=evidence)
+    if why:
+        return _incident(kind, f"{summary}; {why}", **evidence)
+    return replace(_incident(kind, summary, **evidence), severity="suspicion")
 
 
 def _runs_away(reading: Reading, history: History) -> str:
@@ -99,12 +92,15 @@ def _runs_away(reading: Reading, history: History) -> str:
         return ""
     # a batch can be hard, but it does not move the weights
     ratio = reading.update_ratio
-    if ratio is not None and ratio >= LARGE_UPDATE:
+    # update as a share of the weights' norm; a healthy one is about 0.001
+    if ratio is not None and ratio >= 0.3:
         return f"the last update changed the weights by {ratio:.3g} of their norm"
-    if ratio is not None and ratio < STOOD_STILL:
+    # update as a share of the weights' norm; a smaller one cannot make a loss run away
+    if ratio is not None and ratio < 0.01:
         return ""
     earlier = max(map(abs, losses[:-1]), default=0.0)
-    if earlier and losses[-1] >= RUNAWAY_BEFORE * earlier:
+    # times every loss before it that the last loss must be, where the update is not known
+    if earlier and losses[-1] >= 5.0 * earlier:
         return f"the loss before was already {losses[-1] / earlier:.3g} times every earlier one"
     return ""
 
@@ -119,7 +115,8 @@ def drift(reading: Reading, history: History) -> Verdict:
     if loss is not None:
         values.append(loss)
     count = len(values)
-    if count < DRIFT_LEAST:
+    # losses a rise must last before it is called a drift
+    if count < 32:
         return OK
     least = DRIFT_SIGMAS * DRIFT_SHARE * abs(values[0])
     # most runs do not rise at all, which one pass shows; with a margin for its rounding
@@ -129,8 +126,8 @@ def drift(reading: Reading, history: History) -> Verdict:
     if not rise > max(DRIFT_SIGMAS * noise, least):
         return OK
     summary = f"loss has risen by {rise:.4g} over {count} steps ({rise / count:+.3g} a step)"
-    evidence: dict[str, float | int | str] = {"rise": rise, "steps": count, "noise": noise}
-    return _told("drift", summary, _has_diverged(reading, history), evidence)
+    why = _has_diverged(reading, history)
+    return _told("drift", summary, why, rise=rise, steps=count, noise=noise)
 
 
 def worth_measuring(reading: Reading, history: History) -> bool:
@@ -183,12 +180,8 @@ def impossible_lr(reading: Reading) -> Verdict:
     """Judge a learning rate that is NaN or infinite."""
     group = next(group for group, rate in enumerate(reading.lr) if not math.isfinite(rate))
     rate = reading.lr[group]
-    return Verdict(
-        kind="lr_mismatch",
-        severity="incident",
-        summary=f"group {group} runs with lr {rate}: the update would make every weight non-finite",
-        evidence={"group": group, "lr": rate},
-    )
+    summary = f"group {group} runs with lr {rate}: the update would make every weight non-finite"
+    return _incident("lr_mismatch", summary, group=group, lr=rate)
 
 
 def lr_mismatch(reading: Reading, history: History) -> Verdict:
@@ -199,22 +192,14 @@ def lr_mismatch(reading: Reading, history: History) -> Verdict:
     rate = reading.lr[group]
     ceiling = history.ceiling(group)
     known = f"the highest configured or seen before is {ceiling:.4g}"
-    return Verdict(
-        kind="lr_mismatch",
-        severity="note",
-        summary=f"group {group} runs with lr {rate:.4g}; {known}",
-        evidence={"group": group, "lr": rate, "ceiling": ceiling},
-    )
+    summary = f"group {group} runs with lr {rate:.4g}; {known}"
+    return _note("lr_mismatch", summary, group=group, lr=rate, ceiling=ceiling)
 
 
 def nothing_learned(reading: Reading, history: History) -> Verdict:
     """Judge a batch without a target, and a loss and gradient that stay exactly 0."""
     if reading.labels == 0:
-        return Verdict(
-            kind="no_labels",
-            severity="note",
-            summary="no target of this step counts: nothing is learned",
-        )
+        return _note("no_labels", "no target of this step counts: nothing is learned")
     silent = reading.judged_loss == 0.0 and not reading.grad_norm
     # once: where it comes again the loss is 0 by intention, as of a hinge or a solved task
     if silent and history.zero_losses + 1 == ZERO_STEPS and not history.zero_stretches:
@@ -222,7 +207,7 @@ def nothing_learned(reading: Reading, history: History) -> Verdict:
             f"loss and gradient have been exactly 0 for {ZERO_STEPS} steps: nothing is learned "
             "from them (reported once)"
         )
-        return Verdict(kind="zero_loss", severity="note", summary=summary)
+        return _note("zero_loss", summary)
     return OK
 
 
@@ -234,8 +219,6 @@ STATE_KINDS: dict[str, VerdictKind] = {
     "buffer": "nonfinite_buffer",
     "opt": "nonfinite_optimizer_state",
 }
-LEAST_SCALE = 1.0
-"""A GradScaler below this no longer protects anything: the gradients themselves overflow."""
 MOST_NAMED = 3
 
 
@@ -243,9 +226,16 @@ def judge(reading: Reading, history: History, config: GuardConfig) -> Verdict:
     """Say the gravest thing that is true of this step."""
     # bad state makes the loss bad, and a bad loss the gradient: the first one is the cause
     if reading.missed:
-        return Verdict(kind="nonfinite_parameter", severity="incident", summary=reading.missed)
+        return _incident("nonfinite_parameter", reading.missed)
     if reading.bad_state:
-        return _state(reading)
+        what = reading.bad_state[0]
+        kind = STATE_KINDS[what.partition(":")[0]]
+        if len(reading.bad_state) > 1:
+            what += f" and {len(reading.bad_state) - 1} more"
+        when = "was non-finite before this step"
+        if reading.state_born:
+            when = "became non-finite in this step"
+        return _incident(kind, f"{what} {when}")
     if reading.loss is not None and not (
         math.isfinite(reading.loss) and all(map(math.isfinite, reading.micro_losses))
     ):
@@ -281,21 +271,12 @@ def alarming(reading: Reading) -> bool:
     return not all(map(math.isfinite, watched))
 
 
-def _state(reading: Reading) -> Verdict:
-    first = reading.bad_state[0]
-    what = first
-    if len(reading.bad_state) > 1:
-        what += f" and {len(reading.bad_state) - 1} more"
-    when = "was non-finite before this step"
-    if reading.state_born:
-        when = "became non-finite in this step"
-    kind = STATE_KINDS[first.partition(":")[0]]
-    return Verdict(kind=kind, severity="incident", summary=f"{what} {when}")
-
-
 def _loss(reading: Reading) -> Verdict:
     # say how the loss is bad, in which of its components and in which micro-batches
-    summary = f"loss is {_nan_or_infinite(reading)}"
+    values = [reading.micro_losses[i] for i in reading.bad_micro_batches] or [reading.loss or 0.0]
+    summary = "loss is nan"
+    if not any(map(math.isnan, values)):
+        summary = "loss is infinite"
     names = [name for name, value in reading.components.items() if not math.isfinite(value)]
     if names:
         summary += f" ({', '.join(names)})"
@@ -308,18 +289,11 @@ def _loss(reading: Reading) -> Verdict:
             ", because finite values were added up beyond the range of its dtype; every gradient "
             "is finite, so the step is made; add up in float32: loss.float().sum()"
         )
-        return Verdict(kind="loss_overflow", severity="note", summary=summary)
+        return _note("loss_overflow", summary)
     if reading.bad_inputs:
         summary += f"; the batch holds non-finite values in {', '.join(reading.bad_inputs)}"
-        return Verdict(kind="nonfinite_input", severity="incident", summary=summary)
-    return Verdict(kind="nonfinite_loss", severity="incident", summary=summary)
-
-
-def _nan_or_infinite(reading: Reading) -> str:
-    values = [reading.micro_losses[i] for i in reading.bad_micro_batches] or [reading.loss or 0.0]
-    if any(map(math.isnan, values)):
-        return "nan"
-    return "infinite"
+        return _incident("nonfinite_input", summary)
+    return _incident("nonfinite_loss", summary)
 
 
 def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
@@ -327,19 +301,17 @@ def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
     if reading.overflow and not reading.grads_finite:
         # judge gradients that overflow because of the loss scale alone
         scale = reading.scale or 1.0
-        kind: VerdictKind = "scale_calibration"
-        severity: Severity = "note"
-        summary = f"GradScaler calibration: gradients overflow at scale {scale:g}"
         if config.loss_scale is not None:
-            kind = "nonfinite_gradient"
-            severity = "incident"
             effect = "makes the gradients overflow; without it they are finite"
             summary = f"the static loss scale {scale:g} {effect}"
-        elif scale < LEAST_SCALE:
-            kind = "scaler_collapse"
-            severity = "incident"
+            return _incident("nonfinite_gradient", summary, scale=scale)
+
+        # below 1 it no longer protects anything: the gradients themselves overflow
+        if scale < 1.0:
             summary = f"GradScaler has fallen to {scale:g} and the gradients still overflow"
-        return Verdict(kind=kind, severity=severity, summary=summary, evidence={"scale": scale})
+            return _incident("scaler_collapse", summary, scale=scale)
+        summary = f"GradScaler calibration: gradients overflow at scale {scale:g}"
+        return _note("scale_calibration", summary, scale=scale)
     if not reading.grads_finite:
         names = ", ".join(reading.bad_grads[:MOST_NAMED]) or "unnamed"
         more = len(reading.bad_grads) + reading.unnamed_grads - MOST_NAMED
@@ -347,12 +319,12 @@ def _gradient(reading: Reading, config: GuardConfig) -> Verdict:
             names += f" and {more} more"
         loss = "not known" if reading.loss is None else f"{reading.loss:.4g}"
         summary = f"gradient is non-finite ({names}) while the loss is {loss}"
-        return Verdict(kind="nonfinite_gradient", severity="incident", summary=summary)
+        return _incident("nonfinite_gradient", summary)
     summary = (
         "every gradient element is finite, but their fp32 norm overflows: clipping would zero the "
         "update"
     )
-    return Verdict(kind="infinite_norm", severity="incident", summary=summary)
+    return _incident("infinite_norm", summary)
 
 
 # --- Decide whether the weights caused a finite anomaly, and not the data or the loss function.
@@ -364,7 +336,7 @@ SAME_LOSS = 0.1
 """Relative difference of two losses of one step: dropout and kernels differ a little."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Comparison:
     """Losses of an earlier step and of the present one; lower is better, each was evaluated."""
 

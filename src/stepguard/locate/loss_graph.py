@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stepguard.locate.operands import broken, first_true, numeric, of_number, plain, summarise
-from stepguard.records.incident import NO_EVIDENCE, Evidence, Operand, Origin
+from stepguard.records.incident import Evidence, Operand, Origin
 from stepguard.tensors.values import VERSION, is_finite
 
 READ_FROM_GRAPH = (

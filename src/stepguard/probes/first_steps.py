@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -344,7 +343,7 @@ def weight_facts(context: Context) -> WeightFacts:
         unfilled, unused = last_loads.get(module, ((), ()))  # type: ignore[no-untyped-call]
         if unfilled and not loaded.missing:
             loaded = _left_unfilled(prefix, module, unfilled, unused)
-    return replace(loaded, untied=tuple(untied))
+    return loaded._replace(untied=tuple(untied))
 
 
 def _left_unfilled(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from stepguard.records.codec import documented
+from stepguard.records.codec import record
 
 # --- The result of verifying a checkpoint: problems with their place, and what the file holds.
 
@@ -44,8 +44,7 @@ NOT_DAMAGE = ("lr", "diverged")
 """Kinds of errors of a checkpoint that is complete and finite."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Problem:
     """One thing that is wrong, or suspicious, in one file.
 
@@ -73,8 +72,7 @@ class Problem:
         return f"{place}: {self.detail}"
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Rate:
     """One learning rate that a checkpoint stores."""
 
@@ -88,7 +86,7 @@ class Rate:
     """The rate."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Watched:
     """A tensor that was asked for by name, such as a gate, and the range of its values."""
 
@@ -99,8 +97,7 @@ class Watched:
     high: float
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Verification:
     """The result of `stepguard.verify`: one checkpoint, or a folder with several in `parts`.
 
@@ -176,7 +173,7 @@ Alignment = Literal["aligned", "contradicted", "unproven"]
 """`aligned` needs a probe that agrees with everything configured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Outcome:
     """One item, evaluated against the real objects."""
 
@@ -193,7 +190,7 @@ class Outcome:
         return self.id.partition(".")[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Preflight:
     """All outcomes in the order of their sections."""
 
@@ -231,7 +228,7 @@ DATA_CAUSES = ("SG1", "SG2", "SG4")
 """Codes of what originates in data, forward or loss expression: the same samples fail again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class BadSamples:
     """Samples of one micro-batch that did not take part in an update."""
 

@@ -19,10 +19,11 @@ import re
 import textwrap
 import threading
 import tomllib
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform, overload
 
 from pydantic import TypeAdapter
 
@@ -53,7 +54,7 @@ def one_line(text: str) -> str:
 
 def masked(arguments: list[str]) -> list[str]:
     """A command line without its secrets: `--api-key S`, `--token=S` and `opt.key=S` lose S."""
-    shown: list[str] = []
+    shown = []
     hide_next = False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -128,12 +129,10 @@ def dumps(value: dict[str, Any]) -> str:
         return text
     # Some readers also break lines at U+2028; lone surrogates come from file names that are not
     # UTF-8; a journal may be printed with `cat`.
-    return UNPRINTABLE.sub(_escaped, text)
-
-
-def _escaped(found: re.Match[str]) -> str:
     # Above U+FFFF JSON has pairs of surrogates only.
-    return json.dumps(found[0])[1:-1] if found[0] != "\x7f" else "\\u007f"
+    return UNPRINTABLE.sub(lambda found: json.dumps(found[0])[1:-1], text).replace(
+        "\x7f", "\\u007f"
+    )
 
 
 def float_kind(value: float) -> str | None:
@@ -154,7 +153,7 @@ def strict_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     names = [str(key) for key in value]
-    out: dict[str, Any] = {}
+    out = {}
     for key, item in zip(names, value.values(), strict=True):
         kind = _kind_of(item)
         if kind is not None and any(other.startswith(key + KIND_SUFFIX) for other in names):
@@ -194,7 +193,7 @@ def restore_floats(value: Any) -> Any:
         return value
     if value.keys() == {IN_PLACE} and _is_kind(value[IN_PLACE], None):
         return float(value[IN_PLACE])
-    out: dict[str, Any] = {}
+    out = {}
     for key, item in value.items():
         owner = key.removesuffix(KIND_SUFFIX)
         if owner == key or owner not in value or not _is_kind(item, value[owner]):
@@ -282,68 +281,73 @@ class LineFile:
 # --- Read the settings of a guard from a file: TOML, YAML or JSON, by its name.
 
 
-LARGEST = 1 << 20
-"""Bytes; a configuration is smaller."""
+# Not `float`, which takes "nan" and "infinity" for numbers as well.
+NUMBER = re.compile(r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 
 
-def read_table(path: Path) -> dict[str, Any]:
-    """The names and values of a configuration; ConfigError says what is wrong with the file."""
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
+class UnquotedNumber(str):
+    """`1e-4` in YAML, without quotes: PyYAML (YAML 1.1) reads a text, OmegaConf a number."""
+
+
+def read_table(
+    path: Path, what: str = "configuration", largest: int = 1 << 20, **more: Reader
+) -> dict[str, Any]:
+    """The names and values of a configuration; ConfigError says what is wrong with the file.
+
+    `largest`: bytes that are read. `more`: readers of further kinds of files, by their suffix.
+    """
+    kind = path.suffix.lower()
+    readers = READERS | {f".{suffix}": reader for suffix, reader in more.items()}
+    if kind not in readers:
         raise ConfigError(
-            f"{path} is not a configuration by its name; give a file that ends in "
-            f"{', '.join(READERS)}."
+            f"{path}: {kind or 'no suffix'} is not a {what} file; use one of {', '.join(readers)}."
         )
-    if not path.is_file():
-        raise ConfigError(f"{path} is not a file; give one with fields of GuardConfig.")
     try:
         size = path.stat().st_size
-        if size > LARGEST:
-            raise ConfigError(f"{path} has {size:,} bytes; a configuration is smaller.")
-        found = reader(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text: {error}.") from None
-    except (ValueError, RecursionError) as error:
-        said = " ".join(str(error).split()).rstrip(".")[:200]
-        raise ConfigError(f"{path} is not {path.suffix[1:].upper()}: {said}.") from None
+        if size > largest:
+            raise ConfigError(f"{path} has {size:,} bytes; a {what} file has at most {largest:,}.")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise ConfigError(f"{path} cannot be read as a {what}: {fault}.") from fault
+    try:
+        # An empty YAML is None.
+        found = readers[kind](text) or {}
+    except (ValueError, SyntaxError, RecursionError) as fault:
+        said = " ".join(str(fault).split()).rstrip(".")[:200]
+        raise ConfigError(f"{path} is not valid {kind[1:]}: {said}.") from fault
     if not isinstance(found, dict):
         raise ConfigError(
-            f"{path} holds a {type(found).__name__}; write names and values, such as "
-            "anomalies and terminal."
+            f"{path} holds a {type(found).__name__}; a {what} is a mapping of names to values."
         )
     return found
-
-
-def number_as_text(path: Path, table: Mapping[str, Any]) -> str:
-    """A sentence where YAML has read a number such as 1e-4 as text; else empty."""
-    if READERS.get(path.suffix.lower()) is not _yaml:
-        return ""
-    for name, value in table.items():
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                float(value)
-                return f" YAML reads {name}: {value} as text; write it with a point, as in 1.0e-4."
-    return ""
 
 
 def _yaml(text: str) -> Any:
     # PyYAML takes 40 ms to import, and most configurations are built in code.
     import yaml
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """PyYAML's reading, with a mark at texts that were meant as numbers."""
+
+    def marked(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+        value = str(loader.construct_scalar(node))
+        if node.style is None and NUMBER.fullmatch(value):
+            return UnquotedNumber(value)
+        return value
+
+    Loader.add_constructor("tag:yaml.org,2002:str", marked)
     try:
-        # An empty file is None to PyYAML.
-        return yaml.safe_load(text) or {}
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
 
-READERS: dict[str, Callable[[str], Any]] = {
+Reader = Callable[[str], Any]
+READERS: dict[str, Reader] = {
+    ".json": json.loads,
     ".toml": tomllib.loads,
     ".yaml": _yaml,
     ".yml": _yaml,
-    ".json": json.loads,
 }
 
 
@@ -371,10 +375,19 @@ class DocWithFields:
         return "\n".join(lines)
 
 
-def documented(cls: type[T]) -> type[T]:
-    """Let `help(cls)` list every field with its type, default and text."""
-    cls.__doc__ = DocWithFields(cls.__doc__ or "")  # type: ignore[assignment]
-    return cls
+@overload
+def record(cls: type[T], /) -> type[T]: ...
+@overload
+def record(*, repr: bool = True, eq: bool = True) -> Callable[[type[T]], type[T]]: ...
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+def record(cls: Any = None, /, **options: bool) -> Any:
+    """Make a frozen dataclass of keyword arguments; `help` lists every field with its text."""
+    if cls is None:
+        return partial(record, **options)
+    text = cls.__doc__ or ""
+    made: Any = dataclass(frozen=True, slots=True, kw_only=True, **options)(cls)
+    made.__doc__ = DocWithFields(text)
+    return made
 
 
 def fields_with_text(cls: type[object]) -> dict[str, tuple[str, str]]:
@@ -385,7 +398,7 @@ def fields_with_text(cls: type[object]) -> dict[str, tuple[str, str]]:
         return {}  # installed without its source
     definition = ast.parse(source).body[0]
     assert isinstance(definition, ast.ClassDef)
-    found: dict[str, tuple[str, str]] = {}
+    found = {}
     field = ""
     for statement in definition.body:
         match statement:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from html import escape
 from typing import Any, Literal, TypeAlias
 
-from stepguard.records.codec import documented
+from stepguard.records.codec import record
 from stepguard.records.probes import Look
 
 # --- What the policy chose to do about an incident.
@@ -22,7 +22,7 @@ healthy one.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Decision:
     """The action that was taken, the reason, and how much of each budget is used."""
 
@@ -61,8 +61,7 @@ Certainty = Literal["certain", "likely", "possible"]
 """How sure a finding is: no other cause fits, others are not excluded, a contributing fact."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Edit:
     """Lines of the user's program and their replacement."""
 
@@ -76,8 +75,7 @@ class Edit:
     """The new lines."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Remedy:
     """One thing the user can do, with a snippet to paste."""
 
@@ -99,8 +97,7 @@ class Remedy:
     """The loss of the step with it, if it was run."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Finding:
     """One cause of an incident, with its evidence and remedies.
 
@@ -155,7 +152,7 @@ Severity = Literal["ok", "note", "suspicion", "incident"]
 """`note` is a journal line; `suspicion` asks for evidence; `incident` is acted upon."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Verdict:
     """The judgement of one step: its kind, its severity, and the numbers behind it."""
 
@@ -262,7 +259,7 @@ class Reading:
     @property
     def bad_micro_batches(self) -> tuple[int, ...]:
         """Indices of the micro-batches whose loss is not finite."""
-        return tuple(i for i, value in enumerate(self.micro_losses) if not _finite(value))
+        return tuple(i for i, value in enumerate(self.micro_losses) if not math.isfinite(value))
 
 
 def reading_of(
@@ -275,11 +272,6 @@ def reading_of(
     reading = object.__new__(Reading)
     vars(reading).update(known, components=components, followed=followed)
     return reading
-
-
-def _finite(value: float) -> bool:
-    # NaN - NaN and Inf - Inf are NaN, which equals nothing.
-    return value - value == 0.0
 
 
 # --- One kernel, run again on the inputs it had by another path.
@@ -304,8 +296,7 @@ INDEPENDENT: tuple[WitnessPath, ...] = ("reference", "math", "composite", "cpu",
 """Paths that share no code with the kernel."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Witness:
     """What another path gave on the inputs on which a kernel gave NaN or Inf."""
 
@@ -330,7 +321,7 @@ class Witness:
 # --- Facts that were measured around a bad value: locating fills them in, the rules read them.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@record(repr=False)
 class Evidence:
     """One record for one origin. `first | second` holds the facts of both."""
 
@@ -579,8 +570,7 @@ def number(value: float | None) -> str:
 Phase = Literal["input", "forward", "loss", "backward", "optimizer", "state", "checkpoint"]
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Operand:
     """One tensor or number that went into, or came out of, the operation."""
 
@@ -624,9 +614,45 @@ class Operand:
         """The label, or else the name."""
         return self.label or self.name
 
+    @property
+    def picked(self) -> str:
+        """The value that was picked out, and its place."""
+        if self.value is None:
+            return ""
+        at = f" at [{','.join(map(str, self.index))}]" if self.index else ""
+        return number(self.value) + at
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+    @property
+    def bad(self) -> str:
+        """`3 NaN, 1 +Inf of 8`; empty where all are finite."""
+        counted = {"NaN": self.nan, "+Inf": self.posinf, "-Inf": self.neginf}
+        bad = ", ".join(f"{n:,} {kind}" for kind, n in counted.items() if n)
+        # Of a single number "1 NaN of 1" says nothing more.
+        total = math.prod(self.shape)
+        if bad and self.shape and total:
+            bad += f" of {total:,}"
+        return bad
+
+    @property
+    def span(self) -> str:
+        """From the least to the largest finite value; empty where that is not known."""
+        if self.min is None or self.max is None:
+            return ""
+        return f"{number(self.min)} to {number(self.max)}"
+
+    @property
+    def words(self) -> str:
+        """dtype, shape, what is wrong in it, and the range of what is not."""
+        shape = f" [{','.join(map(str, self.shape))}]" if self.shape else ""
+        parts = [f"{self.dtype}{shape}".strip(), self.picked, self.bad]
+        if self.zeros:
+            parts.append("1 zero" if self.zeros == 1 else f"{self.zeros:,} zeros")
+        if self.span and (self.shape or self.value is None):
+            parts.append(f"finite {self.span}")
+        return "; ".join(filter(None, parts))
+
+
+@record
 class Statement:
     """The user's statement that contains an operation."""
 
@@ -642,8 +668,7 @@ class Statement:
     """Where it ends."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@record(repr=False)
 class Origin:
     """Where the first harmful value originated, as exactly as it could be confirmed.
 
@@ -727,18 +752,18 @@ class Origin:
         """`sample 4 (row 48211)` of the batch; empty where none could be confirmed."""
         said = ""
         if self.samples:
-            said = "sample " + ", ".join(map(str, self.samples))
+            said = f"sample {', '.join(map(str, self.samples[:8]))}"
         if self.rows:
-            said += f" ({', '.join(self.rows)})"
+            said += f" ({', '.join(self.rows[:4])})"
         return said
 
     def html_rows(self) -> list[Row]:
         """What a notebook shows of it."""
         return [
             ("where", f"{self.phase}: {self.place}" if self.place else self.phase),
-            ("sample", self.culprits.removeprefix("sample ")),
+            ("sample", self.culprits.partition(" ")[2]),
             ("source", "\n".join(self.context)),
-            ("values", "\n".join(map(_in_words, self.inputs))),
+            ("values", "\n".join(f"{one.called or 'input'}: {one.words}" for one in self.inputs)),
             ("note", "\n".join(self.remarks)),
         ]
 
@@ -748,22 +773,6 @@ class Origin:
     def __repr__(self) -> str:
         said = " ".join(part for part in (self.place, self.culprits) if part)
         return f"<Origin: {self.phase} of step {self.step}, {said or 'place not known'}>"
-
-
-def _in_words(operand: Operand) -> str:
-    shape = "x".join(map(str, operand.shape)) or "number"
-    said = f"{operand.called or 'input'}: {operand.dtype} {shape}"
-    if operand.min is not None and operand.max is not None:
-        said += f", {number(operand.min)} to {number(operand.max)}"
-    counts = (
-        ("NaN", operand.nan),
-        ("Inf", operand.posinf + operand.neginf),
-        ("zero", operand.zeros),
-    )
-    for name, count in counts:
-        if count:
-            said += f", {count} {name}"
-    return said
 
 
 def with_evidence(origin: Origin, more: Evidence) -> Origin:
@@ -793,12 +802,7 @@ def place_and_phase(origin: Origin) -> str:
 # --- One bad step: an Incident only ever gains fields on its way through the pipeline.
 
 
-MOST_REMEDIES = 2
-"""Remedies of the first finding that a notebook shows."""
-
-
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@record(repr=False)
 class Incident:
     """Everything known about one bad step. Verdict and reading are always there; the rest may be
     empty.
@@ -851,7 +855,8 @@ class Incident:
         if self.decision is not None:
             rows.append(("done", f"{self.decision.action}: {self.decision.reason}".rstrip(": ")))
         for finding in self.findings[:1]:
-            for remedy in finding.remedies[:MOST_REMEDIES]:
+            # remedies of the first finding that a notebook shows
+            for remedy in finding.remedies[:2]:
                 rows.append(("to do", f"{remedy.title}\n{remedy.tried}".strip()))
                 rows.append(("code", remedy.snippet))
         return rows
@@ -886,7 +891,7 @@ class Incident:
 SectionStatus = Literal["fine", "warning", "failed", "corrupt", "not checked"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Section:
     """One part of the examination."""
 
@@ -897,7 +902,7 @@ class Section:
     """Exact commands that follow from it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Examination:
     """All sections, in their fixed order."""
 
@@ -915,9 +920,10 @@ class Examination:
         return "fine"
 
 
-def not_checked(title: str, why: str) -> Section:
-    """A section without input; the text says what to give."""
-    return Section(title=title, status="not checked", lines=(why,))
+def new_section(title: str, status: SectionStatus, *lines: str, command: str = "") -> Section:
+    """A section with these lines, and the command that follows from it."""
+    commands = tuple(filter(None, [command]))
+    return Section(title=title, status=status, lines=lines, commands=commands)
 
 
 # --- Where a run's events go: journal, readable log, terminal, TensorBoard, your own loggers.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from stepguard.records.codec import documented
+from stepguard.records.codec import record
 
 # --- A health probe of one healthy step: how far its numbers are from what their dtypes can hold.
 
@@ -16,7 +16,7 @@ NextBatch = Literal["unknown", "other", "equal", "same"]
 """Another batch, equal numbers in new memory, or the very same tensors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TensorLook:
     """What one module computed in one dtype, in one direction."""
 
@@ -46,7 +46,7 @@ class TensorLook:
     elements: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ParameterLook:
     """One parameter, its gradient and its update."""
 
@@ -88,7 +88,7 @@ class ParameterLook:
         return self.update / self.weight
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AttentionLook:
     """One softmax over keys, on a sample of its rows."""
 
@@ -103,7 +103,7 @@ class AttentionLook:
     keys: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class NormLook:
     """What goes into one normalisation layer, and whether anything comes out."""
 
@@ -115,7 +115,7 @@ class NormLook:
     """Share of the output that is exactly 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class UnitLook:
     """Units behind one activation function."""
 
@@ -130,7 +130,7 @@ class UnitLook:
     """Samples and positions that each unit was seen at."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RouterLook:
     """Which experts a router has chosen for the tokens of the step."""
 
@@ -153,7 +153,7 @@ class RouterLook:
         return found / math.log(self.experts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepFacts:
     """What else the look has seen of the step."""
 
@@ -216,7 +216,7 @@ class StepFacts:
     """Share of its elements that differ."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TargetFacts:
     """What the first batches of a causal language model teach, counted over all of them."""
 
@@ -244,7 +244,7 @@ class TargetFacts:
     pad: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AuditFacts:
     """A step that gave other values in one of several runs from the same state."""
 
@@ -259,7 +259,7 @@ class AuditFacts:
     """Dtype, shape and norm of its result, in the runs that agree and in the other one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Look:
     """Everything one health probe has measured."""
 
@@ -280,7 +280,7 @@ class Look:
 # --- What a healthy run is heading for.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Forecast:
     """A quantity that runs towards a limit, and the step at which it gets there."""
 
@@ -316,8 +316,7 @@ class Forecast:
 # --- What would have helped: how each candidate fared on the steps that led to an incident.
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TrialOutcome:
     """One candidate, trained on the steps before the incident, the bad step and those after."""
 
@@ -353,8 +352,7 @@ class TrialOutcome:
     """Why it could not be tried."""
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WhatIf:
     """The candidates for one incident, the best first.
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stepguard._errors import ConfigError
-from stepguard.records.codec import documented, number_as_text, read_table
+from stepguard.records.codec import UnquotedNumber, read_table, record
 from stepguard.records.incident import Action, Sink
 
 ACTIONS: tuple[str, ...] = get_args(Action)
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Policy:
     """What the guard may do about an incident, and how much a run may lose. The fault decides which
     of the allowed actions is taken.
@@ -67,8 +66,7 @@ class Policy:
         _check(self)
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Snapshots:
     """Copies of the training state in memory, the targets of a rewind."""
 
@@ -89,8 +87,7 @@ class Snapshots:
         _check(self)
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Probes:
     """What is measured besides the verdict, and how long locating a cause may take."""
 
@@ -124,8 +121,7 @@ class Probes:
         _check(self)
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Ranks:
     """How long ranks wait for each other, and how often they are compared."""
 
@@ -143,8 +139,7 @@ class Ranks:
         _check(self)
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GuardConfig:
     """Settings of one guard. An invalid value raises ConfigError as soon as it is given.
 
@@ -243,7 +238,10 @@ class GuardConfig:
                 table[group] = kind(**{str(name): value for name, value in below.items()})
             return cls(**{**{str(name): value for name, value in table.items()}, **given})
         except ConfigError as error:
-            said = f"{error}{number_as_text(Path(path), written)}"
+            said = str(error)
+            for name, value in written.items():
+                if isinstance(value, UnquotedNumber):
+                    said += f" YAML reads {name}: {value} as text; write it with a point: 1.0e-4."
             # A name or value of the file may hold line breaks; an error is one line.
             raise ConfigError(f"{path}: {' '.join(said.split())}") from None
 

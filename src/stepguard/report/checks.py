@@ -26,13 +26,13 @@ from stepguard.records.checks import (
     Verification,
 )
 from stepguard.records.codec import printable, to_jsonable
-from stepguard.records.incident import Examination, Section
+from stepguard.records.incident import Examination, Section, new_section
 from stepguard.report import screen
 from stepguard.report.health import concerns, judge_run
 from stepguard.report.phrases import count, first_few, size
 from stepguard.report.screen import Name, Unbroken, middle, titled
 from stepguard.report.story import Run, read_story
-from stepguard.report.summary import IncidentGroup, changed_settings, group_incidents
+from stepguard.report.summary import changed_settings, group_incidents
 
 # --- `stepguard doctor`: its section about the journal, and all sections.
 
@@ -55,25 +55,31 @@ def journal_section(folder: Path) -> Section | None:
         story = read_story(folder)
     except (JournalError, OSError) as fault:
         said = f"it cannot be read: {str(fault).splitlines()[0]}"
-        return Section(title="journal", status="warning", lines=(said,))
+        return new_section("journal", "warning", said)
     run = story.latest
     verdict = judge_run(run, (), None, now=True)
     head = f"{count(len(run.steps), 'step')}, {count(len(run.incidents), 'incident')}; "
     head += "it has not ended" if verdict == "waiting" else verdict
     if run.torn:
         head += f"; {count(run.torn, 'line')} cannot be read"
-    lines = [head, _ran_with(run), *map(_kind_of_incident, group_incidents(run)[:MOST_KINDS])]
+    lines = [head, _ran_with(run)]
+    for group in group_incidents(run)[:MOST_KINDS]:
+        steps = f"step {group.first_step:,}"
+        if group.count > 1:
+            steps = f"{group.count} times, steps {group.first_step:,} to {group.last_step:,}"
+        cause = f" ({group.code} {group.title})" if group.code else ""
+        lines.append(f"{steps}: {group.summary}{cause}, {group.where}".removesuffix(", "))
     lines += [concern.text for concern in concerns(run)]
     lines += [
         f"another guard of this run wrote to {other}; examine it too" for other in story.elsewhere
     ]
-    shown = tuple(filter(None, lines))
+    shown = list(filter(None, lines))
     # A killed run tears the last line; a file of which no line can be read is something else.
     readable = len(run.steps) > 0 or not run.torn
     if verdict in ("healthy", "waiting") and not run.incidents and readable:
-        return Section(title="journal", status="fine", lines=shown)
+        return new_section("journal", "fine", *shown)
     command = f"stepguard report {shlex.quote(str(folder))}"
-    return Section(title="journal", status="warning", lines=shown, commands=(command,))
+    return new_section("journal", "warning", *shown, command=command)
 
 
 def _ran_with(run: Run) -> str:
@@ -86,14 +92,6 @@ def _ran_with(run: Run) -> str:
     if changed:
         known.append(f"settings: {first_few(changed, MOST_KINDS)}")
     return ", ".join(known)
-
-
-def _kind_of_incident(group: IncidentGroup) -> str:
-    steps = f"step {group.first_step:,}"
-    if group.count > 1:
-        steps = f"{group.count} times, steps {group.first_step:,} to {group.last_step:,}"
-    cause = f" ({group.code} {group.title})" if group.code else ""
-    return f"{steps}: {group.summary}{cause}, {group.where}".removesuffix(", ")
 
 
 def render_examination(
@@ -124,7 +122,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "labels": ("labels",),
     "loss": ("loss",),
     "data": ("data",),
-    "model": ("model", "scalars", "code"),
+    "model": ("model", "loss", "scalars", "code"),
     "checkpoint": ("checkpoint",),
     "resources": ("disk", "memory"),
     "checklist": ("checklist",),
@@ -149,7 +147,6 @@ ALIGNED = {
     "contradicted": ("configuration is NOT aligned", "bold red"),
     "unproven": ("alignment is not proven", "yellow"),
 }
-ID_WIDTH = 23
 
 
 def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True) -> None:
@@ -166,7 +163,7 @@ def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True
         rows = [_outcome_row(outcome) for outcome in checked if outcome.section in parts]
         if rows:
             title(heading)
-            console.print(_grid(*rows, widths=(5, ID_WIDTH)))
+            console.print(_grid(*rows, widths=(5, 23)))
     # Grouped by what to give, so that ten items that wait for one thing are one line.
     waiting: dict[str, list[str]] = {}
     for outcome in result.of("not_checked"):
@@ -188,7 +185,7 @@ def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True
 
 
 def _state_rows(result: Preflight) -> list[tuple[RenderableType, ...]]:
-    rows: list[tuple[RenderableType, ...]] = []
+    rows = []
     for name in dict.fromkeys(name for name, _ in result.facts):
         values = [Unbroken(value) for other, value in result.facts if other == name]
         rows.append((Text(f" {name}", "cyan"), Group(*values)))
@@ -267,7 +264,18 @@ def _verification_table(leaves: Sequence[tuple[Verification, Verification]], wid
         if width >= WIDE:
             step = "" if leaf.step is None else f"{leaf.step:,}"
             cells += [step, f"{leaf.tensors:,}", size(leaf.bytes)]
-        table.add_row(Name(f" {name}"), *cells, _verdict(leaf))
+        kind = _kind(leaf)
+        style = "bold red"
+        if leaf.ok:
+            warnings = f", {count(len(leaf.warnings), 'warning')}" if leaf.warnings else ""
+            kind, style = f"good{warnings}", "yellow" if warnings else "green"
+        elif kind != "diverged":
+            # complete and finite, but it could run code when it is loaded
+            if leaf.corrupt and {problem.kind for problem in leaf.errors} <= UNSAFE:
+                kind = "unsafe"
+            kind = kind.replace("with another learning rate", "other lr")
+            kind += f", {count(len(leaf.errors), 'error')}"
+        table.add_row(Name(f" {name}"), *cells, Text(kind, style))
     return table
 
 
@@ -277,18 +285,6 @@ def _kind(leaf: Verification) -> str:
     if leaf.corrupt:
         return "corrupt"
     return "diverged" if leaf.diverged else "with another learning rate"
-
-
-def _verdict(leaf: Verification) -> Text:
-    """Return `good`, or how many errors and warnings there are."""
-    kind = _kind(leaf)
-    if leaf.ok:
-        warnings = f", {count(len(leaf.warnings), 'warning')}" if leaf.warnings else ""
-        return Text(f"good{warnings}", style="yellow" if warnings else "green")
-    if leaf.corrupt and all(problem.kind in UNSAFE for problem in leaf.errors):
-        kind = "unsafe"
-    errors = "" if kind == "diverged" else f", {count(len(leaf.errors), 'error')}"
-    return Text(f"{kind.replace('with another learning rate', 'other lr')}{errors}", "bold red")
 
 
 def _print_problems(console: Console, path: str, problems: Sequence[Problem]) -> None:
@@ -340,7 +336,6 @@ MOST_SAMPLES = 40
 """Lines of the table; `--json` has all."""
 MOST_ROWS = 3
 LONGEST_NAME = 32
-SHORTEST_PLACE = 16
 HEADINGS = ("step", "attempt", "batch", "rows", "data set", "cause", "dropped", "place")
 LEFT_OUT = {"sample": "the rows", "micro_batch": "the micro-batch", "step": "the step"}
 
@@ -431,7 +426,7 @@ def render_ledger(
         room = width - sum(widths) - 2 * len(widths) - 1
         for row in rows:
             cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
-            if room >= SHORTEST_PLACE:
+            if room >= 16:
                 cells.append(middle(row[-1], room))
             lines.append(" " + "  ".join(cells))
     if len(entries) > MOST_SAMPLES:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -18,6 +17,7 @@ import numpy as np
 from stepguard._errors import ConfigError
 from stepguard.diagnose import engine
 from stepguard.judge.history import RUN_AWAY, USUAL, Progress
+from stepguard.records.codec import record
 from stepguard.report.phrases import number
 from stepguard.report.story import Note, Run
 
@@ -27,20 +27,12 @@ RECENT = 48
 SEVERAL = 8
 BLOCKS = 24
 """Parts of a run whose middle losses are compared."""
-LEAST_LEVEL = 1e-3
-"""Lower levels are not compared: 100 times almost nothing is still little."""
 FOLLOWED = "followed/"
-EXPLODED = 1e6
-"""Times everything before, and times 1: a gate that begins at 0 has not exploded."""
-HUGE_WEIGHT = 2.0**10
-"""Root mean square that no healthy weight has, unless it began near it."""
-WEIGHT_GROWTH = 100.0
-"""Times its first size that such a weight must be."""
 PATIENCE = 60.0
 """Seconds of silence that are never long."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Concern:
     """One thing that is not as it should be."""
 
@@ -101,7 +93,19 @@ def is_stopped(run: Run) -> bool:
 
 # --- Checks: each yields sentences about what is wrong.
 
+Check = Callable[[Run], Iterator[str]]
+CHECKS: dict[Weight, list[Check]] = {"unhealthy": [], "attention": []}
 
+
+def _weighs(weight: Weight) -> Callable[[Check], Check]:
+    def note(check: Check) -> Check:
+        CHECKS[weight].append(check)
+        return check
+
+    return note
+
+
+@_weighs("unhealthy")
 def _ended_badly(run: Run) -> Iterator[str]:
     """It made no step, was killed, or the program raised and nothing came after it."""
     attempt = run.attempts[-1] if run.attempts else None
@@ -123,6 +127,7 @@ def _ended_badly(run: Run) -> Iterator[str]:
             yield f"an exception outside of a step ended the run: {attempt.error}"
 
 
+@_weighs("unhealthy")
 def _dropped(run: Run) -> Iterator[str]:
     """Steps were dropped; those of a GradScaler that searches its scale count if it finds none."""
     committed = run.steps.committed[-RECENT:]
@@ -135,6 +140,7 @@ def _dropped(run: Run) -> Iterator[str]:
         yield f"no step was committed in the last {SEVERAL}"
 
 
+@_weighs("unhealthy")
 def _not_finite(run: Run) -> Iterator[str]:
     """Steps were committed although their loss was not finite."""
     losses = run.steps.column("loss").where(run.steps.counts).values[-SEVERAL:]
@@ -162,7 +168,8 @@ def _level(run: Run, *, run_away: bool) -> Iterator[str]:
     if len(parts) < 2:
         return
     levels = np.median(parts, axis=1)
-    spread = max(float(np.median(np.abs(parts[0] - levels[0]))), LEAST_LEVEL)
+    # Lower levels are not compared: 100 times almost nothing is still little
+    spread = max(float(np.median(np.abs(parts[0] - levels[0]))), 1e-3)
     start = Progress(float(losses[0]), float(levels[0]), spread)
     away = levels[-1] > start.above_start(RUN_AWAY)
     # The lower of the last two parts: a single high part may be a hard stretch of the data.
@@ -181,6 +188,11 @@ def _level(run: Run, *, run_away: bool) -> Iterator[str]:
         yield f"what was learned is lost again, {lost}: {numbers}"
 
 
+CHECKS["unhealthy"].append(partial(_level, run_away=True))
+CHECKS["attention"].append(partial(_level, run_away=False))
+
+
+@_weighs("attention")
 def _disarmed(run: Run) -> Iterator[str]:
     fault = _last_note(run, "fault")
     end = _last_note(run, "end")
@@ -191,6 +203,7 @@ def _disarmed(run: Run) -> Iterator[str]:
         yield "the guard was disarmed when the run ended: its last steps are unchecked"
 
 
+@_weighs("attention")
 def _silent_failures(run: Run) -> Iterator[str]:
     """What the guard has found wrong in healthy steps of the last attempt, each kind once."""
     found: dict[str, str] = {}
@@ -201,6 +214,7 @@ def _silent_failures(run: Run) -> Iterator[str]:
     yield from found.values()
 
 
+@_weighs("attention")
 def _exploded(run: Run) -> Iterator[str]:
     """Finite values that are huge: followed ones that jumped, and weights that deep looks saw."""
     for name, series in run.steps.series.items():
@@ -208,7 +222,8 @@ def _exploded(run: Run) -> Iterator[str]:
             continue
         sizes = np.abs(series.values[series.finite])
         before = np.maximum(np.maximum.accumulate(sizes), 1.0)
-        jumps = np.flatnonzero(sizes[SEVERAL:] > EXPLODED * before[SEVERAL - 1 : -1])
+        # Times everything before, and times 1: a gate that begins at 0 has not exploded
+        jumps = np.flatnonzero(sizes[SEVERAL:] > 1e6 * before[SEVERAL - 1 : -1])
         if len(jumps):
             row = SEVERAL + int(jumps[0])
             step = int(run.steps.step[series.rows[series.finite][row]])
@@ -223,7 +238,9 @@ def _exploded(run: Run) -> Iterator[str]:
     grown = []
     for seen in run.looks[-1].parameters if run.looks else ():
         step, size = first[seen.name]
-        if seen.trainable and seen.weight > max(HUGE_WEIGHT, WEIGHT_GROWTH * size):
+        # Root mean square that no healthy weight has, unless it began near it
+        # Times its first size that such a weight must be
+        if seen.trainable and seen.weight > max(2.0**10, 100.0 * size):
             grown.append((seen.weight, seen.name, step, size))
     if grown:
         weight, name, step, size = max(grown)
@@ -232,17 +249,6 @@ def _exploded(run: Run) -> Iterator[str]:
             f"weights exploded: the root mean square of {name} is {number(weight)} at step "
             f"{run.looks[-1].step}, {number(size)} at step {step}{several}"
         )
-
-
-CHECKS: dict[Weight, tuple[Callable[[Run], Iterator[str]], ...]] = {
-    "unhealthy": (_ended_badly, _dropped, _not_finite, partial(_level, run_away=True)),
-    "attention": (
-        partial(_level, run_away=False),
-        _disarmed,
-        _silent_failures,
-        _exploded,
-    ),
-}
 
 
 # --- Acceptance of a run by stages.
@@ -269,7 +275,7 @@ class Stage(NamedTuple):
     conditions: list[tuple[str, str, float]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StageOutcome:
     """One condition of one stage, with the number that decided it."""
 

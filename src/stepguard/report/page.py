@@ -25,7 +25,7 @@ from stepguard.report.health import concerns
 from stepguard.report.probes import headline, look_tables, remarks
 from stepguard.report.run_report import STATES, heading
 from stepguard.report.sinks import named_numbers
-from stepguard.report.story import Left, Run, Story, StoryIncident
+from stepguard.report.story import Run, Story, StoryIncident
 from stepguard.report.summary import RunSummary, flat, summarize, timeline, worst_ending
 
 LONGEST_TEXT = 4000
@@ -142,7 +142,10 @@ def incident_card(told: StoryIncident) -> dict[str, Any]:
         "kept": told.kept,
         "title": phrases.verdict_title(incident.verdict.kind),
         "summary": incident.verdict.summary or incident.verdict.kind,
-        **_what_was_done(incident),
+        "action": "",
+        "weight": "bad",
+        "done": "recorded; what was done is not known",
+        "done_more": [],
         "where": None,
         "unplaced": "not located: the step could not be replayed, or locating is off",
         "operands": [],
@@ -155,9 +158,20 @@ def incident_card(told: StoryIncident) -> dict[str, Any]:
         "heat": None,
         "commands": phrases.next_commands(incident),
     }
+    decision = incident.decision
+    if decision is not None:
+        more = [phrases.effect(incident), *phrases.changes(decision), phrases.budget(decision)]
+        card["action"] = decision.action
+        card["done"] = phrases.done(decision)
+        card["done_more"] = list(filter(None, more))
+        if decision.action == "note":
+            card["weight"] = "note"
     if origin is not None:
         seen = [*REPLAYED[origin.reproduced], *origin.remarks]
-        lines = _dedented(origin.context)
+        # source lines behind their numbers, without the indentation that all of them have
+        parted = [line.partition(" | ") for line in origin.context]
+        code = dedent("\n".join(code for _, _, code in parted)).split("\n")
+        lines = [f"{parts[0]}{parts[1]}{text}" for parts, text in zip(parted, code, strict=False)]
         card["where"] = {"text": place_and_phase(origin), "context": lines, "remarks": seen}
         card["operands"] = [_operand(operand, operand.called) for operand in origin.inputs]
         if origin.output is not None:
@@ -179,25 +193,6 @@ def _remedy(remedy: Remedy) -> dict[str, str]:
     return {"title": title, "snippet": dedent(remedy.snippet).strip("\n")}
 
 
-def _dedented(numbered: Sequence[str]) -> list[str]:
-    """Source lines behind their numbers, without the indentation that all of them have."""
-    parted = [line.partition(" | ") for line in numbered]
-    indents = [len(code) - len(code.lstrip()) for _, _, code in parted if code.strip()]
-    shared = min(indents, default=0)
-    return [f"{number}{bar}{code[shared:]}" for number, bar, code in parted]
-
-
-def _what_was_done(incident: Incident) -> dict[str, Any]:
-    decision = incident.decision
-    if decision is None:
-        words = "recorded; what was done is not known"
-        return {"action": "", "weight": "bad", "done": words, "done_more": []}
-    more = [phrases.effect(incident), *phrases.changes(decision), phrases.budget(decision)]
-    weight = "note" if decision.action == "note" else "bad"
-    shown = {"action": decision.action, "weight": weight, "done": phrases.done(decision)}
-    return {**shown, "done_more": list(filter(None, more))}
-
-
 def bad_values(reading: Reading) -> dict[str, int]:
     """Values of the step that are not finite, by the name of their series; the kind of each."""
     numbers = named_numbers(reading)
@@ -207,21 +202,16 @@ def bad_values(reading: Reading) -> dict[str, int]:
 
 def _operand(operand: Operand, name: str) -> dict[str, Any]:
     limits = DTYPE_EXPONENTS.get(operand.dtype)
-    shown = phrases.span(operand)
+    shown = operand.span
     if shown and operand.zeros:
         shown += f", {phrases.count(operand.zeros, 'zero')}"
     return {
+        **to_plain(operand),
         "name": name,
-        "dtype": operand.dtype,
         "type": f"{operand.dtype} {_shape(operand.shape)}".strip(),
         "span": shown,
-        "bad": phrases.bad_values(operand) or "none",
-        "at": phrases.value_at(operand),
-        "zeros": operand.zeros,
-        "nan": operand.nan,
-        "posinf": operand.posinf,
-        "neginf": operand.neginf,
-        "exponents": [list(pair) for pair in operand.exponents],
+        "bad": operand.bad or "none",
+        "at": operand.picked,
         "range": dict(zip(("least", "normal", "most"), limits, strict=True)) if limits else None,
     }
 
@@ -251,16 +241,9 @@ def _facts(reading: Reading, ranks: Sequence[int]) -> list[list[str]]:
 # --- What lies in an incident's folder: gradient norms by module, and the guilty samples.
 
 
-LARGEST_TABLE = 1 << 21
-"""Bytes of a table of gradients that are read."""
 MOST_CELLS = 64
 """Modules, and steps, of a heat map."""
-MOST_SAMPLES = 3
-MOST_TENSORS = 8
 MOST_NUMBERS = 48
-MOST_SIDE = 512
-"""Pixels of a side; larger pictures are shown with every second, third, ... pixel."""
-LEAST_SIDE = 8
 LARGEST_FACTS = 1 << 26
 """Bytes of a capsule's JSON that are read."""
 NOT_FINITE = (213, 94, 0)
@@ -285,7 +268,8 @@ def gradient_heat(incident: Incident, run_folder: Path) -> dict[str, Any] | None
         name += f"-rank{incident.rank}"
     path = _inside(run_folder / "incidents", f"{name}/gradients.json")
     try:
-        if path is None or path.stat().st_size > LARGEST_TABLE:
+        # Bytes of a table of gradients that are read
+        if path is None or path.stat().st_size > 1 << 21:
             return None
         table = json.loads(path.read_bytes())
         modules = [str(module)[:200] for module in table["modules"]][:MOST_CELLS]
@@ -328,7 +312,7 @@ def samples_of(incident: Incident, run_folder: Path) -> list[dict[str, Any]]:
         return []
     micro = incident.origin.micro_batch or 0
     shown: list[dict[str, Any]] = []
-    for sample in incident.origin.samples[:MOST_SAMPLES]:
+    for sample in incident.origin.samples[:3]:
         try:
             shown += _texts(folder, micro, sample)
             shown += _tensors(folder, micro, sample)
@@ -343,7 +327,7 @@ def _tensors(folder: Path, micro: int, sample: int) -> Iterator[dict[str, Any]]:
 
     with safe_open(folder / "tensors.safetensors", framework="np") as file:
         names = [name for name in file.keys() if name.startswith(f"batch/{micro}")]  # noqa: SIM118
-        for name in sorted(names)[:MOST_TENSORS]:
+        for name in sorted(names)[:8]:
             rows = file.get_slice(name)
             shape = rows.get_shape()
             if not shape or shape[0] <= sample:
@@ -379,9 +363,10 @@ def _as_picture(values: NDArray[Any]) -> NDArray[np.uint8] | None:
         layers = layers[:, :, None]
     elif layers.ndim == 3 and layers.shape[0] in (1, 3):
         layers = np.moveaxis(layers, 0, 2)
-    if layers.ndim != 3 or layers.shape[2] not in (1, 3) or min(layers.shape[:2]) < LEAST_SIDE:
+    if layers.ndim != 3 or layers.shape[2] not in (1, 3) or min(layers.shape[:2]) < 8:
         return None
-    every = -(-max(layers.shape[:2]) // MOST_SIDE)
+    # Pixels of a side; larger pictures are shown with every second, third, ... pixel.
+    every = -(-max(layers.shape[:2]) // 512)
     layers = layers[::every, ::every]
     finite = np.isfinite(layers)
     low = layers.min(initial=np.inf, where=finite)
@@ -443,10 +428,6 @@ class Folders:
 
 WEIGHTS = {"running": "plain", "closed": "good", "signal": "note"}
 """How endings are coloured; the others are bad."""
-MOST_RANKS = 64
-MOST_LINKS = 1000
-MOST_LISTED = 15
-"""Rows of each table of a look, the worst ones."""
 MOST_POINTS = 60
 """Points of a small curve: of a table of looks the newest, of a loss spread over the run."""
 
@@ -507,7 +488,7 @@ def tiles(summary: RunSummary) -> list[list[str]]:
 def _rank_lanes(run: Run) -> list[dict[str, Any]]:
     """One lane a rank: what it has seen, and where it was to blame."""
     lanes = []
-    for rank in sorted({*run.by_rank, *range(min(run.world, MOST_RANKS))}):
+    for rank in sorted({*run.by_rank, *range(min(run.world, 64))}):
         marks = []
         for told in run.incidents:
             origin = told.incident.origin
@@ -555,7 +536,8 @@ def _looks(run: Run) -> dict[str, Any] | None:
     """Tables of the newest health probe with their history."""
     if not run.looks:
         return None
-    tables = look_tables(run.looks[-MOST_POINTS:], MOST_LISTED)
+    # Rows of each table of a look, the worst ones
+    tables = look_tables(run.looks[-MOST_POINTS:], 15)
     return {"line": headline(run.looks), "tables": tables, "remarks": remarks(run.looks[-1])}
 
 
@@ -592,6 +574,12 @@ def overview(story: Story) -> dict[str, Any]:
     """One line of the list of runs."""
     run = story.latest
     summary = summarize(run)
+    # step and loss of a few steps of the line that was kept, for a small curve
+    series = run.steps.column("loss").where(run.steps.counts)
+    rows = series.rows[series.finite]
+    chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_POINTS)).astype(int))
+    steps = run.steps.step[rows[chosen]]
+    losses = series.values[series.finite][chosen]
     return {
         "state": STATES[worst_ending(run)],
         "weight": verdict(run)["weight"],
@@ -600,26 +588,14 @@ def overview(story: Story) -> dict[str, Any]:
         "incidents": f"{summary.incidents:,}",
         "last": "-" if run.last_step is None else f"{run.last_step:,}",
         "began": run.began,
-        "curve": _loss_curve(run),
+        "curve": [[float(step), float(loss)] for step, loss in zip(steps, losses, strict=True)],
     }
-
-
-def _loss_curve(run: Run) -> list[list[float]]:
-    """Step and loss of a few steps of the line that was kept, for a small curve."""
-    series = run.steps.column("loss").where(run.steps.counts)
-    rows = series.rows[series.finite]
-    chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_POINTS)).astype(int))
-    steps = run.steps.step[rows[chosen]]
-    losses = series.values[series.finite][chosen]
-    return [[float(step), float(loss)] for step, loss in zip(steps, losses, strict=True)]
 
 
 # --- The document.
 
 
 FORMAT = 1
-MOST_CARDS = 400
-"""Incidents with a whole card; of a run that fails all the time, later ones have a short one."""
 LEFT_WORDS = {
     "rewind": "rewound",
     "restart": "restarted",
@@ -664,7 +640,8 @@ def run_facts(run: Run, name: str, folders: Folders | None, whole: Run) -> dict[
     cards = []
     for place, told in enumerate(run.incidents):
         card = incident_card(told)
-        if folders is not None and place < MOST_CARDS:
+        # Incidents with a whole card; of a run that fails all the time, later ones have a short one
+        if folders is not None and place < 400:
             card |= folders.of(told.incident, run.path.parent)
         cards.append(card)
     weights = {"unhealthy": "bad", "attention": "note"}
@@ -673,18 +650,28 @@ def run_facts(run: Run, name: str, folders: Folders | None, whole: Run) -> dict[
         lines = phrases.count(run.torn, "line")
         unread = f"not shown, because they cannot be read: {lines} of the journal"
     chain = []
-    for event in timeline(run)[:MOST_LINKS]:
+    for event in timeline(run)[:1000]:
         # After a rewind the last step may be the lower one.
         first, last = sorted(
             (event.step, event.step if event.last_step is None else event.last_step)
         )
         link = {"steps": event.steps, "first": first, "last": last}
         chain.append({**link, "text": event.text, "weight": event.weight})
+    line = []
+    if run.began is not None:
+        line.append(f"began {phrases.moment(run.began)}")
+    if len(run.attempts) > 1:
+        line.append(phrases.count(len(run.attempts), "attempt"))
+    for package in ("stepguard", "torch"):
+        if run.header.get(package):
+            line.append(f"{package} {run.header[package]}")
+    if run.world > 1:
+        line.append(f"{run.world} ranks")
     facts = {
         "name": run.name if whole.further else name,
         "title": name,
         "number": run.number,
-        "line": _line(run),
+        "line": ", ".join([*line, str(run.path)]),
         "checkpoints": _checkpoints(run),
         "ranks": _rank_lanes(run),
         "chain": chain,
@@ -695,20 +682,6 @@ def run_facts(run: Run, name: str, folders: Folders | None, whole: Run) -> dict[
         "version": version(run, len(whole.lanes)),
     }
     return {**clipped(facts), **quick_facts(run, whole), "incidents": cards}
-
-
-def _line(run: Run) -> str:
-    parts = []
-    if run.began is not None:
-        parts.append(f"began {phrases.moment(run.began)}")
-    if len(run.attempts) > 1:
-        parts.append(phrases.count(len(run.attempts), "attempt"))
-    for name in ("stepguard", "torch"):
-        if run.header.get(name):
-            parts.append(f"{name} {run.header[name]}")
-    if run.world > 1:
-        parts.append(f"{run.world} ranks")
-    return ", ".join([*parts, str(run.path)])
 
 
 def version(run: Run, lanes: int = 1) -> str:
@@ -732,22 +705,15 @@ def parts(run: Run) -> list[dict[str, Any]]:
         found.append(part)
         if table.kept[first]:
             continue
-        left = _why_left(run, first)
+        # the first going back after this row that took its step away
+        later = (branch.left for branch in run.branches[int(table.branch[first]) :])
+        left = next(left for left in later if left is not None and left.to <= table.step[first])
         words = f"{LEFT_WORDS[left.by]} to step {left.to}"
         part["left"] = {"kind": left.by, "text": f"{steps}, left: {words}"}
         part["text"] += f", left: {words}"
         if first and table.branch[first - 1] == table.branch[first]:
             part["joint"] = first - 1
     return found
-
-
-def _why_left(run: Run, row: int) -> Left:
-    """The first going back after this row that took its step away."""
-    step = int(run.steps.step[row])
-    for branch in run.branches[int(run.steps.branch[row]) :]:
-        if branch.left is not None and branch.left.to <= step:
-            return branch.left
-    raise AssertionError(f"row {row} was left, and no branch says why")
 
 
 def run_name(path: Path) -> str:

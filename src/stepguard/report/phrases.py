@@ -9,13 +9,10 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from stepguard.records import Decision, Incident, Operand, Origin, Policy, Remedy
+from stepguard.records import Decision, Incident, Origin, Policy, Remedy
 from stepguard.records import incident as records
 from stepguard.records.incident import Action, place
 from stepguard.report.screen import middle
-
-LONGEST_IDENTITY = 40
-"""Characters of a sample's row and id; longer ones lose their middle."""
 
 VERDICT_TITLES = {
     "nonfinite_input": "non-finite input",
@@ -40,7 +37,6 @@ VERDICT_TITLES = {
 
 """A test holds this table against the kinds there are."""
 
-MOST_REMEDIES = 2
 SAFETY_NOTES = {
     "safe": "",
     "changes-numbers": " (changes values)",
@@ -114,45 +110,6 @@ def moment(value: object) -> str:
     return str(value or "")
 
 
-def operand(value: Operand) -> str:
-    """dtype, shape, what is wrong in it, and the range of what is not."""
-    shape = f" [{','.join(map(str, value.shape))}]" if value.shape else ""
-    finite = ""
-    if value.shape or value.value is None:
-        finite = span(value) and f"finite {span(value)}"
-    zeros = ""
-    if value.zeros:
-        zeros = count(value.zeros, "zero")
-    parts = [f"{value.dtype}{shape}".strip(), value_at(value), bad_values(value), zeros, finite]
-    return joined(parts, "; ")
-
-
-def value_at(value: Operand) -> str:
-    """The value that was picked out, and its place."""
-    if value.value is None:
-        return ""
-    at = f" at [{','.join(map(str, value.index))}]" if value.index else ""
-    return number(value.value) + at
-
-
-def bad_values(value: Operand) -> str:
-    """`3 NaN, 1 +Inf of 8`; empty where all are finite."""
-    counted = {"NaN": value.nan, "+Inf": value.posinf, "-Inf": value.neginf}
-    bad = ", ".join(f"{n:,} {kind}" for kind, n in counted.items() if n)
-    # Of a single number "1 NaN of 1" says nothing more.
-    total = math.prod(value.shape)
-    if bad and value.shape and total:
-        bad += f" of {total:,}"
-    return bad
-
-
-def span(value: Operand) -> str:
-    """From the least to the largest finite value; empty where that is not known."""
-    if value.min is None or value.max is None:
-        return ""
-    return f"{number(value.min)} to {number(value.max)}"
-
-
 def culprits_of(incident: Incident) -> str:
     """Sample, micro-batch and rank of an incident, where they could be confirmed."""
     if incident.origin is None:
@@ -167,7 +124,8 @@ def culprits(origin: Origin, micro_batches: int = 0) -> str:
         noun = "sample" if len(origin.samples) == 1 else "samples"
         named = f"{noun} {first_few(origin.samples)}"
         if origin.rows:
-            named += f" = {first_few((middle(row, LONGEST_IDENTITY) for row in origin.rows), 4)}"
+            # Characters of a sample's row and id; longer ones lose their middle
+            named += f" = {first_few((middle(row, 40) for row in origin.rows), 4)}"
             if origin.rows[0].startswith("row "):
                 named += " of the data set"
         parts.append(named)
@@ -236,47 +194,41 @@ class ActionWords(NamedTuple):
 
 ACTION_WORDS: dict[Action, ActionWords] = {
     "leave_out": ActionWords(
-        done="continued without the bad part",
-        effect="the update was made from the rest of the step",
-        log="Continuing without the bad part",
+        "continued without the bad part",
+        "the update was made from the rest of the step",
+        "Continuing without the bad part",
     ),
     "retry": ActionWords(
-        done="run again",
-        effect=(
-            "the replay is clean, so the same step is run once more with the same random numbers"
-        ),
-        log="Running the same step once more",
+        "run again",
+        "the replay is clean, so the same step is run once more with the same random numbers",
+        "Running the same step once more",
     ),
     "skip": ActionWords(
-        done="skipped",
-        effect="weights, optimizer state and buffers are as before the step",
-        log="Skipping batch and resetting gradients",
+        "skipped",
+        "weights, optimizer state and buffers are as before the step",
+        "Skipping batch and resetting gradients",
     ),
     "undo": ActionWords(
-        done="update taken back",
-        effect="weights, optimizer state and buffers are as before the step",
-        log="Taking the update back",
+        "update taken back",
+        "weights, optimizer state and buffers are as before the step",
+        "Taking the update back",
     ),
     "heal": ActionWords(
-        done="healed from a healthy rank",
-        effect="all ranks hold the weights and optimizer state of one that was undamaged",
-        log="Healing the damaged rank from a healthy one",
+        "healed from a healthy rank",
+        "all ranks hold the weights and optimizer state of one that was undamaged",
+        "Healing the damaged rank from a healthy one",
     ),
     "rewind": ActionWords(
-        done="rewound",
-        effect="model, optimizer, schedule and buffers are back at a state that was good",
-        log="Rewinding to the last good snapshot",
+        "rewound",
+        "model, optimizer, schedule and buffers are back at a state that was good",
+        "Rewinding to the last good snapshot",
     ),
     "stop": ActionWords(
-        done="stopped the run",
-        effect="weights are those from before the bad step",
-        log="Stopping training to prevent corruption...",
+        "stopped the run",
+        "weights are those from before the bad step",
+        "Stopping training to prevent corruption...",
     ),
-    "note": ActionWords(
-        done="reported, no action taken",
-        effect="the update was made",
-        log="Continuing",
-    ),
+    "note": ActionWords("reported, no action taken", "the update was made", "Continuing"),
 }
 """A test holds this table against the actions there are."""
 
@@ -364,7 +316,7 @@ def next_commands(incident: Incident) -> list[str]:
 def first_remedies(incident: Incident) -> tuple[Remedy, ...]:
     """What is worth trying first."""
     if incident.findings:
-        return incident.findings[0].remedies[:MOST_REMEDIES]
+        return incident.findings[0].remedies[:2]
     origin = incident.origin
     return (HAND_OVER,) if origin is not None and origin.evidence.loss_unseen else ()
 

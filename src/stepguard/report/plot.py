@@ -13,10 +13,6 @@ from stepguard.report import phrases
 from stepguard.report.story import Run
 from stepguard.report.summary import group_incidents, stretches
 
-MOST_LABELS = 6
-ROW_HEIGHT = 0.055
-"""Height of one row of marks, as a share of the upper panel."""
-
 INK = "#1f2933"
 GRID = "#e4e7eb"
 BLUE = "#2563eb"
@@ -86,12 +82,13 @@ def draw_run(run: Run, title: str) -> Any:
         upper.scatter(
             steps, [above] * len(steps), label=label, transform=edge, clip_on=False, **look
         )
-        above += ROW_HEIGHT
+        # Height of one row of marks, as a share of the upper panel
+        above += 0.055
     if above > 1.025:
         corner = {"loc": "lower right", "bbox_to_anchor": (1.0, above - 0.02), "ncols": 3}
         upper.legend(frameon=False, fontsize=9, **corner)
     middle = (int(table.step.min()) + int(table.step.max())) / 2
-    for row, group in enumerate(group_incidents(run)[:MOST_LABELS]):
+    for row, group in enumerate(group_incidents(run)[:6]):
         text = f"{group.code or phrases.verdict_title(group.verdict)} at step {group.first_step}"
         if group.count > 1:
             text += f" (x{group.count})"

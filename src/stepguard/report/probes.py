@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from stepguard.records.probes import Look, ParameterLook, TensorLook, WhatIf
+from stepguard.records.probes import Look, ParameterLook, WhatIf
 from stepguard.report import phrases, screen
 from stepguard.report.screen import (
     CleanConsole,
@@ -61,7 +61,12 @@ def paint_trials(found: WhatIf, console: Console, *, plain: bool = False) -> Non
             fate = Text(f"not tried: {outcome.why_not}", style="dim")
         numbers = (phrases.number(outcome.loss), phrases.number(outcome.held_out))
         drawn = phrases.sparkline(outcome.losses[-MOST_DRAWN:], plain=plain)
-        rows.append((label, fate, *numbers, _moved(outcome.distance), drawn))
+        moved = "-"
+        if outcome.distance is not None and math.isfinite(outcome.distance):
+            moved = f"{outcome.distance:.3g} times"
+            if outcome.distance < 10:
+                moved = f"{outcome.distance:.1%}"
+        rows.append((label, fate, *numbers, moved, drawn))
     headings = ("what if", "bad value", "loss", "held out", "weights moved", "losses")
     table = screen.table(rows, headings, first="", numbers_from=2)
     table.columns[0].no_wrap = False
@@ -69,14 +74,6 @@ def paint_trials(found: WhatIf, console: Console, *, plain: bool = False) -> Non
     console.print()
     for sentence in sentences(found):
         console.print(Text(sentence))
-
-
-def _moved(share: float | None) -> str:
-    if share is None or not math.isfinite(share):
-        return "-"
-    if share < 10:
-        return f"{share:.1%}"
-    return f"{share:.0f} times" if share < 10_000 else f"{share:.0e} times"
 
 
 def sentences(found: WhatIf) -> list[str]:
@@ -113,46 +110,36 @@ def progress_bar(stream: TextIO | None) -> Iterator[Report]:
 # --- The deep looks of a run as tables: worst first, with the history of one figure.
 
 
-FEW_BITS = 3.0
-"""A largest value this many bits below the limit is worth a colour: it may double three times."""
-STABLE_RATIO = 0.1
-"""Updates above this share of the weight are larger than stable training makes."""
-
-
 class Kind(NamedTuple):
-    """How one kind of row is shown; each function takes the row."""
+    """How one kind of row is shown."""
 
     part: str
     """Field of `Look`."""
     title: str
-    cells: dict[str, Callable[[Any], str]]
-    """By heading; the first one names the row."""
+    columns: str
+    """`heading=field:format, ...`; the first one names the row."""
     worst: Callable[[Any], float | None]
     """The largest comes first; None is not shown."""
     history: str = ""
-    figure: Callable[[Any], float | None] = lambda row: None
-    """What the history shows."""
+    """Heading of the history, and the field that it shows."""
+    figure: str = ""
     alarm: int = 0
     """Number of the cell that is coloured where `alarming` says so."""
     alarming: Callable[[Any], bool] = lambda row: False
 
 
-def _cell(name: str, form: str = ".0%") -> Callable[[Any], str]:
-    def cell(row: Any) -> str:
-        value = getattr(row, name)
-        return "-" if value is None else format(value, form)
-
-    return cell
-
-
-def _figure(name: str) -> Callable[[Any], str]:
-    return lambda row: phrases.number(getattr(row, name))
-
-
-def _bits_left(row: TensorLook) -> str:
-    if row.infinities:
-        return f"{row.headroom:.1f} ({row.infinities} inf)"
-    return f"{row.headroom:.1f}"
+def _cell(row: Any, column: str) -> str:
+    name, _, form = column.rpartition("=")[2].partition(":")
+    value = getattr(row, name)
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value.removeprefix("aten.") or "(outside modules)"
+    if not form:
+        return phrases.number(value)
+    if name == "headroom" and row.infinities:
+        return f"{value:{form}} ({row.infinities} inf)"
+    return format(value, form)
 
 
 def _suspicion(row: ParameterLook) -> float | None:
@@ -163,76 +150,49 @@ def _suspicion(row: ParameterLook) -> float | None:
 
 KINDS = (
     Kind(
-        part="tensors",
-        title="Room left in the dtype, least first",
-        cells={
-            "module": lambda row: row.module or "(outside modules)",
-            "direction": attrgetter("stage"),
-            "dtype": attrgetter("dtype"),
-            "largest": _figure("largest"),
-            "bits left": _bits_left,
-            "zeros": _cell("zeros", ".1%"),
-            "subnormal": _cell("subnormal", ".1%"),
-        },
+        "tensors",
+        "Room left in the dtype, least first",
+        "module=module, direction=stage, dtype=dtype, largest=largest, bits left=headroom:.1f, "
+        "zeros=zeros:.1%, subnormal=subnormal:.1%",
         worst=lambda row: None if row.headroom is None else -row.headroom,
         history="bits so far",
-        figure=attrgetter("headroom"),
+        figure="headroom",
         alarm=4,
-        alarming=lambda row: row.headroom < FEW_BITS or row.infinities,
+        # so few bits below the limit it may double three times
+        alarming=lambda row: row.headroom < 3.0 or row.infinities,
     ),
     Kind(
-        part="parameters",
-        title="Updates, the most suspicious first",
-        cells={
-            "parameter": attrgetter("name"),
-            "dtype": attrgetter("dtype"),
-            "update/weight": _cell("ratio", ".1e"),
-            "lost": _cell("lost"),
-            "grad 0": _cell("gradient_zeros"),
-            "var 0": _cell("variance_zeros"),
-        },
+        "parameters",
+        "Updates, the most suspicious first",
+        "parameter=name, dtype=dtype, update/weight=ratio:.1e, lost=lost:.0%, "
+        "grad 0=gradient_zeros:.0%, var 0=variance_zeros:.0%",
         worst=_suspicion,
         history="so far",
-        figure=attrgetter("ratio"),
+        figure="ratio",
         alarm=2,
-        alarming=lambda row: (row.ratio or 0.0) > STABLE_RATIO,
+        # stable training makes updates of a thousandth of the weight
+        alarming=lambda row: (row.ratio or 0.0) > 0.1,
     ),
     Kind(
-        part="attention",
-        title="Attention, largest logit first",
-        cells={
-            "module": attrgetter("module"),
-            "largest logit": _figure("largest_logit"),
-            "entropy": _cell("entropy", ".2f"),
-            "one key": _cell("collapsed"),
-        },
+        "attention",
+        "Attention, largest logit first",
+        "module=module, largest logit=largest_logit, entropy=entropy:.2f, one key=collapsed:.0%",
         worst=attrgetter("largest_logit"),
         history="logit so far",
-        figure=attrgetter("largest_logit"),
+        figure="largest_logit",
     ),
     Kind(
-        part="norms",
-        title="Input of normalisation layers, largest first",
-        cells={
-            "module": attrgetter("module"),
-            "dtype": attrgetter("dtype"),
-            "scale": _figure("scale"),
-            "output 0": _cell("output_zeros"),
-        },
+        "norms",
+        "Input of normalisation layers, largest first",
+        "module=module, dtype=dtype, scale=scale, output 0=output_zeros:.0%",
         worst=attrgetter("scale"),
         history="scale so far",
-        figure=attrgetter("scale"),
+        figure="scale",
     ),
     Kind(
-        part="units",
-        title="Activations with dead or saturated units",
-        cells={
-            "module": attrgetter("module"),
-            "function": lambda row: row.op.removeprefix("aten."),
-            "units": _figure("units"),
-            "dead": _cell("dead"),
-            "saturated": _cell("saturated"),
-        },
+        "units",
+        "Activations with dead or saturated units",
+        "module=module, function=op, units=units, dead=dead:.0%, saturated=saturated:.0%",
         worst=lambda row: max(row.dead, row.saturated) or None,
     ),
 )
@@ -246,23 +206,25 @@ def look_tables(looks: Sequence[Look], most: int | None) -> list[dict[str, Any]]
     """
     tables = []
     for kind in KINDS:
+        columns = kind.columns.split(", ")
+        # step of a look and what it measured there
         histories: dict[tuple[str, ...], list[tuple[int, float]]] = {}
-        for look in looks:
+        for look in looks if kind.figure else ():
             for row in getattr(look, kind.part):
-                value = kind.figure(row)
+                value = getattr(row, kind.figure)
                 if value is not None and math.isfinite(value):
                     histories.setdefault(_identity(row), []).append((look.step, value))
         present = [row for row in getattr(looks[-1], kind.part) if kind.worst(row) is not None]
         present.sort(key=lambda row: kind.worst(row) or 0.0, reverse=True)
         rows = []
         for row in present[:most]:
-            cells = tuple(cell(row) for cell in kind.cells.values())
+            cells = tuple(_cell(row, column) for column in columns)
             warns = (kind.alarm,) if kind.alarming(row) else ()
-            # Step of a look and what it measured there.
             history = tuple(histories.get(_identity(row), ()))
             rows.append({"cells": cells, "warns": warns, "history": history})
         if rows:
-            table = {"title": kind.title, "headings": tuple(kind.cells), "history": kind.history}
+            headings = tuple(column.partition("=")[0] for column in columns)
+            table = {"title": kind.title, "headings": headings, "history": kind.history}
             tables.append({**table, "rows": rows})
     return tables
 
@@ -276,7 +238,6 @@ def _identity(row: Any) -> tuple[str, ...]:
 
 MOST_LISTED = 12
 """Rows of each table; `--all` shows every one, `--json` has everything."""
-LONGEST_NAME = 38
 MOST_DRAWN = 16
 """Values that a line of blocks shows, the newest."""
 
@@ -288,7 +249,7 @@ def paint_looks(looks: Sequence[Look], console: Console, *, most: int | None = M
         rows: list[tuple[RenderableType, ...]] = []
         for row in table["rows"]:
             # names are cut in the middle already; numbers line up on the right
-            cells = [Text(middle(row["cells"][0], LONGEST_NAME))]
+            cells = [Text(middle(row["cells"][0], 38))]
             for number, words in enumerate(row["cells"][1:], start=1):
                 cells.append(Text(words, style="bold red" if number in row["warns"] else ""))
             values = [value for _, value in row["history"][-MOST_DRAWN:]]

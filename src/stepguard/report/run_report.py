@@ -236,7 +236,7 @@ def paint_summary(console: Console, summary: RunSummary, *, unicode: bool = True
     first, then = ("•", "↓") if unicode else ("*", "v")
     for name, events, between in chains(summary):
         title(name)
-        links: list[tuple[RenderableType, ...]] = []
+        links = []
         for position, event in enumerate(events):
             if between and position == len(events) // 2:
                 missing = Unbroken(f"{phrases.count(between, 'event')} omitted", "dim")
@@ -300,9 +300,6 @@ def render_comparison(comparison: RunComparison, *, width: int = 100, colour: bo
 # --- One screen of an unfinished run: where it is, how it does, which stages it has passed.
 
 
-LAST_INCIDENTS = 3
-MOST_DRAWN = 48
-"""Losses drawn as bars."""
 CONCERN_STYLES = {"attention": "yellow", "unhealthy": "bold red"}
 
 
@@ -319,7 +316,8 @@ def screenful(
         if run.further:
             parts.append(Text(f" {lane.name}", style="bold"))
         rows = [("step", "-" if lane.last_step is None else f"{lane.last_step}"), *counts(of_lane)]
-        losses = lane.steps.column("loss").values[-MOST_DRAWN:].tolist()
+        # Losses drawn as bars
+        losses = lane.steps.column("loss").values[-48:].tolist()
         if losses:
             rows.append(("", phrases.sparkline(losses)))
         parts.append(_pairs(rows))
@@ -333,7 +331,7 @@ def screenful(
     parts += [Unbroken(f" {outcome.note}", "yellow") for outcome in outcomes if outcome.note]
     for lane in run.lanes:
         whose = f"{lane.name}, " if run.further else ""
-        for one in lane.incidents[-LAST_INCIDENTS:]:
+        for one in lane.incidents[-3:]:
             incident = one.incident
             text = f" {whose}step {incident.step}: {incident.verdict.summary}"
             if incident.decision is not None:

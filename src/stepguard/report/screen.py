@@ -164,8 +164,6 @@ def put(text: str, stream: TextIO) -> None:
 # middle.
 
 
-NARROWEST_PATH = 20
-"""Columns that a table gives to such a cell before it takes them from others."""
 MARGIN = 8
 """Columns of a rule that its title leaves free."""
 _WORD = re.compile(r"\S+")
@@ -195,8 +193,9 @@ class Unbroken:
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         # rich would not go below the longest word; a cell that shortens words can be narrower.
         whole = Measurement.get(console, options, self.text)
+        # columns that a table gives to such a cell before it takes them from others
         return Measurement(
-            min(whole.minimum, NARROWEST_PATH, options.max_width),
+            min(whole.minimum, 20, options.max_width),
             min(whole.maximum, options.max_width),
         )
 

@@ -50,7 +50,7 @@ from stepguard.report.page import (
     story_document,
     version,
 )
-from stepguard.report.story import Run, Story, StoryReader
+from stepguard.report.story import Story, StoryReader
 
 # --- Follows one run for all pages that show it, and sends each what came since it last asked.
 
@@ -95,15 +95,13 @@ class RunFollower:
         async with self._lock:
             if time.monotonic() >= self._next_read:
                 began = time.monotonic()
-                await asyncio.to_thread(self._read)
+                restarts = self._reader.restarts
+                await asyncio.to_thread(self._reader.read)
+                if self._reader.restarts != restarts:
+                    self._folders = Folders()
                 now = time.monotonic()
                 self._next_read = now + max(EVERY, REST * (now - began))
             return self._reader.story()
-
-    def _read(self) -> None:
-        restarts = self._reader.restarts
-        if self._reader.read() and self._reader.restarts != restarts:
-            self._folders = Folders()
 
     async def document(self, events: str) -> dict[str, Any]:
         """The whole page's document, with the address of what comes after it."""
@@ -130,24 +128,19 @@ class RunFollower:
         others = place.version.rpartition("-")[2] not in ("", str(len(lanes)))
         if now.number != place.number or now.rows < place.rows or others:
             return now, {}
-        return now, await asyncio.to_thread(self._message, story.latest, run, place, now)
 
-    def _message(
-        self, whole: Run, run: Run, place: PageProgress, now: PageProgress
-    ) -> dict[str, Any]:
-        fresh = {}
-        for name, (values, kinds) in columns(run, place.rows).items():
-            fresh[name] = {"values": values.tolist(), "kinds": kinds.tolist()}
-        message: dict[str, Any] = {
-            "from": place.rows,
-            "count": now.rows - place.rows,
-            "columns": fresh,
-            "always": quick_facts(run, whole),
-        }
-        if now.version != place.version or not place.rows:
-            message["parts"] = parts(run)
-            message["facts"] = run_facts(run, self.name, self._folders, whole)
-        return message
+        def message() -> dict[str, Any]:
+            fresh = {}
+            for name, (values, kinds) in columns(run, place.rows).items():
+                fresh[name] = {"values": values.tolist(), "kinds": kinds.tolist()}
+            said: dict[str, Any] = {"from": place.rows, "count": now.rows - place.rows}
+            said |= {"columns": fresh, "always": quick_facts(run, story.latest)}
+            if now.version != place.version or not place.rows:
+                said["parts"] = parts(run)
+                said["facts"] = run_facts(run, self.name, self._folders, story.latest)
+            return said
+
+        return now, await asyncio.to_thread(message)
 
 
 # --- The web application.
@@ -165,10 +158,6 @@ COLUMNS = {
     "age": "age",
 }
 """Columns of the list of runs as `list.js` knows them, and their headings."""
-RETRY = 3
-"""Seconds until the page of a run that has not begun asks again."""
-KEEP_ALIVE = 15.0
-"""Seconds without a row after which a line says that the stream is alive."""
 COOKIE = "stepguard-token"
 LIST_SCRIPTS = ("drawing.js", "list.js")
 LANES = frozenset(map(str, range(100)))
@@ -226,10 +215,15 @@ class LiveRuns:
             return RedirectResponse(_address("runs", self.root.name))
         script = "\n".join(["(() => {", "'use strict';", *map(asset, LIST_SCRIPTS), "})();"])
         style = asset("page.css")
+        heads = ""
+        for column, title in COLUMNS.items():
+            if column != "curve":
+                title = f'<button class="sort" type="button">{title}</button>'
+            heads += f'<th scope="col" id="by-{column}">{title}</th>'
         page = LIST.format(
             style=style,
             root=escape(str(self.root)),
-            heads="".join(map(_heading, COLUMNS)),
+            heads=heads,
             data=embedded({"runs": await self._rows()}),
             script=script,
         )
@@ -249,7 +243,11 @@ class LiveRuns:
     async def page(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in await asyncio.to_thread(runs_below, self.root):
-            return _not_begun(name)
+            style = asset("page.css")
+            # Seconds until the page of a run that has not begun asks again
+            text = NOT_BEGUN.format(style=style, name=escape(name), retry=3)
+            allowed = {"Content-Security-Policy": policy("", style)}
+            return HTMLResponse(text, status_code=404, headers=allowed)
         follower = self.asked(request)
         document = await follower.document(_address("events", follower.name))
         home = "" if self.single else "/"
@@ -277,7 +275,8 @@ class LiveRuns:
             if found is None:
                 await asyncio.sleep(EVERY)
                 quiet += EVERY
-                if quiet >= KEEP_ALIVE:
+                # Seconds without a row after which a line says that the stream is alive
+                if quiet >= 15.0:
                     quiet = 0.0
                     yield ": still here\n\n"
                 continue
@@ -289,20 +288,6 @@ class LiveRuns:
             yield f"id: {place}\nevent: {kind}\ndata: {data}\n\n"
             if not message:
                 return  # the page loads itself again
-
-
-def _heading(column: str) -> str:
-    title = COLUMNS[column]
-    if column != "curve":
-        title = f'<button class="sort" type="button">{title}</button>'
-    return f'<th scope="col" id="by-{column}">{title}</th>'
-
-
-def _not_begun(name: str) -> Response:
-    style = asset("page.css")
-    page = NOT_BEGUN.format(style=style, name=escape(name), retry=RETRY)
-    allowed = {"Content-Security-Policy": policy("", style)}
-    return HTMLResponse(page, status_code=404, headers=allowed)
 
 
 def _address(kind: str, name: str) -> str:
@@ -321,7 +306,19 @@ class AccessCheck:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        refused = self._refused(request)
+        refused: Response | None = None
+        if self._token is None:
+            # A foreign site's name that was made to point here must not read the runs. The raw
+            # header: a parsed address has lost characters.
+            hosts = [value for name, value in scope["headers"] if name == b"host"]
+            if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
+                refused = PlainTextResponse("ask for localhost", status_code=403)
+        else:
+            bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+            offered = (request.query_params.get("token"), request.cookies.get(COOKIE), bearer)
+            token = self._token.encode()
+            if not any(hmac.compare_digest((one or "").encode(), token) for one in offered):
+                refused = PlainTextResponse("the token is missing or wrong", status_code=401)
         is_asked = refused is None and request.query_params.get("token") == self._token
         cookie = self._token if is_asked else None
 
@@ -334,20 +331,6 @@ class AccessCheck:
             await send(message)
 
         await (refused or self._app)(scope, receive, send_with_headers)
-
-    def _refused(self, request: Request) -> Response | None:
-        if self._token is None:
-            # A foreign site's name that was made to point here must not read the runs. The raw
-            # header: a parsed address has lost characters.
-            hosts = [value for name, value in request.scope["headers"] if name == b"host"]
-            if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
-                return PlainTextResponse("ask for localhost", status_code=403)
-            return None
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        offered = (request.query_params.get("token"), request.cookies.get(COOKIE), bearer)
-        if any(hmac.compare_digest((one or "").encode(), self._token.encode()) for one in offered):
-            return None
-        return PlainTextResponse("the token is missing or wrong", status_code=401)
 
 
 def build_app(
@@ -381,8 +364,6 @@ def build_app(
 
 FIRST_PERSON, NOBODY = 1000, 65534
 """User numbers of people; below are services."""
-FURTHER_PORTS = 20
-"""Ports above the usual one that are tried when it is taken."""
 
 
 def is_loopback(host: str) -> bool:
@@ -435,7 +416,8 @@ def serve_runs(
 
 def _bound(host: str, port: int | None) -> socket.socket:
     """A socket at this port; without one, at the first free port from 8321 on."""
-    wanted = range(8321, 8321 + FURTHER_PORTS) if port is None else range(port, port + 1)
+    # Ports above the usual one that are tried when it is taken
+    wanted = range(8321, 8321 + 20) if port is None else range(port, port + 1)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     why = ""
     for number in wanted:

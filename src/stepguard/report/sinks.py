@@ -163,7 +163,7 @@ def error_lines(incident: Incident) -> Iterator[str]:
         culprits = phrases.culprits(origin, len(reading.micro_losses))
         yield f"  origin: {phrases.joined([where, culprits])}"
         if origin.output is not None:
-            yield f"  output: {phrases.operand(origin.output)}"
+            yield f"  output: {origin.output.words}"
     if incident.findings:
         yield f"  cause: {incident.findings[0].code} {incident.findings[0].title}"
     if reading.lr:
@@ -263,8 +263,6 @@ WAITING = 64
 """Messages that may wait to be sent; more are counted and left out."""
 LONGEST = 2900
 """Characters of a message: Slack refuses a section of more than 3000."""
-LARGEST_ANSWER = 1 << 16
-"""Bytes of an answer that are read; nothing in it is used."""
 SPECIAL = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 """Slack reads these as markup."""
 
@@ -364,7 +362,8 @@ class WebhookSink(Sink):
                 body = json.dumps(payload(f"{self._name}: {text}")).encode()
                 request = Request(self._url, body, {"Content-Type": "application/json"})
                 with build_opener(_NoRedirects).open(request, timeout=self._timeout) as answer:
-                    answer.read(LARGEST_ANSWER)
+                    # Bytes of an answer that are read; nothing in it is used
+                    answer.read(1 << 16)
             except Exception as error:
                 # Type and status only: the text of an error may hold the address, a secret.
                 why = type(error).__name__

@@ -26,7 +26,6 @@ from __future__ import annotations
 import os
 import re
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +44,7 @@ from stepguard.journal import (
     parse_line,
 )
 from stepguard.records import Incident
+from stepguard.records.codec import record
 from stepguard.records.probes import Look
 
 Ints = NDArray[np.int64]
@@ -95,7 +95,7 @@ class Series:
 NOTHING = Series("", np.zeros(0, np.int64), np.zeros(0))
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@record(eq=False)
 class StepTable:
     """The step lines of one rank of a run, one row each, in the order in which they were written.
 
@@ -161,8 +161,7 @@ class StepTable:
         return Series("lr", rows, rates[rows])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class Left(NamedTuple):
     """Why and to where a branch was left."""
 
     by: LeftBy
@@ -176,8 +175,7 @@ class Left:
     """Index of the incident that asked for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
+class Branch(NamedTuple):
     """Rows `first_row` to `end_row` (not included) without going back."""
 
     attempt: int
@@ -191,8 +189,7 @@ class Branch:
         return slice(self.first_row, self.end_row)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoryIncident:
+class StoryIncident(NamedTuple):
     """An incident, and where in the story it belongs."""
 
     incident: Incident
@@ -215,7 +212,7 @@ class StoryIncident:
         return self.at if self.row is None else self.row
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Note:
     """Any other line: a note, a rewind, a fault of the guard, the end."""
 
@@ -230,8 +227,7 @@ class Note:
     fields: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One process of a run."""
 
     header: Mapping[str, Any]
@@ -251,7 +247,7 @@ class Attempt:
         return self.header.get("time")
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@record(eq=False)
 class Run:
     """One run: all its attempts, on all ranks."""
 
@@ -316,7 +312,7 @@ class Run:
         return int(self.steps.step[-1]) if len(self.steps) else None
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@record(eq=False)
 class Story:
     """Every run of a folder."""
 
@@ -345,8 +341,6 @@ PLAIN = ("loss", "grad_norm", "clip_factor", "scale", "labels", "seconds")
 """Fields of a step line that are one number each."""
 NAMED = {"components": "loss/", "followed": "followed/"}
 """Fields that hold numbers by the user's names, and what goes before these in the series."""
-LARGEST_STEP = 2**62
-LATEST_TIME = 2.5e11
 HEADER: dict[str, type | tuple[type, ...]] = {
     "time": (int, float),
     "run": str,
@@ -377,7 +371,7 @@ class _Start:
             if name not in CARRIED and isinstance(value, HEADER.get(name, object))
         }
         # Beyond the years that a calendar has, or not a time at all.
-        if not 0 <= self.header.get("time", 0) < LATEST_TIME:
+        if not 0 <= self.header.get("time", 0) < 2.5e11:
             del self.header["time"]
         if not all(isinstance(rate, int | float) for rate in self.header.get("lr", ())):
             del self.header["lr"]
@@ -494,7 +488,7 @@ class _Start:
 
 
 def _is_step(value: object) -> bool:
-    return isinstance(value, int) and abs(value) <= LARGEST_STEP
+    return isinstance(value, int) and abs(value) <= 2**62
 
 
 def _int(value: object) -> int | None:
@@ -594,8 +588,6 @@ class JournalFile:
 # --- The journals of a folder, read once or while they are written.
 
 
-MOST_OPTIMIZERS = 16
-"""Further optimizers of a run that are read."""
 _STEP = re.compile(rb'\{"v":\d+,"type":"step",[^{]*?"step":(\d{1,18}),')
 _RANK = re.compile(r"journal(?:\.rank([0-9]{1,9}))?\.jsonl")
 
@@ -679,7 +671,8 @@ class StoryReader:
             other = self.is_folder and rank != self._main
             fresh |= file.read(numbers_only=other, torn_end=torn_end)
         for folder in () if self._alone else self.run.glob("optimizer*"):
-            known = folder in self._further or len(self._further) >= MOST_OPTIMIZERS
+            # Further optimizers of a run that are read
+            known = folder in self._further or len(self._further) >= 16
             if not known and belongs_to_run_above(folder):
                 reader = StoryReader(folder, self._asked, alone=True)
                 self._further[folder] = reader
@@ -727,8 +720,6 @@ def _ids(run: Run) -> set[str]:
 # --- The lines of all ranks, grouped into runs.
 
 
-FOREIGN = 10**12
-"""Added to the order of what other ranks wrote: it comes after what this rank wrote by then."""
 DONE: dict[str, Done] = {
     "leave_out": "partial",
     "retry": "retried",
@@ -746,11 +737,12 @@ def build_story(
     starts = files[main].starts
     torn = sum(file.torn for file in files.values())
     # The processes of one attempt start at about the same time.
-    times = sorted((start.time, place) for place, start in enumerate(starts))
     siblings: dict[int, list[_Start]] = {}
     for rank in sorted(files.keys() - {main}):
         for start in files[rank].starts if starts else ():
-            siblings.setdefault(id(starts[_matched(start, times)]), []).append(start)
+            # the main rank's start that is nearest in time
+            near = min((abs(one.time - start.time), place) for place, one in enumerate(starts))
+            siblings.setdefault(id(starts[near[1]]), []).append(start)
     runs = []
     for number, (name, own) in enumerate(_grouped(starts) or [("", [])], start=1):
         attempts: list[Attempt] = []
@@ -809,13 +801,6 @@ def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[_Start]]]:
     return list(runs.values())
 
 
-def _matched(start: _Start, times: Sequence[tuple[float, int]]) -> int:
-    """The position of the main rank's start that is nearest in time; -1 where there is none."""
-    after = bisect_right(times, (start.time, len(times)))
-    near = times[max(after - 1, 0) : after + 1]
-    return min(((abs(time - start.time), place) for time, place in near), default=(0.0, -1))[1]
-
-
 class _Back(NamedTuple):
     """Where the run went back: rows before it, whose branch it ended, which incident asked."""
 
@@ -863,7 +848,7 @@ def _events(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
             if told is not None:
                 done = _done(told.incident, start.committed[row])
                 at = start.first + row
-                found[start.attempt, name] = replace(told, done=done, row=at, kept=bool(kept[at]))
+                found[start.attempt, name] = told._replace(done=done, row=at, kept=bool(kept[at]))
     for start in others:
         main = own[start.attempt]
         for _, order, fields in start.lines:
@@ -871,7 +856,9 @@ def _events(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
             earlier = np.array(main.step) <= (_int(fields.get("step")) or 0)
             at = main.first + int(np.flatnonzero(earlier).max(initial=-1)) + 1
             if fields["type"] in ("incident", "fault"):
-                _add_line(found, notes, start, fields, at, order + FOREIGN)
+                # Added to the order of what other ranks wrote: it comes after what this rank wrote
+                # by then
+                _add_line(found, notes, start, fields, at, order + (10**12))
     notes.sort(key=lambda note: (note.at, note.order))
     incidents = sorted(found.values(), key=lambda one: (one.at, one.order))
     places = {(one.attempt, one.incident.id): place for place, one in enumerate(incidents)}
@@ -922,7 +909,7 @@ def _add_line(
             kept=True,
         )
         told = found.get(key, told)
-        found[key] = replace(told, ranks=tuple(sorted({*told.ranks, start.rank})))
+        found[key] = told._replace(ranks=tuple(sorted({*told.ranks, start.rank})))
         return
     note = Note(
         type=fields["type"],

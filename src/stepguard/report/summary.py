@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from stepguard.records import GuardConfig
+from stepguard.records.codec import record
 from stepguard.records.incident import Action, Incident, place, place_and_phase
 from stepguard.report import phrases
 from stepguard.report.phrases import count, done, number
@@ -19,9 +20,6 @@ from stepguard.report.story import Ending, Note, Run, Story, StoryIncident
 
 
 Weight = Literal["info", "note", "incident", "good"]
-RISE = 4.0
-"""Times above its usual level that make a gradient norm part of the story."""
-LOOK_BACK = 50
 LATEST = 10**15
 """Sorts an event behind everything that was written by then."""
 
@@ -29,7 +27,7 @@ Placed = tuple[int, int, "Event"]
 """Rows before it, order among the lines, event."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Event:
     """One link of the chain."""
 
@@ -70,7 +68,7 @@ def _beginning(run: Run) -> Iterator[Placed]:
     if run.incidents:
         end = run.incidents[0].rows_before
     window = np.zeros(len(table), np.bool_)
-    window[max(end - LOOK_BACK, 0) : end] = True
+    window[max(end - 50, 0) : end] = True
     series = table.column("grad_norm").where(window)
     rows, norms = series.rows[series.finite], series.values[series.finite]
     if len(norms) < 8:
@@ -78,7 +76,8 @@ def _beginning(run: Run) -> Iterator[Placed]:
     # The first half of the window stands for the level before anything went wrong.
     usual = float(np.median(norms[: len(norms) // 2]))
     onset = len(norms)
-    while onset > 0 and norms[onset - 1] > RISE * usual > 0:
+    # Times above its usual level that make a gradient norm part of the story
+    while onset > 0 and norms[onset - 1] > 4.0 * usual > 0:
         onset -= 1
     if onset < len(norms):
         peak = number(float(norms[onset:].max()))
@@ -95,7 +94,7 @@ def _incidents(run: Run) -> Iterator[Placed]:
             stretches[-1].append(one)
         else:
             stretches.append([one])
-    seen: set[tuple[str, ...]] = set()
+    seen = set()
     for members in stretches:
         first, last = members[0].incident, members[-1].incident
         parts = [first.verdict.summary or phrases.verdict_title(first.verdict.kind)]
@@ -237,13 +236,9 @@ def _ending(run: Run) -> Iterator[Placed]:
 
 GRAVITY: tuple[Ending, ...] = ("closed", "running", "signal", "killed", "error", "stopped")
 """Endings, the worst last."""
-LEAD_UP = 32
-"""Steps shown before the first incident."""
-MOST_ANSWERS = 3
-"""Different parts that were left out, each named; more are only counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class IncidentGroup:
     """Incidents that are the same trouble again."""
 
@@ -268,7 +263,7 @@ class IncidentGroup:
     """What to run next."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ClipActivity:
     """How often clipping was at work, and how hard."""
 
@@ -278,7 +273,7 @@ class ClipActivity:
     """Mean over the clipped steps of what the gradients were multiplied by."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RunSummary:
     """What `stepguard report` shows."""
 
@@ -389,8 +384,9 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
     # The committed steps just before the first bad one.
     before = np.zeros(len(table), np.bool_)
     if len(bad_rows):
-        before[np.flatnonzero(table.committed[: bad_rows[0]])[-LEAD_UP:]] = True
-    led_up: dict[str, tuple[float, ...]] = {}
+        # Steps shown before the first incident
+        before[np.flatnonzero(table.committed[: bad_rows[0]])[-32:]] = True
+    led_up = {}
     for name, series in table.series.items():
         led_up[name.removeprefix("followed/")] = tuple(series.where(before).values.tolist())
     followed = [name.removeprefix("followed/") for name in table.series if "followed/" in name]
@@ -468,7 +464,8 @@ def _group(members: Sequence[StoryIncident], folder: str) -> IncidentGroup:
     actions = Counter(decision.action for decision in decisions)
     answers = Counter(done(decision) for decision in decisions)
     words = ", ".join(f"{answer} ({times})" for answer, times in answers.items())
-    if len(answers) > MOST_ANSWERS:
+    # Different parts that were left out, each named; more are only counted
+    if len(answers) > 3:
         words = phrases.done_times(actions)
     rows = [one.row for one in members if one.row is not None]
     # The folder may have been moved, or is called by another path than in training.
@@ -516,11 +513,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 # --- Two runs side by side: what each did about bad steps, with the numbers of their journals.
 
 
-TAIL = 0.1
-"""Share of the committed steps whose loss stands for where a run ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Row:
     """One aspect of both runs in words."""
 
@@ -529,7 +522,7 @@ class Row:
     second: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RunComparison:
     """What `stepguard compare` shows."""
 
@@ -594,7 +587,8 @@ def _aspects(run: Run, summary: RunSummary) -> dict[str, str]:
     if summary.clip is not None:
         clipping = f"{summary.clip.clipped / summary.clip.steps:.0%} of the steps"
     losses = table.values("loss", table.counts)
-    last = losses[-max(1, int(len(losses) * TAIL)) :]
+    # Share of the committed steps whose loss stands for where a run ended
+    last = losses[-max(1, int(len(losses) * 0.1)) :]
     ended_at = None
     if len(last):
         ended_at = float(last.mean())

@@ -20,14 +20,12 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from stepguard.records import Incident, Origin, Policy, Sink
-from stepguard.records.incident import Statement, place_and_phase
+from stepguard.records.incident import place_and_phase
 from stepguard.report import phrases, screen
 from stepguard.report.phrases import SAFETY_NOTES, effect, next_commands
 from stepguard.report.screen import Unbroken
 
 LABEL_WIDTH = 9
-MOST_EVIDENCE = 4
-MOST_OPERANDS = 4
 _NUMBERED = re.compile(r"^\W*(\d+)\s*[|:│]?\s?(.*)$")
 
 
@@ -97,7 +95,7 @@ def _why(incident: Incident) -> list[RenderableType]:
     for finding in incident.findings[:1]:
         title = Text.assemble((f"{finding.code} ", "bold yellow"), f"{finding.title} ")
         lines.append(Unbroken(title.append(f"({finding.certainty})", style="dim")))
-        lines += [Unbroken(f"- {sentence}") for sentence in finding.evidence[:MOST_EVIDENCE]]
+        lines += [Unbroken(f"- {sentence}") for sentence in finding.evidence[:4]]
     others = "; ".join(f"{other.code} {other.title}" for other in incident.findings[1:3])
     if others:
         lines.append(Unbroken(f"less likely: {others}", "dim"))
@@ -121,7 +119,7 @@ def _where(origin: Origin, unicode: bool) -> list[RenderableType]:
     lines: list[RenderableType] = [screen.Place(place_and_phase(origin), origin.source)]
     lines += [Padding(line, (0, 0, 0, 2)) for line in _source(origin, unicode)]
     rows = []
-    for position, value in enumerate(origin.inputs[:MOST_OPERANDS]):
+    for position, value in enumerate(origin.inputs[:4]):
         rows.append((value.called or f"input {position}", value))
     if origin.output is not None:
         rows.append(("output", origin.output))
@@ -130,7 +128,7 @@ def _where(origin: Origin, unicode: bool) -> list[RenderableType]:
         style = "yellow"
         if value.finite:
             style = ""
-        cells.append((name, Unbroken(phrases.operand(value), style)))
+        cells.append((name, Unbroken(value.words, style)))
     if cells:
         lines.append(Padding(screen.table(cells, first="dim"), (0, 0, 0, 2)))
     evidence = origin.evidence
@@ -184,19 +182,16 @@ def _source(origin: Origin, unicode: bool) -> Iterator[Text]:
             line.stylize("bold")
         yield line
         if here and origin.statement is not None:
-            first, last = _columns(origin.statement, int(number))
+            # where in this line the operation begins and ends; nowhere if it is in another line
+            statement = origin.statement
+            whole = statement.text.encode()
+            before = whole[: statement.start].decode(errors="replace")
+            part = whole[statement.start : statement.end].decode(errors="replace")
+            first = last = len(before.rpartition("\n")[2])
+            if statement.line + before.count("\n") == int(number):
+                last = first + len(part.partition("\n")[0])
             margin = (" " * (digits + 3) + bar + " " * (first - shift), "dim")
             yield Text.assemble(margin, ("^" * (last - first), "bold red"), no_wrap=True)
-
-
-def _columns(statement: Statement, number: int) -> tuple[int, int]:
-    """Where in this line the operation begins and ends; nowhere if it is in another line."""
-    before = statement.text.encode()[: statement.start].decode(errors="replace")
-    part = statement.text.encode()[statement.start : statement.end].decode(errors="replace")
-    first = len(before.rpartition("\n")[2])
-    if statement.line + before.count("\n") != number:
-        return first, first
-    return first, first + len(part.partition("\n")[0])
 
 
 def _done(incident: Incident, policy: Policy | None) -> list[RenderableType]:
@@ -297,9 +292,23 @@ class Terminal(Sink):
         if kind == "fault":
             self._line(text, "bold red")
         # What Python shows as a warning is not printed twice.
-        if kind != "note" or fields.get("warned") or not self._is_news(fields):
+        if kind != "note" or fields.get("warned"):
             return
         what = str(fields.get("kind"))
+        evidence = fields.get("evidence") or {}
+        if what == "drift":
+            # A rise that continues is one rise.
+            before = self._rising
+            self._rising = int(fields.get("step") or 0)
+            if self._rising - before == 1:
+                return
+        size = evidence.get("deviations")
+        if what == "spike" and size is not None and "outlier" not in evidence:
+            # One that is not the largest by far is a tail of the losses that is known by now,
+            # unless a row of the batch explains it.
+            if size < RECORD * self._largest:
+                return
+            self._largest = size
         self._counted["note", what] += 1
         times = self._counted["note", what]
         if what in THINNED_OUT and times > 1:
@@ -308,22 +317,6 @@ class Terminal(Sink):
             following = phrases.ordinal(2 * times)
             text += f" ({phrases.ordinal(times)} of this kind, next shown is the {following})"
         self._line(text, "yellow")
-
-    def _is_news(self, fields: Mapping[str, Any]) -> bool:
-        """A rise that continues is one rise. A spike that is not the largest by far is a tail of
-        the losses that is known by now, unless a row of the batch explains it.
-        """
-        if fields.get("kind") == "drift":
-            before = self._rising
-            self._rising = int(fields.get("step") or 0)
-            return self._rising - before != 1
-        evidence = fields.get("evidence") or {}
-        size = evidence.get("deviations")
-        if fields.get("kind") == "spike" and size is not None and "outlier" not in evidence:
-            if size < RECORD * self._largest:
-                return False
-            self._largest = size
-        return True
 
     def halted(self, incident: Incident, exit_line: str) -> None:
         """Say why the run stops and where the weights are; the exit line is printed anyway."""

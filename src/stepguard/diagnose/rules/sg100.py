@@ -73,13 +73,15 @@ REDUCTIONS = words(
     poisson_nll_loss amax amin
     """
 )
-IGNORED_BY_DEFAULT = -100.0
-"""torch's default ignore_index."""
 
 
 @rule()
 def sg102(case: Case) -> Proof | None:
-    proof = _no_label(case) or _nothing_reduced(case) or _count_is_zero(case)
+    proof = _no_label(case) or _nothing_reduced(case)
+    divisor = zero_divisor(case)
+    counted = divisor is not None and case.forward and not case.unselected
+    if proof is None and divisor is not None and counted and counts_nothing(case, divisor):
+        proof = certain("count", divisor=divisor, several=elements(divisor) > 1)
     if proof is None:
         return None
     evidence = case.evidence
@@ -114,7 +116,8 @@ def _no_label(case: Case) -> Proof | None:
 
 
 def _all_ignored(target: Operand, ignored: Operand | None) -> bool:
-    index = IGNORED_BY_DEFAULT
+    # torch's default ignore_index
+    index = -100.0
     if ignored is not None and ignored.value is not None:
         index = ignored.value
     return elements(target) > 0 and low(target) == high(target) == index
@@ -133,20 +136,11 @@ def _nothing_reduced(case: Case) -> Proof | None:
     return None
 
 
-def _count_is_zero(case: Case) -> Proof | None:
-    divisor = zero_divisor(case)
-    if divisor is None or not case.forward or case.unselected or not counts_nothing(case, divisor):
-        return None
-    return certain("count", divisor=divisor, several=elements(divisor) > 1)
-
-
 # --- SG103: the batch is finite, but so large that the model overflows on it, or the loss jumps.
 
 
 EXTREME_INPUT = 1e6
 """A batch element no normalised data set has."""
-OUTLIER = 1e4
-"""Times the largest value of all other samples."""
 EXTREME_OPERAND = 1e15
 """Half of float32's exponent range is gone: one more product overflows."""
 
@@ -169,12 +163,17 @@ def _extreme_sample(case: Case) -> Proof | None:
     batch_max = evidence.sample_max or evidence.batch_max
     others = evidence.others_max
     if batch_max is not None:
-        stands_out = others is not None and batch_max >= OUTLIER * max(others, 1.0)
+        # times the largest value of all other samples
+        stands_out = others is not None and batch_max >= 1e4 * max(others, 1.0)
         if stands_out or batch_max >= min(EXTREME_INPUT, largest(case.dtype)):
             return certain("batch", batch_max=batch_max, limit=limit)
     # the batch does not stand out; an operand may, and a sample or the weights made it. In float16
     # ordinary operands overflow (SG301), and so do exponentials (SG203)
-    if case.narrow or case.op in EXPONENTIALS or not _extreme(case):
+    if case.narrow or case.op in EXPONENTIALS:
+        return None
+    # a cube overflows on what a square still holds; the product itself may overflow
+    times = max(1.0, _power(case) / 2)
+    if math.log(max(case.magnitude, 1.0)) * times < math.log(EXTREME_OPERAND):
         return None
     if evidence.huge_buffer or evidence.huge_parameter:
         # where the magnitude comes from is known, and it is not the data
@@ -211,13 +210,6 @@ def _power(case: Case) -> float:
     if case.op == "pow" and power is not None:
         return high(power)
     return 2.0 if case.op == "square" else 1.0
-
-
-def _extreme(case: Case) -> bool:
-    """Do the operands use up the exponent range? A cube overflows on what a square still holds."""
-    times = max(1.0, _power(case) / 2)
-    # compared as logarithms, since the product itself may overflow
-    return math.log(max(case.magnitude, 1.0)) * times >= math.log(EXTREME_OPERAND)
 
 
 # --- SG104: a target the loss is not defined for.
@@ -304,7 +296,7 @@ def _ruled_out(case: Case) -> Proof | None:
     """A loss that adds up what a mask has set to -inf, such as label smoothing over all classes."""
     if not case.evidence.intended_inf or case.output is None or case.output.nan:
         return None
-    operands: list[Operand] = []
+    operands = []
     for operand in case.inputs:
         if operand.neginf and not operand.nan and not operand.posinf:
             operands.append(operand)

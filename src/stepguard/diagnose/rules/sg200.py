@@ -41,7 +41,6 @@ from stepguard.records import Operand, Witness
 
 
 TINY = 1e-30
-TINY_NUMBER = 1e-6
 SOLVES = words(
     """
     linalg_solve_triangular triangular_solve linalg_solve _linalg_solve_ex linalg_solve_ex
@@ -102,7 +101,7 @@ def _tiny(case: Case) -> Proof | None:
     least = TINY if power is None else TINY ** (-1 / low(power))
     # a Python number, such as a temperature near 0, that outweighs what it divides
     number = case.op == "div" and not divisor.shape and divisor.dtype == "float"
-    outweighs = number and 0 < size <= TINY_NUMBER and 1 / size >= reach(above)
+    outweighs = number and 0 < size <= 1e-6 and 1 / size >= reach(above)
     if size < least or outweighs:
         return likely("tiny", divisor=divisor, small=small)
     return None
@@ -146,8 +145,6 @@ def sg202(case: Case) -> Proof | None:
 # --- SG203: an exponential left the range.
 
 
-POLYNOMIAL = 4
-"""Powers up to here are products: it is the number that is too large, not its exponent."""
 REPEATED_PRODUCTS = ("prod", "cumprod", "_linalg_matrix_exp", "linalg_matrix_exp", "matrix_exp")
 
 
@@ -177,7 +174,8 @@ def _power(case: Case, base: Operand) -> Proof | None:
     power = case.argument("exponent")
     if case.op not in POWERS or power is None or singular_inputs(case):
         return None
-    if reach(power) <= POLYNOMIAL or low(power) < 0:
+    # powers up to here are products: it is the number that is too large, not its exponent
+    if reach(power) <= 4 or low(power) < 0:
         return None
     return likely("power", base=base, power=power)
 
@@ -236,7 +234,6 @@ def _masked_rows(case: Case, scores: Operand | None) -> Proof | None:
 
 
 STATISTIC_NODES = words("Std Var StdMean VarMean")
-SQUARES_OVERFLOW = 1e18
 
 
 @rule(yields_to="SG402")
@@ -255,7 +252,7 @@ def sg205(case: Case) -> Proof | None:
             return certain(data=data, correction=correction)
         return None
     # NaN from finite elements whose squares do not overflow: n - correction was 0
-    if not statistic or not case.makes_nan or case.magnitude > SQUARES_OVERFLOW or case.wider:
+    if not statistic or not case.makes_nan or case.magnitude > 1e18 or case.wider:
         return None
     single = not data.shape or 1 in data.shape or 0 in data.shape
     prove = certain if single else likely
@@ -317,10 +314,6 @@ def _form(case: Case, infinite: list[Operand]) -> tuple[str, bool]:
 # --- SG207: a root or fractional power of a negative number.
 
 
-ROUNDING = 1e-4
-"""A value this little outside is a rounding error of something that should be inside."""
-
-
 @rule(yields_to="SG301 SG502 SG602")
 def sg207(case: Case) -> Proof | None:
     found = negative_root(case)
@@ -328,7 +321,8 @@ def sg207(case: Case) -> Proof | None:
         return None
     operand, what = found
     # a variance computed as a difference of means cancels to a small negative number
-    near = case.op in ("sqrt", "rsqrt") and -ROUNDING < low(operand) < 0
+    # A value this little outside is a rounding error of something that should be inside
+    near = case.op in ("sqrt", "rsqrt") and -1e-4 < low(operand) < 0
     return certain(operand=operand, what=what, near=near)
 
 
@@ -355,9 +349,13 @@ def sg208(case: Case) -> Proof | None:
         kind, prove = "fused", possible
     if kind is None:
         return None
-    failing = _clearing(case)
+    tried = _tried(case)
+    # paths that fail alike and share no code with the kernel: then the inputs are to blame
+    failing = [] if any(one.finite for one in tried) else tried
+    failing = [one for one in failing if one.independent]
     if failing:
         prove = possible
+
     given = tuple(operand for operand in case.inputs if operand.dtype)
     return prove(
         kind=KINDS[kind],
@@ -366,13 +364,6 @@ def sg208(case: Case) -> Proof | None:
         cleared=_listed(failing) or None,
         untried=_untried(case),
     )
-
-
-def _clearing(case: Case) -> list[Witness]:
-    """Paths that fail alike and share no code with the kernel: then the inputs are to blame."""
-    if any(one.finite for one in _tried(case)):
-        return []
-    return [one for one in _tried(case) if one.independent]
 
 
 def _untried(case: Case) -> str | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepguard.diagnose.case import (
     EXPONENTIALS,
@@ -32,19 +31,14 @@ from stepguard.records import Certainty
 # --- What the recent steps show: did the learning rate jump, was the loss already rising?
 
 
-ABOVE_ALL = 2.5
-"""Times above every rate seen before: a linear warm-up, which doubles at first, does not jump."""
 ABOVE_CONFIGURED = 2.0
-IN_ONE_STEP = 5.0
-"""Times above the rate of the step before: a schedule that was thrown back."""
 CLIMB = 2.0
 """Times above the first rate, or the declared one, at which the schedule is mentioned."""
 RISING = 10.0
 """Times the loss grew over the remembered steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rise:
+class Rise(NamedTuple):
     """A learning rate that is not what it was: by a jump, or step by step since the run began."""
 
     group: int
@@ -105,7 +99,10 @@ def lr_jump(case: Case) -> Rise | None:
             # a group that stood still so far is measured by the others
             if top == 0:
                 before = top = max(map(max, history[:position]))
-            if before > 0 and (now > ABOVE_ALL * top or now > IN_ONE_STEP * before):
+            # times above every rate seen before: a linear warm-up, which doubles at first, does not
+            # jump
+            # times above the rate of the step before: a schedule that was thrown back
+            if before > 0 and (now > 2.5 * top or now > 5.0 * before):
                 jumps.append(Rise(group, before, now, len(rates) - 1 - position))
     jumps.extend(above_configured(case)[:1])
     # the judge has already compared the rate with its ceiling
@@ -230,8 +227,6 @@ def _epsilon(case: Case) -> dict[str, Any]:
 # --- SG503: the optimizer's own state is NaN or Inf.
 
 
-MEMORY = 100.0
-"""Steps that a momentum without a decay of its own is taken to remember."""
 REBUILT = 10
 """Steps of a momentum of 0.9."""
 
@@ -264,7 +259,8 @@ def sg503(case: Case) -> Proof | None:
 def _moments(case: Case) -> dict[str, Any]:
     """What is remembered of an outlier, and how the state can be rebuilt."""
     slowest = max(case.facts.betas, default=1.0)
-    memory, rebuilt = MEMORY, REBUILT
+    # steps that a momentum without a decay of its own is taken to remember
+    memory, rebuilt = 100.0, REBUILT
     if slowest < 1.0:
         memory = 1.0 / (1.0 - slowest)
         rebuilt = round(memory) if slowest > 0 else REBUILT
@@ -319,12 +315,6 @@ def _how_well_a_jump(case: Case) -> Certainty:
 # --- SG505: the run diverges because its steps are too large.
 
 
-STILL = 1e-5
-"""Update norm as a share of the weights' norm; one this small cannot move the loss."""
-LARGE_MOVE = 0.05
-"""Move of one parameter in one update, as a share of its size; 0.001 is healthy."""
-STANDS_OUT = 10.0
-"""Times the move of all weights together."""
 EXTREME_NUMBER = 1e6
 """A factor that no loss function means: a temperature annealed to almost 0, or its reciprocal."""
 SIGNS = ("repeat_loss", "older_loss", "update_ratio", "moved")
@@ -341,14 +331,17 @@ def sg505(case: Case) -> Proof | None:
     facts, reading, said = case.facts, case.reading, case.said
     ratio = said.get("update_ratio", facts.update_ratio)
     # the last update hardly changed the weights, so it is not what made this loss
-    still = case.verdict.finite_anomaly and isinstance(ratio, int | float) and ratio < STILL
+    # update norm as a share of the weights' norm; one this small cannot move the loss
+    still = case.verdict.finite_anomaly and isinstance(ratio, int | float) and ratio < 1e-5
     if case.impure or _number_explains(case) or still or outlier_of(case):
         certainty = "possible"
     # with SGD the norm of the gradient bounds the step; Adam's step does not depend on it
     sgd = facts.optimizer == "SGD" and facts.clip_norm is None
     # one parameter that ran away, which the norm of all weights hides
     moved = facts.moved_most or ("", 0.0)
-    stands_out = moved[1] >= max(LARGE_MOVE, STANDS_OUT * (facts.update_ratio or 0.0))
+    # move of one parameter in one update, as a share of its size; 0.001 is healthy
+    # times the move of all weights together
+    stands_out = moved[1] >= max(0.05, 10.0 * (facts.update_ratio or 0.0))
     fields = {
         "losses": _ends(facts.losses),
         "norms": _ends(facts.grad_norms),

@@ -30,8 +30,6 @@ def trained(look: Look) -> list[ParameterLook]:
 MOST_LOST = 0.5
 """Share of the elements with a gradient that an update may leave as they were."""
 NARROW = {"bfloat16", "float16"}
-VANISHED = 1e-8
-"""Root mean square of a gradient below which Adam's epsilon is larger."""
 
 
 @rule(looks=2)
@@ -48,7 +46,8 @@ def sg901(case: Case) -> Proof | None:
         return certain("narrow", **fields)
     # gradients that are next to 0 themselves leave nothing to round; weights that have moved before
     # have converged: float32 is fine enough
-    if all((one.gradient or 0.0) < VANISHED for one in rows):
+    # root mean square of a gradient below which Adam's epsilon is larger
+    if all((one.gradient or 0.0) < 1e-8 for one in rows):
         return None
     return None if _lost_share(case.looks[0]) < MOST_LOST else likely("wide", **fields)
 
@@ -87,7 +86,7 @@ def sg903(case: Case) -> Proof | None:
         rows = [one for one in look.parameters if one.trainable and not one.owned and one.gradient]
         unowned.append({(one.name, one.weight) for one in rows})
     outside = sorted(name for name, _ in set.intersection(*unowned)) if case.paired else []
-    beside: list[str] = []
+    beside = []
     if len(case.looks) > 2:
         numbers = in_all(case.looks[-3:], lambda look: set(look.facts.outsiders))
         beside = [case.last.facts.outsiders[number] for number in numbers]
@@ -124,7 +123,7 @@ def sg904(case: Case) -> Proof | None:
 def _first_without_gradient(look: Look) -> list[str]:
     """The parameters before the first with a gradient, in the order of the model."""
     rows = [one for one in look.parameters if one.trainable and one.owned]
-    found: list[str] = []
+    found = []
     for one in rows:
         sparse = one.gradient is None and one.name not in look.facts.without_gradient
         if sparse or (one.gradient is not None and one.gradient_zeros < 1.0):
@@ -137,18 +136,12 @@ def _first_without_gradient(look: Look) -> list[str]:
 # --- SG905: units behind an activation that are dead. SG911: attention on one key only.
 
 
-MOST_DEAD = 0.9
-LEAST_POSITIONS = 256
-"""Samples and positions that a unit must have been 0 at to be called dead."""
-COLLAPSED = 0.95
-LEAST_KEYS = 8
-
-
 @rule(looks=2)
 def sg905(case: Case) -> Proof | None:
     def dead(look: Look) -> set[str]:
-        rows = [one for one in look.units if one.positions >= LEAST_POSITIONS]
-        return {one.module for one in rows if one.dead >= MOST_DEAD}
+        # samples and positions that a unit must have been 0 at to be called dead
+        rows = [one for one in look.units if one.positions >= 256]
+        return {one.module for one in rows if one.dead >= 0.9}
 
     modules = in_all(case.pair, dead)
     if not modules:
@@ -162,8 +155,8 @@ def sg905(case: Case) -> Proof | None:
 @rule(looks=2)
 def sg911(case: Case) -> Proof | None:
     def collapsed(look: Look) -> set[str]:
-        rows = [one for one in look.attention if one.keys >= LEAST_KEYS]
-        return {one.module for one in rows if one.collapsed >= COLLAPSED}
+        rows = [one for one in look.attention if one.keys >= 8]
+        return {one.module for one in rows if one.collapsed >= 0.95}
 
     modules = in_all(case.pair, collapsed)
     # one that began like this was made like this
@@ -210,10 +203,6 @@ def sg907(case: Case) -> Proof | None:
 # --- SG908: a loss that does not depend on what is trained.
 
 
-SOLVED = 1e-6
-"""Loss, beside that of the first step, that leaves nothing to learn."""
-
-
 @rule(looks=2)
 def sg908(case: Case) -> Proof | None:
     for look in case.pair:
@@ -236,7 +225,8 @@ def _flat(case: Case) -> Proof | None:
     known = [loss for loss in seen if loss is not None] or [
         loss for loss in losses.values() if loss is not None
     ]
-    if known and min(abs(loss) for loss in known) <= SOLVED * (case.first_loss or 0.0):
+    # loss, beside that of the first step, that leaves nothing to learn
+    if known and min(abs(loss) for loss in known) <= 1e-6 * (case.first_loss or 0.0):
         return None  # converged, or nothing happened: the loss is all there is to lose
     return certain("flat", loss=seen[-1])
 
@@ -286,8 +276,6 @@ def sg910(case: Case) -> Proof | None:
 
 
 SG912_IN_A_ROW = 64
-STILL = 1e-3
-"""Gradient norm, beside that of the first step, that leaves something to learn."""
 
 
 @rule()
@@ -303,7 +291,8 @@ def sg912(case: Case) -> Proof | None:
     if since is None or now - since < max(LONG, since // 2):
         return None
     norms = [reading.grad_norm for reading in case.recent if reading.grad_norm is not None]
-    if not norms or not case.first_norm or median(norms) < STILL * case.first_norm:
+    # gradient norm, beside that of the first step, that leaves something to learn
+    if not norms or not case.first_norm or median(norms) < 1e-3 * case.first_norm:
         return None
     return likely("faded", norm=norms[-1])
 
@@ -398,9 +387,6 @@ NOTHING_LEFT = 0.01
 """Share of every gradient that is left."""
 CLIPPED_LOOKS = 6
 UPDATES = 16
-ALIKE = 1e-3
-LEAST_SCALE = 128.0
-"""Loss scale above which a norm that carries it cannot be mistaken for one that does not."""
 
 
 @rule()
@@ -409,9 +395,10 @@ def sg918(case: Case) -> Proof | None:
     norms = []
     for reading in case.recent[-UPDATES:]:
         scale = reading.scale or 0.0
-        norms.append((reading.grad_norm or 0.0) * scale if scale >= LEAST_SCALE else 0.0)
+        # loss scale above which a norm that carries it cannot be mistaken for one that does not
+        norms.append((reading.grad_norm or 0.0) * scale if scale >= 128.0 else 0.0)
     usual = median(norms) if len(norms) == UPDATES else 0.0
-    if NOTHING_LEFT < usual < 1.0 / NOTHING_LEFT and max(norms) - min(norms) <= ALIKE * usual:
+    if NOTHING_LEFT < usual < 1.0 / NOTHING_LEFT and max(norms) - min(norms) <= 1e-3 * usual:
         return likely("scaled", usual=usual, updates=UPDATES, newest=case.recent[-1])
     return _clipped(case)
 
@@ -487,13 +474,7 @@ TRAINED_LOOKS, TRAINED_STEPS = 8, 96
 BELOW, ABOVE = 0.98, 1.03
 """Mean loss, beside the entropy, of a model that knows no more; one that is trained on noise is a
 little above."""
-LEAST_ENTROPY = 0.3
 NEARLY_ALL = 0.9
-FEWEST_TARGETS = 256
-MOVED = 0.05
-"""Least move of the weights, as a share of their size."""
-LEARNED = 0.8
-"""Loss, beside the entropy of the labels, below which something is learned from the inputs."""
 
 
 @rule()
@@ -506,7 +487,7 @@ def sg921(case: Case) -> Proof | None:
     counts = [sum(column) for column in zip(*rows, strict=True)]
     total = sum(counts)
     # contrastive losses put the right answer first, always
-    if total < FEWEST_TARGETS or max(counts) == total:
+    if total < 256 or max(counts) == total:
         return None
     return _by_frequency(looks, counts, total)
 
@@ -518,13 +499,15 @@ def _by_frequency(looks: Looks, counts: list[int], total: int) -> Proof | None:
     late = [look.facts.cross_entropy for look in looks[len(looks) // 2 :]]
     losses = [loss for loss in late if loss is not None]
     mean = fmean(losses) if losses else math.inf
-    if max(shares) >= NEARLY_ALL and mean >= LEARNED * entropy:
+    # loss, beside the entropy of the labels, below which something is learned from the inputs
+    if max(shares) >= NEARLY_ALL and mean >= 0.8 * entropy:
         most = counts.index(max(counts))
         fields = {"total": total, "count": len(looks), "classes": len(counts)}
         return possible("one class", share=max(shares), most=most, **fields)
     half = len(losses) // 2
     # weights that have hardly moved cannot have learned anything yet
-    if not half or entropy < LEAST_ENTROPY or _distance(looks) < MOVED:
+    # least move of the weights, as a share of their size
+    if not half or entropy < 0.3 or _distance(looks) < 0.05:
         return None
     # a slow start that still falls is not the end
     falls = fmean(losses[half:]) < BELOW * fmean(losses[:half])
@@ -570,18 +553,19 @@ def sg922(case: Case) -> Proof | None:
 # --- SG923: a resume that did not resume.
 
 
-JUMPED = 1.5
-"""Loss of the first steps beside that at the end of the run before, which is worth saying."""
-
-
 @rule()
 def sg923(case: Case) -> Proof | None:
     facts = case.resume
     if facts is None:
         return None
     counted = bool(facts.step or facts.updates)
-    if not counted and not _same_task(facts):
-        return None
+    if not counted:
+        # other data would give another loss than those that the run before ended with
+        if facts.loss_now is None or not facts.losses:
+            return None
+        lowest, highest = min(facts.losses), max(facts.losses)
+        if facts.loss_now > highest + (highest - lowest) + 0.1 * abs(highest):
+            return None
     if not (facts.moments_empty or facts.lr_restarted or facts.batch_again):
         return None
     fields = _left_behind(facts, [one.loss for one in case.recent if one.loss is not None])
@@ -608,17 +592,10 @@ def _left_behind(facts: ResumeFacts, losses: list[float]) -> dict[str, Any]:
         fields |= {"before": f"{before:.3g}", "now": f"{now:.3g}"}
     if facts.losses and losses:
         usual = median(facts.losses)
-        if usual > 0 and max(losses) > JUMPED * max(usual, max(facts.losses)):
+        # loss of the first steps beside that at the end of the run before, which is worth saying
+        if usual > 0 and max(losses) > 1.5 * max(usual, max(facts.losses)):
             fields |= {"usual": f"{usual:.4g}", "jumped": f"{max(losses):.4g}"}
     return fields
-
-
-def _same_task(facts: ResumeFacts) -> bool:
-    """Is the first loss one that the run before ended with? Other data would give another one."""
-    if facts.loss_now is None or not facts.losses:
-        return False
-    lowest, highest = min(facts.losses), max(facts.losses)
-    return facts.loss_now <= highest + (highest - lowest) + 0.1 * abs(highest)
 
 
 # --- SG924: a checkpointed block that computes something else the second time.
@@ -690,8 +667,6 @@ MANY_VALUES, FEW_VALUES = 8, 4
 MOST_ON_POLICY, MOST_DIFFERENCE, MOST_CLIPPED, MOST_KL = 0.01, 0.2, 0.5, 10.0
 """Kernels of two engines differ by some hundredths in a log-probability; a clipped token has left
 the ratios from 0.8 to 1.2; a divergence of 10 per token is one rare token behind an exponential."""
-GONE = 0.05
-"""Entropy in nats, and beside that of the beginning, at which a policy has one answer."""
 
 
 @rule()
@@ -722,7 +697,8 @@ def sg926(case: Case) -> Proof | None:
     if clipped and min(clipped) > MOST_CLIPPED:
         return likely("clipped", share=median(clipped), count=len(clipped))
     entropy, late = values("entropy"), lasting("entropy", FEW_VALUES)
-    if late and len(entropy) > FEW_VALUES and max(late) < GONE * min(1.0, entropy[0]):
+    # entropy in nats, and beside that of the beginning, at which a policy has one answer
+    if late and len(entropy) > FEW_VALUES and max(late) < 0.05 * min(1.0, entropy[0]):
         return possible("entropy", begun=entropy[0], most=max(late), count=len(late))
     return None
 
@@ -783,16 +759,9 @@ def sg929(case: Case) -> Proof | None:
 # --- SG930: a router that uses few experts, or cannot tell them apart.
 
 
-UNUSED = 0.05
-"""Share of its fair load that an expert gets at most when the router has given it up. Where a loss
-balances the loads, one or two of eight experts fall below it for a while, never half of them."""
 LASTING_ROUTERS, ROUTER_STEPS = 3, 48
 """Probes, and steps they span, in which the same half of the experts must be unused: a batch may be
 about one thing, and a random gate needs some steps to become balanced."""
-TOKENS_EACH = 16
-"""Choices for each expert that are needed to judge loads: with equal ones none is ever unused."""
-MANY_TIES = 0.25
-"""Scores of order 1 in bfloat16 tie in some 2 % of the tokens with 8 experts, 10 % with 64."""
 
 
 @rule(looks=2)
@@ -800,7 +769,8 @@ def sg930(case: Case) -> Proof | None:
     for one in case.last.routers:
         ties = [_router_of(look, one.module) for look in case.pair]
         rounded = [row.ties for row in ties if row is not None and row.dtype in NARROW]
-        if len(rounded) == len(case.pair) and min(rounded) >= MANY_TIES:
+        # scores of order 1 in bfloat16 tie in some 2 % of the tokens with 8 experts, 10 % with 64
+        if len(rounded) == len(case.pair) and min(rounded) >= 0.25:
             return likely("ties", router=one)
     earlier = [look for look in case.looks if look.step <= case.last.step - ROUTER_STEPS]
     lasting = case.looks[max(len(earlier) - 1, 0) :]
@@ -821,9 +791,13 @@ def _router_of(look: Look, module: str) -> RouterLook | None:
 
 
 def _unused(row: RouterLook | None) -> set[int]:
-    if row is None or row.tokens * row.chosen < TOKENS_EACH * row.experts:
+    # choices for each expert that are needed to judge loads: with equal ones none is ever unused
+    if row is None or row.tokens * row.chosen < 16 * row.experts:
         return set()
-    return {number for number, load in enumerate(row.loads) if load * row.experts < UNUSED}
+    # share of its fair load that an expert gets at most when the router has given it up. Where a
+    # loss balances the loads, one or two of eight experts fall below it for a while, never half of
+    # them.
+    return {number for number, load in enumerate(row.loads) if load * row.experts < 0.05}
 
 
 # --- SG931: an evaluation in training mode.

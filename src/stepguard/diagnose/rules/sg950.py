@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from stepguard.diagnose.case import FORMATS, Case
 from stepguard.diagnose.rule import Proof, likely, rule
@@ -22,19 +22,13 @@ Looks = Sequence[Look]
 WINDOWS = (64, 32, 16, 8)
 """How many of the newest points are tried, the longest stretch first: the start of a run is often
 another movement than its end."""
-MOST_POINTS = 16
-"""A longer stretch is thinned out: slopes of all pairs are taken."""
 FEWEST = 5
 """Points that make a trend."""
-AGREEMENT = 0.8
-"""Kendall's tau: 0.8 is nine of ten pairs that agree."""
 HALF = 0.5
 """A second half that is slower than this share of the first is levelling off; this share of the
 whole change between two neighbours is a jump."""
 LIKELY_SLOPES = (0.1, 0.9)
 """Shares of all pairs that are slower than the ends of the interval."""
-FARTHEST_END = 10.0
-"""An interval ends at this many times the distance at the latest."""
 
 Points = Sequence[tuple[int, float]]
 """Step and value as a binary logarithm, oldest first."""
@@ -86,7 +80,8 @@ def _in_window(known: Points, limit: float, farthest: float) -> tuple[int, int, 
     if room <= 0.0 or room > 2.0 * farthest * (newest - first):
         return None
     # evenly spread points, the newest one among them
-    known = known[:: -math.ceil(len(known) / MOST_POINTS)][::-1]
+    # A longer stretch is thinned out: slopes of all pairs are taken
+    known = known[:: -math.ceil(len(known) / 16)][::-1]
     slopes = []
     for (before, low), (after, high) in itertools.combinations(known, 2):
         if after > before:
@@ -95,7 +90,8 @@ def _in_window(known: Points, limit: float, farthest: float) -> tuple[int, int, 
     # the median of all pairs does not follow single outliers (Theil-Sen)
     slope = median(slopes) if slopes else 0.0
     agree = sum(one > 0 for one in slopes) - sum(one < 0 for one in slopes)
-    if slope <= 0.0 or agree < AGREEMENT * len(slopes):
+    # kendall's tau: 0.8 is nine of ten pairs that agree
+    if slope <= 0.0 or agree < 0.8 * len(slopes):
         return None
     middle = len(known) // 2
     newer = _mean_slope(known[middle:])
@@ -105,7 +101,8 @@ def _in_window(known: Points, limit: float, farthest: float) -> tuple[int, int, 
         return None
     # a slow and a fast slope: of single pairs, and of the newer half where the series bends
     slowest, fastest = (slopes[int(share * (len(slopes) - 1))] for share in LIKELY_SLOPES)
-    latest = FARTHEST_END * ahead
+    # an interval ends at this many times the distance at the latest
+    latest = 10.0 * ahead
     if min(newer, slowest) > 0.0:
         latest = min(room / min(newer, slowest), latest)
     earliest = room / max(newer, fastest)
@@ -133,18 +130,12 @@ def _log2(value: float | None) -> float | None:
 # --- A quantity of the looks, its limit, and its forecast.
 
 
-FELL = 0.1
-"""Share by which the loss falls during a trend in a run that learns."""
-FALLS = 0.01
-"""Share by which it falls from the third quarter of the trend to the last."""
-
 Figures = Iterable[tuple[str, float | None, float, bool]]
 """Module or parameter, its size in one look, its limit as a binary logarithm, and whether it is
 close enough to that to be worth a forecast."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trend:
+class Trend(NamedTuple):
     """A quantity of the probes that must not reach its limit."""
 
     quantity: str
@@ -210,8 +201,10 @@ def _coming(forecast: Forecast | None, recent: Sequence[Reading] = ()) -> Proof 
     if quarter > 0 and min(losses) > 0.0:
         now = median(losses[-quarter:])
         before = median(losses[-2 * quarter : -quarter])
-        fell = now < (1.0 - FELL) * median(losses[:quarter])
-        if fell and now < (1.0 - FALLS) * before:
+        # share by which the loss falls during a trend in a run that learns
+        fell = now < (1.0 - 0.1) * median(losses[:quarter])
+        # share by which it falls from the third quarter of the trend to the last
+        if fell and now < (1.0 - 0.01) * before:
             return None
     return likely(forecast=forecast)
 
@@ -240,16 +233,12 @@ def sg951(case: Case) -> Proof | None:
 # --- SG952: attention logits that grow.
 
 
-SATURATED = 1000.0
-"""Largest logit above which a softmax is one-hot in any precision."""
-HARMLESS = 20.0
-"""Below, growth is learning."""
-
-
 def _logits(look: Look) -> Figures:
     for one in look.attention:
-        near = one.largest_logit >= HARMLESS
-        yield one.module or "the model", one.largest_logit, math.log2(SATURATED), near
+        # below, growth is learning
+        near = one.largest_logit >= 20.0
+        # largest logit above which a softmax is one-hot in any precision
+        yield one.module or "the model", one.largest_logit, math.log2(1000.0), near
 
 
 @rule()
@@ -312,8 +301,6 @@ SQUARES, LARGEST = 64.0, 128.0
 """What is above 2**64 has a square that float32 and bfloat16 cannot hold; they end at 2**128."""
 LARGE_WEIGHT, LARGE_INPUT = 2.0**10, 2.0**20
 """Root mean squares that no healthy run shows."""
-LEAST_GROWTH = 4.0
-"""Doublings of loss and gradient norm, both, that make a divergence."""
 
 
 def _sizes(look: Look) -> Figures:
@@ -343,7 +330,8 @@ def _diverging(recent: Sequence[Reading], farthest: float) -> Forecast | None:
             if logarithm is not None:
                 points.append((one.step, logarithm))
         lowest = min((value for _, value in points), default=math.inf)
-        if not points or points[-1][1] - lowest < LEAST_GROWTH:
+        # doublings of loss and gradient norm, both, that make a divergence
+        if not points or points[-1][1] - lowest < 4.0:
             return None
         forecast = crossing(points, limit, name, fewest=6, farthest=farthest)
         if forecast is not None:
@@ -354,18 +342,13 @@ def _diverging(recent: Sequence[Reading], farthest: float) -> Forecast | None:
 # --- SG956: updates above the stable range.
 
 
-UNSTABLE = 0.3
-"""An update this large beside its weight: a few of them replace the weight."""
-LARGE_UPDATE = 0.05
-FEWEST_ELEMENTS = 64
-"""Small tensors jump; so do biases, which begin at 0: any update is large beside nothing."""
-
-
 def _updates(look: Look) -> Figures:
     for one in look.parameters:
-        small = one.elements < FEWEST_ELEMENTS or one.name.endswith("bias")
+        # small tensors jump; so do biases, which begin at 0: any update is large beside nothing
+        small = one.elements < 64 or one.name.endswith("bias")
         if one.ratio is not None and not small:
-            yield one.name, one.ratio, math.log2(UNSTABLE), one.ratio >= LARGE_UPDATE
+            # an update this large beside its weight: a few of them replace the weight
+            yield one.name, one.ratio, math.log2(0.3), one.ratio >= 0.05
 
 
 def _from_the_gradient(forecast: Forecast, looks: Sequence[Look]) -> bool:

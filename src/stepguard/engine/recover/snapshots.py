@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
@@ -243,7 +243,7 @@ class Probation:
             if history.rates:
                 update = update_ratio(context.optimizer, history.rates[-1])
             moved = self._moved_since(context.step - SUDDEN)
-            weights = replace(weights, update=update, moved=moved)
+            weights = weights._replace(update=update, moved=moved)
         shown = history.divergence(weights)
         why = history.told(shown) if shown else ""
         if why and self._diverged is None:
