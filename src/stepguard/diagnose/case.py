@@ -137,6 +137,18 @@ class EvaluationFacts:
     """Layers that take statistics of the batch, and learn them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitFacts:
+    """Updates whose micro-batches have losses that add up, each of them a mean."""
+
+    count: int
+    """Micro-batches of an update."""
+    mean: str
+    """Autograd node that takes the mean of each, `NllLoss`."""
+    sure: bool = True
+    """Each loss belongs to a batch of its own, as a loader or `guard.step` shows."""
+
+
 # --- Ranges of the floating-point formats, without torch.
 
 
@@ -314,6 +326,10 @@ class Case:
     """Passes and workers that should differ, and do not."""
     evaluation: EvaluationFacts | None = None
     """Evaluations in training mode."""
+    optimizer: str = ""
+    """Its class, where a healthy run is examined."""
+    split: SplitFacts | None = None
+    """Micro-batches whose means are added up."""
     audit: AuditFacts | None = None
     """A step that gave other values when it was run again."""
 

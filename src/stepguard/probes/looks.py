@@ -32,6 +32,7 @@ from stepguard.probes.deep_look import DeepLook, without_unused_parts
 from stepguard.probes.epochs import Passes, observe_workers
 from stepguard.probes.evaluations import Evaluations
 from stepguard.probes.first_steps import ResumeCheck, TargetCounts, weight_facts
+from stepguard.probes.micro_batches import MicroBatches
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import AuditFacts, Look, NextBatch
@@ -333,6 +334,7 @@ class HealthCheck:
         self._audit: AuditFacts | None = None
         self.passes = Passes()
         self.evaluations = Evaluations(context)
+        self.micro_batches = MicroBatches(context)
 
     def audited(self, found: AuditFacts) -> None:
         """A step gave other values when it was run again."""
@@ -395,6 +397,8 @@ class HealthCheck:
             audit=self._audit,
             loader=self.passes.facts(),
             evaluation=self.evaluations.facts,
+            split=self.micro_batches.facts,
+            optimizer=type(self._context.optimizer).__name__,
             **known,
         )
         for finding in found:
@@ -540,6 +544,7 @@ class Looks(StepProbe):
 
     def _protected_pass(self, iterator: Any, raw: Any, step: int) -> None:
         try:
+            self._check.micro_batches.delivered(iterator)
             self._check.passes.delivered(iterator, raw, step)
         except Exception as fault:
             self._protect.failed(fault, SILENT)
@@ -549,6 +554,7 @@ class Looks(StepProbe):
         context = self._context
         if self._check.evaluations.watching:
             self._check.evaluations.stop()
+        self._check.micro_batches.begin()
         if not self._check.resume.begun and torch.is_grad_enabled():
             with self._protect.part(SILENT):
                 self._check.resume.begin()
@@ -604,6 +610,8 @@ class Looks(StepProbe):
 
     def saw_batch(self, batch: Any) -> None:
         """The data of the step."""
+        if torch.is_grad_enabled():
+            self._check.micro_batches.called(batch)
         if self._host_facts.sampling() and self._protect.armed:
             with self._protect.part(SILENT), self.paused():
                 self._host_facts.saw_batch(batch)
@@ -621,15 +629,22 @@ class Looks(StepProbe):
 
     def loss_seen(self, root: Tensor) -> None:
         """A backward pass of the loop begins at this loss."""
+        with self._protect.part(SILENT), self.paused():
+            self._check.micro_batches.loss_seen(root)
         if self._running is not None:
             with self._protect.part(PART), self.paused():
                 self._running.loss_seen(root)
 
     def backward_over(self) -> None:
         """A backward pass of the loop is over; others may follow before the update."""
+        self._check.micro_batches.backward_over()
         if self._running is not None:
             with self._protect.part(PART):
                 self._running.observer.stop()
+
+    def norm_taken(self) -> None:
+        """The loop clips."""
+        self._check.micro_batches.norm_taken()
 
     def gradients_ready(self) -> None:
         """Forward and backward are over: what follows is the guard's own work."""
@@ -648,6 +663,8 @@ class Looks(StepProbe):
 
     def before_update(self) -> None:
         """The optimizer steps next."""
+        with self._protect.part(SILENT):
+            self._check.micro_batches.before_update()
         if self._host_facts.sampling() and self._protect.armed:
             with self._protect.part(SILENT), self.paused():
                 self._host_facts.before_update()
@@ -659,6 +676,7 @@ class Looks(StepProbe):
     def finish(self, *, committed: bool) -> None:
         """The step is over. A bad one is reported elsewhere, and nothing is said of it here."""
         self.active = True  # until the next step begins: a loop may show no beginning
+        self._check.micro_batches.finish(committed=committed)
         if self._pair is not None:
             # the step after a look is over: was it given the same batch?
             self._batch_after = self._pair[0].compared(self._pair[1])

@@ -1,4 +1,4 @@
-"""SG901 to SG931: silent failures, from health probes and readings of a healthy run."""
+"""SG901 to SG933: silent failures, from health probes and readings of a healthy run."""
 
 from __future__ import annotations
 
@@ -836,3 +836,22 @@ def sg931(case: Case) -> Proof | None:
         return None
     fields = {"dropout": list(found.dropout), "norms": list(found.norms)}
     return likely(count=found.calls, loss=found.loss, before=found.step, **fields)
+
+
+# --- SG933: the gradients of micro-batches are summed, not averaged.
+
+
+ADAPTIVE = ("ada", "lamb", "lion", "muon", "prodigy", "rms", "shampoo", "sign", "soap", "sophia")
+"""Parts of the names of optimizers whose updates do not grow with the gradient."""
+
+
+@rule()
+def sg933(case: Case) -> Proof | None:
+    found = case.split
+    if found is None:
+        return None
+    name = case.optimizer.lower()
+    adaptive = any(word in name for word in ADAPTIVE)
+    fields = {"count": found.count, "reduction": found.mean, "optimizer": case.optimizer}
+    make = likely if found.sure and not adaptive else possible
+    return make(adaptive=adaptive, **fields)

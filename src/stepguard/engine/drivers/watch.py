@@ -723,6 +723,7 @@ class WatchDriver(Lifecycle):
             return
         with self.protect.region, self.looks.paused():
             self.observed.after_norm(tensors, norm)
+        self.looks.norm_taken()
 
     def after_load(self) -> None:
         if self.protect.armed:
