@@ -138,6 +138,22 @@ class EvaluationFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapFacts:
+    """Rows that are evaluated and trained on."""
+
+    shared: int
+    """Evaluated rows that had been trained on."""
+    rows: int
+    """Evaluated rows that were compared."""
+    step: int
+    """The update before which they were evaluated."""
+    trained: int
+    """Training rows that they were compared with."""
+    whole: bool = False
+    """All of them, or nearly so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SplitFacts:
     """Updates whose micro-batches have losses that add up, each of them a mean."""
 
@@ -328,6 +344,8 @@ class Case:
     """Evaluations in training mode."""
     optimizer: str = ""
     """Its class, where a healthy run is examined."""
+    overlap: OverlapFacts | None = None
+    """Evaluations of rows that are trained on."""
     split: SplitFacts | None = None
     """Micro-batches whose means are added up."""
     audit: AuditFacts | None = None

@@ -33,6 +33,7 @@ from stepguard.probes.epochs import Passes, observe_workers
 from stepguard.probes.evaluations import Evaluations
 from stepguard.probes.first_steps import ResumeCheck, TargetCounts, weight_facts
 from stepguard.probes.micro_batches import MicroBatches
+from stepguard.probes.overlap import Overlap
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import AuditFacts, Look, NextBatch
@@ -335,6 +336,7 @@ class HealthCheck:
         self.passes = Passes()
         self.evaluations = Evaluations(context)
         self.micro_batches = MicroBatches(context)
+        self.overlap = Overlap(context)
 
     def audited(self, found: AuditFacts) -> None:
         """A step gave other values when it was run again."""
@@ -397,6 +399,7 @@ class HealthCheck:
             audit=self._audit,
             loader=self.passes.facts(),
             evaluation=self.evaluations.facts,
+            overlap=self.overlap.judge(),
             split=self.micro_batches.facts,
             optimizer=type(self._context.optimizer).__name__,
             **known,
@@ -542,10 +545,12 @@ class Looks(StepProbe):
             observe_workers(self._context.resources)
             recent.told.append(self._protected_pass)
 
-    def _protected_pass(self, iterator: Any, raw: Any, step: int) -> None:
+    def _protected_pass(self, iterator: Any, raw: Any, batch: Any, step: int) -> None:
         try:
             self._check.micro_batches.delivered(iterator)
-            self._check.passes.delivered(iterator, raw, step)
+            self._check.overlap.delivered(iterator, raw, batch, step)
+            if raw is not None:
+                self._check.passes.delivered(iterator, raw, step)
         except Exception as fault:
             self._protect.failed(fault, SILENT)
 

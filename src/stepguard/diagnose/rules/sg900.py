@@ -838,6 +838,19 @@ def sg931(case: Case) -> Proof | None:
     return likely(count=found.calls, loss=found.loss, before=found.step, **fields)
 
 
+# --- SG932: rows that are trained on are evaluated.
+
+
+@rule()
+def sg932(case: Case) -> Proof | None:
+    found = case.overlap
+    if found is None:
+        return None
+    # an evaluation of nothing but training rows may be meant to measure just that
+    make = possible if found.whole else likely
+    return make(shared=found.shared, rows=found.rows, before=found.step, trained=found.trained)
+
+
 # --- SG933: the gradients of micro-batches are summed, not averaged.
 
 
