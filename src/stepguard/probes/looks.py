@@ -643,9 +643,7 @@ class Looks(StepProbe):
     def backward_over(self) -> None:
         """A backward pass of the loop is over; others may follow before the update."""
         self._check.micro_batches.backward_over()
-        if self._running is not None:
-            with self._protect.part(PART):
-                self._running.observer.stop()
+        self.gradients_ready()
 
     def norm_taken(self) -> None:
         """The loop clips."""
@@ -653,7 +651,9 @@ class Looks(StepProbe):
 
     def gradients_ready(self) -> None:
         """Forward and backward are over: what follows is the guard's own work."""
-        self.backward_over()
+        if self._running is not None:
+            with self._protect.part(PART):
+                self._running.observer.stop()
 
     def audit(self, step: Step) -> None:
         """Run the step again, and put everything back."""

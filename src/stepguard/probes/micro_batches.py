@@ -12,20 +12,19 @@ from torch import Tensor
 
 from stepguard.diagnose.case import SplitFacts
 from stepguard.engine.context import Context
-from stepguard.records import Reading
 from stepguard.sentinel.torch_patches import unscaled
 
-MEANS = frozenset(
-    "MeanBackward0 MeanBackward1 NllLossBackward0 NllLoss2DBackward0 MseLossBackward0 "
-    "SmoothL1LossBackward0 HuberLossBackward0 BinaryCrossEntropyBackward0 "
-    "BinaryCrossEntropyWithLogitsBackward0".split()
+MEANS = (
+    "MeanBackward",
+    "NllLoss",
+    "MseLoss",
+    "SmoothL1Loss",
+    "HuberLoss",
+    "BinaryCrossEntropy",
 )
-"""Nodes that take a mean over samples, unless their reduction is another one."""
-PASSING = frozenset(
-    "AddBackward0 AliasBackward0 CloneBackward0 ReshapeAliasBackward0 SqueezeBackward0 "
-    "ToCopyBackward0 UnsqueezeBackward0 ViewBackward0".split()
-)
-"""Nodes that leave the factor as it is. Of a sum the first addend is followed."""
+"""Beginnings of nodes that take a mean over samples, unless their reduction is another one."""
+PASSING = ("Add", "Alias", "Clone", "ReshapeAlias", "Squeeze", "ToCopy", "Unsqueeze", "View")
+"""Those that leave the factor as it is. Of a sum the first addend is followed."""
 MOST_NODES = 32
 SAMPLED = 16
 """Parameters whose gradients are observed for writes between the backward pass and the update."""
@@ -117,9 +116,7 @@ class MicroBatches:
                 return False
         allowed = self._clipped + self._context.scaling()
         pairs = zip(self._writes, self._marks(), strict=True) if self._writes else ()
-        return all(
-            one[0] == other[0] and other[1] - one[1] <= allowed for one, other in pairs
-        )
+        return all(one[0] == other[0] and other[1] - one[1] <= allowed for one, other in pairs)
 
 
 def mean_without_factor(root: Tensor) -> str:
@@ -132,14 +129,14 @@ def mean_without_factor(root: Tensor) -> str:
         if node is None:
             break
         name = node.name()
-        if name in MEANS:
+        if name.startswith(MEANS):
             return name if factor == 1.0 and getattr(node, "_saved_reduction", 1) == 1 else ""
         if name in ("MulBackward0", "DivBackward0"):
             constant = _constant(node)
             if not constant:
                 break
             factor *= constant if name == "MulBackward0" else 1.0 / constant
-        elif name not in PASSING:
+        elif name.removesuffix("Backward0") not in PASSING:
             break
         node = next((source for source, _ in node.next_functions if source is not None), None)
     return ""

@@ -1,10 +1,11 @@
-"""Are rows that are evaluated also trained on? Batches that DataLoaders deliver are compared as they
-pass by: by the values of their rows and, for parts of one data set, by the indices of its rows.
+"""Are rows that are evaluated also trained on? Batches that DataLoaders deliver are compared while
+they pass: by the values of their rows and, for parts of one data set, by the indices of its rows.
 Nothing is read from a loader, and of a row only a digest is kept.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import Counter, deque
@@ -35,7 +36,8 @@ CHANCE = 2.0
 """How many times the share of training rows that another training row equals: so many rows are
 shared by any two samples of data with few values."""
 WHOLE = 0.9
-"""Share of an evaluation that is trained on, from which it may be meant to measure just that."""
+"""Share of an evaluation that is trained on, beside that of the training data which is remembered,
+from which it may be meant to measure just that."""
 
 
 @dataclass(slots=True)
@@ -66,9 +68,11 @@ class Overlap:
         self.facts: OverlapFacts | None = None
         self._passes: dict[int, Rows] = {}
         """By the identity of the iterator."""
+        self._over: deque[Rows] = deque(maxlen=PASSES)
         self._trained: dict[Any, int] = {}
         """Digest or index -> step before which the row was delivered for training."""
-        self._trained_sets: set[int] = set()
+        self._trained_sets: dict[int, weakref.ref[Any]] = {}
+        """By identity; the iterator that delivered rows of it last."""
         self._trained_rows = 0
         self._usual: float | None = None
         """Share of the rows of the first pass of a training that another of its rows equals."""
@@ -87,8 +91,11 @@ class Overlap:
         number = id(iterator)
         rows = self._passes.get(number)
         if rows is None or iterator._num_yielded <= 1:
+            if rows is not None and not rows.trains:
+                self._over.append(rows)  # the new iterator has its place in memory
+            self._passes.pop(number, None)
             while len(self._passes) >= PASSES:
-                del self._passes[next(iter(self._passes))]
+                self._over.append(self._passes.pop(next(iter(self._passes))))
             rows = Rows(id(iterator._dataset), step, step, evaluates)
             self._passes[number] = rows
         rows.last_step = step
@@ -101,6 +108,7 @@ class Overlap:
             self._spent += time.perf_counter() - began
         if rows.trains:
             self._take(rows, step)
+            self._trained_sets[rows.dataset] = weakref.ref(iterator)
 
     def _places(self, dataset: Any, raw: Any) -> list[Any]:
         """Rows of the whole data set that this batch of a part of it holds."""
@@ -119,7 +127,6 @@ class Overlap:
             for part in key:
                 self._trained.setdefault(part, step)
         self._trained_rows += len(rows.keys) - rows.kept
-        self._trained_sets.add(rows.dataset)
         rows.kept = len(rows.keys)
 
     def judge(self) -> OverlapFacts | None:
@@ -129,34 +136,52 @@ class Overlap:
             counts = Counter(key[0] for key in training.keys)
             alike = sum(number for number in counts.values() if number > 1)
             self._usual = alike / len(training.keys)
+        if self._usual is None or self.facts is not None:
+            return self.facts
         for number, rows in list(self._passes.items()):
-            over = not rows.trains and rows.last_step < self._context.step
-            if over and self._usual is not None and self.facts is None:
-                del self._passes[number]
-                if rows.evaluates:
-                    self._judge(rows, self._usual)
+            if not rows.trains and rows.last_step < self._context.step:
+                self._over.append(self._passes.pop(number))
+        evaluations = [one for one in self._over if one.evaluates and not one.trains]
+        self._over.clear()
+        # those that are trained on in part show that the others are not all there is
+        for rows in sorted(evaluations, key=self._shared):
+            self._judge(rows, self._usual)
         return self.facts
 
-    def _judge(self, rows: Rows, usual: float) -> None:
+    def _shared(self, rows: Rows) -> int:
+        """Rows that had been trained on: those of a stream are evaluated first."""
+        known = self._trained
         shared = 0
         for key in rows.keys:
-            # rows that are evaluated first and trained on afterwards are those of a stream
-            shared += any(self._trained.get(part, rows.first_step) < rows.first_step for part in key)
+            shared += any(known.get(part, rows.first_step) < rows.first_step for part in key)
+        return shared
+
+    def _judge(self, rows: Rows, usual: float) -> None:
+        shared = self._shared(rows)
         share = shared / max(len(rows.keys), 1)
-        if share < WHOLE and rows.dataset not in self._others:
+        few = shared < LEAST_ROWS or share < LEAST_SHARE + CHANCE * usual
+        known = self._remembered()
+        chance = 3.0 * math.sqrt(known * (1.0 - known) / max(len(rows.keys), 1))
+        whole = not few and share >= WHOLE * known - chance
+        if not whole:
             self._others.append(rows.dataset)
-        if shared < LEAST_ROWS or share < LEAST_SHARE + CHANCE * usual:
-            return
-        # the training set is evaluated beside others on purpose
-        if rows.dataset in self._trained_sets or (share >= WHOLE and self._others):
-            return
-        self.facts = OverlapFacts(
-            shared=shared,
-            rows=len(rows.keys),
-            step=rows.first_step,
-            trained=self._trained_rows,
-            whole=share >= WHOLE,
-        )
+        # the training set, or a part of it, is evaluated beside other data on purpose
+        if not (few or rows.dataset in self._trained_sets or (whole and self._others)):
+            self.facts = OverlapFacts(
+                shared=shared,
+                rows=len(rows.keys),
+                step=rows.first_step,
+                trained=self._trained_rows,
+                whole=whole,
+            )
+
+    def _remembered(self) -> float:
+        """The part of the training data that was delivered and remembered so far, about."""
+        rows = 0
+        for found in self._trained_sets.values():
+            with suppress(Exception):  # a data set without a length
+                rows += len(found()._dataset)  # type: ignore[union-attr]
+        return min(1.0, self._trained_rows / max(rows, 1))
 
 
 def row_keys(batch: Any, places: list[Any]) -> list[tuple[Any, ...]]:
