@@ -665,12 +665,12 @@ def sg925(case: Case) -> Proof | None:
     names = in_all(case.pair, lambda look: set(_shares_apart(look, PLAIN)))
     # of a rule for elements all must agree; Muon leaves some matrices to another optimizer
     measured = max(len(_shares_apart(look, math.inf)) for look in case.pair)
-    if not names or ("element" in rules and len(names) < measured):
+    if not names or ("orthogonal" not in rules and len(names) < measured):
         return None
     shares = _shares_apart(case.last, PLAIN)
     apart = max(shares[name] for name in names)
     return likely(
-        "orthogonal" if "orthogonal" in rules else "element",
+        rules.pop(),
         names=names,
         optimizer=case.last.facts.optimizer,
         share=apart,
