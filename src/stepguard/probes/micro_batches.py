@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stepguard.diagnose.case import SplitFacts
 from stepguard.engine.context import Context
 from stepguard.sentinel.torch_patches import unscaled
+from stepguard.tensors.torch_private import no_dispatch_modes
 
 MEANS = (
     "MeanBackward",
@@ -150,6 +150,7 @@ def _constant(node: Any) -> float:
         return 0.0
     value = raw.data if getattr(raw, "unpack_hook", True) is None else None
     if type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu":
-        with torch.no_grad():
-            return float(value)
+        # a dispatch mode would see a number in the place of the tensor
+        with no_dispatch_modes():
+            return float(value.detach())
     return 0.0

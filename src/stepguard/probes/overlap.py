@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from stepguard.diagnose.case import OverlapFacts
@@ -74,8 +74,15 @@ class Overlap:
         self._trained_sets: dict[int, weakref.ref[Any]] = {}
         """By identity; the iterator that delivered rows of it last."""
         self._trained_rows = 0
-        self._usual: float | None = None
-        """Share of the rows of the first pass of a training that another of its rows equals."""
+        self._distinct = 0
+        """Digests among them."""
+        self._counted, self._usual = 0, 0.0
+        """Rows of the longest pass of a training, and the share that another row of it equals."""
+        self._normalises = any(
+            isinstance(one, nn.modules.batchnorm._NormBase)
+            for root in context.roots.values()
+            for one in root.modules()
+        )
         self._bases: dict[int, weakref.ref[Any]] = {}
         """Data sets by identity: one that is gone may have left it to another."""
         self._began, self._spent = time.perf_counter(), 0.0
@@ -87,15 +94,15 @@ class Overlap:
         if self.facts is not None:
             return
         model = self._context.roots[""]
-        evaluates = not model.training or not torch.is_grad_enabled()
+        # batch norms measure their statistics on training data without gradients, in training mode
+        evaluates = not (model.training and (torch.is_grad_enabled() or self._normalises))
         number = id(iterator)
         rows = self._passes.get(number)
         if rows is None or iterator._num_yielded <= 1:
-            if rows is not None and not rows.trains:
-                self._over.append(rows)  # the new iterator has its place in memory
-            self._passes.pop(number, None)
+            if rows is not None:
+                self._ended(number)  # the new iterator has its place in memory
             while len(self._passes) >= PASSES:
-                self._over.append(self._passes.pop(next(iter(self._passes))))
+                self._ended(next(iter(self._passes)))
             rows = Rows(id(iterator._dataset), step, step, evaluates)
             self._passes[number] = rows
         rows.last_step = step
@@ -124,28 +131,38 @@ class Overlap:
     def _take(self, rows: Rows, step: int) -> None:
         """Take over what was delivered for training."""
         for key in rows.keys[rows.kept :]:
+            self._distinct += key[0] not in self._trained
             for part in key:
                 self._trained.setdefault(part, step)
         self._trained_rows += len(rows.keys) - rows.kept
         rows.kept = len(rows.keys)
 
+    def _ended(self, number: int) -> None:
+        rows = self._passes.pop(number)
+        if not rows.trains:
+            self._over.append(rows)
+        self._count(rows)
+
+    def _count(self, rows: Rows) -> None:
+        """Count what repeats by itself, in data of few values or with rows that are there twice."""
+        if rows.trains and len(rows.keys) > self._counted:
+            counts = Counter(key[0] for key in rows.keys)
+            alike = sum(number for number in counts.values() if number > 1)
+            self._counted, self._usual = len(rows.keys), alike / len(rows.keys)
+
     def judge(self) -> OverlapFacts | None:
         """Judge the evaluations that are over."""
-        training = next((one for one in self._passes.values() if one.trains), None)
-        if training is not None and self._usual is None and len(training.keys) > LEAST_ROWS:
-            counts = Counter(key[0] for key in training.keys)
-            alike = sum(number for number in counts.values() if number > 1)
-            self._usual = alike / len(training.keys)
-        if self._usual is None or self.facts is not None:
-            return self.facts
         for number, rows in list(self._passes.items()):
             if not rows.trains and rows.last_step < self._context.step:
-                self._over.append(self._passes.pop(number))
-        evaluations = [one for one in self._over if one.evaluates and not one.trains]
-        self._over.clear()
-        # those that are trained on in part show that the others are not all there is
-        for rows in sorted(evaluations, key=self._shared):
-            self._judge(rows, self._usual)
+                self._ended(number)
+        if self._over and self._trained_rows and self.facts is None:
+            for rows in self._passes.values():
+                self._count(rows)
+            evaluations = [one for one in self._over if one.evaluates]
+            self._over.clear()
+            # those with few training rows show that the others are not all that is evaluated
+            for rows in sorted(evaluations, key=self._shared):
+                self._judge(rows)
         return self.facts
 
     def _shared(self, rows: Rows) -> int:
@@ -156,8 +173,10 @@ class Overlap:
             shared += any(known.get(part, rows.first_step) < rows.first_step for part in key)
         return shared
 
-    def _judge(self, rows: Rows, usual: float) -> None:
+    def _judge(self, rows: Rows) -> None:
         shared = self._shared(rows)
+        # the more rows there are, the more of them are equal
+        usual = self._usual * max(1.0, self._distinct / max(self._counted, 1))
         share = shared / max(len(rows.keys), 1)
         few = shared < LEAST_ROWS or share < LEAST_SHARE + CHANCE * usual
         known = self._remembered()
