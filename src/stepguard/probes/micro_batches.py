@@ -69,7 +69,8 @@ class MicroBatches:
     def called(self, batch: Any) -> None:
         """The model is called, or a step of the guard begins with these micro-batches."""
         self._calls += 1
-        self._explicit = len(batch) if isinstance(batch, tuple | list) else 0
+        given = self._calls == 1 and isinstance(batch, tuple | list)
+        self._explicit = len(batch) if given else 0
 
     def loss_seen(self, root: Tensor) -> None:
         """A backward pass begins at this loss."""
