@@ -5,8 +5,8 @@
 The listed half of 195 incidents from public trackers, gathered without regard to what stepguard
 can name; the other half is kept for scoring. Every one that a CPU can run is run once with default
 settings under `watch`, files under `verify`. `named`: a code of its cause is the first finding of
-an incident, or is reported as a silent failure or a forecast. `stopped`: something else was
-reported.
+an incident, or is reported as a silent failure, a forecast or a `WiringWarning`. `stopped`:
+something else was reported.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def reported(training: Training, folder: Path) -> list[str]:
     for note in read_run(folder).notes:
         if note.get("kind") in ("silent", "forecast", "anomaly"):
             found.append(str(note.get("code") or "a note"))
+        elif note.get("kind") == "wiring":
+            found.append("wiring")  # a warning, which has no code
     return list(dict.fromkeys([*found, *raised]))
 
 

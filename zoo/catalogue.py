@@ -65,6 +65,7 @@ UNSEEN = (
     "healthy_masked_values",
     "discarded",
     "outside",
+    "kernels",
 )
 
 

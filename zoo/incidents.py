@@ -106,39 +106,72 @@ def regression(model: nn.Module) -> Callable[[int], Tensor]:
 # --- Loss scale under accumulation.
 
 
-def accumulating(parts: int, *, divided: bool, tokens: bool = False) -> Training:
+def accumulating(parts: int, batches: Callable[[], Iterator[Tensor]]) -> Training:
+    """Add up the gradients of so many batches, each of a mean that nothing divides."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    stream = batches()
 
     def step(number: int) -> None:
         optimizer.zero_grad()
-        for part in range(parts):
-            x = torch.randn(8 if not tokens else 2 + 6 * (part % 2), 8)
-            loss = model(x).square().mean()
-            (loss / parts if divided else loss).backward()
+        for _ in range(parts):
+            model(next(stream)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
     return Training(model=model, optimizer=optimizer, step=step)
 
 
-@incident("I001", "agokrani/distillKitPlus#5")
+def drawn() -> Iterator[Tensor]:
+    while True:
+        yield torch.randn(8, 8)
+
+
+def loaded() -> Iterator[Tensor]:
+    """As a Trainer takes them."""
+    while True:
+        for (x,) in DataLoader(TensorDataset(torch.randn(256, 8)), batch_size=8, shuffle=True):
+            yield x
+
+
+@incident("I001", "agokrani/distillKitPlus#5", "SG933")
 def accumulation_is_not_divided() -> Training:
-    return accumulating(8, divided=False)
+    return accumulating(8, drawn)
 
 
-@incident("I003", "huggingface/transformers#35438")
+@incident("I003", "huggingface/transformers#35438", "SG933")
 def loss_doubles_with_two_parts() -> Training:
-    return accumulating(2, divided=False)
+    return accumulating(2, loaded)
 
 
-@incident("I005", "huggingface/transformers#37766")
+@incident("I005", "huggingface/transformers#37766", "SG933")
 def loss_grows_with_the_parts() -> Training:
-    return accumulating(4, divided=False)
+    return accumulating(4, loaded)
 
 
-@incident("I007", "unslothai/unsloth-zoo#1023")
-def parts_of_unequal_length_weigh_alike() -> Training:
-    return accumulating(4, divided=True, tokens=True)
+@incident("I007", "unslothai/unsloth-zoo#1023", "SG933")
+def mean_is_taken_for_a_share_of_all_targets() -> Training:
+    """Four times the gradient: a Trainer leaves the division to a loss that knows all targets."""
+    model = language_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data: Any = []
+    for number in range(32):
+        batch = rows(ended=True, number=number)
+        data += [{name: value[row] for name, value in batch.items()} for row in range(8)]
+
+    def batches() -> Iterator[Mapping[str, Tensor]]:
+        while True:
+            yield from DataLoader(data, batch_size=8)
+
+    stream = batches()
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        for _ in range(4):
+            model(**next(stream)).loss.backward()
+        optimizer.step()
+
+    return Training(model=model, optimizer=optimizer, step=step)
 
 
 # --- Half precision.
@@ -566,16 +599,19 @@ def with_adapter(*, trained: bool, cut: bool = False) -> Training:
 
     model = Adapted()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model.adapter.requires_grad_(trained)
+    if not trained:
+        # the base is frozen as well, and its inputs get a gradient, as for checkpointing
+        model.requires_grad_(False)
+        model.base[0].register_forward_hook(lambda *given: given[2].requires_grad_())
     return plain(model, regression(model), optimizer=optimizer, steps=120)
 
 
-@incident("I187", "huggingface/peft#1410", "SG903", "SG904", "SG908")
+@incident("I187", "huggingface/peft#1410", "wiring")
 def adapter_is_not_trainable() -> Training:
     return with_adapter(trained=False)
 
 
-@incident("I193", "tloen/alpaca-lora#352", "SG903", "SG904", "SG908")
+@incident("I193", "tloen/alpaca-lora#352", "wiring")
 def loaded_adapter_is_for_inference() -> Training:
     return with_adapter(trained=False)
 

@@ -30,7 +30,7 @@ from stepguard.diagnose.rule import RuleText, parse
 ROOT = Path(__file__).resolve().parents[2]
 HEADINGS = ["What it means", "Why it happens", "How stepguard knows", "What to do", "Example"]
 SAFETY = ["safe", "changes-numbers", "changes-training"]
-LAST = {100: 104, 200: 209, 300: 302, 400: 403, 500: 506, 600: 603, 700: 705, 800: 803, 900: 931}
+LAST = {100: 104, 200: 209, 300: 302, 400: 403, 500: 506, 600: 603, 700: 705, 800: 803, 900: 933}
 """The last code of each hundred; forecasts go from 951 to 956."""
 CODES = [f"SG{n}" for first, last in LAST.items() for n in range(first + 1, last + 1)]
 CODES += [f"SG{n}" for n in range(951, 957)]

@@ -12,6 +12,7 @@ from zoo.silent import (
     wrong_models,
     wrong_rewards,
     wrong_routers,
+    wrong_splits,
     wrong_starts,
     wrong_updates,
 )
@@ -27,6 +28,7 @@ MODULES = (
     wrong_models,
     wrong_rewards,
     wrong_routers,
+    wrong_splits,
     wrong_starts,
     wrong_updates,
 )

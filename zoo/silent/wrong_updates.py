@@ -348,3 +348,29 @@ def muon_that_meets_no_matrix(loop: Loop, wrong: bool) -> None:
 def lion_without_the_sign(loop: Loop, wrong: bool) -> None:
     """The mean of gradients is used as it is; the twin takes its sign."""
     loop.train_with(Lion(loop.model.parameters(), lr=1e-1 if wrong else 1e-3, signs=not wrong))
+
+
+class Descent(torch.optim.Optimizer):
+    """Has a momentum; a look-up by the wrong key finds no buffer, or nobody asks for one."""
+
+    def __init__(self, parameters: Any, lr: float, *, momentum: float, works: bool) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum})
+        self.works = works
+        self.buffers: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                update = parameter.grad
+                if update is not None and self.works:
+                    before = self.buffers.get(id(parameter), torch.zeros_like(update))
+                    update = self.buffers[id(parameter)] = group["momentum"] * before + update
+                if update is not None:
+                    parameter.add_(update, alpha=-group["lr"])
+
+
+@plant("SG925", "segmenter")
+def momentum_that_nobody_reads(loop: Loop, wrong: bool) -> None:
+    """The setting is there and no more; the twin keeps its buffers beside `state`."""
+    loop.train_with(Descent(loop.model.parameters(), 0.02, momentum=0.9, works=not wrong))

@@ -134,6 +134,34 @@ class EvaluationFacts(NamedTuple):
     """Layers that take statistics of the batch, and learn them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapFacts:
+    """Rows that are evaluated and trained on."""
+
+    shared: int
+    """Evaluated rows that had been trained on."""
+    rows: int
+    """Evaluated rows that were compared."""
+    step: int
+    """The update before which they were evaluated."""
+    trained: int
+    """Training rows that they were compared with."""
+    whole: bool = False
+    """All of them, or nearly so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitFacts:
+    """Updates whose micro-batches have losses that add up, each of them a mean."""
+
+    count: int
+    """Micro-batches of an update."""
+    mean: str
+    """Autograd node that takes the mean of each, `NllLoss`."""
+    sure: bool = True
+    """Each loss belongs to a batch of its own, as a loader or `guard.step` shows."""
+
+
 # --- Ranges of the floating-point formats, without torch.
 
 
@@ -310,6 +338,12 @@ class Case:
     """Passes and workers that should differ, and do not."""
     evaluation: EvaluationFacts | None = None
     """Evaluations in training mode."""
+    optimizer: str = ""
+    """Its class, where a healthy run is examined."""
+    overlap: OverlapFacts | None = None
+    """Evaluations of rows that are trained on."""
+    split: SplitFacts | None = None
+    """Micro-batches whose means are added up."""
     audit: AuditFacts | None = None
     """A step that gave other values when it was run again."""
 

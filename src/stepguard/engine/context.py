@@ -191,6 +191,9 @@ class StepProbe:
     def backward_over(self) -> None:
         """A backward pass of the loop is over; others may follow before the update."""
 
+    def norm_taken(self) -> None:
+        """The loop takes the norm of all gradients, to clip them."""
+
     def gradients_ready(self) -> None:
         """Forward and backward are over: what follows is the guard's work."""
 

@@ -534,7 +534,7 @@ class Reader:
         shared = numbers[end_of_named:end_of_shared]
         norm = named.get("norm")
         shared_loss: float | None = None
-        if shared:
+        if len(shared) > RISK:  # a packet of nothing at all holds one number too
             norm = self._ranks.norm(pending.norm, norm, shared)
             shared_loss = self._ranks.loss(shared) if micro else None
             pending.at_risk = shared[RISK] > 0

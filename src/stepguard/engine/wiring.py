@@ -427,7 +427,15 @@ class Wiring:
             )
             return
         self._without_gradient += 1
-        if self._without_gradient == LOOKED_AT:
+        parameters = self._context.parameters
+        if self._without_gradient == LOOKED_AT and not any(p.requires_grad for p in parameters):
+            self._warn(
+                f"the optimizer has no trainable parameter ({len(parameters)} with "
+                "requires_grad=False): nothing is learned; set requires_grad on what is to be "
+                "trained (an adapter that was loaded for inference is frozen) before the optimizer "
+                "is built"
+            )
+        elif self._without_gradient == LOOKED_AT:
             self._warn(
                 f"no parameter of the optimizer got a gradient in {LOOKED_AT} steps: nothing is "
                 "learned; "

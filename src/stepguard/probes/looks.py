@@ -30,6 +30,8 @@ from stepguard.probes.deep_look import DeepLook, without_unused_parts
 from stepguard.probes.epochs import Passes, observe_workers
 from stepguard.probes.evaluations import EvaluationObserver
 from stepguard.probes.first_steps import ResumeCheck, TargetCounts, data_loaders, weight_facts
+from stepguard.probes.micro_batches import MicroBatches
+from stepguard.probes.overlap import Overlap
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import AuditFacts, Look, NextBatch
@@ -323,6 +325,8 @@ class HealthCheck:
         self._audit: AuditFacts | None = None
         self.passes = Passes()
         self.evaluations = EvaluationObserver(context)
+        self.micro_batches = MicroBatches(context)
+        self.overlap = Overlap(context)
 
     def audited(self, found: AuditFacts) -> None:
         """A step gave other values when it was run again."""
@@ -386,6 +390,9 @@ class HealthCheck:
             audit=self._audit,
             loader=self.passes.facts(),
             evaluation=self.evaluations.facts,
+            overlap=self.overlap.judge(),
+            split=self.micro_batches.facts,
+            optimizer=type(self._context.optimizer).__name__,
             **known,
         )
         for finding in found:
@@ -528,9 +535,12 @@ class Looks(StepProbe):
             observe_workers(self._context.resources)
             recent.told.append(self._protected_pass)
 
-    def _protected_pass(self, iterator: Any, raw: Any, step: int) -> None:
+    def _protected_pass(self, iterator: Any, raw: Any, batch: Any, step: int) -> None:
         try:
-            self._check.passes.delivered(iterator, raw, step)
+            self._check.micro_batches.delivered(iterator)
+            self._check.overlap.delivered(iterator, raw, batch, step)
+            if raw is not None:
+                self._check.passes.delivered(iterator, raw, step)
         except Exception as fault:
             self._protect.failed(fault, SILENT)
 
@@ -539,6 +549,7 @@ class Looks(StepProbe):
         context = self._context
         if self._check.evaluations.watching:
             self._check.evaluations.stop()
+        self._check.micro_batches.begin()
         if not self._check.resume.begun and torch.is_grad_enabled():
             with self._protect.part(SILENT):
                 self._check.resume.begin()
@@ -594,6 +605,8 @@ class Looks(StepProbe):
 
     def saw_batch(self, batch: Any) -> None:
         """The data of the step."""
+        if torch.is_grad_enabled():
+            self._check.micro_batches.called(batch)
         if self._host_facts.sampling() and self._protect.armed:
             with self._protect.part(SILENT), self.paused():
                 self._host_facts.saw_batch(batch)
@@ -611,19 +624,26 @@ class Looks(StepProbe):
 
     def loss_seen(self, root: Tensor) -> None:
         """A backward pass of the loop begins at this loss."""
+        with self._protect.part(SILENT), self.paused():
+            self._check.micro_batches.loss_seen(root)
         if self._running is not None:
             with self._protect.part(PART), self.paused():
                 self._running.loss_seen(root)
 
     def backward_over(self) -> None:
         """A backward pass of the loop is over; others may follow before the update."""
-        if self._running is not None:
-            with self._protect.part(PART):
-                self._running.observer.stop()
+        self._check.micro_batches.backward_over()
+        self.gradients_ready()
+
+    def norm_taken(self) -> None:
+        """The loop clips."""
+        self._check.micro_batches.norm_taken()
 
     def gradients_ready(self) -> None:
         """Forward and backward are over: what follows is the guard's own work."""
-        self.backward_over()
+        if self._running is not None:
+            with self._protect.part(PART):
+                self._running.observer.stop()
 
     def audit(self, step: Step) -> None:
         """Run the step again, and put everything back."""
@@ -638,6 +658,8 @@ class Looks(StepProbe):
 
     def before_update(self) -> None:
         """The optimizer steps next."""
+        with self._protect.part(SILENT):
+            self._check.micro_batches.before_update()
         if self._host_facts.sampling() and self._protect.armed:
             with self._protect.part(SILENT), self.paused():
                 self._host_facts.before_update()
@@ -649,6 +671,7 @@ class Looks(StepProbe):
     def finish(self, *, committed: bool) -> None:
         """The step is over. A bad one is reported elsewhere, and nothing is said of it here."""
         self.active = True  # until the next step begins: a loop may show no beginning
+        self._check.micro_batches.finish(committed=committed)
         if self._pair is not None:
             # the step after a look is over: was it given the same batch?
             self._batch_after = self._pair[0].compared(self._pair[1])

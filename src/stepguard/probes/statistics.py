@@ -276,7 +276,9 @@ class Updates:
                     "lost": (asked & (now == before)).sum() / count,
                 }
                 state = self._optimizer.state.get(parameter, {})
-                if id(parameter) in self._tell:
+                # what keeps something of earlier gradients is believed to use it
+                kept = self.rule == "memory" and state
+                if id(parameter) in self._tell and not kept:
                     apart = _apart(now, before, gradient, state, parameter)
                     told = self._tell[id(parameter)]
                     measured["apart"] = torch.where(told, apart, 1.0)
@@ -319,11 +321,17 @@ DIRECTIONS = ("exp_avg", "momentum_buffer", "momentum")
 
 
 def declared_rule(optimizer: Optimizer) -> str:
-    """What its name says of the update: `element`, `orthogonal`; empty where that is not known."""
+    """What its name and settings say of the update: `element`, `orthogonal`, `memory` of earlier
+    gradients; empty where that is not known.
+    """
     name = type(optimizer).__name__.lower()
     if name in ORTHOGONAL or name in WITH_AUX:
         return "orthogonal"
-    return "element" if name in PER_ELEMENT else ""
+    if name in PER_ELEMENT:
+        return "element"
+    momentum = [group.get("momentum", group.get("betas", 0)) for group in optimizer.param_groups]
+    remembers = all(isinstance(one, tuple | list | float) and one for one in momentum)
+    return "memory" if remembers else ""
 
 
 def _tells(rule: str, parameter: Tensor, gradient: Tensor, epsilon: float) -> Tensor | None:
@@ -331,6 +339,8 @@ def _tells(rule: str, parameter: Tensor, gradient: Tensor, epsilon: float) -> Te
     if parameter.element_size() < 4 or parameter.layout is not torch.strided:
         # rounding is larger than what is to be seen
         return None
+    if rule == "memory":
+        return gradient.any()
     if rule == "element":
         size = root_mean_square(gradient)
         # Mean over root mean square: gradients of one size give the same update by any rule

@@ -207,7 +207,8 @@ class StepFacts:
     optimizer: str = ""
     """Class of the optimizer, where its name says how an update must look."""
     update_rule: str = ""
-    """`element`: each element by its own size; `orthogonal`: all directions of a matrix alike."""
+    """`element`: each element by its own size; `orthogonal`: all directions of a matrix alike;
+    `memory`: by earlier gradients as well."""
     recomputed: int = 0
     """Operations of checkpointed blocks whose second forward was compared with the first."""
     recomputed_otherwise: tuple[str, ...] = ()

@@ -94,12 +94,10 @@ def _deliver(iterator: Any) -> Any:
     batch = _plain[NEXT](iterator)
     raw = _yielded_for_last(iterator)
     dataset = getattr(iterator, "_dataset", None)
-    if raw is None:
-        return batch
     for recent in list(_listening):
         for tell in recent.told:
-            tell(iterator, raw, recent.step())
-        if recent.observed:
+            tell(iterator, raw, batch, recent.step())
+        if recent.observed and raw is not None:
             # only a part of a data set is asked for its rows of the whole
             recent.add(batch, None, 0, raw, dataset if type(dataset) is Subset else None)
     return batch
@@ -213,9 +211,9 @@ class RecentBatches:
         self.observed = observed
         # Batches. A step has rarely more micro-batches, and a fused one is read one step late
         self._batches: deque[Delivered] = deque(maxlen=256)
-        self.told: list[Callable[[Any, Any, int], None]] = []
+        self.told: list[Callable[[Any, Any, Any, int], None]] = []
         """Called for every batch with the iterator that delivers it, what its sampler yielded for
-        it, and the step it is for."""
+        it (None where not known), the batch, and the step it is for."""
 
     def add(self, batch: Any, epoch: int | None, number: int, raw: Any, dataset: Any) -> None:
         """Remember a batch that is being delivered; `raw` is what the sampler yielded for it."""

@@ -1,4 +1,4 @@
-"""SG901 to SG931: silent failures, from health probes and readings of a healthy run."""
+"""SG901 to SG933: silent failures, from health probes and readings of a healthy run."""
 
 from __future__ import annotations
 
@@ -642,12 +642,12 @@ def sg925(case: Case) -> Proof | None:
     names = in_all(case.pair, lambda look: set(_shares_apart(look, PLAIN)))
     # of a rule for elements all must agree; Muon leaves some matrices to another optimizer
     measured = max(len(_shares_apart(look, math.inf)) for look in case.pair)
-    if not names or ("element" in rules and len(names) < measured):
+    if not names or ("orthogonal" not in rules and len(names) < measured):
         return None
     shares = _shares_apart(case.last, PLAIN)
     apart = max(shares[name] for name in names)
     return likely(
-        "orthogonal" if "orthogonal" in rules else "element",
+        rules.pop(),
         names=names,
         optimizer=case.last.facts.optimizer,
         share=apart,
@@ -810,3 +810,35 @@ def sg931(case: Case) -> Proof | None:
         return None
     fields = {"dropout": list(found.dropout), "norms": list(found.norms)}
     return likely(count=found.calls, loss=found.loss, before=found.step, **fields)
+
+
+# --- SG932: rows that are trained on are evaluated.
+
+
+@rule()
+def sg932(case: Case) -> Proof | None:
+    found = case.overlap
+    if found is None:
+        return None
+    # an evaluation of nothing but training rows may be meant to measure just that
+    make = possible if found.whole else likely
+    return make(shared=found.shared, rows=found.rows, before=found.step, trained=found.trained)
+
+
+# --- SG933: the gradients of micro-batches are summed, not averaged.
+
+
+ADAPTIVE = ("ada", "lamb", "lion", "muon", "prodigy", "rms", "shampoo", "sign", "soap", "sophia")
+"""Parts of the names of optimizers whose updates do not grow with the gradient."""
+
+
+@rule()
+def sg933(case: Case) -> Proof | None:
+    found = case.split
+    if found is None:
+        return None
+    name = case.optimizer.lower()
+    adaptive = any(word in name for word in ADAPTIVE)
+    fields = {"count": found.count, "reduction": found.mean, "optimizer": case.optimizer}
+    make = likely if found.sure and not adaptive else possible
+    return make(adaptive=adaptive, **fields)

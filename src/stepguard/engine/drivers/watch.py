@@ -642,6 +642,8 @@ class WatchDriver(Lifecycle):
         """A framework is about to run one micro-batch; calls of the model are not kept then."""
         self.model_calls.off = True
         self._add_micro(loss_fn, batch)
+        if self.looks.active:
+            self.looks.saw_batch(batch)
 
     def loss_of(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """Run the forward of one micro-batch for the loop, which calls backward on it itself.
@@ -723,6 +725,7 @@ class WatchDriver(Lifecycle):
             return
         with self.protect.region, self.looks.paused():
             self.observed.after_norm(tensors, norm)
+        self.looks.norm_taken()
 
     def after_load(self) -> None:
         if self.protect.armed:
