@@ -62,7 +62,10 @@ class AcceleratorGuard(HostGuard):
         self._accelerator = accelerator
         try:
             if accelerator.distributed_type == DistributedType.DEEPSPEED:
-                self._adopt_engines(config)
+                from stepguard.integrations import deepspeed
+
+                engine = accelerator.deepspeed_engine_wrapped.engine
+                self.adopt(deepspeed.guard(engine, config))
             else:
                 self._watch_optimizers(config)
         except BaseException:
@@ -70,13 +73,6 @@ class AcceleratorGuard(HostGuard):
             raise
         for name in ("save_state", "save_model"):
             around(self._undo, accelerator, name, functools.partial(self._save, name))
-
-    def _adopt_engines(self, config: GuardConfig) -> None:
-        from stepguard.integrations import deepspeed
-
-        for model in self._accelerator._models:
-            if isinstance(model, deepspeed.DeepSpeedEngine):
-                self.adopt(deepspeed.guard(model, config))
 
     def _watch_optimizers(self, config: GuardConfig) -> None:
         accelerator = self._accelerator
