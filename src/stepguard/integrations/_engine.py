@@ -144,6 +144,11 @@ class EngineGuard(Closing):
         """Let the engine drop gradients and update as after an overflow; the loss scale stays."""
         raise NotImplementedError
 
+    @property
+    def _whole(self) -> bool:
+        """Can every micro-batch of the step be run again?"""
+        return len(self._seen) == len(self._losses) and bool(self._seen)
+
     def _plain_model(self, *, hold: bool) -> Any:
         """A context with a copy of the model that can be run again where `hold`, or None."""
         raise NotImplementedError
@@ -333,7 +338,7 @@ class EngineGuard(Closing):
     def _find(self, plain: nn.Module, reading: Reading) -> Origin:
         buffers = BufferKeeper([plain])
         buffers.remember()
-        whole = len(self._seen) == len(self._losses) and bool(self._seen)
+        whole = self._whole
         step = Step(
             *(reading.step, plain, self._context.optimizer, {}, buffers),
             loss_fn=self._seen[0][0] if whole else None,
