@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +26,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
 
 
-def find_deepspeed() -> None:
+def find_deepspeed() -> Any:
     """In the ranks only: accelerate imports it wherever it finds it. `make venv` puts it there."""
     sys.path.append(str(Path(sys.prefix, "deepspeed", "site-packages")))
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # or DeepSpeed compiles its reduction over shared memory, which gloo does as well
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
 
 
 class Net(nn.Module):
@@ -48,12 +56,7 @@ class Training:
     """An engine, its data, and a loop over them."""
 
     def __init__(self, stage: int, dtype: str, *, parts: int = 1, **more: Any) -> None:
-        find_deepspeed()
-        import deepspeed
-
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # or DeepSpeed compiles its reduction over shared memory, which gloo does as well
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed = find_deepspeed()
         deepspeed.init_distributed("gloo")
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": BATCH,
@@ -301,3 +304,147 @@ def test_what_cannot_be_guarded_is_refused() -> None:
         guard(Training(0, "fp32").engine)
     with pytest.raises(ConfigError, match="clip_norm"):
         guard(Training(1, "fp32").engine, GuardConfig(clip_norm=1.0))
+
+
+# --- frameworks that build the engine: two micro-batches a step, of which rank 1 may get a bad row
+
+ROW = 2 * 2 * BATCH + 3 * BATCH + BAD_ROW
+"""Of the last micro-batch of rank 1 in step 1."""
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 10**9,
+    }
+
+
+@functools.cache
+def find_frameworks() -> None:
+    """They look for DeepSpeed once, when they are imported, and this process may be a fork."""
+    find_deepspeed()
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("accelerate", "transformers"):
+            del sys.modules[name]
+
+
+@contextmanager
+def own_process() -> Iterator[None]:
+    """accelerate and transformers keep the settings of an engine for the whole process."""
+    find_frameworks()
+    from accelerate.state import AcceleratorState, PartialState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from integrations.trainers import same_environment
+
+    with same_environment():
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        try:
+            PartialState(backend="gloo")  # by itself accelerate takes no ranks without a GPU
+            yield
+        finally:
+            unset_hf_deepspeed_config()
+            AcceleratorState._reset_state()
+            PartialState._reset_state()
+
+
+def weights(engine: Any) -> list[Tensor]:
+    from stepguard.integrations.deepspeed import parts_held
+
+    return [part.detach().clone() for _, part in parts_held(engine)]
+
+
+def trained(folder: Path, stage: int, *, bad: bool, guarded: bool) -> tuple[Any, Any, list[Tensor]]:
+    """A Trainer after three steps, its guard, and the weights."""
+    with own_process():
+        from integrations.trainers import numbers, quiet, regression, trainer
+        from stepguard.integrations.transformers import guard
+
+        made = trainer(
+            folder,
+            regression(),
+            numbers(3 * 2 * 2 * BATCH, nan_at=ROW if bad else None),
+            deepspeed=zero(stage),
+            use_cpu=False,  # with it accelerate takes no engine
+            accelerator_config={"use_configured_state": True},
+            gradient_accumulation_steps=2,
+            max_steps=3,
+            max_grad_norm=1.0,
+            save_strategy="steps" if bad else "no",
+            save_steps=1,
+        )
+        watching = guard(made, quiet()) if guarded else None
+        made.train()
+        found = weights(made.deepspeed)
+        if watching is not None and bad:
+            made.deepspeed.module.outer.bias.data.fill_(math.nan)
+            with pytest.raises(SaveRefused, match=r"outer\.bias"):
+                made.save_model(str(folder / "refused"))
+        return made, watching, found
+
+
+@on_ranks(2)
+def test_trainer_hands_its_engine_over(folder: Path) -> None:
+    *_, bare = trained(folder, 2, bad=False, guarded=False)
+    _, watching, healthy = trained(folder, 2, bad=False, guarded=True)
+    assert equal(bare, healthy) and watching.incidents == ()
+    made, watching, found = trained(folder, 2, bad=True, guarded=True)
+    (incident,) = watching.incidents
+    origin = incident.origin
+    assert (incident.step, incident.findings[0].code) == (1, "SG101")
+    assert (origin.module, origin.tensor, origin.rank) == ("inner", "batch:x", 1)
+    assert (origin.samples, origin.micro_batch) == ((BAD_ROW,), 1)
+    assert all(bool(torch.isfinite(part).all()) for part in found)
+    assert made.deepspeed.skipped_steps == 1
+    assert made.lr_scheduler.last_epoch == 2
+    saved = {path.name for path in folder.glob("checkpoint-*")}
+    assert saved == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+    assert not (folder / "refused").exists()
+    assert [math.isnan(line["loss"]) for line in made.state.log_history if "loss" in line] == [
+        False,
+        True,
+        False,
+    ]
+
+
+@on_ranks(2)
+def test_accelerate_hands_its_engine_over(folder: Path) -> None:
+    with own_process():
+        from accelerate import Accelerator
+        from accelerate.utils import DeepSpeedPlugin
+
+        from integrations.trainers import numbers, quiet, regression
+        from stepguard.integrations.accelerate import guard
+
+        accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(3)), gradient_accumulation_steps=2
+        )
+        model = regression()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = torch.utils.data.DataLoader(
+            numbers(3 * 2 * 2 * BATCH, nan_at=ROW),  # type: ignore[arg-type]
+            batch_size=BATCH,
+        )
+        engine, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        skipped = []
+        with guard(accelerator, quiet()) as watching:
+            for batch in loader:
+                with accelerator.accumulate(engine):
+                    loss = watching.loss(lambda batch: engine(**batch)["loss"], batch)
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                skipped.append(optimizer.step_was_skipped)
+            (incident,) = watching.incidents
+            assert incident.origin.samples == (BAD_ROW,) and incident.origin.rank == 1
+            assert (incident.step, incident.origin.micro_batch) == (1, 1)
+            assert skipped == [False, False, False, True, True, False]
+            accelerator.save_state(str(folder / "good"))
+            if accelerator.process_index == 1:
+                engine.module.outer.weight.ds_tensor.data.fill_(math.nan)
+            with pytest.raises(SaveRefused, match=r"outer\.weight"):
+                accelerator.save_state(str(folder / "bad"))
+        assert (folder / "good").exists() and not (folder / "bad").exists()

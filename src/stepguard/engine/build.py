@@ -55,7 +55,7 @@ _writing: weakref.WeakValueDictionary[tuple[Path, int, int], Context] = (
 """The guards of this process that write into a run folder, by folder, rank and lane."""
 ENGINES = {
     "deepspeed": ("DeepSpeed", "call stepguard.integrations.deepspeed.guard(engine)"),
-    "megatron": ("Megatron", "train without a guard"),
+    "megatron": ("Megatron", "call stepguard.integrations.megatron.guard(model, optimizer)"),
 }
 """By package: what people call the engine, and what to do instead."""
 

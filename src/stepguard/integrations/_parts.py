@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from types import MethodType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from stepguard._errors import ConfigError, SaveRefused
 from stepguard.guard import Guard
+from stepguard.integrations._engine import Closing, EngineGuard
 from stepguard.integrations.sinks import ScalarSink
 from stepguard.records import GuardConfig, Incident
 from stepguard.report.sinks import finite_only
@@ -24,11 +25,12 @@ from stepguard.watching import watch_for
 # --- The guards inside a framework, and undoing them.
 
 
-class HostGuard:
+class HostGuard(Closing):
     """The guards inside one object of a framework: one an optimizer, one run after another."""
 
     def __init__(self) -> None:
-        self.guards: tuple[Guard, ...] = ()
+        super().__init__()
+        self.guards: tuple[Guard | EngineGuard, ...] = ()
         """One an optimizer, of the present or last run."""
         self.running = False
         self._past: tuple[Incident, ...] = ()
@@ -36,7 +38,6 @@ class HostGuard:
         self._named: set[str] = set()
         """Logged numbers that were reported as non-finite."""
         self._run = ExitStack()
-        self._undo = ExitStack()
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -59,14 +60,18 @@ class HostGuard:
     ) -> Guard:
         """Guard one optimizer until the run ends; `done` steps were made before."""
         guard = watch_for(framework, model, optimizer, **settings)
-        self._run.callback(guard.close)
-        self.guards += (guard,)
-        self.running = True
+        self.adopt(guard)
         if done:
             guard.port.start_at(done)
         if hasattr(optimizer, "step_was_skipped"):
             hold_schedule(optimizer, guard, self._run)
         return guard
+
+    def adopt(self, guard: Guard | EngineGuard) -> None:
+        """Close this guard when the run ends."""
+        self._run.callback(guard.close)
+        self.guards += (guard,)
+        self.running = True
 
     def end_run(self) -> None:
         """Read what is pending and close the guards of this run; their incidents stay."""
@@ -119,13 +124,7 @@ class HostGuard:
         try:
             self.end_run()
         finally:
-            self._undo.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+            super().close()
 
 
 OF_TRAINING = ("loss", "grad_norm", "train_loss")

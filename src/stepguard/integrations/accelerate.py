@@ -35,18 +35,15 @@ from stepguard.tensors.names import optimizer_parameter_ids  # noqa: E402
 __all__ = ["AcceleratorGuard", "SaveRefused", "guard"]
 
 NEEDED = ("_optimizers", "_models", "_schedulers", "backward", "save_state", "save_model")
-FOREIGN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Backends that update the weights inside an engine of their own, where a guard cannot veto."""
 
 
 def guard(accelerator: Accelerator, config: GuardConfig | None = None) -> AcceleratorGuard:
     """Guard every optimizer that this accelerator has prepared. `close()` undoes everything."""
     ACCELERATE.need(accelerator, *NEEDED)
-    if accelerator.distributed_type in FOREIGN:
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         raise ConfigError(
-            f"{accelerator.distributed_type} updates the weights itself, where this guard cannot "
-            "veto; with DeepSpeed call stepguard.integrations.deepspeed.guard(model) with the "
-            "model that accelerator.prepare returned."
+            "Megatron updates the weights itself, where this guard cannot veto; call "
+            "stepguard.integrations.megatron.guard(model, optimizer) with what Megatron made."
         )
     if not accelerator._optimizers:
         raise ConfigError(
@@ -64,22 +61,32 @@ class AcceleratorGuard(HostGuard):
         refuse_settings_of_step(config, "call accelerator.clip_grad_norm_ in your loop")
         self._accelerator = accelerator
         try:
-            for optimizer in accelerator._optimizers:
-                model, others = _trained(accelerator, optimizer)
-                self.watch(
-                    "accelerate",
-                    model,
-                    optimizer,
-                    modules=others or None,
-                    scheduler=_scheduler(accelerator, optimizer),
-                    scaler=accelerator.scaler,
-                    config=config,
-                )
+            if accelerator.distributed_type == DistributedType.DEEPSPEED:
+                from stepguard.integrations import deepspeed
+
+                engine = accelerator.deepspeed_engine_wrapped.engine
+                self.adopt(deepspeed.guard(engine, config))
+            else:
+                self._watch_optimizers(config)
         except BaseException:
             self.close()
             raise
         for name in ("save_state", "save_model"):
             around(self._undo, accelerator, name, functools.partial(self._save, name))
+
+    def _watch_optimizers(self, config: GuardConfig) -> None:
+        accelerator = self._accelerator
+        for optimizer in accelerator._optimizers:
+            model, others = _trained(accelerator, optimizer)
+            self.watch(
+                "accelerate",
+                model,
+                optimizer,
+                modules=others or None,
+                scheduler=_scheduler(accelerator, optimizer),
+                scaler=accelerator.scaler,
+                config=config,
+            )
 
     def loss(self, loss_fn: LossFn, batch: Any, *, optimizer: Optimizer | None = None) -> Tensor:
         """Return `loss_fn(batch)` and remember it, so that a bad step can be replayed.

@@ -30,6 +30,7 @@ from stepguard.diagnose.rules.sg900 import CLIPPED, EQUAL_REWARDS, LOGP_DIFFEREN
 from stepguard.engine.context import guarded
 from stepguard.engine.incident.closer_look import bad_tensors
 from stepguard.guard import Guard
+from stepguard.integrations._engine import EngineGuard
 from stepguard.integrations._parts import Framework, HostGuard, around
 from stepguard.records import GuardConfig, Reading, Sink
 from stepguard.report.phrases import count
@@ -74,12 +75,6 @@ def guard(trainer: Trainer, config: GuardConfig | None = None) -> TrainerGuard:
     if trainer in _guarded:
         raise ConfigError("this Trainer has a guard already; close() that one first.")
     TRANSFORMERS.need(trainer, *WRAPPED, "accelerator", "callback_handler")
-    if getattr(trainer, "is_deepspeed_enabled", False):
-        raise ConfigError(
-            "DeepSpeed updates the weights inside its engine, where this guard cannot veto; call "
-            "stepguard.integrations.deepspeed.guard(trainer.deepspeed) in a callback's "
-            "on_train_begin."
-        )
     return TrainerGuard(trainer, _settings(trainer, config or GuardConfig()))
 
 
@@ -154,16 +149,23 @@ class TrainerGuard(HostGuard, TrainerCallback):  # type: ignore[misc]
         self.begin_run()
         trainer = self._trainer
         self._losses = TrueLoss()
-        inner = self.watch(
-            "transformers",
-            trainer.model_wrapped,
-            trainer.optimizer,
-            done=trainer.state.global_step,
-            scheduler=trainer.lr_scheduler,
-            scaler=trainer.accelerator.scaler,
-            config=self._config,
-        )
-        inner.port.reads_text_with(getattr(trainer, "processing_class", None))
+        if trainer.is_deepspeed_enabled:
+            from stepguard.integrations import deepspeed
+
+            # the engine clips by the same max_grad_norm
+            config = replace(self._config, clip_norm=None)
+            self.adopt(deepspeed.guard(trainer.model_wrapped, config))
+        else:
+            self.watch(
+                "transformers",
+                trainer.model_wrapped,
+                trainer.optimizer,
+                done=trainer.state.global_step,
+                scheduler=trainer.lr_scheduler,
+                scaler=trainer.accelerator.scaler,
+                config=self._config,
+            )
+        self.guards[0].port.reads_text_with(getattr(trainer, "processing_class", None))
         self._logged = (trainer.state.global_step, len(self.incidents))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -443,7 +445,7 @@ class RewardSignals:
         needed = ("_metrics", "_step", "num_iterations", "num_generations")
         return all(hasattr(trainer, name) for name in needed)
 
-    def follow(self, guard: Guard) -> None:
+    def follow(self, guard: Guard | EngineGuard) -> None:
         """A micro-batch is over."""
         trainer = self._trainer
         metrics = trainer._metrics["train"]
