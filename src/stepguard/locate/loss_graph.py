@@ -281,6 +281,13 @@ READERS: dict[str, Reader] = {
     ),
 }
 """Nodes that show by what they keep whether their operation is the origin."""
+READ = frozenset(
+    "self other target result exponent dim correction total_weight reduction ignore_index "
+    "self_sym_numel".split()
+)
+"""What readers ask of a node; a kernel keeps more than that, and every value costs time."""
+SELF_UNREAD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+"""Their `self` shows only whether the model's output was bad, where it is the model's output."""
 
 
 def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: float | None) -> Origin:

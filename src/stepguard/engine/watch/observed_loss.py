@@ -18,7 +18,7 @@ from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import evaluates_again, needs_closure
 from stepguard.engine.reader import GRADIENT, MicroLoss, gradients_of, summed_in_half
-from stepguard.locate.loss_graph import READERS, Expression, Saved
+from stepguard.locate.loss_graph import READ, READERS, SELF_UNREAD, Expression, Saved
 from stepguard.sentinel.gradients import DTYPE, GradientNorm, gradient_norm, is_custom
 from stepguard.sentinel.torch_patches import unscaled
 from stepguard.state.buffers import UndoCopy
@@ -332,7 +332,10 @@ _KEPT: dict[str, tuple[tuple[str, str], ...]] = {}
 
 
 def expression(root: Tensor, outputs: Collection[int]) -> Expression:
-    """The autograd nodes from the loss back to the model's outputs, by their sequence numbers."""
+    """The autograd nodes from the loss back to the model's outputs, by their sequence numbers.
+
+    Runs in every step: what no reader asks for is not touched.
+    """
     found: Expression = []
     queue: list[Any] = [] if root.grad_fn is None else [root.grad_fn]
     known = set(queue)
@@ -340,6 +343,13 @@ def expression(root: Tensor, outputs: Collection[int]) -> Expression:
         sequence = node._sequence_nr()
         if sequence in outputs:
             continue
+        sources: list[int | None] = []
+        for source, _ in node.next_functions:
+            sources.append(None if source is None else source._sequence_nr())
+            # one that gathers the gradient of a leaf is no operation
+            if source is not None and source not in known and source.next_functions:
+                known.add(source)
+                queue.append(source)
         name = node.name()
         kept = _KEPT.get(name)
         if kept is None:
@@ -347,6 +357,8 @@ def expression(root: Tensor, outputs: Collection[int]) -> Expression:
         values: dict[str, Any] = {}
         writes = []
         for argument, attribute in kept:
+            if argument == "self" and name in SELF_UNREAD and sources[0] not in outputs:
+                continue
             value = getattr(node, attribute)
             if isinstance(value, int | float | tuple):
                 values[argument] = value
@@ -357,13 +369,6 @@ def expression(root: Tensor, outputs: Collection[int]) -> Expression:
                     # its graph must not outlive the backward; a Python number is not detached
                     values[argument] = tensor.detach() if tensor.requires_grad else tensor
                     writes.append(tensor._version)
-        sources: list[int | None] = []
-        for source, _ in node.next_functions:
-            sources.append(None if source is None else source._sequence_nr())
-            # one that gathers the gradient of a leaf is no operation
-            if source is not None and source not in known and source.next_functions:
-                known.add(source)
-                queue.append(source)
         found.append(Saved(name, sequence, values, writes, tuple(sources)))
         if len(found) == MOST_NODES:
             break
@@ -374,9 +379,10 @@ def _kept_by(node: Any) -> tuple[tuple[str, str], ...]:
     listed = dir(node)
     found = []
     for name in listed:
-        if name.startswith("_saved_"):
+        argument = name.removeprefix("_saved_")
+        if argument != name and argument in READ:
             raw = f"_raw{name}"
-            found.append((name.removeprefix("_saved_"), raw if raw in listed else name))
+            found.append((argument, raw if raw in listed else name))
     return tuple(found)
 
 
