@@ -65,7 +65,7 @@ class _Progress:
 
     def line(self, kind: str, fields: Mapping[str, Any]) -> bytes:
         carried = {"v": SCHEMA, "type": kind, "attempt": self.attempt, "branch": self.branch}
-        return (dumps({**carried, **self.begun, **fields}) + "\n").encode()
+        return f"{dumps({**carried, **self.begun, **fields})}\n".encode()
 
 
 class Journal(Sink):
@@ -122,7 +122,8 @@ class Journal(Sink):
         if noted is not None and _belongs(noted, *progress.last):
             fields["incident"] = noted.id
             progress.last = None
-        self.write("step", fields)
+        self._file.append(progress.line("step", fields))
+        progress.begun = {}
         progress.steps += 1
         if committed:
             progress.next_step = reading.step + 1

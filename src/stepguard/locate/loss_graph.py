@@ -265,6 +265,24 @@ def _constant_operand(op: str, values: Values, sources: Sources) -> Origin | Non
 
 
 READERS["MeanBackward1"] = READERS["MeanBackward0"]
+READ = frozenset(
+    [
+        "self",
+        "other",
+        "target",
+        "result",
+        "exponent",
+        "dim",
+        "correction",
+        "total_weight",
+        "reduction",
+        "ignore_index",
+        "self_sym_numel",
+    ]
+)
+"""What readers ask of a node; a kernel keeps more than that, and every value costs time."""
+SELF_UNREAD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+"""Their `self` shows only whether the model's output was bad, where it is the model's output."""
 
 
 def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: float | None) -> Origin:

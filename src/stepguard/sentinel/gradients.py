@@ -36,6 +36,7 @@ from stepguard.tensors.names import (
     wrapped_by_fsdp1,
 )
 from stepguard.tensors.torch_private import (
+    flatten,
     foreach_max,
     foreach_mul_,
     foreach_norm,
@@ -559,8 +560,10 @@ class Shares:
 PLAIN_TYPES = frozenset(PLAIN)
 SCANNED_EACH_STEP = 2**20
 """Elements that are tested after every update: about a quarter of a millisecond."""
-TENSORS_EACH_STEP = 128
+TENSORS_EACH_STEP = 32
 """Tensors scanned each step: each costs a microsecond, however small it is."""
+JOINED = 2**14
+"""Elements up to which a copy of all in one tensor costs less than a kernel for each tensor."""
 STEPS_A_ROUND = 32
 """Updates after which every parameter of a larger model was tested once."""
 
@@ -577,6 +580,8 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     plain_types = PLAIN_TYPES.issuperset(map(type, found))
     if found and plain_types and not found[0].is_meta and found[0].dtype in ORDINARY:
         try:
+            if sum(map(Tensor.numel, found)) <= JOINED and len(set(map(DTYPE, found))) == 1:
+                return flatten(found).max().float()
             return torch.stack(foreach_max(found)).float().max()
         except RuntimeError:
             pass  # an empty or a sparse one, or several devices

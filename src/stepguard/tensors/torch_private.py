@@ -38,6 +38,7 @@ __all__ = [
     "default_store",
     "dispatch_mode_stack",
     "finished_work",
+    "flatten",
     "foreach_copy_",
     "foreach_max",
     "foreach_mul_",
@@ -79,6 +80,8 @@ CLIP_NORM = "_get_total_norm"
 # there is no public spelling.
 foreach_norm = torch._foreach_norm
 foreach_max = torch._foreach_max
+flatten: Any = torch._C._nn.flatten_dense_tensors
+"""Copy tensors of one dtype and device into one, element after element."""
 foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
 # Lists of tensors by device and dtype, in C++.

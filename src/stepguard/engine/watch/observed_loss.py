@@ -18,7 +18,7 @@ from stepguard._errors import ConfigError
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.schedule import evaluates_again, needs_closure
 from stepguard.engine.reader import GRADIENT, MicroLoss, gradients_of, summed_in_half
-from stepguard.locate.loss_graph import READERS, Expression, Saved
+from stepguard.locate.loss_graph import READ, READERS, SELF_UNREAD, Expression, Saved
 from stepguard.sentinel.gradients import DTYPE, GradientNorm, gradient_norm, is_custom
 from stepguard.sentinel.torch_patches import unscaled
 from stepguard.state.buffers import UndoCopy
@@ -340,7 +340,10 @@ def _without_scale(root: Tensor, context: Context) -> tuple[Tensor, bool]:
 
 
 def expression(root: Tensor, outputs: Collection[int]) -> Expression:
-    """The autograd nodes from the loss back to the model's outputs, by their sequence numbers."""
+    """The autograd nodes from the loss back to the model's outputs, by their sequence numbers.
+
+    Runs in every step: what no reader asks for is not touched.
+    """
     found: Expression = []
     queue: list[Any] = [] if root.grad_fn is None else [root.grad_fn]
     known = set(queue)
@@ -348,11 +351,6 @@ def expression(root: Tensor, outputs: Collection[int]) -> Expression:
         sequence = node._sequence_nr()
         if sequence in outputs:
             continue
-        name = node.name()
-        kept = _KEPT.get(name)
-        if kept is None:
-            kept = _KEPT[name] = _kept_by(node) if name in READERS else ()
-        values, writes = _saved_values(node, kept)
         sources: list[int | None] = []
         for source, _ in node.next_functions:
             sources.append(None if source is None else source._sequence_nr())
@@ -360,6 +358,13 @@ def expression(root: Tensor, outputs: Collection[int]) -> Expression:
             if source is not None and source not in known and source.next_functions:
                 known.add(source)
                 queue.append(source)
+        name = node.name()
+        kept = _KEPT.get(name)
+        if kept is None:
+            kept = _KEPT[name] = _kept_by(node) if name in READERS else ()
+        if name in SELF_UNREAD and sources[0] not in outputs:
+            kept = tuple(pair for pair in kept if pair[0] != "self")
+        values, writes = _saved_values(node, kept)
         found.append(Saved(name, sequence, values, writes, tuple(sources)))
         if len(found) == MOST_NODES:
             break
@@ -388,9 +393,10 @@ def _kept_by(node: Any) -> tuple[tuple[str, str], ...]:
     listed = dir(node)
     found = []
     for name in listed:
-        if name.startswith("_saved_"):
+        argument = name.removeprefix("_saved_")
+        if argument != name and argument in READ:
             raw = f"_raw{name}"
-            found.append((name.removeprefix("_saved_"), raw if raw in listed else name))
+            found.append((argument, raw if raw in listed else name))
     return tuple(found)
 
 
