@@ -87,7 +87,9 @@ _full_length = 0
 
 def pytest_configure(config: pytest.Config) -> None:
     whole = config.args == config.getini("testpaths") and config.option.markexpr != QUICK
-    _freeze_libraries(whole=whole)
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        # not where xdist only hands out what its workers run
+        _freeze_libraries(whole=whole)
     # A shell that starts the suite in the background ignores Ctrl+C, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import yaml
 from mcp import Client, StdioServerParameters, stdio_client
 from typer.testing import CliRunner
 
-from cli.scripts import SOURCE, write
+from cli.scripts import SOURCE, python, write
 from stepguard.cli.agents import AgentTools, agent_server
 from stepguard.cli.app import COMMANDS, app
 from stepguard.journal import Journal
@@ -65,8 +64,7 @@ BUGS = {
 def plant(folder: Path, name: str) -> Path:
     """Write the project and train it; returns the run folder."""
     write(folder, TRAINING.replace("LINES", BUGS[name]).replace("NAME", name), f"{name}.py")
-    command = [sys.executable, "-c", f"import {name}; {name}.main()"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    python(folder, "-c", f"import {name}; {name}.main()").check_returncode()
     return folder / "runs" / name
 
 
@@ -163,7 +161,7 @@ def test_scripted_agent_fixes_a_planted_bug_through_tools_alone(project: Path, b
     assert fixed["applied"] == [str(project / f"{bug}.py")], fixed
     assert not agent("replay", path=incident["path"])["reproduced"]
     shutil.rmtree(project / "runs" / bug)
-    subprocess.run([sys.executable, f"{bug}.py"], cwd=project, check=True, capture_output=True)
+    python(project, f"{bug}.py").check_returncode()
     (row,) = agent("runs")["runs"]
     assert row["incidents"] == "0"
 
