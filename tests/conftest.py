@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,17 @@ LANES = {
     "documented": "a documented command that takes long: `.ci/run` and `make test-all`",
 }
 """Markers of tests that `make test` leaves to another lane."""
-IMPORTED = (
+QUICK_IMPORTED = (
     "torch._dynamo",
     "matplotlib.pyplot",
+    "hypothesis",
+    "nbclient",
+    "starlette.testclient",
+    "transformers.tokenization_utils_base",
+)
+"""What `make quick` imports while it is collected."""
+IMPORTED = (
+    *QUICK_IMPORTED,
     "pandas",
     "wandb",
     "datasets",
@@ -79,17 +87,19 @@ IMPORTED = (
     "accelerate",
     "transformers.trainer",
     "lightning",
+    "mcp",
 )
-"""What the whole suite imports while it is collected; a part of it may need none of these."""
+"""What the whole suite imports then; a part of it may need none of these."""
 _left_out = 0
 _full_length = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    whole = config.args == config.getini("testpaths") and config.option.markexpr != QUICK
+    whole = config.args == config.getini("testpaths")
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         # not where xdist only hands out what its workers run
-        _freeze_libraries(whole=whole)
+        quick = config.option.markexpr == QUICK
+        _freeze_libraries(() if not whole else QUICK_IMPORTED if quick else IMPORTED)
     # A shell that starts the suite in the background ignores Ctrl+C, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -99,17 +109,16 @@ def pytest_configure(config: pytest.Config) -> None:
         processes.watch_for_processes()
 
 
-def _freeze_libraries(*, whole: bool) -> None:
+def _freeze_libraries(names: Sequence[str]) -> None:
     """Keep what libraries define out of garbage collection, and out of `gc.get_objects`.
 
     Tests collect often, and the guard asks for all objects at an incident; most of a test's time
     went into functions of torch. What the tests themselves define stays visible.
     """
-    if whole:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for name in IMPORTED:
-                importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            importlib.import_module(name)
     if not gc.get_freeze_count():  # a pytest inside a test must not freeze what the tests define
         gc.collect()
         gc.freeze()
