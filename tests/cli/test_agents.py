@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ import yaml
 from mcp import Client, StdioServerParameters, stdio_client
 from typer.testing import CliRunner
 
+import forked
 from cli.scripts import SOURCE, python, write
+from stepguard.cli import agents
 from stepguard.cli.agents import AgentTools, agent_server
 from stepguard.cli.app import COMMANDS, app
 from stepguard.journal import Journal
@@ -75,6 +79,17 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path
+
+
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the commands that the tools start; `test_client_drives_every_tool` has fresh ones."""
+
+    def run(command: list[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
+        return forked.python(command[2:], seconds=timeout)
+
+    kept = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(agents, "subprocess", SimpleNamespace(run=run, **kept))
 
 
 class Agent:
@@ -148,7 +163,8 @@ def test_client_drives_every_tool(project: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.usefixtures("_forked")
+@pytest.mark.parametrize("bug", BUGS if forked.FULL else list(BUGS)[:2])
 def test_scripted_agent_fixes_a_planted_bug_through_tools_alone(project: Path, bug: str) -> None:
     """It never sees the file: it lists, reads, applies the proven fix and replays."""
     plant(project, bug)
@@ -245,6 +261,7 @@ def test_folder_given_by_a_link_is_what_it_leads_to(folders: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("_forked")
 def test_capsule_made_elsewhere_runs_nothing(project: Path, monkeypatch: Any) -> None:
     run = plant(project, "logs")
     ran = project / "ran"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ import pytest
 import forked
 import stepguard
 from distributed.launch import environment
+from stepguard import GuardConfig
 from stepguard.checkpoints import Store
+from stepguard.guard import GRACE_SHARE
 
 WORKER = Path(__file__).with_name("signal_worker.py")
+WAITING = Path(__file__).with_name("stuck_worker.py")
 SECONDS = 90
 """After which a test gives up."""
 
@@ -94,3 +98,12 @@ def test_signal_to_one_rank_saves_one_step_on_all_ranks(tmp_path: Path) -> None:
     forked.logged(words, 2, tmp_path / "log", environment(), SECONDS)
     sender.join()
     assert_one_step_saved(tmp_path)
+
+
+def test_rank_that_waits_in_a_collective_ends_by_the_signal(tmp_path: Path) -> None:
+    """Where Python runs no handler."""
+    log = tmp_path / "log"
+    began = time.monotonic()
+    assert forked.logged([str(WAITING), str(tmp_path)], 2, log, environment(), 120) == 1
+    assert time.monotonic() - began > GuardConfig().ranks.timeout / GRACE_SHARE
+    assert "rank 0 ended with exit code -15" in log.read_text()

@@ -97,16 +97,18 @@ def test_good_memory_that_turned_bad_between_two_operations_is_blamed_there() ->
 # --- the dtype that autocast computes in is seen while the user's code is traced
 
 
-@pytest.mark.slow
-def test_the_dtype_of_the_users_context_is_seen() -> None:
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.bfloat16), (torch.bfloat16,), ()])
+def test_the_dtype_of_the_users_first_context_is_seen(dtypes: tuple[torch.dtype, ...]) -> None:
     model = nn.Linear(4, 1)
     spans = ModuleSpans({"": model})
     tracer = Tracer(spans)
     with spans, tracer:
-        for dtype in (torch.float16, torch.bfloat16):  # the first counts
+        for dtype in dtypes:
             with torch.autocast("cpu", dtype=dtype):
                 model(torch.ones(2, 4))
-    assert tracer.autocast == "float16"
+        model(torch.ones(2, 4))
+    seen = tracer.autocast
+    assert seen == (str(dtypes[0]).removeprefix("torch.") if dtypes else None)
 
 
 # --- modules by call stack in the forward pass and by node numbers in the backward pass
