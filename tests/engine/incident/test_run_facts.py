@@ -28,11 +28,67 @@ from scenes import (
 )
 from stepguard import Guard, GuardConfig
 from stepguard.diagnose import RunFacts, diagnose
-from stepguard.engine.incident.run_facts import run_facts
+from stepguard.engine.incident.run_facts import lost_squares, run_facts, update_ratio
 from stepguard.journal import read_run
 from stepguard.records import Incident, Reading, Verdict
 
 DATA = batches(8)
+
+
+def ratio_of_last_step(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -> float:
+    """The true ratio of the last of some steps."""
+    ratio = 0.0
+    for batch in DATA[:steps]:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        optimizer.step()
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        ratio = float((after - before).norm() / after.norm())
+    return ratio
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.AdamW, {"weight_decay": 0.0}),
+        (torch.optim.Adam, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+    ],
+)
+def test_ratio_is_that_of_the_update_that_was_made(
+    kind: Any, settings: dict[str, Any], steps: int
+) -> None:
+    model = plain_net()
+    optimizer = kind(model.parameters(), lr=0.02, **settings)
+    true = ratio_of_last_step(optimizer, model, steps)
+    assert update_ratio(optimizer, [0.02]) == pytest.approx(true, rel=1e-3)
+
+
+def test_nothing_is_said_where_nothing_is_remembered() -> None:
+    model = plain_net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    ratio_of_last_step(plain, model, 1)
+    assert update_ratio(plain, [0.1]) is None
+    fresh = torch.optim.AdamW(model.parameters())
+    assert update_ratio(fresh, [0.1]) is None
+    ratio_of_last_step(fresh, model, 1)
+    assert update_ratio(fresh, [1e-3]) is not None
+    next(iter(fresh.state.values()))["exp_avg"].fill_(torch.nan)
+    assert update_ratio(fresh, [1e-3]) is None
+
+
+def test_squares_that_went_through_half_precision_are_counted() -> None:
+    model = plain_net()
+    optimizer = torch.optim.Adam(model.parameters())
+    ratio_of_last_step(optimizer, model, 2)
+    assert lost_squares(optimizer) == 0
+    states = list(optimizer.state.values())
+    for state in states:
+        state["exp_avg_sq"].copy_((state["exp_avg_sq"] * 1e-6).half())
+    expected = sum(int(((s["exp_avg_sq"] == 0) & (s["exp_avg"] != 0)).sum()) for s in states)
+    assert lost_squares(optimizer) == expected > 0
 
 
 def test_a_precision_that_the_launcher_did_not_ask_for_is_named(
