@@ -83,10 +83,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the commands that the tools start; `test_client_drives_every_tool` has fresh ones."""
+    """Fork the commands that the tools start; only `check` is a fresh process."""
 
     def run(command: list[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
-        return forked.python(command[2:], seconds=timeout)
+        return forked.python(command[2:], seconds=timeout, fresh="check" in command)
 
     kept = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
     monkeypatch.setattr(agents, "subprocess", SimpleNamespace(run=run, **kept))
@@ -124,6 +124,7 @@ TOOLS = ["runs", "incidents", "evidence", "explain", "verify", "replay", "whatif
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("_forked")
 def test_client_drives_every_tool(project: Path) -> None:
     run = plant(project, "unit")
     agent = Agent(project / "runs", build="unit:build")
