@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import warnings
@@ -28,6 +29,7 @@ from benchmarks.parts.workloads import FULL as MODELS
 from benchmarks.parts.workloads import QUICK
 from benchmarks.rank_faults import QUICK as RANK_FAULTS
 from benchmarks.soak import KINDS, play
+from zoo.incidents import CHECKPOINTS, INCIDENTS, NOT_HERE
 from zoo.silent.catalogue import chosen
 
 import forked
@@ -35,6 +37,7 @@ from benchmarks import (
     counts,
     forecast,
     frameworks,
+    incidents,
     overhead,
     own_cost,
     recovery,
@@ -525,3 +528,21 @@ def test_quick_form_ranks_the_right_fix_first(output: Path) -> None:
     kept = strict(output)
     assert [row["first"] in row["right"] for row in kept["rows"]] == [True] * len(whatif.QUICK)
     assert kept["totals"]["planted"]["always lower the rate"] < 0.5
+
+
+# --- public incidents
+# --------------------------------------------------------------------------------------------------
+
+
+def test_each_listed_incident_is_reproduced_once_or_has_a_reason() -> None:
+    names = [one.name for one in INCIDENTS] + list(CHECKPOINTS)
+    names += [name for few in NOT_HERE.values() for name in few.split()]
+    assert len(names) == len(set(names)) == 98
+    assert all(re.fullmatch(r"I\d{3}", name) and int(name[1:]) % 2 for name in names)
+
+
+def test_named_stopped_and_nothing_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert incidents.main(["--only", "I117", "I009", "I093", "I023"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 of 4 named (75%), 0 stopped, 1 not noticed" in said
+    assert incidents.main(["--only", "I002"]) == 2

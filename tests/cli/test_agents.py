@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import yaml
 from mcp import Client, StdioServerParameters, stdio_client
 from typer.testing import CliRunner
 
-from cli.scripts import SOURCE, write
+import forked
+from cli.scripts import SOURCE, python, write
+from stepguard.cli import agents
 from stepguard.cli.agents import AgentTools, agent_server
 from stepguard.cli.app import COMMANDS, app
 from stepguard.journal import Journal
@@ -65,8 +68,7 @@ BUGS = {
 def plant(folder: Path, name: str) -> Path:
     """Write the project and train it; returns the run folder."""
     write(folder, TRAINING.replace("LINES", BUGS[name]).replace("NAME", name), f"{name}.py")
-    command = [sys.executable, "-c", f"import {name}; {name}.main()"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    python(folder, "-c", f"import {name}; {name}.main()").check_returncode()
     return folder / "runs" / name
 
 
@@ -77,6 +79,17 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path
+
+
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the commands that the tools start; only `check` is a fresh process."""
+
+    def run(command: list[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
+        return forked.python(command[2:], seconds=timeout, fresh="check" in command)
+
+    kept = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(agents, "subprocess", SimpleNamespace(run=run, **kept))
 
 
 class Agent:
@@ -111,6 +124,7 @@ TOOLS = ["runs", "incidents", "evidence", "explain", "verify", "replay", "whatif
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("_forked")
 def test_client_drives_every_tool(project: Path) -> None:
     run = plant(project, "unit")
     agent = Agent(project / "runs", build="unit:build")
@@ -150,7 +164,8 @@ def test_client_drives_every_tool(project: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.usefixtures("_forked")
+@pytest.mark.parametrize("bug", BUGS if forked.FULL else list(BUGS)[:2])
 def test_scripted_agent_fixes_a_planted_bug_through_tools_alone(project: Path, bug: str) -> None:
     """It never sees the file: it lists, reads, applies the proven fix and replays."""
     plant(project, bug)
@@ -163,7 +178,7 @@ def test_scripted_agent_fixes_a_planted_bug_through_tools_alone(project: Path, b
     assert fixed["applied"] == [str(project / f"{bug}.py")], fixed
     assert not agent("replay", path=incident["path"])["reproduced"]
     shutil.rmtree(project / "runs" / bug)
-    subprocess.run([sys.executable, f"{bug}.py"], cwd=project, check=True, capture_output=True)
+    python(project, f"{bug}.py").check_returncode()
     (row,) = agent("runs")["runs"]
     assert row["incidents"] == "0"
 
@@ -247,6 +262,7 @@ def test_folder_given_by_a_link_is_what_it_leads_to(folders: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("_forked")
 def test_capsule_made_elsewhere_runs_nothing(project: Path, monkeypatch: Any) -> None:
     run = plant(project, "logs")
     ran = project / "ran"

@@ -1,6 +1,6 @@
 """Two ranks under DDP, one of which stalls in a forward pass.
 
-hung_worker.py FOLDER RANK: without torchrun, which would end them itself.
+hung_worker.py FOLDER, as two ranks of forked.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Telling(Sink):
 
 
 def stall() -> None:
-    signal.pause()  # until the test ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the end of the first rank ends this one
+    signal.pause()
 
 
 def main(out: Path, rank: int) -> None:
@@ -64,4 +65,4 @@ def main(out: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(os.environ["RANK"]))

@@ -1,6 +1,6 @@
 """A rank that waits in a collective for one that never comes, and is told to end.
 
-stuck_worker.py FOLDER RANK: two processes, without torchrun, which would end them itself.
+stuck_worker.py FOLDER, as two ranks of forked.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(out: Path, rank: int) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if rank:
-        signal.pause()  # until the test ends this process
+        signal.pause()  # until the end of the first rank ends this one
     config = GuardConfig(run_dir=out / "run", terminal="quiet")
     with Guard(model, optimizer, config=config):
         threading.Timer(AFTER, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -37,4 +37,4 @@ def main(out: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(os.environ["RANK"]))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
 from distributed.matrix import COLUMNS, MEANING
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +25,7 @@ def _script() -> Any:
 
 def test_page_is_what_the_tests_say() -> None:
     # in a process of its own: pytest cannot collect while it runs
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=120
-    )
+    done = forked.python([SCRIPT, "--check"], imports=("pytest",))
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
 
 

@@ -21,6 +21,7 @@ import stepguard
 from distributed.launch import of_all, on_ranks, warned
 from distributed.matrix import cell, refused
 from distributed.runs import NO_COPY, Run, average, disarmings, is_finite, own_batch, state_of
+from forked import FULL
 from scenes import difference
 from stepguard import Guard, GuardConfig, watch
 from stepguard._errors import ConfigError
@@ -261,12 +262,12 @@ def bare_state(kind: str, *, bad: bool = False, clip: float | None = None) -> di
 
 
 def cells(*columns: str, loops: tuple[str, ...] = ("step", "watch")) -> list[Any]:
-    """One case for each wrapper and loop that it can have."""
+    """One case for each wrapper, with the next of the loops; with both if STEPGUARD_FULL=1."""
     cases: list[Any] = []
-    for kind, title in KINDS.items():
-        piped = kind in ("gpipe", "1f1b")
+    for number, (kind, title) in enumerate(KINDS.items(), columns == ("NaN",)):
+        turn = loops if FULL else (loops[number % len(loops)],)
         marks = [cell(title, column) for column in columns]
-        for loop in ("watch",) if piped else loops:
+        for loop in ("watch",) if kind in ("gpipe", "1f1b") else turn:
             cases.append(pytest.param(kind, loop, marks=marks, id=f"{kind}-{loop}"))
     return cases
 

@@ -19,7 +19,6 @@ from stepguard.probes.looks import (
     EARLY_SECONDS,
     EARLY_SHARE,
     FIRST,
-    LEAST_SECONDS,
     SHARE,
     HealthCheck,
     HostFacts,
@@ -56,18 +55,6 @@ def test_automatic_looks_take_a_hundredth_early_and_a_thousandth_later() -> None
     assert 0.1 * (len(looked) - 1) <= EARLY_SHARE * EARLY_SECONDS + SHARE * seconds
     gaps = [after - before for before, after in itertools.pairwise(looked[len(early) :])]
     assert min(gaps) >= 1000
-
-
-def test_look_is_charged_with_what_it_does_not_see_of_itself() -> None:
-    looked = looked_at(200_000, look=0.1, unseen=0.05, step=0.05)
-    assert 3 < len(looked) < len(looked_at(200_000, look=0.1, step=0.05))
-
-
-def test_fast_steps_are_looked_at_from_the_start() -> None:
-    """A run of a few seconds is over before a thousandth of its time is worth a look."""
-    looked = looked_at(3200, look=0.008, step=0.001)
-    assert looked[:6] == [2, 4, 8, 13, 18, 23]
-    assert 0.008 * len(looked) <= EARLY_SHARE * LEAST_SECONDS
 
 
 def test_trend_that_shows_is_followed_every_few_steps() -> None:

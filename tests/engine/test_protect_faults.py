@@ -445,23 +445,6 @@ def _loss_fn(context: Context) -> Any:
     return loss
 
 
-def test_step_is_that_of_a_plain_loop_with_clipping() -> None:
-    context = _context(clip_norm=0.5)
-    calls: list[int] = []
-    context.hooks.updated.append(lambda: calls.append(1))
-    assert unguarded_step(context, _loss_fn(context), (DATA[0], DATA[1])).committed
-    bare = plain_net()
-    for inputs, targets in DATA[:2]:
-        nn.functional.cross_entropy(bare(inputs), targets).backward()
-    nn.utils.clip_grad_norm_(bare.parameters(), 0.5)
-    torch.optim.SGD(bare.parameters(), lr=0.1).step()
-    for ours, theirs in zip(context.model.parameters(), bare.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    assert calls == [1]
-    assert context.step == 1
-    context.resources.close()
-
-
 def test_step_that_the_scaler_refuses_is_not_committed() -> None:
     context = _context(scaler=GradScaler("cpu", init_scale=2.0**120))
     before = [p.detach().clone() for p in context.model.parameters()]

@@ -396,6 +396,7 @@ def test_search_works_in_a_site_that_is_opened_from_disk(site: Path) -> None:
         assert "Configuration" in found
 
 
+@pytest.mark.documented
 def test_numbered_lists_number(site: Path) -> None:
     """A block of code between two items is part of the first one."""
     for code in ("SG201", "SG204", "SG703"):

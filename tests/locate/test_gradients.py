@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from engine.parts import each
 from stepguard.locate import locate
 
 from .cases import Case, Expected, Net, at, check, in_loss, in_net, mse, noise, with_row
@@ -361,42 +362,30 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"x": x, "keep": keep}
 
 
-@pytest.mark.parametrize("name", DROPS)
-def test_zero_by_zero_dropped_later_is_a_division_by_zero(name: str) -> None:
+def by_norm(x: Tensor, b: dict[str, Tensor]) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def masked_softmax(x: Tensor, b: dict[str, Tensor]) -> Tensor:
+    closed = torch.zeros(b["keep"].shape).masked_fill(~b["keep"], -INF)
+    return torch.softmax(x + closed[:, None], -1)
+
+
+@pytest.mark.parametrize(
+    ("drop", "made", "op", "cause"),
+    each(DROPS, [(by_norm, "aten.div", "SG201"), (masked_softmax, "aten._softmax", "SG204")]),
+)
+def test_nan_that_is_dropped_later_is_located_where_it_was_made(
+    drop: str, made: Any, op: str, cause: str
+) -> None:
     model = nn.Linear(3, 4, bias=False)
-
-    def loss_fn(b: dict[str, Tensor]) -> Tensor:
-        out = model(b["x"])
-        return DROPS[name](out / out.norm(dim=-1, keepdim=True), b["keep"]).sum()
-
-    incident = first_incident(model, loss_fn, batch)
-    assert incident.origin is not None
-    assert (incident.origin.phase, incident.origin.op, incident.origin.samples) == (
-        "loss",
-        "aten.div",
-        (2,),
+    incident = first_incident(
+        model, lambda b: DROPS[drop](made(model(b["x"]), b), b["keep"]).pow(2).sum(), batch
     )
-    assert code(incident) == "SG201"
-
-
-@pytest.mark.parametrize("name", DROPS)
-def test_fully_masked_row_dropped_later_is_a_fully_masked_row(name: str) -> None:
-    model = nn.Linear(3, 4)
-
-    def loss_fn(b: dict[str, Tensor]) -> Tensor:
-        closed = torch.zeros(b["keep"].shape).masked_fill(~b["keep"], -INF)
-        return (
-            DROPS[name](torch.softmax(model(b["x"]) + closed[:, None], -1), b["keep"]).pow(2).mean()
-        )
-
-    incident = first_incident(model, loss_fn, batch)
-    assert incident.origin is not None
-    assert (incident.origin.phase, incident.origin.op, incident.origin.samples) == (
-        "loss",
-        "aten._softmax",
-        (2,),
-    )
-    assert code(incident) == "SG204"
+    origin = incident.origin
+    assert origin is not None
+    assert (origin.phase, origin.op, origin.samples) == ("loss", op, (2,))
+    assert code(incident) == cause
 
 
 def test_evidence_says_who_dropped_it() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import stepguard
 from stepguard.locate import locate
 from stepguard.locate.samples import suspects_from_rows
 from stepguard.records import Origin, Reading
@@ -666,3 +668,40 @@ def test_rows_of_heads_and_tokens_lead_to_samples() -> None:
     assert suspects_from_rows([2, 3], 8, 4) == [1]
     assert suspects_from_rows([0, 1], 3, 4) == []
     assert suspects_from_rows([], 0, 4) == []
+
+
+# --- a line of a package is not the user's
+
+
+LIBRARY = "def mean_of(loss, count):\n    return loss / count\n"
+
+
+def test_operation_of_a_package_is_placed_at_the_users_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package's own line is named beside it, and no remedy rewrites it."""
+    package = tmp_path / "site-packages" / "a_loss_library"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LIBRARY, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(package.parent))
+    import a_loss_library  # type: ignore[import-not-found]
+
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    config = stepguard.GuardConfig(terminal="quiet")
+    with stepguard.Guard(net, optimizer, config=config) as guard:
+
+        def loss_fn(x: torch.Tensor) -> torch.Tensor:
+            total = net(x).sum()
+            return a_loss_library.mean_of(total, total * 0)  # type: ignore[no-any-return]
+
+        guard.step(loss_fn, torch.ones(3, 2))
+    (incident,) = guard.incidents
+    origin = incident.origin
+    assert origin is not None and origin.library == "a_loss_library/__init__.py:2"
+    assert (origin.source or "").partition(":")[0].endswith("test_places.py")
+    assert any("mean_of(" in line for line in origin.context)
+    assert incident.findings[0].code == "SG201"
+    for remedy in incident.findings[0].remedies:
+        assert not remedy.snippet and not remedy.edits
+        assert "a_loss_library" in remedy.title and "test_places.py" in remedy.title

@@ -32,16 +32,13 @@ from stepguard.locate.origins import (
     traceback_origin,
 )
 from stepguard.locate.replay import (
-    CAME_IN,
     OUTSIDE_BACKWARD,
     OUTSIDE_BOTH,
     OUTSIDE_FORWARD,
     LocateBudget,
     ModelReplayer,
     Replayer,
-    kind,
 )
-from stepguard.locate.samples import bad_micro_batch, compiled_only, steadiness
 from stepguard.records import Origin, Reading
 from stepguard.state.batch import OUTPUT_GRADIENT, Step
 from stepguard.state.buffers import BufferKeeper
@@ -228,60 +225,6 @@ def test_tests_of_the_guard_are_not_part_of_the_trace() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def scaled(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Finite losses; the gradient of the square root at 0 is not."""
-    return lambda x: (model(x) * 0.0).abs().sum().sqrt() + model(x).pow(2).mean()
-
-
-def test_bad_gradient_is_searched_and_earlier_gradients_stay() -> None:
-    model = nn.Linear(3, 1, bias=False)
-
-    def loss_fn(x: Tensor) -> Tensor:
-        loss = model(x).pow(2).mean()
-        if bool((x == 0).all()):
-            loss = loss + model(x).sum().sqrt()
-        return loss
-
-    step = step_of(loss_fn, model, noise(4, 3), torch.zeros(4, 3), noise(4, 3))
-    with untouched(step) as keeper:
-        replayer = Replayer(step, keeper)
-        assert bad_micro_batch(replayer, BAD_GRADIENT) == 1
-        kept = model.weight.grad
-        assert kept is not None
-        replayer.clear_gradients()
-        replayer.run(0)
-        assert torch.equal(kept, model.weight.grad)
-
-
-def test_bad_loss_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(3, 1)
-    step = step_of(scaled(model), model, noise(4, 3), noise(4, 3))
-    reading = Reading(step=0, loss=math.nan, micro_losses=(1.0, math.nan), grads_finite=False)
-    with untouched(step) as keeper:
-        replayer = Replayer(step, keeper)
-        monkeypatch.setattr(replayer, "run", None)
-        assert bad_micro_batch(replayer, reading) == 1
-
-
-def test_step_without_compiled_code_is_not_run_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(3, 1)
-    step = step_of(scaled(model), model, noise(4, 3))
-    with untouched(step) as keeper:
-        replayer = Replayer(step, keeper)
-        monkeypatch.setattr(replayer, "run", None)
-        assert compiled_only(replayer) is None
-
-
-def test_repeated_bits_and_unsteady_ones() -> None:
-    model = nn.Linear(3, 1)
-    step = step_of(lambda x: model(x).pow(2).mean(), model, noise(4, 3))
-    with untouched(step) as keeper:
-        assert steadiness(Replayer(step, keeper)).same_bits
-        factors = iter([1.0, 2.0, 3.0])
-        step.loss_fn = lambda x: model(x).pow(2).mean() * next(factors)
-        assert not steadiness(Replayer(step, keeper)).same_bits
-
-
 # --- the model's part of a watched step: made inside it, or came from outside
 # --------------------------------------------------------------------------------------------------
 
@@ -308,28 +251,6 @@ def outside(step: Step, reading: Reading) -> Origin:
         return ModelReplayer(step, keeper).outside_model(reading)
 
 
-def test_bad_output_goes_before_bad_gradients() -> None:
-    step = watched(nn.Linear(3, 1), torch.full((2, 3), math.nan), torch.ones(2, 1))
-    with untouched(step) as keeper:
-        replayer = ModelReplayer(step, keeper)
-        assert replayer.bad_call() == 0
-        assert not replayer.run(0).loss_finite
-
-
-def test_bad_gradient_of_the_model_itself() -> None:
-    class Root(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).sqrt()
-
-    model = Root(3, 1, bias=False)
-    step = watched(model, torch.zeros(2, 3), torch.ones(2, 1))
-    with untouched(step) as keeper:
-        replayer = ModelReplayer(step, keeper)
-        assert replayer.bad_call() == 0
-        ran = replayer.run(0)
-        assert ran.loss_finite and ran.bad_gradients
-
-
 def test_remarks_say_where_the_value_was_not_made() -> None:
     model = nn.Linear(3, 1)
     clean = watched(model, noise(2, 3), torch.ones(2, 1))
@@ -350,16 +271,6 @@ def test_caller_of_the_model_is_the_source_where_the_trace_has_none() -> None:
         assert replayer.with_caller(Origin(step=0, phase="state"), 0).source is None
 
 
-def test_computed_argument_is_not_called_data() -> None:
-    leaf = noise(2, 3).requires_grad_()
-    step = watched(nn.Linear(3, 1), leaf * 2.0, None)
-    with untouched(step) as keeper:
-        replayer = ModelReplayer(step, keeper)
-        origin = replayer.with_caller(Origin(step=0, phase="input", tensor="batch:x"), 0)
-    assert (origin.phase, origin.tensor) == ("forward", None)
-    assert CAME_IN in origin.remarks
-
-
 # --- a replay that stops where the first bad value is made
 # --------------------------------------------------------------------------------------------------
 
@@ -369,32 +280,6 @@ def innermost(trace: TracebackType | None) -> TracebackType:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return trace
-
-
-def test_innermost_frame_is_the_users_line_with_its_variables() -> None:
-    model = nn.Linear(3, 1)
-
-    def loss_fn(x: Tensor) -> Tensor:
-        out = model(x)
-        small = out * 0.0
-        return small.log().mean() * 0.0
-
-    trace = frames_at_origin(step_of(loss_fn, model, noise(4, 3)), BAD_LOSS)
-    frame = innermost(trace).tb_frame
-    assert frame.f_code.co_name == "loss_fn"
-    assert not frame.f_locals["small"].any()
-
-
-def test_handler_of_the_users_does_not_catch_the_stop() -> None:
-    model = nn.Linear(3, 1)
-
-    def loss_fn(x: Tensor) -> Tensor:
-        try:
-            return (model(x) * 0.0).log().mean()
-        except Exception:
-            return model(x).mean()
-
-    assert frames_at_origin(step_of(loss_fn, model, noise(4, 3)), BAD_LOSS) is not None
 
 
 def test_bad_gradient_stops_at_the_forward_line_behind_it() -> None:
@@ -492,31 +377,6 @@ def raised(step: Step, micro: int = 0) -> tuple[Exception, Origin]:
     return error, traceback_origin(error, 0, step.named_roots())
 
 
-def test_traceback_names_line_module_and_phase() -> None:
-    _, origin = raised(strict_step(torch.tensor([[-1.0, 1.0, 1.0]])))
-    assert (origin.phase, origin.module, origin.method) == ("forward", "0", "traceback")
-    assert origin.source is not None and origin.source.startswith("tests/locate/test_replay")
-    assert any("negative input" in line for line in origin.context)
-
-
-def test_error_of_the_loss_expression_is_outside_the_model() -> None:
-    model = nn.Linear(3, 1)
-    step = step_of(lambda x: model(x).reshape(7).sum(), model, noise(4, 3))
-    error, origin = raised(step)
-    assert (origin.phase, origin.module) == ("loss", None)
-    placed = place_exception(origin, error, step, 0, LocateBudget(10.0))
-    assert placed.reproduced is True and placed.samples == ()
-
-
-def test_guilty_sample_is_proven_by_leaving_it_out() -> None:
-    x = noise(8, 3).abs()
-    x[5, 0] = -1.0
-    step = strict_step(x)
-    error, origin = raised(step)
-    placed = place_exception(origin, error, step, 0, LocateBudget(10.0))
-    assert (placed.reproduced, placed.samples, placed.micro_batch) == (True, (5,), 0)
-
-
 def test_exception_that_does_not_come_again_is_not_reproduced() -> None:
     step = strict_step(-noise(2, 3).abs())
     error, origin = raised(step)
@@ -526,28 +386,9 @@ def test_exception_that_does_not_come_again_is_not_reproduced() -> None:
     assert placed.reproduced is False and placed.samples == ()
 
 
-def test_recorded_step_is_run_and_its_exception_placed() -> None:
-    x = noise(4, 3).abs()
-    x[2] = -1.0
-    origin = place_replayed_exception(strict_step(noise(4, 3).abs(), x))
-    assert (origin.micro_batch, origin.samples, origin.reproduced) == (1, (2,), True)
-
-
 def test_recorded_step_that_runs_now_is_not_reproduced() -> None:
     origin = place_replayed_exception(strict_step(noise(4, 3).abs()))
     assert origin.reproduced is False
-
-
-def test_operation_that_failed_is_named() -> None:
-    model = nn.Linear(3, 1)
-
-    def loss_fn(x: Any) -> Tensor:
-        return torch.linalg.cholesky(model(x).reshape(2, 2) * 0.0 - 1.0).sum()
-
-    step = step_of(loss_fn, model, noise(4, 3))
-    error, origin = raised(step)
-    placed = place_exception(origin, error, step, 0, LocateBudget(10.0))
-    assert placed.op == "aten.linalg_cholesky_ex"
 
 
 # --- a replay reproduces a step only if it goes bad in the same way
@@ -556,13 +397,6 @@ def test_operation_that_failed_is_named() -> None:
 
 def mean_square(model: nn.Module, batch: Tensor | dict[str, Tensor]) -> Tensor:
     return model(batch["x"] if isinstance(batch, dict) else batch).pow(2).mean()
-
-
-@pytest.mark.parametrize(
-    ("value", "word"), [(math.nan, "nan"), (math.inf, "+inf"), (-math.inf, "-inf"), (0.5, "finite")]
-)
-def test_kinds_of_a_loss(value: float, word: str) -> None:
-    assert kind(value) == word
 
 
 def test_minus_infinity_where_plus_infinity_was_seen_is_not_reproduced() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
-from distributed.launch import PATHS
+import forked
+from distributed.launch import environment
 from stepguard.ranks.hung import RankProgress, behind
 
 WORKER = Path(__file__).parents[1] / "distributed" / "hung_worker.py"
@@ -17,15 +14,9 @@ SEEN = 7
 
 
 def test_rank_that_stalls_in_its_forward_pass_is_named_with_its_line(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(WORKER), str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
-    try:
-        assert ranks[0].wait(120) == SEEN
-    finally:
-        for process in ranks:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+    log = tmp_path / "log"
+    assert forked.logged([str(WORKER), str(tmp_path)], 2, log, environment(), 120) == 1
+    assert f"rank 0 ended with exit code {SEEN}" in log.read_text()
     said = (tmp_path / "said").read_text()
     assert "rank 1 is behind the others" in said
     assert "hung_worker.py" in said and "(stall)" in said

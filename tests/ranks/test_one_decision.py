@@ -17,7 +17,7 @@ from engine.parts import step_of
 from scenes import batches, poisoned
 from stepguard._errors import StoreError
 from stepguard.ranks import agreement
-from stepguard.ranks.agreement import Agreement, Meeting, RankAbsent, world
+from stepguard.ranks.agreement import Agreement, Meeting, RankAbsent
 from stepguard.ranks.hung import AgreedStop
 from stepguard.ranks.one_decision import OneDecision, RankReading, blamed_ranks, own_trouble
 from stepguard.ranks.saving import refuse_other_size, state_of_rank
@@ -98,26 +98,12 @@ def test_worst_rank_speaks_for_all(
 # --- one process alone: no collective, no hook. Several ranks are tested in tests/distributed
 
 
-def test_one_process_is_alone_and_installs_nothing() -> None:
-    model = nn.Linear(2, 1)
-    agreement = Agreement(model)
-    assert world() == (0, 1)
-    assert agreement.mode == "alone"
-    assert all(not p._backward_hooks for p in model.parameters())
-
-
 def test_one_process_needs_no_reduction_and_asks_itself() -> None:
     agreement = Agreement(nn.Linear(2, 1))
     assert agreement.reduce(torch.ones(4), step=0) is None
     assert agreement.together(lambda: {"bad": ["param:weight"]}, "a look") == [
         {"bad": ["param:weight"]}
     ]
-
-
-def test_a_disarmed_process_alone_never_refuses() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.tensor([float("nan")])
-    assert not Agreement(nn.Linear(2, 1)).stay(0, [parameter])
 
 
 # --- two ranks as two threads over one real store; real processes are in tests/distributed
@@ -296,20 +282,6 @@ def test_signal_of_one_rank_stops_all_before_the_same_step() -> None:
 def test_signals_at_different_steps_are_one_stop() -> None:
     first = Ranks(count=3).stopped({2: 10, 0: 11, 1: 12})
     assert len(set(first)) == 1 and first[0] > 11
-
-
-def test_nobody_stops_without_a_signal() -> None:
-    assert Ranks().stopped({}) == []
-
-
-def test_looks_are_about_a_second_apart() -> None:
-    ranks = Ranks(seconds=0.001)
-    looks = 0
-    for _ in range(3000):
-        before = ranks.stops[0]._number
-        ranks.before_step(set())
-        looks += ranks.stops[0]._number - before
-    assert looks < 20 and not ranks.stops[1].lost
 
 
 def test_ranks_that_do_not_keep_step_act_alone() -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from forked import FULL
 from stepguard.records import (
     Decision,
     Evidence,
@@ -120,6 +121,7 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
     "cls", [Reading, Verdict, Operand, Origin, Remedy, Finding, Decision, Incident]
 )
 def test_record_survives_strict_json(cls: type) -> None:
+    @settings(max_examples=100 if FULL else 30)
     @given(of(cls))
     def check(record: Any) -> None:
         text = dumps(to_jsonable(record))

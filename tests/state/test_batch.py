@@ -24,6 +24,7 @@ from stepguard.state.batch import (
     named_tensors,
     part_named,
     samples_in,
+    subset,
     tree_from_json,
     tree_to_json,
     unwrapped,
@@ -179,6 +180,12 @@ def test_slotted_data_class_and_gradients_of_inputs_are_kept() -> None:
         and cut.x.is_leaf
         and cut.x.tolist() == [1.0, 2.0]
     )
+
+
+def test_as_many_views_as_samples_stay_whole() -> None:
+    views = [torch.ones(2, 3), torch.zeros(2, 3)]
+    kept = subset({"views": views, "y": torch.arange(2)}, [1], 2)
+    assert len(kept["views"]) == 2 and kept["views"][0].shape == (1, 3)
 
 
 REFUSED = {

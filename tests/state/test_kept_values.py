@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,23 +14,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Optimizer
 
-from stepguard.state.batch import Step
 from stepguard.state.buffers import AttachedState, BufferKeeper, UndoCopy
-from stepguard.state.isolation import reevaluate, rerun, untouched
 from stepguard.state.python_state import (
     MANY,
     SMALL,
     AttributeKeeper,
-    ModuleCounters,
     Scope,
     WithoutGraph,
     holds_only_data,
     keep,
     original,
 )
-from stepguard.state.rng import capture_rng
 
 BIG = SMALL + 1
 
@@ -98,19 +93,6 @@ def test_attributes_bound_anew_made_or_deleted_by_the_step_are_as_before() -> No
     assert module.value is old and module.other == 2 and not hasattr(module, "cache")
 
 
-def test_functions_modes_and_parameters_stay_as_the_step_left_them() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    module, keeper = Holder([weight]), AttributeKeeper()
-    keeper.remember([module])
-    module.hook = len
-    module.eval()
-    with torch.no_grad():
-        weight.add_(1)
-    keeper.restore()
-    assert module.hook is len and not module.training
-    assert weight.tolist() == [1.0, 1.0]  # the optimizer's
-
-
 def test_memory_takes_the_present_value_when_it_is_refreshed() -> None:
     value: dict[str, Any] = {"a": [1]}
     value["circle"] = value
@@ -128,18 +110,6 @@ def test_memory_takes_the_present_value_when_it_is_refreshed() -> None:
 @pytest.mark.parametrize("value", [3, "text", None, print, nn.Linear(1, 1), torch.float32])
 def test_what_cannot_change_or_does_something_is_left_alone(value: object) -> None:
     assert keep(value, Scope()) is None
-
-
-def test_parameters_are_remembered_only_where_everything_is() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
-    assert keep(parameter, Scope()) is None
-    kept = keep(parameter, Scope("update"))
-    assert kept is not None
-    # The version counter does not see a write through .data.
-    parameter.data.fill_(3.0)
-    assert kept.moved(set())
-    kept.restore(set())
-    assert float(parameter.detach()) == 0.0
 
 
 def test_object_is_only_data_if_all_it_holds_is() -> None:
@@ -163,33 +133,6 @@ def test_graph_of_a_held_tensor_is_freed() -> None:
     values = original(held, None)
     assert values.grad_fn is None and float(values) == 2.0
     assert original(too_large, "otherwise") == "otherwise" and original(3, "otherwise") == 3
-
-
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.limit, self.flag, self.inner = 0, 10, True, nn.BatchNorm1d(2)
-
-
-def test_numbers_that_modules_count_with_are_state_once_they_have_moved() -> None:
-    model = nn.Sequential(Counting())
-    counting: Any = model[0]
-    counters, alone = ModuleCounters({"model/": model}), ModuleCounters({"model/": counting})
-    assert counters.moved() == alone.moved() == {}
-    counting.calls, counting.flag, counting.inner.eps = 2, False, 0.5
-    saved = counters.moved()
-    assert saved == {"model/0:calls": 2} and alone.moved() == {"model/:calls": 2}
-    counting.calls, counting.limit = 5, 20
-    counters.put_back(saved, {"model/": {"0"}})
-    assert (counting.calls, counting.limit) == (5, 20)  # left out
-    counters.put_back(saved)
-    assert (counting.calls, counting.limit) == (2, 10)
-    # without a saved value, a number goes back to its first one, but not where it is left out
-    counting.calls = 7
-    counters.put_back({}, {"model/": {"0"}})
-    assert counting.calls == 7
-    counters.put_back({})
-    assert counting.calls == 0
 
 
 # --- buffers
@@ -296,18 +239,6 @@ def test_shared_and_expanded_buffers_of_several_roots_come_back() -> None:
     assert model[2].table[4].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_module_converted_or_added_between_steps_is_remembered_anew() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    keeper = BufferKeeper([model])
-    keeper.remember()
-    model.append(nn.BatchNorm1d(2)).double()
-    keeper.remember()
-    model(torch.randn(4, 2, dtype=torch.float64))
-    keeper.restore()
-    assert model[0].running_mean.dtype == torch.float64
-    assert [layer.running_mean.tolist() for layer in model] == [[0.0, 0.0]] * 2
-
-
 # --- what hooks remember of gradients
 
 
@@ -372,23 +303,6 @@ def test_state_of_power_sgd_goes_into_fresh_objects() -> None:
 # --- an update that is undone
 
 
-def test_update_is_undone_in_the_same_tensors_and_what_it_made_is_removed() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = Adam([parameter], lr=0.1)
-    parameter.grad = torch.ones(2)
-    copy = UndoCopy(optimizer)
-    optimizer.step()
-    assert copy.restore() == ()
-    assert len(optimizer.state) == 0 and parameter.tolist() == [1.0, 1.0]
-    optimizer.step()
-    before, moment = parameter.detach().clone(), optimizer.state[parameter]["exp_avg"]
-    kept, copy = moment.clone(), UndoCopy(optimizer)
-    optimizer.step()
-    assert copy.restore() == ()
-    assert torch.equal(parameter, before)
-    assert optimizer.state[parameter]["exp_avg"] is moment and torch.equal(moment, kept)
-
-
 class Odd:
     __slots__ = ("value",)
 
@@ -404,69 +318,3 @@ def test_what_cannot_be_compared_is_named() -> None:
 
 
 # --- a step that is run again
-
-
-class Replayed(nn.Module):
-    """Dropout, batch statistics, and buffers that are expanded, created late, or written through
-    `.data`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.norm, self.drop = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)
-        self.register_buffer("positions", torch.arange(3.0).expand(4, 3))
-        self.register_buffer("late", None)
-        self.register_buffer("codebook", torch.zeros(BIG))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.late = x.detach().mean(0)
-        self.codebook.data.add_(1.0)
-        return self.drop(self.norm(self.fc(x + self.positions[0])))
-
-
-def test_step_runs_again_to_the_same_loss_and_leaves_no_trace() -> None:
-    model = Replayed()
-    keeper = BufferKeeper([model])
-    step = Step(
-        0,
-        model,
-        SGD(model.parameters(), lr=0.1),
-        {},
-        keeper,
-        lambda x: model(x).square().mean(),
-        (torch.randn(4, 3),),
-    )
-    keeper.remember()
-    step.rng.append(capture_rng())
-    assert step.loss_fn is not None
-    loss = step.loss_fn(step.micro_batches[0])
-    assert isinstance(loss, Tensor)
-    loss.backward()
-    buffers = {name: (id(b), b.clone()) for name, b in model.named_buffers()}
-    grads, randomness = [p.grad for p in model.parameters()], torch.get_rng_state()
-    assert rerun(step).losses == (loss.item(),)
-    assert reevaluate(step) == loss.item()
-    for name, buffer in model.named_buffers():
-        assert id(buffer) == buffers[name][0] and torch.equal(buffer, buffers[name][1])
-    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
-    assert torch.equal(torch.get_rng_state(), randomness)
-
-
-def test_gradients_modes_hooks_and_warnings_of_a_replay_are_its_own() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    gradient = model[0].weight.grad = torch.ones(2, 2)
-    calls: list[int] = []
-    hook = model[0].weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
-    filters, mean = list(warnings.filters), model[1].running_mean.clone()
-    step = Step(0, model, SGD(model.parameters(), lr=0.1), {}, BufferKeeper([model]))
-    with untouched(step):
-        assert model[0].weight.grad is None
-        model(torch.randn(4, 2)).sum().backward()
-        warnings.warn("again", stacklevel=1)
-        model.eval()
-    assert model[0].weight.grad is gradient and torch.equal(gradient, torch.ones(2, 2))
-    assert model.training and torch.equal(model[1].running_mean, mean)
-    assert list(warnings.filters) == filters and calls == []
-    model(torch.randn(4, 2)).sum().backward()
-    assert calls == [1]
-    hook.remove()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from benchmarks.disk.faults import Failing, Recorder
 
-from stepguard.state.files import DISK, free_memory, new_folder, write_file
+from stepguard.state.files import DISK, free_memory, write_file
 from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Cadence, Ring, Snapshot
 
@@ -180,14 +180,6 @@ def files(tmp_path: Path, **content: str) -> tuple[Path, Path]:
     return tmp_path, meminfo
 
 
-def test_without_a_container_the_machine_counts(tmp_path: Path) -> None:
-    assert free_memory(*files(tmp_path)) == 100 * 1024
-
-
-def test_no_limit_is_written_as_max(tmp_path: Path) -> None:
-    assert free_memory(*files(tmp_path, memory_max="max", memory_current="5")) == 100 * 1024
-
-
 def test_a_limit_counts_what_is_used_but_not_cached_files(tmp_path: Path) -> None:
     content = {"memory_max": "5000", "memory_current": "4000", "memory_stat": "inactive_file 300"}
     assert free_memory(*files(tmp_path, **content)) == 1300
@@ -200,14 +192,6 @@ def test_a_full_container_has_nothing_left(tmp_path: Path) -> None:
 # --- the disk: one change at a time, in one step
 
 
-def test_file_is_replaced_and_no_sibling_stays(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "er" / "file.json"
-    write_file(path, b"old")
-    write_file(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert [p.name for p in path.parent.iterdir()] == ["file.json"]
-
-
 @pytest.mark.parametrize("kind", ["create", "write", "sync", "rename"])
 def test_failing_replacement_leaves_the_old_file_and_nothing_else(
     kind: str, tmp_path: Path
@@ -216,39 +200,6 @@ def test_failing_replacement_leaves_the_old_file_and_nothing_else(
     with pytest.raises(OSError, match="No space left on device"):
         write_file(tmp_path / "file", b"new", Failing(kind, code=errno.ENOSPC))
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
-
-
-def test_content_is_synced_before_the_rename_and_the_folder_after_it(tmp_path: Path) -> None:
-    disk = Recorder()
-    write_file(tmp_path / "file", b"content", disk)
-    assert [op.kind for op in disk.operations] == [
-        "create",
-        "write",
-        "sync",
-        "rename",
-        "sync_folder",
-    ]
-
-
-def test_new_folders_are_made_durable_from_above(tmp_path: Path) -> None:
-    disk = Recorder()
-    disk.make_folders(tmp_path / "a" / "b")
-    assert [(op.kind, op.path.name) for op in disk.operations] == [
-        ("mkdir", "a"),
-        ("sync_folder", tmp_path.name),
-        ("mkdir", "b"),
-        ("sync_folder", "a"),
-    ]
-
-
-def test_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "made") as inside:
-        (inside / "file").write_text("x")
-        assert not (tmp_path / "made").exists()
-    with pytest.raises(KeyError), new_folder(tmp_path / "broken") as inside:
-        (inside / "file").write_text("x")
-        raise KeyError
-    assert [p.name for p in tmp_path.iterdir()] == ["made"]
 
 
 def test_new_file_never_goes_through_a_link_or_over_a_file(tmp_path: Path) -> None:

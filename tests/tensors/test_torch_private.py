@@ -211,20 +211,27 @@ def test_no_other_module_names_a_private_part_of_torch() -> None:
 
 def _private_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and _is_torch(node.module or ""):
+        if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if _is_torch(alias.name)]
-        elif isinstance(node, ast.Attribute) and _is_torch(ast.unparse(node)):
-            names = [ast.unparse(node)]
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [_dotted(node)]
         else:
             continue
-        yield from (name for name in names if _has_private_part(name))
+        yield from (name for name in names if _is_torch(name) and _has_private_part(name))
+
+
+def _dotted(node: ast.expr) -> str:
+    """`torch.nn.Module`; empty for what is not a dotted name, such as a call in an expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    inner = _dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{inner}.{node.attr}" if inner else ""  # type: ignore[attr-defined]
 
 
 def _is_torch(name: str) -> bool:
-    """A dotted name and nothing else: a call inside an expression is not one."""
-    return re.fullmatch(r"(torch|dist)(\.\w+)*", name) is not None
+    return name.partition(".")[0] in ("torch", "dist")
 
 
 def _has_private_part(name: str) -> bool:

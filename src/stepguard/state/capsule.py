@@ -179,10 +179,13 @@ class Capsule:
             raise CapsuleError(
                 f"{self.folder} holds no weights: it was above GuardConfig.capsule_limit."
             )
-        if "groups" not in self.facts["state"]:
-            why = self.facts["state"].get("optimizer_left_out", "it was not written")
+        state = self.facts["state"]
+        if not isinstance(state, dict):
+            raise _damaged(self.folder, TypeError("its state is not an object"))
+        if "groups" not in state:
+            why = state.get("optimizer_left_out", "it was not written")
             raise CapsuleError(f"{self.folder} holds no optimizer state: {why}")
-        return SavedState(self.tensors, self.facts["state"])
+        return SavedState(self.tensors, state)
 
     def _state(self, run: RunState) -> SavedState:
         """What goes into these objects: hyperparameters are the capsule's in any case."""

@@ -39,7 +39,6 @@ from stepguard import Guard, GuardConfig, TrainingHalted
 from stepguard.cli.app import app
 from stepguard.engine.incident.closer_look import accept, stored_trouble
 from stepguard.engine.recover.rewind import (
-    RewindPlanner,
     compare_with_best,
     good_micro_batches,
     loss_function_changed,
@@ -49,9 +48,7 @@ from stepguard.engine.recover.rewind import (
 )
 from stepguard.engine.recover.snapshots import RANDOM_NUMBERS, KeptSteps
 from stepguard.journal import read_run
-from stepguard.judge.decide import RewindPlan
 from stepguard.records import Incident, Reading
-from stepguard.state.run_state import SavedState
 from stepguard.state.snapshot import Snapshot
 
 DATA = batches(40)
@@ -488,47 +485,6 @@ def test_accepted_slot_of_one_parameter_does_not_excuse_that_of_another(guard: G
 # --- where a rewind goes
 
 
-@pytest.fixture
-def planning() -> Iterator[Guard]:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Guard(model, optimizer, config=quiet(probation=2, snapshot_every=1000)) as made:
-        yield made
-
-
-def _planner(planning: Guard) -> RewindPlanner:
-    return planning._rewinder.planner
-
-
-def _plan(planning: Guard, **how: bool) -> tuple[RewindPlan | None, str]:
-    planner = _planner(planning)
-    while True:
-        planner.chosen, why_not = planner.plan([planner.offer()], **how)
-        plan = planner.chosen
-        if plan is None or plan.target.kind == "snapshot" or planner.fetch(plan)["there"]:
-            return plan, why_not
-        planner.tried.append(plan)
-
-
-def test_checkpoint_is_read_before_it_is_counted_on(planning: Guard) -> None:
-    state = planning._rewinder.snapshots.present()
-    read: list[int] = []
-
-    class Disk:
-        def steps(self) -> list[int]:
-            return [2, 6]
-
-        def read(self, step: int) -> SavedState | None:
-            read.append(step)
-            return state if step == 2 else None
-
-    _planner(planning).archive = Disk()
-    plan, _ = _plan(planning, transient=False, visible=True)
-    assert plan is not None and (plan.target.step, plan.target.kind) == (2, "checkpoint")
-    assert read == [6, 2]
-    assert _planner(planning).take()[1].state is state
-
-
 # --- what is proven guilty of a step
 
 
@@ -543,42 +499,6 @@ def test_scale_of_the_loss_comes_back_with_the_state() -> None:
     guard, _ = run(damaged, steps, {15: nan_weight})
     assert [d[2] for d in decisions(guard)] == ["repeat"]
     assert difference(state_of(damaged), state_of(reference)) == ""
-
-
-def test_snapshot_is_good_after_its_probation_which_an_incident_begins_anew(guard: Guard) -> None:
-    snapshot, probation = _taken(guard), guard._rewinder.probation
-    standing = []
-    for step in (9, 10):
-        probation.commit(step)
-        standing.append(snapshot.standing)
-    guard._context.step = 20
-    snapshot = _taken(guard)
-    probation.incident(24, hurt=False)
-    for step in (34, 35):
-        probation.commit(step)
-        standing.append(snapshot.standing)
-    assert standing == ["young", "good"] * 2
-
-
-def test_incident_that_finds_the_weights_hurt_makes_young_snapshots_bad(guard: Guard) -> None:
-    snapshot, probation = _taken(guard), guard._rewinder.probation
-    probation.incident(4, hurt=True)
-    found = [(snapshot.standing, probation.hurt_at)]
-    probation.rewound(snapshot)
-    found.append((snapshot.standing, probation.hurt_at))
-    assert found == [("bad", 4), ("young", None)]
-
-
-def test_snapshot_with_a_nonfinite_tensor_is_sound_only_where_that_is_accepted(
-    guard: Guard,
-) -> None:
-    probation = guard._rewinder.probation
-    with torch.no_grad():
-        next(iter(guard._context.model.parameters()))[0, 0] = math.nan
-    assert not probation.sound(_taken(guard))
-    guard._context.meant.names.add("param:0.weight")
-    assert probation.sound(_taken(guard))
-    assert probation.meant_nonfinite({"model/0.weight", "model/10.weight"}) == {"model/0.weight"}
 
 
 def test_earlier_steps_on_earlier_weights_tell_hurt_weights_from_a_changed_loss() -> None:

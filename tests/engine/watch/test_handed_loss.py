@@ -4,6 +4,7 @@ first bad step is located as that of `guard.step`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from zoo.score import place_right
 
 import stepguard
 from engine.parts import each
-from scenes import NAN, grouped, quiet
+from scenes import NAN, QUIET, batches, grouped, plain_net, quiet
 from stepguard import ConfigError, Guard, Incident, Policy
 from stepguard.records.codec import dumps, to_plain
 
@@ -273,7 +274,7 @@ def test_told_micro_batches_give_the_incident_of_guard_step(fault: str, fused: b
 def test_trouble_names_what_must_not_be_saved() -> None:
     training = Training()
     with stepguard.watch(training.net, training.optimizer, config=LOCATED) as guard:
-        assert guard.port.trouble() == () and guard.port.finite()
+        assert guard.port.trouble() == () and guard.port.finite() and guard.port.good
         with torch.no_grad():
             training.net.outer.weight[0, 0] = torch.nan
             training.net.norm.running_var[1] = torch.nan
@@ -293,3 +294,42 @@ def test_start_at_numbers_the_steps_of_a_run_that_goes_on() -> None:
             training.loss_fn(batch).backward()
             training.optimizer.step()
         assert [incident.step for incident in guard.incidents] == [41]
+
+
+# --- `watch` takes what Guard takes; frameworks use `guard.port`
+
+
+def test_watch_takes_the_arguments_of_guard_by_name() -> None:
+    guard = inspect.signature(stepguard.Guard.__init__).parameters
+    watched = inspect.signature(stepguard.watch).parameters
+    assert list(guard)[1:] == list(watched)
+    assert all(p.kind is not p.VAR_KEYWORD for p in watched.values())
+
+
+def test_the_loop_keeps_its_schedule_and_is_clipped_only_where_that_is_asked_for() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with stepguard.watch(model, optimizer, scheduler=schedule, config=quiet()) as guard:
+        assert not guard._context.declared.advances
+        hooks = len(optimizer._optimizer_step_pre_hooks)
+    with stepguard.watch(model, optimizer, config=quiet(clip_norm=1.0)):
+        assert len(optimizer._optimizer_step_pre_hooks) == hooks + 1
+
+
+MOVED = ("micro", "dropped", "start_at", "settle", "finite", "trouble", "good", "say")
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_members_for_frameworks_are_on_the_port(name: str) -> None:
+    model = plain_net()
+    with Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=QUIET) as guard:
+        assert not hasattr(guard, name)
+        assert hasattr(guard.port, name)
+
+
+def test_micro_is_for_watched_loops_only() -> None:
+    model = plain_net()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=QUIET)
+    with guard, pytest.raises(ConfigError, match=r"stepguard\.watch"):
+        guard.port.micro(lambda batch: batch, batches(1)[0])
