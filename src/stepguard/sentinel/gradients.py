@@ -581,7 +581,8 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     if found and plain_types and not found[0].is_meta and found[0].dtype in ORDINARY:
         try:
             if sum(map(Tensor.numel, found)) <= JOINED and len(set(map(DTYPE, found))) == 1:
-                return flatten(found).max().float()
+                joined: Tensor = flatten(found)
+                return joined.max().float()
             return torch.stack(foreach_max(found)).float().max()
         except RuntimeError:
             pass  # an empty or a sparse one, or several devices

@@ -361,7 +361,7 @@ def expression(root: Tensor, outputs: Collection[int]) -> Expression:
         name = node.name()
         kept = _KEPT.get(name)
         if kept is None:
-            kept = _KEPT[name] = _kept_by(node) if name in READERS else ()
+            kept = _KEPT[name] = _kept_by(node, name)
         if name in SELF_UNREAD and sources[0] not in outputs:
             kept = tuple(pair for pair in kept if pair[0] != "self")
         values, writes = _saved_values(node, kept)
@@ -389,8 +389,8 @@ def _saved_values(node: Any, kept: tuple[tuple[str, str], ...]) -> tuple[dict[st
     return values, writes
 
 
-def _kept_by(node: Any) -> tuple[tuple[str, str], ...]:
-    listed = dir(node)
+def _kept_by(node: Any, kind: str) -> tuple[tuple[str, str], ...]:
+    listed = dir(node) if kind in READERS else ()
     found = []
     for name in listed:
         argument = name.removeprefix("_saved_")
