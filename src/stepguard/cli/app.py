@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
 from stepguard.cli._results import echo
-from stepguard.cli.agents import mcp, skill
+from stepguard.cli.agents import mcp, schema, skill
 from stepguard.cli.check import check, selftest
 from stepguard.cli.checkpoints import doctor, quarantine, verify
 from stepguard.cli.run import diff, fix, replay, run, whatif
@@ -41,6 +41,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     selftest,
     mcp,
     skill,
+    schema,
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""
 

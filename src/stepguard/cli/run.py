@@ -331,33 +331,29 @@ def fix(
     the function given by --build. For a capsule that was made elsewhere, the command it names is
     printed and confirmed first.
     """
+    from stepguard.cli.schemas import Fixed, Tried
     from stepguard.run.replay import fix as find_fix
 
     refuse_no_function(build=build)
     # What the script prints must not mix with the diff or the JSON on stdout.
     with redirect_stdout(sys.stderr):
         found = find_fix(path, build=build, script=script, confirm=_confirm_code(yes))
-    diff = found.diff
-    written: list[str] = []
-    if apply:
-        written = list(map(str, found.apply()))
-    incident = found.incident
-    after = found.remedy.loss
+    written = tuple(map(str, found.apply())) if apply else ()
+    incident, tried, after = found.incident, found.remedy.tried, found.remedy.loss
     if as_json:
-        facts = {
-            "step": incident.step,
-            "code": found.code,
-            "source": incident.origin.source if incident.origin is not None else None,
-            "title": found.remedy.title,
-            "before": {"summary": incident.verdict.summary, "loss": incident.reading.loss},
-            "after": {"summary": found.remedy.tried, "loss": after},
-            "diff": diff,
-            "applied": written,
-        }
+        facts = Fixed(
+            step=incident.step,
+            code=found.code,
+            source=incident.origin.source if incident.origin is not None else None,
+            title=found.remedy.title,
+            before=Tried(summary=incident.verdict.summary, loss=incident.reading.loss),
+            after=Tried(summary=tried, loss=after),
+            diff=found.diff,
+            applied=written,
+        )
         echo_json(facts)
         return
-    echo(diff, nl=False)
-    tried = found.remedy.tried
+    echo(found.diff, nl=False)
     if after is not None:
         tried += f" (loss {after:.4g})"
     echo(f"stepguard: {found.code}: {found.remedy.title}", err=True)
