@@ -167,8 +167,8 @@ CODES = {
 }
 
 
-def train(folder: Path, name: str, run: str) -> None:
-    done = python(folder, f"{name}.py", RUN_DIR=run)
+def train(folder: Path, name: str, run: str, **variables: str) -> None:
+    done = python(folder, f"{name}.py", RUN_DIR=run, **variables)
     assert done.returncode == 0, done.stderr
 
 
@@ -334,12 +334,13 @@ def test_bug_of_a_library_outside_of_the_project_is_not_written(
     """Neither is a file that the run folder names: the replay finds the line anew."""
     library = "import torch\n\n\ndef root(x):\n    return torch.sqrt(x)\n"
     write(project / "elsewhere", library, "theirs.py")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((SOURCE, str(project / "elsewhere"))))
+    paths = os.pathsep.join((SOURCE, str(project / "elsewhere")))
+    monkeypatch.setenv("PYTHONPATH", paths)
     training = (HEAD + BUGS["metric"] + TAIL).replace("torch.sqrt(", "theirs.root(")
     work = project / "work"
     write(work, training.replace("import os\n", "import os\nimport theirs\n"), "metric.py")
     write(work, library, "bystander.py")
-    train(work, "metric", "runs/metric")
+    train(work, "metric", "runs/metric", PYTHONPATH=paths)
     monkeypatch.chdir(work)
     (record,) = (work / "runs").rglob("incident.json")
     text = record.read_text().replace("theirs.py", "bystander.py")

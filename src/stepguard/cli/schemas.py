@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -262,6 +263,7 @@ class _Documented(GenerateJsonSchema):
         return made
 
 
+@cache
 def schema_of(answer: Any) -> dict[str, Any]:
     """The JSON schema of a record as the codec writes it."""
     made = TypeAdapter(answer).json_schema(mode="serialization", schema_generator=_Documented)

@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from stepguard._errors import CapsuleError
 from stepguard.locate.operands import UNINITIALISED, describe, plain, storage_key
 from stepguard.locate.source import ModuleSpans, backward_caller, spell, user_line
 from stepguard.state.batch import Step, named_tensors, total_loss
@@ -33,6 +34,8 @@ from stepguard.tensors.values import dtype_and_shape
 
 
 SCHEMA = 1
+OWN = "digest"
+"""What our logs keep of a result; torch's DebugMode keeps a norm, or a hash of another kind."""
 ELEMENTS = 64
 """Elements of a tensor that are kept, evenly spaced: enough to measure a difference by."""
 HIDDEN = 1e-16
@@ -113,6 +116,8 @@ class OperationLog:
     gradients: dict[str, Sketch] = field(default_factory=dict)
     updated: dict[str, Sketch] = field(default_factory=dict)
     """Parameters after the optimizer's step; only where an optimizer setting is compared."""
+    hashes: str = OWN
+    """What the digests are: those of another kind cannot be compared with them."""
 
 
 def sketch(tensor: Tensor) -> Sketch:
@@ -303,6 +308,8 @@ class StepDifference:
     """Parameters whose gradient differs, and by how much, the most first."""
     gradients_compared: int
     updated: dict[str, float]
+    hashes: str = OWN
+    """What of each result was compared."""
 
     @property
     def same(self) -> bool:
@@ -315,12 +322,20 @@ class StepDifference:
 
 
 def compare(one: OperationLog, other: OperationLog) -> StepDifference:
-    """Compare two logs in the order in which the first one ran."""
+    """Compare two logs in the order in which the first one ran. Raises CapsuleError."""
+    if one.hashes != other.hashes:
+        raise CapsuleError(
+            f"{one.what} has the {one.hashes} of each result, {other.what} the {other.hashes}: "
+            "record both in the same way."
+        )
     paired, alone, other_alone = _twins(one, other)
     first = None
     growth: list[DifferingOperation] = []
     reached = 0.0
+    read_before: set[str] = set()
     for operation, twin in paired:
+        if first is None:
+            read_before.update(operand.stored for operand in operation.operands)
         apart = _apart(operation, twin)
         if apart and first is None:
             first = _place(operation, twin, apart)
@@ -333,18 +348,23 @@ def compare(one: OperationLog, other: OperationLog) -> StepDifference:
     first_only = [
         line_of(_place(few[0], few[0], 0.0)) if few else "" for few in (alone, other_alone)
     ]
+    stored = _beside(one.stored, other.stored)
+    if one.hashes != OWN:
+        # elsewhere a tensor that autograd has saved comes back as if it were a new one
+        stored = {name: apart for name, apart in stored.items() if name in read_before}
     return StepDifference(
         runs=[one.what, other.what],
         compared=len(paired),
         only=[len(alone), len(other_alone)],
         first_only=first_only,
-        stored=_beside(one.stored, other.stored),
+        stored=stored,
         first=first,
         growth=growth,
         losses=[_sum(one.losses), _sum(other.losses)],
         gradients=_beside(one.gradients, other.gradients),
         gradients_compared=len(one.gradients.keys() & other.gradients.keys()),
         updated=_beside(one.updated, other.updated),
+        hashes=one.hashes,
     )
 
 
@@ -427,7 +447,7 @@ def _differing(found: Mapping[str, float]) -> dict[str, float]:
 
 def _sum(losses: list[float | None]) -> float | None:
     known = [loss for loss in losses if loss is not None]
-    return math.fsum(known) if len(known) == len(losses) else None
+    return math.fsum(known) if known and len(known) == len(losses) else None
 
 
 def spelled_number(value: float | None) -> str:
@@ -435,11 +455,14 @@ def spelled_number(value: float | None) -> str:
 
 
 def line_of(place: DifferingOperation) -> str:
-    where = f"in {place.module}" if place.module else "outside every module"
+    where = f"in {place.module}" if place.module else ""
     if place.module == "":
         where = "in the model itself"
-    source = f" at {place.source}" if place.source else ""
+    source = f"at {place.source}" if place.source else ""
     if place.other_source:
         source += f" (B: {place.other_source})"
-    apart = f", by {spelled_number(place.difference)}" if place.difference else ""
-    return f"{place.stage} {place.op} {where}{source}{apart}"
+    said = " ".join(filter(None, (place.stage, place.op, where, source)))
+    if not place.difference:
+        return said
+    apart = spelled_number(place.difference)
+    return f"{said}, by {apart if place.difference > HIDDEN else 'an amount that no hash shows'}"

@@ -3,18 +3,21 @@
 A step is taken from a capsule, run once, and every operation of its forward and backward pass is
 kept as a sketch: a digest, a norm and a few of its elements. Two such logs are compared in order.
 They may come from two capsules (two runs, two ranks), from one capsule under two settings (dtype,
-compiled or not, threads), or from a file that another version of the program has written.
+compiled or not, threads), from a file that another version of the program has written, or from
+files that torch's DebugMode has written.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -23,13 +26,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stepguard._errors import CapsuleError
 from stepguard.locate.operation_log import (
     SCHEMA,
+    LoggedOperand,
+    LoggedOperation,
     OperationLog,
+    Sketch,
     StepDifference,
     line_of,
     record_passes,
     sketch,
     spelled_number,
 )
+from stepguard.locate.source import Line, spell
 from stepguard.run.replay import CapsuleReplay, Confirm, newest_capsule, with_step
 from stepguard.state.batch import Step, rebuild, samples_in, subset
 from stepguard.state.files import write_file
@@ -224,20 +231,149 @@ def write_log(log: OperationLog, path: Path) -> None:
 
 
 def read_log(path: Path) -> OperationLog:
-    """Read a log that was saved. Raises CapsuleError."""
+    """Read a log that was saved, here or by torch's DebugMode. Raises CapsuleError."""
     try:
         if path.stat().st_size > LARGEST_LOG:
             raise CapsuleError(f"{path} is larger than {LARGEST_LOG >> 20} MiB: not a log.")
-        log = TypeAdapter(OperationLog).validate_json(path.read_bytes())
+        saved = path.read_bytes()
+        log = TypeAdapter(OperationLog | DebugModeFile).validate_json(saved)
     except (OSError, ValidationError) as fault:
         what = fault.strerror if isinstance(fault, OSError) else "it is not one"
         raise CapsuleError(f"{path} cannot be read as a log of operations: {what}.") from None
+    if isinstance(log, DebugModeFile):
+        return _of_debug_mode(str(path), log)
     makers = [
         one.maker for made in log.operations for one in made.operands if one.maker is not None
     ]
     if log.schema != SCHEMA or any(not 0 <= one < len(log.operations) for one in makers):
         raise CapsuleError(f"{path} has schema {log.schema}, this version reads {SCHEMA}.")
     return log
+
+
+# --- Logs that torch's DebugMode has saved (torch 2.15: `DebugMode.save_logs`).
+
+
+TORCHS = "torch.utils._debug_mode.DebugMode.logs"
+TENSOR = re.compile(r"t(\$\d{1,12})?: (\w{1,20})(\[[^\[\]]{0,200}\])")
+"""How DebugMode writes a tensor: `t$3: f32[8, 4]`, with its number where it records ids."""
+FRAME = re.compile(r'File "([^"\n]+)", line (\d{1,9})')
+LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
+
+
+@dataclass(slots=True)
+class Tagged:
+    """A value as DebugMode writes it, or a container of such values."""
+
+    type: Literal["scalar", "nonfinite_float", "tuple", "list", "dict"]
+    value: bool | int | float | str | None = None
+    items: list[Tagged] | list[tuple[str, Tagged]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class DebugCall:
+    """One call of the log: an operation, a kernel, or the beginning of a module."""
+
+    type: str
+    call_depth: int
+    log: Tagged | None = None
+    output_str: str | None = None
+    stack_trace: str | None = None
+    fwd_stack_trace: str | None = None
+    op_name: str = ""
+    args_str: str = ""
+    kwargs_str: str = ""
+    kernel_name: str = ""
+    post_hashes: Tagged | None = None
+    tag: str = ""
+    header: str = ""
+
+
+@dataclass(slots=True)
+class DebugModeFile:
+    """What `DebugMode.save_logs` writes."""
+
+    format: str
+    version: int
+    logs: list[DebugCall]
+
+
+def _of_debug_mode(path: str, saved: DebugModeFile) -> OperationLog:
+    """The operations with their hashes; what they were made from, where ids were recorded."""
+    if saved.format != TORCHS or saved.version != 1:
+        raise CapsuleError(f"{path} has version {saved.version} of {saved.format}, not 1.")
+    log = OperationLog(f"{path} (DebugMode)")
+    kinds: set[str] = set()
+    modules: list[tuple[int, str]] = []
+    makers: dict[str, int] = {}
+    for call in saved.logs:
+        while modules and modules[-1][0] >= call.call_depth:
+            modules.pop()
+        if call.type == "annotate" and call.header.startswith("nn.Mod"):
+            modules.append((call.call_depth, call.tag))
+        if call.type not in ("op", "triton_kernel"):
+            continue
+        hashes = dict(one for one in (call.log or NOTHING).items if isinstance(one, tuple))
+        result = _leaves(hashes.get("hash", call.post_hashes))
+        for leaf in result:
+            finite = leaf.type == "scalar"
+            kinds.add(HASHES.get(type(leaf.value), "custom hash") if finite else "norm")
+        made = TENSOR.findall(call.output_str or "")
+        taken = TENSOR.findall(call.args_str + call.kwargs_str)
+        before = _leaves(hashes.get("input_hash"))
+        operands = []
+        for place, (number, dtype, shape) in enumerate(taken):
+            name, stored = f"input {place}", f"tensor {number} {dtype}{shape}"
+            if number in makers:
+                operands.append(LoggedOperand(name, makers[number]))
+            elif number and len(before) == len(taken):
+                log.stored.setdefault(stored, _sketch(f"{dtype} {shape}", before[place]))
+                operands.append(LoggedOperand(name, None, stored))
+        # several hashes of each result may be recorded
+        each = len(result) // len(made) if made and len(result) % len(made) == 0 else 0
+        kinds_of = [
+            " ".join(made[place // each][1:]) if each else "" for place in range(len(result))
+        ]
+        trace = call.fwd_stack_trace or call.stack_trace or ""
+        backward = call.fwd_stack_trace not in (None, call.stack_trace)
+        operation = LoggedOperation(
+            op=call.op_name.replace("::", ".") or f"triton {call.kernel_name}",
+            stage="backward" if backward else "",
+            module=modules[-1][1] if modules else None,
+            source=_users_line(trace),
+            operands=operands,
+            outputs=list(map(_sketch, kinds_of, result)),
+        )
+        makers.update((number, len(log.operations)) for number, *_ in made if number)
+        log.operations.append(operation)
+    log.hashes = " and ".join(sorted(kinds))
+    if not kinds:
+        raise CapsuleError(f"{path} has no hashes: record it with DebugMode.log_tensor_hashes().")
+    return log
+
+
+NOTHING = Tagged("dict")
+HASHES = {float: "norm", int: "hash_tensor"}
+
+
+def _leaves(tree: Tagged | None) -> list[Tagged]:
+    """The scalars of a value in order, without None."""
+    if tree is None:
+        return []
+    if tree.type in ("scalar", "nonfinite_float"):
+        return [tree] if tree.value is not None else []
+    members = (one[1] if isinstance(one, tuple) else one for one in tree.items)
+    return [leaf for member in members for leaf in _leaves(member)]
+
+
+def _sketch(what: str, leaf: Tagged) -> Sketch:
+    norm = leaf.value if isinstance(leaf.value, float) and math.isfinite(leaf.value) else None
+    return Sketch(what, str(leaf.value), norm, [])
+
+
+def _users_line(trace: str) -> str | None:
+    """The innermost line of a printed stack that is not in an installed package."""
+    frames = [one for one in FRAME.findall(trace) if not any(part in one[0] for part in LIBRARIES)]
+    return spell(Line(frames[-1][0], int(frames[-1][1]))) if frames else None
 
 
 # --- Two logs beside each other, in words.
@@ -251,17 +387,23 @@ def spelled(found: StepDifference) -> Iterator[str]:
     yield f"A: {found.runs[0]}"
     yield f"B: {found.runs[1]}"
     losses = [spelled_number(loss) for loss in found.losses]
+    # a log of DebugMode has operations only
+    whole = bool(found.gradients_compared) or found.losses != [None, None]
     if found.same:
-        yield (
-            f"no difference: {found.compared} operations, loss {losses[0]} and "
-            f"{found.gradients_compared} gradients are bit-identical"
-        )
+        same = f"the results of {found.compared} operations have equal hashes ({found.hashes})"
+        if whole:
+            same = (
+                f"{found.compared} operations, loss {losses[0]} and {found.gradients_compared} "
+                "gradients are bit-identical"
+            )
+        yield f"no difference: {same}"
         return
     if found.stored:
         yield f"before the step  {_listed(found.stored)}"
     yield from _of_operations(found)
-    yield f"loss             {losses[0]} in A, {losses[1]} in B"
-    yield f"gradients        {_listed(found.gradients) or 'equal'}"
+    if whole:
+        yield f"loss             {losses[0]} in A, {losses[1]} in B"
+        yield f"gradients        {_listed(found.gradients) or 'equal'}"
     if found.updated:
         yield f"after the update {_listed(found.updated)}"
 
