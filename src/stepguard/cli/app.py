@@ -84,6 +84,7 @@ app = typer.Typer(
     "4 a checkpoint is corrupt, 5 a preflight check failed.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -266,7 +266,7 @@ def doctor(
     ] = None,
     watch: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Show values of this name, such as '*gate*'."),
+        typer.Option(metavar="PATTERN", help="Show values of this name, such as `*gate*`."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -369,10 +369,16 @@ def fix(
 
 
 def diff(
-    one: CapsuleArgument,
+    one: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_CAPSULE",
+            help="A run directory, for its newest capsule; the folder of one incident; or a log "
+            "written by --save or by torch's DebugMode.save_logs.",
+        ),
+    ],
     other: Annotated[
-        str | None,
-        typer.Argument(metavar="OTHER", help="Another run or capsule, or a log written by --save."),
+        str | None, typer.Argument(metavar="OTHER", help="What to compare it with: as above.")
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -396,9 +402,10 @@ def diff(
 ) -> None:
     """Find the first operation whose values differ between two runs of a step. Exit code 1 if any.
 
-    Two capsules (runs, ranks), one capsule under another setting, or a log of another version of
-    your code. This runs your training script, or the function given by --build. For a capsule that
-    was made elsewhere, the command it names is printed and confirmed first.
+    Two capsules (runs, ranks), one capsule under another setting, or logs of two versions of your
+    code or of torch's DebugMode. For a capsule this runs your training script, or the function
+    given by --build. For one that was made elsewhere, the command it names is printed and
+    confirmed first.
     """
     from stepguard.locate.operation_log import compare
     from stepguard.run import difference

@@ -329,6 +329,7 @@ def compare(one: OperationLog, other: OperationLog) -> StepDifference:
             "record both in the same way."
         )
     paired, alone, other_alone = _twins(one, other)
+    twin_of = {id(operation): twin for operation, twin in paired}
     first = None
     growth: list[DifferingOperation] = []
     reached = 0.0
@@ -339,7 +340,7 @@ def compare(one: OperationLog, other: OperationLog) -> StepDifference:
         apart = _apart(operation, twin)
         if apart and first is None:
             first = _place(operation, twin, apart)
-            operands = list(_operands(operation, twin, one, other))
+            operands = list(_operands(operation, twin, one, other, twin_of))
             first.operands = [words for words, _ in operands]
             first.same_operands = all(same for _, same in operands)
         if apart >= next((limit for limit in GROWTH if limit > reached), math.inf):
@@ -418,12 +419,22 @@ def _place(one: LoggedOperation, other: LoggedOperation, apart: float) -> Differ
 
 
 def _operands(
-    one: LoggedOperation, other: LoggedOperation, log: OperationLog, other_log: OperationLog
+    one: LoggedOperation,
+    other: LoggedOperation,
+    log: OperationLog,
+    other_log: OperationLog,
+    twin_of: Mapping[int, LoggedOperation],
 ) -> Iterator[tuple[str, bool]]:
     """Each operand in words, and whether it was the same in both runs."""
     for a, b in zip(one.operands, other.operands, strict=False):
         if a.maker is not None and b.maker is not None:
-            yield f"{a.name}: made by {log.operations[a.maker].op}, the same in both", True
+            maker, others = log.operations[a.maker], other_log.operations[b.maker]
+            same = twin_of.get(id(maker)) is others
+            where, elsewhere = (
+                f"{m.op} at {m.source}" if m.source else m.op for m in (maker, others)
+            )
+            said = "the same in both" if same else f"in B by {elsewhere}"
+            yield f"{a.name}: made by {where}, {said}", same
             continue
         if not a.stored and not b.stored:
             continue  # memory that this operation is the first to write
@@ -432,7 +443,7 @@ def _operands(
             yield f"{a.name}: of different origin in the two runs", False
             continue
         apart = mine.beside(theirs)
-        said = "the same in both" if not apart else f"differs by {spelled_number(apart)}"
+        said = spelled_difference(apart) if apart else "the same in both"
         yield f"{a.name}: {a.stored}, {said}", not apart
 
 
@@ -462,7 +473,10 @@ def line_of(place: DifferingOperation) -> str:
     if place.other_source:
         source += f" (B: {place.other_source})"
     said = " ".join(filter(None, (place.stage, place.op, where, source)))
-    if not place.difference:
-        return said
-    apart = spelled_number(place.difference)
-    return f"{said}, by {apart if place.difference > HIDDEN else 'an amount that no hash shows'}"
+    return f"{said}, {spelled_difference(place.difference)}" if place.difference else said
+
+
+def spelled_difference(apart: float) -> str:
+    if not math.isfinite(apart):
+        return "finite in one run only"
+    return f"differs by {spelled_number(apart)}" if apart > HIDDEN else "differs"

@@ -34,6 +34,7 @@ from stepguard.locate.operation_log import (
     line_of,
     record_passes,
     sketch,
+    spelled_difference,
     spelled_number,
 )
 from stepguard.locate.source import Line, spell
@@ -247,6 +248,7 @@ def read_log(path: Path) -> OperationLog:
     ]
     if log.schema != SCHEMA or any(not 0 <= one < len(log.operations) for one in makers):
         raise CapsuleError(f"{path} has schema {log.schema}, this version reads {SCHEMA}.")
+    log.what = f"{path} ({log.what})"
     return log
 
 
@@ -412,7 +414,9 @@ def _of_operations(found: StepDifference) -> Iterator[str]:
     if not found.compared:
         yield "operations       not compared: the runs have none in common"
         return
-    if found.first is not None:
+    if found.first is None:
+        yield f"operations       {found.compared} are equal in both"
+    else:
         yield f"first difference {line_of(found.first)}"
         for name, output in zip("AB", found.first.outputs, strict=False):
             yield f"                 {name}: {output}"
@@ -420,7 +424,7 @@ def _of_operations(found: StepDifference) -> Iterator[str]:
             yield f"                 operand {operand}"
         for place in found.growth:
             if place.difference > found.first.difference:
-                yield f"grows            {line_of(place)}"
+                yield f"grows            {line_of(place)} (A: {place.outputs[0]})"
     for name, count, where in zip("AB", found.only, found.first_only, strict=True):
         if count:
             more = f", and {count - 1} more" if count > 1 else ""
@@ -429,7 +433,7 @@ def _of_operations(found: StepDifference) -> Iterator[str]:
 
 def _listed(found: Mapping[str, float]) -> str:
     shown = [
-        f"{name} by {spelled_number(apart)}" for name, apart in list(found.items())[:MOST_NAMES]
+        f"{name} {spelled_difference(apart)}" for name, apart in list(found.items())[:MOST_NAMES]
     ]
     more = len(found) - len(shown)
     return "; ".join(shown) + (f"; {more} more" if more else "")
