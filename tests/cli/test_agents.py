@@ -15,9 +15,13 @@ from jsonschema import Draft202012Validator
 from mcp import Client
 from typer.testing import CliRunner
 
-from cli.scripts import SOURCE, line_of, python, write
+from cli.journals import invoke
+from cli.scripts import SOURCE, line_of, python, stepguard_in, write
 from stepguard.cli.agents import AgentTools, agent_server
 from stepguard.cli.app import COMMANDS, app
+from stepguard.cli.schemas import COMMANDS as PRINTED
+from stepguard.cli.schemas import TOOLS as SCHEMAS
+from stepguard.cli.schemas import schema_of
 from stepguard.journal import Journal
 from stepguard.records import Reading
 
@@ -201,12 +205,12 @@ class Agent:
             async with Client(self.server) as client:
                 return await client.call_tool(tool, arguments)
 
-        # the client compares the answer with the schema of the tool
         answer = asyncio.run(call())
         if answer.is_error:
             return {"error": answer.content[0].text}
         found: dict[str, Any] = answer.structured_content
         json.dumps(found, allow_nan=False)
+        Draft202012Validator(schema_of(SCHEMAS[tool])).validate(found)
         return found
 
     def tools(self) -> dict[str, Any]:
@@ -231,6 +235,7 @@ def test_client_drives_every_tool(project: Path) -> None:
         assert all("description" in one for one in tool.input_schema["properties"].values())
         assert tool.annotations.read_only_hint is True
         Draft202012Validator.check_schema(tool.output_schema)
+        assert tool.output_schema == {"type": "object", **schema_of(SCHEMAS[tool.name])}
 
     (row,) = agent("runs")["runs"]
     assert (row["run"], row["path"], row["incidents"]) == ("pooling", str(run), 1)
@@ -264,6 +269,67 @@ def test_client_drives_every_tool(project: Path) -> None:
     assert (project / "pooling.py").read_text() == before
     checked = agent("check")
     assert isinstance(checked["ok"], bool)
+
+    # what the commands print
+    for words, holds in {
+        ("report", "runs"): {"runs": [{"run": "pooling", "incidents": 1}]},
+        ("report", str(run)): {"state": "closed", "incidents": 1},
+        ("compare", str(run), str(run)): {"settings": {}},
+        ("explain", "SG102"): {"code": "SG102"},
+        ("replay", str(run), "--build", "pooling:build"): {"step": 5},
+        ("fix", str(run), "--build", "pooling:build"): {"code": "SG102", "applied": []},
+        ("verify", str(run / "checkpoints")): {"ok": True},
+        ("check", "pooling:build", "--only", "precision"): {"target": "pooling:build"},
+        ("diff", str(run), "--with", "dtype=float64", "--yes"): {"first": {"stage": "forward"}},
+    }.items():
+        done = stepguard_in(project, *words, "--json")
+        printed = json.loads(done.stdout)
+        Draft202012Validator(published(words[0])).validate(printed)
+        assert within(holds, printed), done.stdout
+
+
+def published(command: str) -> dict[str, Any]:
+    """The schema that `stepguard schema COMMAND` prints."""
+    found: dict[str, Any] = json.loads(invoke("schema", command).stdout)
+    Draft202012Validator.check_schema(found)
+    return found
+
+
+def within(few: Any, whole: Any) -> bool:
+    """Do these values stand in the answer?"""
+    if isinstance(few, dict):
+        return all(name in whole and within(few[name], whole[name]) for name in few)
+    if isinstance(few, list):
+        return len(few) == len(whole) and all(map(within, few, whole))
+    return bool(few == whole)
+
+
+@pytest.mark.parametrize("command", [*PRINTED, "diff"])
+def test_schema_describes_every_record(command: str) -> None:
+    found = published(command)
+    records = [one for name, one in found["$defs"].items() if name != "Number"]
+    assert all(one["description"] for one in records)
+
+
+def test_schema_refuses_what_the_report_never_prints(tmp_path: Path) -> None:
+    """NaN is null beside its kind, and a count is no text."""
+    validator = Draft202012Validator(published("report"))
+    run = tmp_path / "run"
+    journal = Journal(run)
+    journal.write("run", {"stepguard": "0"})
+    journal.step(Reading(step=0, loss=float("nan"), lr=(0.1,)), committed=True)
+    journal.close()
+    printed = json.loads(invoke("report", str(run), "--json").stdout)
+    validator.validate(printed)
+    assert not validator.is_valid(printed | {"steps": "1"})
+    assert not validator.is_valid(printed | {"state": "unknown"})
+    assert not validator.is_valid({key: printed[key] for key in printed if key != "groups"})
+
+
+def test_schema_of_an_unknown_command_names_those_there_are() -> None:
+    assert invoke("schema").stdout.split() == [*PRINTED, "diff"]
+    done = invoke("schema", "train")
+    assert done.exit_code == 2 and "report, compare" in done.stderr
 
 
 def bug_line(project: Path, bug: str) -> int:

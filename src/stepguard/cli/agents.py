@@ -210,7 +210,7 @@ class AgentTools:
 
     def runs(self) -> dict[str, Any]:
         """List the runs in the folders of this server: state, steps, loss, incidents."""
-        from stepguard.cli.schemas import RunRow, Runs, run_row
+        from stepguard.cli.schemas import RunList, RunRow, run_row
         from stepguard.journal import runs_below
 
         rows = []
@@ -220,7 +220,7 @@ class AgentTools:
                     rows.append(run_row(name, str(path), open_story(self._inside(str(path)))))
                 except (ConfigError, JournalError) as error:
                     rows.append(RunRow(run=name, path=str(path), error=str(error)))
-        return _cleaned(to_plain(Runs(runs=tuple(rows))))
+        return _cleaned(to_plain(RunList(runs=tuple(rows))))
 
     def incidents(
         self,

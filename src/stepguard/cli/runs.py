@@ -111,7 +111,7 @@ def report(
 
 
 def _list_runs(folder: Path, *, as_json: bool) -> None:
-    from stepguard.cli.schemas import Runs, run_row
+    from stepguard.cli.schemas import RunList, run_row
     from stepguard.journal import runs_below
     from stepguard.report.page import overview
     from stepguard.report.phrases import moment
@@ -122,7 +122,7 @@ def _list_runs(folder: Path, *, as_json: bool) -> None:
         raise JournalError(f"{folder} holds no run; {GIVE}.")
     if as_json:
         rows = tuple(run_row(name, str(path), story) for name, (path, story) in stories.items())
-        echo_json(Runs(runs=rows))
+        echo_json(RunList(runs=rows))
         return
     lines = []
     for name, (_, story) in stories.items():

@@ -57,7 +57,7 @@ def run_row(name: str, path: str, story: Story) -> RunRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Runs:
+class RunList:
     """Every run below the folders."""
 
     runs: tuple[RunRow, ...]
@@ -116,7 +116,7 @@ class Incidents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class RecordedIncident:
     """What was recorded about one incident."""
 
     path: str
@@ -152,7 +152,7 @@ class Explained:
     fixed: str
     """The lines of the safest remedy that is code."""
     remedies: tuple[Remedy, ...]
-    """Those first that change least."""
+    """Remedies, the safest first."""
     see: tuple[str, ...]
     """Public threads and documentation pages."""
 
@@ -212,9 +212,9 @@ class Fixed:
 
 
 TOOLS: dict[str, Any] = {
-    "runs": Runs,
+    "runs": RunList,
     "incidents": Incidents,
-    "evidence": Measured,
+    "evidence": RecordedIncident,
     "explain": Explained | Codes,
     "verify": Verification,
     "replay": Replayed,
@@ -223,7 +223,7 @@ TOOLS: dict[str, Any] = {
     "fix": Fixed,
 }
 COMMANDS: dict[str, Any] = {
-    "report": RunSummary | Runs,
+    "report": RunSummary | RunList,
     "compare": RunComparison,
     "explain": Explained | list[Explained],
     "replay": Incident,

@@ -249,7 +249,7 @@ def record_passes(log: OperationLog, step: Step, parts: Iterable[Part]) -> bool:
 
 
 def _run_model(step: Step, batch: Any) -> None:
-    """Of a watched step only the model's part is known, and the gradients its outputs received."""
+    """A watched step is known from the model's inputs to the gradients of its outputs."""
     assert step.model_fn is not None
     outputs, gradients = step.model_fn(batch)
     pairs = [one for one in zip(outputs, gradients, strict=True) if one[1] is not None]
@@ -443,7 +443,7 @@ def _operands(
             yield f"{a.name}: of different origin in the two runs", False
             continue
         apart = mine.beside(theirs)
-        said = spelled_difference(apart) if apart else "the same in both"
+        said = f"differs ({spelled_difference(apart)})" if apart else "the same in both"
         yield f"{a.name}: {a.stored}, {said}", not apart
 
 
@@ -479,4 +479,4 @@ def line_of(place: DifferingOperation) -> str:
 def spelled_difference(apart: float) -> str:
     if not math.isfinite(apart):
         return "finite in one run only"
-    return f"differs by {spelled_number(apart)}" if apart > HIDDEN else "differs"
+    return f"by {spelled_number(apart) if apart > HIDDEN else 'an unknown amount'}"
