@@ -197,7 +197,7 @@ def test_logs_of_debug_mode_are_compared(tmp_path: Path) -> None:
     assert code == 1, said
     assert "first difference aten.mul.Tensor in Net at train.py:16, by" in said
     assert "A: f32 [5, 8], norm 19.45" in said
-    assert "operand input 0: made by aten.tanh, the same in both" in said
+    assert "operand input 0: made by aten.tanh at train.py:15, the same in both" in said
     assert "before the step" not in said and "loss " not in said
     code, said = diff(tmp_path, str(ONE), str(ONE))
     assert (

@@ -15,8 +15,8 @@ from stepguard.records.checks import Preflight, Verification
 from stepguard.records.codec import IN_PLACE, KIND_SUFFIX, KINDS, fields_with_text
 from stepguard.records.incident import Action, VerdictKind, place_and_phase
 from stepguard.records.probes import WhatIf
-from stepguard.report.story import Story
-from stepguard.report.summary import Ending, RunComparison, RunSummary, summarize
+from stepguard.report.story import Ending, Story
+from stepguard.report.summary import RunComparison, RunSummary, summarize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -335,20 +335,17 @@ def compare(one: OperationLog, other: OperationLog) -> StepDifference:
     reached = 0.0
     read_before: set[str] = set()
     for operation, twin in paired:
+        apart = _apart(operation, twin)
         if first is None:
             read_before.update(operand.stored for operand in operation.operands)
-        apart = _apart(operation, twin)
-        if apart and first is None:
-            first = _place(operation, twin, apart)
-            operands = list(_operands(operation, twin, one, other, twin_of))
-            first.operands = [words for words, _ in operands]
-            first.same_operands = all(same for _, same in operands)
-        if apart >= next((limit for limit in GROWTH if limit > reached), math.inf):
+            if apart:
+                first = _place(operation, twin, apart)
+                operands = list(_operands(operation, twin, one, other, twin_of))
+                first.operands = [words for words, _ in operands]
+                first.same_operands = all(same for _, same in operands)
+        if apart >= min((limit for limit in GROWTH if limit > reached), default=math.inf):
             growth.append(_place(operation, twin, apart))
             reached = max(limit for limit in GROWTH if limit <= apart)
-    first_only = [
-        line_of(_place(few[0], few[0], 0.0)) if few else "" for few in (alone, other_alone)
-    ]
     stored = _beside(one.stored, other.stored)
     if one.hashes != OWN:
         # elsewhere a tensor that autograd has saved comes back as if it were a new one
@@ -357,7 +354,9 @@ def compare(one: OperationLog, other: OperationLog) -> StepDifference:
         runs=[one.what, other.what],
         compared=len(paired),
         only=[len(alone), len(other_alone)],
-        first_only=first_only,
+        first_only=[
+            line_of(_place(*few[:1] * 2, 0.0)) if few else "" for few in (alone, other_alone)
+        ],
         stored=stored,
         first=first,
         growth=growth,

@@ -315,42 +315,49 @@ def _of_debug_mode(path: str, saved: DebugModeFile) -> OperationLog:
         if call.type not in ("op", "triton_kernel"):
             continue
         hashes = dict(one for one in (call.log or NOTHING).items if isinstance(one, tuple))
-        result = _leaves(hashes.get("hash", call.post_hashes))
-        for leaf in result:
-            finite = leaf.type == "scalar"
-            kinds.add(HASHES.get(type(leaf.value), "custom hash") if finite else "norm")
-        made = TENSOR.findall(call.output_str or "")
-        taken = TENSOR.findall(call.args_str + call.kwargs_str)
-        before = _leaves(hashes.get("input_hash"))
+        outputs, made = _sketches(call.output_str or "", hashes.get("hash", call.post_hashes))
+        inputs, taken = _sketches(call.args_str + call.kwargs_str, hashes.get("input_hash"))
+        kinds.update(kind for _, kind in outputs)
         operands = []
         for place, (number, dtype, shape) in enumerate(taken):
-            name, stored = f"input {place}", f"tensor {number} {dtype}{shape}"
-            if number in makers:
-                operands.append(LoggedOperand(name, makers[number]))
-            elif number and len(before) == len(taken):
-                log.stored.setdefault(stored, _sketch(f"{dtype} {shape}", before[place]))
-                operands.append(LoggedOperand(name, None, stored))
-        # several hashes of each result may be recorded
-        each = len(result) // len(made) if made and len(result) % len(made) == 0 else 0
-        kinds_of = [
-            " ".join(made[place // each][1:]) if each else "" for place in range(len(result))
-        ]
-        trace = call.fwd_stack_trace or call.stack_trace or ""
+            operand = LoggedOperand(f"input {place}", makers.get(number))
+            if number and operand.maker is None and len(inputs) == len(taken):
+                operand.stored = f"tensor {number} {dtype}{shape}"
+                log.stored.setdefault(operand.stored, inputs[place][0])
+            operands.append(operand)
+        makers.update((number, len(log.operations)) for number, *_ in made if number)
         backward = call.fwd_stack_trace not in (None, call.stack_trace)
         operation = LoggedOperation(
             op=call.op_name.replace("::", ".") or f"triton {call.kernel_name}",
             stage="backward" if backward else "",
             module=modules[-1][1] if modules else None,
-            source=_users_line(trace),
+            source=_users_line(call.fwd_stack_trace or call.stack_trace or ""),
             operands=operands,
-            outputs=list(map(_sketch, kinds_of, result)),
+            outputs=[one for one, _ in outputs],
         )
-        makers.update((number, len(log.operations)) for number, *_ in made if number)
         log.operations.append(operation)
     log.hashes = " and ".join(sorted(kinds))
     if not kinds:
         raise CapsuleError(f"{path} has no hashes: record it with DebugMode.log_tensor_hashes().")
     return log
+
+
+def _sketches(
+    text: str, tree: Tagged | None
+) -> tuple[list[tuple[Sketch, str]], list[tuple[str, str, str]]]:
+    """Each hash with its kind, and the tensors in the text: number, dtype and shape."""
+    leaves, tensors = _leaves(tree), TENSOR.findall(text)
+    # several hashes of each tensor may be recorded
+    each = len(leaves) // len(tensors) if tensors and len(leaves) % len(tensors) == 0 else 0
+    found = []
+    for place, leaf in enumerate(leaves):
+        what = " ".join(tensors[place // each][1:]) if each else ""
+        number = leaf.value if isinstance(leaf.value, float) else math.nan
+        norm = number if math.isfinite(number) else None
+        known = leaf.type == "scalar"
+        kind = HASHES.get(type(leaf.value), "custom hash") if known else "norm"
+        found.append((Sketch(what, str(leaf.value), norm, []), kind))
+    return found, tensors
 
 
 NOTHING = Tagged("dict")
@@ -365,11 +372,6 @@ def _leaves(tree: Tagged | None) -> list[Tagged]:
         return [tree] if tree.value is not None else []
     members = (one[1] if isinstance(one, tuple) else one for one in tree.items)
     return [leaf for member in members for leaf in _leaves(member)]
-
-
-def _sketch(what: str, leaf: Tagged) -> Sketch:
-    norm = leaf.value if isinstance(leaf.value, float) and math.isfinite(leaf.value) else None
-    return Sketch(what, str(leaf.value), norm, [])
 
 
 def _users_line(trace: str) -> str | None:
