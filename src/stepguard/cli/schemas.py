@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -245,6 +246,9 @@ NUMBER = {
 }
 
 
+texts_of: Callable[[Any], dict[str, tuple[str, str]]] = cache(fields_with_text)
+
+
 class _Documented(GenerateJsonSchema):
     """Describes records by their docstrings and fields by the text below them."""
 
@@ -254,7 +258,7 @@ class _Documented(GenerateJsonSchema):
     def dataclass_schema(self, schema: Any) -> dict[str, Any]:
         made, record = super().dataclass_schema(schema), schema["cls"]
         made["description"] = (record.__doc__ or "").partition("\n")[0]
-        for name, (_, text) in fields_with_text(record).items():
+        for name, (_, text) in texts_of(record).items():
             if text and name in made["properties"]:
                 made["properties"][name]["description"] = text
         for name in PROPERTIES.get(record, ()):

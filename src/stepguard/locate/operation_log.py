@@ -64,7 +64,8 @@ class Sketch:
         pairs = list(zip(self.elements, other.elements, strict=False))
         if len(self.elements) != len(other.elements):
             return math.inf
-        if any((one is None) is not (two is None) for one, two in pairs):
+        numbers = [*pairs, (self.norm, other.norm)]
+        if any((one is None) is not (two is None) for one, two in numbers):
             return math.inf
         finite = [(one, two) for one, two in pairs if one is not None and two is not None]
         # hypot does not overflow
@@ -76,8 +77,6 @@ class Sketch:
         if self.norm is not None and other.norm is not None:
             largest = max(self.norm, other.norm)
             found = max(found, abs(self.norm - other.norm) / largest if largest else 0.0)
-        elif self.norm is not other.norm:
-            return math.inf
         return found
 
 
@@ -321,6 +320,9 @@ class StepDifference:
         return self.losses[0] == self.losses[1]
 
 
+Pairs = list[tuple[LoggedOperation, LoggedOperation]]
+
+
 def compare(one: OperationLog, other: OperationLog) -> StepDifference:
     """Compare two logs in the order in which the first one ran. Raises CapsuleError."""
     if one.hashes != other.hashes:
@@ -329,37 +331,27 @@ def compare(one: OperationLog, other: OperationLog) -> StepDifference:
             "record both in the same way."
         )
     paired, alone, other_alone = _twins(one, other)
-    twin_of = {id(operation): twin for operation, twin in paired}
+    apart = [_apart(*pair) for pair in paired]
+    start = next((place for place, size in enumerate(apart) if size), len(paired))
     first = None
-    growth: list[DifferingOperation] = []
-    reached = 0.0
-    read_before: set[str] = set()
-    for operation, twin in paired:
-        apart = _apart(operation, twin)
-        if first is None:
-            read_before.update(operand.stored for operand in operation.operands)
-            if apart:
-                first = _place(operation, twin, apart)
-                operands = list(_operands(operation, twin, one, other, twin_of))
-                first.operands = [words for words, _ in operands]
-                first.same_operands = all(same for _, same in operands)
-        if apart >= min((limit for limit in GROWTH if limit > reached), default=math.inf):
-            growth.append(_place(operation, twin, apart))
-            reached = max(limit for limit in GROWTH if limit <= apart)
+    if start < len(paired):
+        first = _place(*paired[start], apart[start])
+        operands = list(_operands(paired, start, one, other))
+        first.operands = [words for words, _ in operands]
+        first.same_operands = all(same for _, same in operands)
     stored = _beside(one.stored, other.stored)
     if one.hashes != OWN:
         # elsewhere a tensor that autograd has saved comes back as if it were a new one
-        stored = {name: apart for name, apart in stored.items() if name in read_before}
+        early = {operand.stored for made, _ in paired[: start + 1] for operand in made.operands}
+        stored = {name: size for name, size in stored.items() if name in early}
     return StepDifference(
         runs=[one.what, other.what],
         compared=len(paired),
         only=[len(alone), len(other_alone)],
-        first_only=[
-            line_of(_place(*few[:1] * 2, 0.0)) if few else "" for few in (alone, other_alone)
-        ],
+        first_only=[_first_line(alone), _first_line(other_alone)],
         stored=stored,
         first=first,
-        growth=growth,
+        growth=list(_growth(paired, apart)),
         losses=[_sum(one.losses), _sum(other.losses)],
         gradients=_beside(one.gradients, other.gradients),
         gradients_compared=len(one.gradients.keys() & other.gradients.keys()),
@@ -368,7 +360,18 @@ def compare(one: OperationLog, other: OperationLog) -> StepDifference:
     )
 
 
-Pairs = list[tuple[LoggedOperation, LoggedOperation]]
+def _growth(paired: Pairs, apart: list[float]) -> Iterator[DifferingOperation]:
+    """The first operation at each of the limits."""
+    reached = 0.0
+    for pair, size in zip(paired, apart, strict=True):
+        passed = max((limit for limit in GROWTH if limit <= size), default=0.0)
+        if passed > reached:
+            reached = passed
+            yield _place(*pair, size)
+
+
+def _first_line(alone: list[LoggedOperation]) -> str:
+    return line_of(_place(alone[0], alone[0], 0.0)) if alone else ""
 
 
 def _twins(
@@ -418,13 +421,11 @@ def _place(one: LoggedOperation, other: LoggedOperation, apart: float) -> Differ
 
 
 def _operands(
-    one: LoggedOperation,
-    other: LoggedOperation,
-    log: OperationLog,
-    other_log: OperationLog,
-    twin_of: Mapping[int, LoggedOperation],
+    paired: Pairs, place: int, log: OperationLog, other_log: OperationLog
 ) -> Iterator[tuple[str, bool]]:
     """Each operand in words, and whether it was the same in both runs."""
+    twin_of = {id(operation): twin for operation, twin in paired}
+    one, other = paired[place]
     for a, b in zip(one.operands, other.operands, strict=False):
         if a.maker is not None and b.maker is not None:
             maker, others = log.operations[a.maker], other_log.operations[b.maker]

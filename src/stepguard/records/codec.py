@@ -377,8 +377,7 @@ def documented(cls: type[T]) -> type[T]:
     return cls
 
 
-@cache
-def fields_with_text(cls: type[Any]) -> dict[str, tuple[str, str]]:
+def fields_with_text(cls: type[object]) -> dict[str, tuple[str, str]]:
     """Field -> its declaration and the text below it, empty where it has none."""
     try:
         source = textwrap.dedent(inspect.getsource(cls))

@@ -289,6 +289,24 @@ class DebugCall:
     tag: str = ""
     header: str = ""
 
+    @property
+    def hashes(self) -> dict[str, Tagged]:
+        """What was logged of the inputs and the result, by DebugMode's names."""
+        items = self.log.items if self.log is not None else ()
+        return dict(one for one in items if isinstance(one, tuple))
+
+    @property
+    def source(self) -> str | None:
+        """The innermost line of the forward pass that is not in an installed package."""
+        frames = FRAME.findall(self.fwd_stack_trace or self.stack_trace or "")
+        ours = [one for one in frames if not any(part in one[0] for part in LIBRARIES)]
+        return spell(Line(ours[-1][0], int(ours[-1][1]))) if ours else None
+
+    @property
+    def stage(self) -> str:
+        """`backward`, where the stacks show it."""
+        return "" if self.fwd_stack_trace in (None, self.stack_trace) else "backward"
+
 
 @dataclass(slots=True)
 class DebugModeFile:
@@ -305,41 +323,44 @@ def _of_debug_mode(path: str, saved: DebugModeFile) -> OperationLog:
         raise CapsuleError(f"{path} has version {saved.version} of {saved.format}, not 1.")
     log = OperationLog(f"{path} (DebugMode)")
     kinds: set[str] = set()
-    modules: list[tuple[int, str]] = []
     makers: dict[str, int] = {}
-    for call in saved.logs:
-        while modules and modules[-1][0] >= call.call_depth:
-            modules.pop()
-        if call.type == "annotate" and call.header.startswith("nn.Mod"):
-            modules.append((call.call_depth, call.tag))
-        if call.type not in ("op", "triton_kernel"):
-            continue
-        hashes = dict(one for one in (call.log or NOTHING).items if isinstance(one, tuple))
-        outputs, made = _sketches(call.output_str or "", hashes.get("hash", call.post_hashes))
+    for call, module in _in_modules(saved.logs):
+        hashes = call.hashes
         inputs, taken = _sketches(call.args_str + call.kwargs_str, hashes.get("input_hash"))
+        outputs, made = _sketches(call.output_str or "", hashes.get("hash", call.post_hashes))
         kinds.update(kind for _, kind in outputs)
-        operands = []
-        for place, (number, dtype, shape) in enumerate(taken):
-            operand = LoggedOperand(f"input {place}", makers.get(number))
-            if number and operand.maker is None and len(inputs) == len(taken):
-                operand.stored = f"tensor {number} {dtype}{shape}"
-                log.stored.setdefault(operand.stored, inputs[place][0])
-            operands.append(operand)
-        makers.update((number, len(log.operations)) for number, *_ in made if number)
-        backward = call.fwd_stack_trace not in (None, call.stack_trace)
         operation = LoggedOperation(
             op=call.op_name.replace("::", ".") or f"triton {call.kernel_name}",
-            stage="backward" if backward else "",
-            module=modules[-1][1] if modules else None,
-            source=_users_line(call.fwd_stack_trace or call.stack_trace or ""),
-            operands=operands,
+            stage=call.stage,
+            module=module,
+            source=call.source,
+            operands=[],
             outputs=[one for one, _ in outputs],
         )
+        for place, ((number, *what), (read, _)) in enumerate(zip(taken, inputs, strict=False)):
+            operand = LoggedOperand(f"input {place}", makers.get(number))
+            if number and operand.maker is None:
+                operand.stored = f"tensor {number} {''.join(what)}"
+                log.stored.setdefault(operand.stored, read)
+            operation.operands.append(operand)
+        makers.update((number, len(log.operations)) for number, *_ in made if number)
         log.operations.append(operation)
     log.hashes = " and ".join(sorted(kinds))
     if not kinds:
         raise CapsuleError(f"{path} has no hashes: record it with DebugMode.log_tensor_hashes().")
     return log
+
+
+def _in_modules(calls: Iterable[DebugCall]) -> Iterator[tuple[DebugCall, str | None]]:
+    """Operations and kernels, each with the module that it ran in, where modules were recorded."""
+    entered: list[tuple[int, str]] = []
+    for call in calls:
+        while entered and entered[-1][0] >= call.call_depth:
+            entered.pop()
+        if call.type == "annotate" and call.header.startswith("nn.Mod"):
+            entered.append((call.call_depth, call.tag))
+        elif call.type in ("op", "triton_kernel"):
+            yield call, entered[-1][1] if entered else None
 
 
 def _sketches(
@@ -360,7 +381,6 @@ def _sketches(
     return found, tensors
 
 
-NOTHING = Tagged("dict")
 HASHES = {float: "norm", int: "hash_tensor"}
 
 
@@ -372,12 +392,6 @@ def _leaves(tree: Tagged | None) -> list[Tagged]:
         return [tree] if tree.value is not None else []
     members = (one[1] if isinstance(one, tuple) else one for one in tree.items)
     return [leaf for member in members for leaf in _leaves(member)]
-
-
-def _users_line(trace: str) -> str | None:
-    """The innermost line of a printed stack that is not in an installed package."""
-    frames = [one for one in FRAME.findall(trace) if not any(part in one[0] for part in LIBRARIES)]
-    return spell(Line(frames[-1][0], int(frames[-1][1]))) if frames else None
 
 
 # --- Two logs beside each other, in words.
