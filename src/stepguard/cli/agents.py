@@ -24,6 +24,8 @@ from pydantic import Field
 from stepguard import __version__
 from stepguard._errors import EXIT_USAGE, ConfigError, JournalError, StepguardError
 from stepguard.cli._results import (
+    BuildOption,
+    ScriptOption,
     as_plain,
     chosen,
     echo,
@@ -92,18 +94,8 @@ def mcp(
             "--allow-apply", help="Let the tool `fix` write a change that was proven on the step."
         ),
     ] = False,
-    script: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Script to take model, optimizer and loss from."),
-    ] = None,
-    build: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Function that returns (model, optimizer, loss_fn), for replay, whatif, fix and "
-            "check.",
-        ),
-    ] = None,
+    script: ScriptOption = None,
+    build: BuildOption = None,
     seconds: Annotated[
         float,
         typer.Option("--timeout", min=1.0, metavar="SECONDS", help="Longest time a tool may run."),
@@ -139,7 +131,8 @@ def agent_server(tools: AgentTools) -> MCPServer[Any]:
         @wraps(tool)
         def call(*args: Any, **given: Any) -> dict[str, Any]:
             try:
-                return tool(*args, **given)
+                cleaned: dict[str, Any] = _clean(tool(*args, **given))
+                return cleaned
             except StepguardError as error:
                 raise ToolError(_clean(str(error))) from error
 
@@ -220,7 +213,7 @@ class AgentTools:
                     rows.append(run_row(name, str(path), open_story(self._inside(str(path)))))
                 except (ConfigError, JournalError) as error:
                     rows.append(RunRow(run=name, path=str(path), error=str(error)))
-        return _cleaned(to_plain(RunList(runs=tuple(rows))))
+        return to_plain(RunList(runs=tuple(rows)))
 
     def incidents(
         self,
@@ -248,7 +241,7 @@ class AgentTools:
             there = str(folder) if folder.is_dir() else None
             rows.append(incident_row(one, there, (folder / "capsule").is_dir()))
         report = summarize(opened, story)
-        return _cleaned(to_plain(Incidents(total=len(found), incidents=tuple(rows), report=report)))
+        return to_plain(Incidents(total=len(found), incidents=tuple(rows), report=report))
 
     def evidence(
         self,
@@ -283,7 +276,7 @@ class AgentTools:
                 raise ConfigError(f"{file} is damaged: {error}.") from None
         if "incident" not in found:
             raise ConfigError(f"{folder} is not the folder of an incident; `incidents` lists them.")
-        return _cleaned(found)
+        return found
 
     def explain(
         self,
@@ -316,7 +309,7 @@ class AgentTools:
         (result,) = verified([self._inside(path)])
         if not result.leaves:
             raise ConfigError(nothing_in(result.path))
-        return _cleaned(as_plain(result))
+        return as_plain(result)
 
     # --- tools that run the user's program, as the commands do
 
@@ -415,16 +408,16 @@ class AgentTools:
                 path = root / path.relative_to(given)
             if not path.is_relative_to(root):
                 continue
-            if path.resolve() != path or any(self._leads_out(link) for link in _links(path)):
+            followed = [link.resolve() for link in _links(path)]
+            roots = self._roots.values()
+            if path.resolve() != path or not all(
+                any(map(one.is_relative_to, roots)) for one in followed
+            ):
                 break
             if not path.exists():
                 raise ConfigError(f"{path} does not exist; `runs` lists what there is.")
             return path
         raise outside
-
-    def _leads_out(self, link: Path) -> bool:
-        target = link.resolve()
-        return not any(target.is_relative_to(root) for root in self._roots.values())
 
     def _command(self, *words: str) -> dict[str, Any]:
         """Run a command of stepguard in a process of its own; its JSON, else its error."""
@@ -449,7 +442,7 @@ class AgentTools:
         if done.returncode != EXIT_USAGE and lines:
             try:
                 found: dict[str, Any] = json.loads(lines[-1])
-                return _cleaned(found)
+                return found
             except ValueError:
                 pass
         said = [line for line in done.stderr.splitlines() if line.startswith("stepguard: error: ")]
@@ -469,11 +462,6 @@ def _links(path: Path) -> Iterator[Path]:
             here = Path(folder, name)
             if here.is_symlink():
                 yield here
-
-
-def _cleaned(answer: dict[str, Any]) -> dict[str, Any]:
-    cleaned: dict[str, Any] = _clean(answer)
-    return cleaned
 
 
 def _clean(value: Any) -> Any:

@@ -16,8 +16,7 @@ from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
 from stepguard.cli._results import echo
 from stepguard.cli.agents import mcp, schema, skill
-from stepguard.cli.check import check, selftest
-from stepguard.cli.checkpoints import doctor, quarantine, verify
+from stepguard.cli.check import check, doctor, quarantine, selftest, verify
 from stepguard.cli.run import diff, fix, replay, run, whatif
 from stepguard.cli.runs import compare, explain, live, look, plot, report, serve
 

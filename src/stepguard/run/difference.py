@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -50,18 +50,6 @@ LARGEST_LOG = 256 << 20
 # --- Settings under which one step is run.
 
 
-def _number(text: str, name: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise CapsuleError(f"--with {name}={text} must be a whole number of at least 1.")
-    return int(text)
-
-
-def _one_of(text: str, name: str, known: Iterable[str]) -> str:
-    if text not in known:
-        raise CapsuleError(f"--with {name}={text} is not known; use one of {', '.join(known)}.")
-    return text
-
-
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 BACKENDS = {
     "math": SDPBackend.MATH,
@@ -93,47 +81,32 @@ def parse_settings(given: Iterable[str]) -> dict[str, str]:
             known = ", ".join(f"{name}={values}" for name, values in SETTINGS.items())
             raise CapsuleError(f"--with {text} is not a setting; use one of {known}.")
         settings[name] = value
-        if name in ("threads", "split"):
-            _number(value, name)
-        else:
-            _one_of(value, name, SETTINGS[name].split("/"))
+        allowed = SETTINGS[name].split("/")
+        if allowed == ["N"]:
+            if not value.isdecimal() or int(value) < 1:
+                raise CapsuleError(f"--with {text} must be a whole number of at least 1.")
+        elif value not in allowed:
+            raise CapsuleError(f"--with {text} is not known; use one of {', '.join(allowed)}.")
     return settings
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def _apply(step: Step, settings: Mapping[str, str], stack: ExitStack) -> None:
     """Enter the settings; weights and batches are changed for good, in a process that ends."""
-    entered: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
-        "threads": lambda text: _threads(int(text)),
-        "sdpa": lambda text: sdpa_kernel([BACKENDS[text]]),
-        "deterministic": lambda text: _deterministic(text == "on"),
-        "compile": lambda text: torch.compiler.set_stance(
-            "default" if text == "on" else "force_eager"
-        ),
-    }
-    for name, value in settings.items():
-        if name in entered:
-            stack.enter_context(entered[name](value))
+    if "threads" in settings:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(int(settings["threads"]))
+    if "sdpa" in settings:
+        stack.enter_context(sdpa_kernel([BACKENDS[settings["sdpa"]]]))
+    if "deterministic" in settings:
+        stack.callback(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        torch.use_deterministic_algorithms(settings["deterministic"] == "on", warn_only=True)
+    if "compile" in settings:
+        stance = {"on": "default", "off": "force_eager"}[settings["compile"]]
+        stack.enter_context(torch.compiler.set_stance(stance))
     if settings.get("compile") == "on":
         step.model.compile()
     for group in step.optimizer.param_groups:
