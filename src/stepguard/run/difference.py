@@ -389,14 +389,14 @@ def spelled(found: StepDifference) -> Iterator[str]:
             )
         yield f"no difference: {same}"
         return
-    if found.stored:
-        yield f"before the step  {_listed(found.stored)}"
+    yield from _listed("before the step", found.stored)
     yield from _of_operations(found)
     if whole:
         yield f"loss             {losses[0]} in A, {losses[1]} in B"
-        yield f"gradients        {_listed(found.gradients) or 'equal'}"
-    if found.updated:
-        yield f"after the update {_listed(found.updated)}"
+        yield from _listed("gradients", found.gradients)
+        if not found.gradients:
+            yield "gradients        equal"
+    yield from _listed("after the update", found.updated)
 
 
 def _of_operations(found: StepDifference) -> Iterator[str]:
@@ -420,9 +420,11 @@ def _of_operations(found: StepDifference) -> Iterator[str]:
             yield f"only in {name}        {where}{more}"
 
 
-def _listed(found: Mapping[str, float]) -> str:
-    shown = [
-        f"{name} {spelled_difference(apart)}" for name, apart in list(found.items())[:MOST_NAMES]
-    ]
-    more = len(found) - len(shown)
-    return "; ".join(shown) + (f"; {more} more" if more else "")
+def _listed(heading: str, found: Mapping[str, float]) -> Iterator[str]:
+    """One line for each name, the most differing first."""
+    shown = list(found.items())[:MOST_NAMES]
+    lines = [f"{name} {spelled_difference(apart)}" for name, apart in shown]
+    if len(found) > len(shown):
+        lines.append(f"and {len(found) - len(shown)} more")
+    for place, line in enumerate(lines):
+        yield f"{'' if place else heading:<17}{line}"
