@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from cli.scripts import HEAD, python, stepguard_in, write
+from cli.scripts import HEAD, SOURCE, python, stepguard_in, write
 
 PROJECT = (
     HEAD
@@ -127,6 +128,19 @@ def test_weights_that_differ_before_the_step_are_named(project: Path) -> None:
     code, said = diff(project, "before.json", "run")
     assert code == 1
     assert "before the step  param:outer.weight by 0.5" in said
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_compiled_code_runs_compiled(project: Path) -> None:
+    """Under a dispatch mode torch would run it eagerly, and find no difference."""
+    words = ("diff", "--yes", "run", "--with", "compile=on", "--json")
+    done = python(project, "-m", "stepguard", *words, PYTHONPATH=f"{SOURCE}{os.pathsep}{project}")
+    found = json.loads(done.stdout)
+    assert "aten.tanh" in found["first_only"][0]  # it is inside of a kernel of B
+    assert max(found["gradients"].values(), default=0.0) < 1e-5
+    assert found["gradients_compared"] == 4
+    assert ".py:9" not in str(found["first"])
 
 
 @pytest.mark.parametrize("optimizer", ["plain", "fused"])

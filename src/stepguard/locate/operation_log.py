@@ -154,6 +154,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[Tensor] = []
         """Results that are held, so that no other tensor gets the same memory."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this, torch runs compiled code eagerly while a dispatch mode is active."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = describe(func)
