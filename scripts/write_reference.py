@@ -1,11 +1,13 @@
 """Writes what the docs say about settings and options, from the code that reads them.
 
-python scripts/write_reference.py            write docs/configuration.md and the table of cli.md
+python scripts/write_reference.py            write docs/configuration.md, the table of cli.md and
+                                             docs/report.schema.json
 python scripts/write_reference.py --check    exit 1 and name the pages that are not up to date
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,12 +16,14 @@ from typing import Any
 from typer.main import get_command
 
 from stepguard.cli.app import app
+from stepguard.cli.schemas import COMMANDS, schema_of
 from stepguard.records import GuardConfig, Policy, Probes, Ranks, Snapshots
 from stepguard.records.codec import fields_with_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 COMMAND_LINE = ROOT / "docs" / "cli.md"
+REPORT_SCHEMA = ROOT / "docs" / "report.schema.json"
 BEGIN = "<!-- commands: written by scripts/write_reference.py -->"
 END = "<!-- end of commands -->"
 TOPICS = {
@@ -120,6 +124,7 @@ def pages() -> dict[Path, str]:
     return {
         CONFIGURATION: configuration(),
         COMMAND_LINE: command_line(COMMAND_LINE.read_text(encoding="utf-8")),
+        REPORT_SCHEMA: json.dumps(schema_of(COMMANDS["report"]), indent=1) + "\n",
     }
 
 

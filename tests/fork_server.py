@@ -105,13 +105,14 @@ def _run(words: Sequence[str]) -> None:
         elif words[0] == "-c":
             sys.argv = ["-c", *words[2:]]
             sys.path.insert(0, "")
-            exec(compile(words[1], "<string>", "exec"), main.__dict__)
+            exec(compile(words[1], "<string>", "exec", dont_inherit=True), main.__dict__)
         else:
             sys.argv = list(words)
             script = Path(words[0]).absolute()
             sys.path.insert(0, str(script.parent))
             main.__file__ = str(script)
-            exec(compile(script.read_bytes(), str(script), "exec"), main.__dict__)
+            code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+            exec(code, main.__dict__)
     except Exception as error:
         # without the frame of this function, which the user's program does not have
         trace = error.__traceback__.tb_next if error.__traceback__ else None

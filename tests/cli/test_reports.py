@@ -123,7 +123,7 @@ def test_folder_of_runs_is_listed(run: Path) -> None:
     assert heading.split() == ["run", "state", "steps", "loss", "incidents", "last", "started"]
     assert [row.split()[0] for row in rows] == ["group/other", "run"]
     listed = invoke("report", str(run.parent), "--json")
-    assert [one["incidents"] for one in json.loads(listed.stdout)["runs"]] == ["1", "1"]
+    assert [one["incidents"] for one in json.loads(listed.stdout)["runs"]] == [1, 1]
 
 
 @pytest.mark.parametrize("command", ["report", "plot"])

@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from stepguard.report.story import Run, Story
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Strict JSON instead of text.")]
+ScriptOption = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="Script to take model, optimizer and loss from."),
+]
+BuildOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION", help="Function that returns (model, optimizer, loss_fn)."
+    ),
+]
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run directory, or a journal.jsonl itself.")
 ]

@@ -1,4 +1,5 @@
-"""Commands for agents: `mcp` offers the other commands as tools, `skill` prints how to use them.
+"""Commands for agents: `mcp` offers the other commands as tools, `skill` prints how to use them,
+`schema` the JSON schema of what a command prints.
 
 A tool that only reads calls the function behind its command. A tool that runs the user's program
 starts the command itself in a process of its own, without a terminal: a capsule that was made
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +24,8 @@ from pydantic import Field
 from stepguard import __version__
 from stepguard._errors import EXIT_USAGE, ConfigError, JournalError, StepguardError
 from stepguard.cli._results import (
+    BuildOption,
+    ScriptOption,
     as_plain,
     chosen,
     echo,
@@ -30,6 +34,7 @@ from stepguard.cli._results import (
     refuse_no_function,
     verified,
 )
+from stepguard.records.codec import printable, strict_json, to_plain
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
@@ -55,6 +60,26 @@ def skill() -> None:
     echo(SKILL.read_text(encoding="utf-8"), nl=False)
 
 
+def schema(
+    command: Annotated[
+        str, typer.Argument(help="Such as report; without one, the commands that have a schema.")
+    ] = "",
+) -> None:
+    """Print the JSON schema of what a command prints with --json, such as report."""
+    from stepguard.cli.schemas import COMMANDS, schema_of
+
+    # the record of `diff` comes with torch
+    names = (*COMMANDS, "diff")
+    if not command:
+        echo("\n".join(names))
+        return
+    if command not in names:
+        raise ConfigError(f"{command} has no schema; {', '.join(names)} have one.")
+    if command == "diff":
+        from stepguard.locate.operation_log import StepDifference
+    echo(json.dumps(schema_of(COMMANDS.get(command) or StepDifference), indent=1))
+
+
 def mcp(
     folders: Annotated[
         list[Path],
@@ -69,18 +94,8 @@ def mcp(
             "--allow-apply", help="Let the tool `fix` write a change that was proven on the step."
         ),
     ] = False,
-    script: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Script to take model, optimizer and loss from."),
-    ] = None,
-    build: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Function that returns (model, optimizer, loss_fn), for replay, whatif, fix and "
-            "check.",
-        ),
-    ] = None,
+    script: ScriptOption = None,
+    build: BuildOption = None,
     seconds: Annotated[
         float,
         typer.Option("--timeout", min=1.0, metavar="SECONDS", help="Longest time a tool may run."),
@@ -103,27 +118,26 @@ def agent_server(tools: AgentTools) -> MCPServer[Any]:
     try:
         from mcp.server.mcpserver import MCPServer
         from mcp.server.mcpserver.exceptions import ToolError
+        from mcp.server.mcpserver.tools import Tool
         from mcp.types import ToolAnnotations
     except ImportError as missing:
         raise ConfigError(
             'stepguard mcp needs the Model Context Protocol SDK: pip install "stepguard[mcp]".'
         ) from missing
 
-    def answering(tool: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        from functools import wraps
+    from stepguard.cli.schemas import TOOLS, schema_of
 
+    def answering(tool: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         @wraps(tool)
         def call(*args: Any, **given: Any) -> dict[str, Any]:
             try:
-                return tool(*args, **given)
+                cleaned: dict[str, Any] = _clean(tool(*args, **given))
+                return cleaned
             except StepguardError as error:
                 raise ToolError(_clean(str(error))) from error
 
         return call
 
-    server = MCPServer(
-        "stepguard", instructions=INSTRUCTIONS, version=__version__, log_level="WARNING"
-    )
     reading: list[Callable[..., dict[str, Any]]] = [
         tools.runs,
         tools.incidents,
@@ -132,6 +146,7 @@ def agent_server(tools: AgentTools) -> MCPServer[Any]:
         tools.verify,
     ]
     running: list[Callable[..., dict[str, Any]]] = [tools.replay, tools.whatif, tools.check]
+    offered = []
     for tool in (*reading, *running, tools.fix):
         writes = tool == tools.fix and tools.allow_apply
         hints = ToolAnnotations(
@@ -141,8 +156,16 @@ def agent_server(tools: AgentTools) -> MCPServer[Any]:
             # The user's own program may do anything.
             open_world_hint=tool not in reading,
         )
-        server.add_tool(answering(tool), annotations=hints, structured_output=True)
-    return server
+        offer = Tool.from_function(answering(tool), annotations=hints, structured_output=True)
+        offer.fn_metadata.output_schema = {"type": "object", **schema_of(TOOLS[offer.name])}
+        offered.append(offer)
+    return MCPServer(
+        "stepguard",
+        instructions=INSTRUCTIONS,
+        version=__version__,
+        log_level="WARNING",
+        tools=offered,
+    )
 
 
 RunText = Annotated[str, Field(description="A run directory, as `runs` names it in `path`.")]
@@ -180,20 +203,17 @@ class AgentTools:
 
     def runs(self) -> dict[str, Any]:
         """List the runs in the folders of this server: state, steps, loss, incidents."""
+        from stepguard.cli.schemas import RunList, RunRow, run_row
         from stepguard.journal import runs_below
-        from stepguard.report.page import overview
 
         rows = []
         for root in self._roots.values():
             for name, path in runs_below(root).items():
-                row: dict[str, Any] = {"run": name, "path": str(path)}
                 try:
-                    shown = overview(open_story(self._inside(str(path))))
-                    row |= {key: shown[key] for key in ("state", "steps", "loss", "incidents")}
+                    rows.append(run_row(name, str(path), open_story(self._inside(str(path)))))
                 except (ConfigError, JournalError) as error:
-                    row["error"] = str(error)
-                rows.append(row)
-        return _cleaned({"runs": rows})
+                    rows.append(RunRow(run=name, path=str(path), error=str(error)))
+        return to_plain(RunList(runs=tuple(rows)))
 
     def incidents(
         self,
@@ -208,39 +228,20 @@ class AgentTools:
         Each incident has its id, step, cause code, place, what was done, and the path to give to
         `evidence`, `replay`, `fix` and `whatif`.
         """
-        from stepguard.records.codec import to_plain
-        from stepguard.records.incident import place_and_phase
+        from stepguard.cli.schemas import Incidents, incident_row
         from stepguard.report.summary import summarize
 
         path = self._inside(run)
         story = open_story(path, rank)
         opened = chosen(story, attempt)
         found = [one.incident for lane in opened.lanes for one in lane.incidents]
-        listed = []
+        rows = []
         for one in found[-MOST_LISTED:]:
             folder = folder_of(path) / "incidents" / one.id
-            listed.append(
-                {
-                    "id": one.id,
-                    "step": one.step,
-                    "kind": one.verdict.kind,
-                    "summary": one.verdict.summary,
-                    "codes": [finding.code for finding in one.findings],
-                    "title": one.findings[0].title if one.findings else "",
-                    "where": place_and_phase(one.origin) if one.origin is not None else "",
-                    "action": one.decision.action if one.decision is not None else "",
-                    "proven_fix": any(r.proven for f in one.findings[:1] for r in f.remedies),
-                    "path": str(folder) if folder.is_dir() else None,
-                    "can_replay": (folder / "capsule").is_dir(),
-                }
-            )
-        return _cleaned(
-            {
-                "total": len(found),
-                "incidents": listed,
-                "report": to_plain(summarize(opened, story)),
-            }
-        )
+            there = str(folder) if folder.is_dir() else None
+            rows.append(incident_row(one, there, (folder / "capsule").is_dir()))
+        report = summarize(opened, story)
+        return to_plain(Incidents(total=len(found), incidents=tuple(rows), report=report))
 
     def evidence(
         self,
@@ -275,7 +276,7 @@ class AgentTools:
                 raise ConfigError(f"{file} is damaged: {error}.") from None
         if "incident" not in found:
             raise ConfigError(f"{folder} is not the folder of an incident; `incidents` lists them.")
-        return _cleaned(found)
+        return found
 
     def explain(
         self,
@@ -286,13 +287,13 @@ class AgentTools:
         """Explain the code of a finding: what it means, why it happens, how it is known, what to
         do.
         """
-        from stepguard.cli.runs import rule_as_plain
+        from stepguard.cli.schemas import explained
         from stepguard.diagnose.engine import UnknownCode, all_rules, rule_of
 
         if not code:
             return {"codes": {rule.code: rule.text.title for rule in all_rules()}}
         try:
-            return rule_as_plain(rule_of(code))
+            return to_plain(explained(rule_of(code)))
         except UnknownCode as unknown:
             raise ConfigError(str(unknown)) from None
 
@@ -308,7 +309,7 @@ class AgentTools:
         (result,) = verified([self._inside(path)])
         if not result.leaves:
             raise ConfigError(nothing_in(result.path))
-        return _cleaned(as_plain(result))
+        return as_plain(result)
 
     # --- tools that run the user's program, as the commands do
 
@@ -407,16 +408,16 @@ class AgentTools:
                 path = root / path.relative_to(given)
             if not path.is_relative_to(root):
                 continue
-            if path.resolve() != path or any(self._leads_out(link) for link in _links(path)):
+            followed = [link.resolve() for link in _links(path)]
+            roots = self._roots.values()
+            if path.resolve() != path or not all(
+                any(map(one.is_relative_to, roots)) for one in followed
+            ):
                 break
             if not path.exists():
                 raise ConfigError(f"{path} does not exist; `runs` lists what there is.")
             return path
         raise outside
-
-    def _leads_out(self, link: Path) -> bool:
-        target = link.resolve()
-        return not any(target.is_relative_to(root) for root in self._roots.values())
 
     def _command(self, *words: str) -> dict[str, Any]:
         """Run a command of stepguard in a process of its own; its JSON, else its error."""
@@ -441,7 +442,7 @@ class AgentTools:
         if done.returncode != EXIT_USAGE and lines:
             try:
                 found: dict[str, Any] = json.loads(lines[-1])
-                return _cleaned(found)
+                return found
             except ValueError:
                 pass
         said = [line for line in done.stderr.splitlines() if line.startswith("stepguard: error: ")]
@@ -463,15 +464,8 @@ def _links(path: Path) -> Iterator[Path]:
                 yield here
 
 
-def _cleaned(answer: dict[str, Any]) -> dict[str, Any]:
-    cleaned: dict[str, Any] = _clean(answer)
-    return cleaned
-
-
 def _clean(value: Any) -> Any:
     """Remove invisible and control characters from all text in `value`."""
-    from stepguard.records.codec import printable, strict_json
-
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):

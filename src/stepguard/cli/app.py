@@ -15,9 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 from stepguard import __version__
 from stepguard._errors import EXIT_HALTED, EXIT_USAGE, StepguardError, TrainingHalted
 from stepguard.cli._results import echo
-from stepguard.cli.agents import mcp, skill
-from stepguard.cli.check import check, selftest
-from stepguard.cli.checkpoints import doctor, quarantine, verify
+from stepguard.cli.agents import mcp, schema, skill
+from stepguard.cli.check import check, doctor, quarantine, selftest, verify
 from stepguard.cli.run import diff, fix, replay, run, whatif
 from stepguard.cli.runs import compare, explain, live, look, plot, report, serve
 
@@ -41,6 +40,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     selftest,
     mcp,
     skill,
+    schema,
 )
 """The function's name is the command's name, its docstring the help, its parameters the options."""
 
@@ -83,6 +83,7 @@ app = typer.Typer(
     "4 a checkpoint is corrupt, 5 a preflight check failed.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -12,10 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepguard._errors import EXIT_OK, EXIT_SCRIPT_FAILED, ConfigError
-from stepguard.cli._results import JsonOption, echo, echo_json, exclude, refuse_no_function, writing
+from stepguard.cli._results import (
+    BuildOption,
+    JsonOption,
+    ScriptOption,
+    echo,
+    echo_json,
+    exclude,
+    refuse_no_function,
+    writing,
+)
 
 if TYPE_CHECKING:
-    from stepguard.records import GuardConfig, Incident, Origin
+    from stepguard.records import Incident, Origin
     from stepguard.state.batch import Step
 
 VARIABLE = "STEPGUARD_CONFIG"
@@ -72,20 +81,32 @@ def run(
     _refuse_no_script(script, context, module=module)
     given: dict[str, Any] = {}
     kept = None if run_dir == "none" else run_dir
-    for name, folder in (("run_dir", kept), ("human_log", human_log)):
-        if folder and Path(folder).is_file():
+    folders = {
+        name: folder for name, folder in (("run_dir", kept), ("human_log", human_log)) if folder
+    }
+    for name, folder in folders.items():
+        if Path(folder).is_file():
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} {folder} is a file; give a folder, which may be new.")
-        if folder:
-            # Absolute: the script may change the current directory.
-            given[name] = str(Path(folder).resolve())
+        # Absolute: the script may change the current directory.
+        given[name] = str(Path(folder).resolve())
     if webhook:
         from stepguard.report.sinks import WebhookSink
 
         given["sinks"] = (WebhookSink(webhook, name=Path(script).name),)
-    settings = _settings(context, config, given)
+    from stepguard.records import GuardConfig
     from stepguard.run.guarded_script import run_script, start_from, with_journal
 
+    if config is None:
+        settings = GuardConfig(**given)
+    else:
+        try:
+            settings = GuardConfig.from_file(config, **given)
+        except ConfigError as error:
+            # By its name: newer releases of typer bring a click of their own.
+            source = getattr(context.get_parameter_source("config"), "name", "")
+            where = VARIABLE if source == "ENVIRONMENT" else "--config"
+            raise ConfigError(f"{where} {error}") from None
     if settings.run_dir is None and run_dir is None and restore is None:
         settings = with_journal(settings, script)
     resume = None if restore is None else start_from(restore, settings)
@@ -94,20 +115,6 @@ def run(
             script, list(context.args), settings, module=module, restore=resume, ours=OPTIONS
         )
     )
-
-
-def _settings(context: typer.Context, file: Path | None, given: dict[str, Any]) -> GuardConfig:
-    from stepguard.records import GuardConfig
-
-    if file is None:
-        return GuardConfig(**given)
-    try:
-        return GuardConfig.from_file(file, **given)
-    except ConfigError as error:
-        # By its name: newer releases of typer bring a click of their own.
-        source = context.get_parameter_source("config")
-        by_variable = source is not None and source.name == "ENVIRONMENT"
-        raise ConfigError(f"{VARIABLE if by_variable else '--config'} {error}") from None
 
 
 def _refuse_no_script(script: str, context: typer.Context, *, module: bool) -> None:
@@ -162,16 +169,6 @@ ChainArgument = Annotated[
         metavar="RUN_OR_CAPSULE",
         help="A run directory, for its last incident (the first of several in a row); or the "
         "folder of one incident.",
-    ),
-]
-ScriptOption = Annotated[
-    str | None,
-    typer.Option(metavar="PATH", help="Script to take model, optimizer and loss from."),
-]
-BuildOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODULE:FUNCTION", help="Function that returns (model, optimizer, loss_fn)."
     ),
 ]
 YesOption = Annotated[
@@ -331,33 +328,29 @@ def fix(
     the function given by --build. For a capsule that was made elsewhere, the command it names is
     printed and confirmed first.
     """
+    from stepguard.cli.schemas import Fixed, Tried
     from stepguard.run.replay import fix as find_fix
 
     refuse_no_function(build=build)
     # What the script prints must not mix with the diff or the JSON on stdout.
     with redirect_stdout(sys.stderr):
         found = find_fix(path, build=build, script=script, confirm=_confirm_code(yes))
-    diff = found.diff
-    written: list[str] = []
-    if apply:
-        written = list(map(str, found.apply()))
-    incident = found.incident
-    after = found.remedy.loss
+    written = tuple(map(str, found.apply())) if apply else ()
+    incident, tried, after = found.incident, found.remedy.tried, found.remedy.loss
     if as_json:
-        facts = {
-            "step": incident.step,
-            "code": found.code,
-            "source": incident.origin.source if incident.origin is not None else None,
-            "title": found.remedy.title,
-            "before": {"summary": incident.verdict.summary, "loss": incident.reading.loss},
-            "after": {"summary": found.remedy.tried, "loss": after},
-            "diff": diff,
-            "applied": written,
-        }
+        facts = Fixed(
+            step=incident.step,
+            code=found.code,
+            source=incident.origin.source if incident.origin is not None else None,
+            title=found.remedy.title,
+            before=Tried(summary=incident.verdict.summary, loss=incident.reading.loss),
+            after=Tried(summary=tried, loss=after),
+            diff=found.diff,
+            applied=written,
+        )
         echo_json(facts)
         return
-    echo(diff, nl=False)
-    tried = found.remedy.tried
+    echo(found.diff, nl=False)
     if after is not None:
         tried += f" (loss {after:.4g})"
     echo(f"stepguard: {found.code}: {found.remedy.title}", err=True)
@@ -373,10 +366,16 @@ def fix(
 
 
 def diff(
-    one: CapsuleArgument,
+    one: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_CAPSULE",
+            help="A run directory, for its newest capsule; the folder of one incident; or a log "
+            "written by --save or by torch's DebugMode.save_logs.",
+        ),
+    ],
     other: Annotated[
-        str | None,
-        typer.Argument(metavar="OTHER", help="Another run or capsule, or a log written by --save."),
+        str | None, typer.Argument(metavar="OTHER", help="What to compare it with: as above.")
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -400,9 +399,10 @@ def diff(
 ) -> None:
     """Find the first operation whose values differ between two runs of a step. Exit code 1 if any.
 
-    Two capsules (runs, ranks), one capsule under another setting, or a log of another version of
-    your code. This runs your training script, or the function given by --build. For a capsule that
-    was made elsewhere, the command it names is printed and confirmed first.
+    Two capsules (runs, ranks), one capsule under another setting, or logs of two versions of your
+    code or of torch's DebugMode. For a capsule this runs your training script, or the function
+    given by --build. For one that was made elsewhere, the command it names is printed and
+    confirmed first.
     """
     from stepguard.locate.operation_log import compare
     from stepguard.run import difference

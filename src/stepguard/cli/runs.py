@@ -39,7 +39,6 @@ from stepguard.cli._results import (
     writing,
 )
 from stepguard.diagnose.engine import UnknownCode, all_rules, index, page, rule_of
-from stepguard.diagnose.rule import Rule
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -112,22 +111,25 @@ def report(
 
 
 def _list_runs(folder: Path, *, as_json: bool) -> None:
+    from stepguard.cli.schemas import RunList, run_row
     from stepguard.journal import runs_below
     from stepguard.report.page import overview
     from stepguard.report.phrases import moment
     from stepguard.report.run_report import render_list
 
-    rows = []
-    for name, path in runs_below(folder).items():
-        shown = overview(open_story(path))
-        row = {"run": name, **{title: shown[title] for title in LISTED}}
-        rows.append({**row, "started": moment(shown["began"])})
-    if not rows:
+    stories = {name: (path, open_story(path)) for name, path in runs_below(folder).items()}
+    if not stories:
         raise JournalError(f"{folder} holds no run; {GIVE}.")
     if as_json:
-        echo_json({"runs": rows})
-    else:
-        show(render_list, rows)
+        rows = tuple(run_row(name, str(path), story) for name, (path, story) in stories.items())
+        echo_json(RunList(runs=rows))
+        return
+    lines = []
+    for name, (_, story) in stories.items():
+        shown = overview(story)
+        line = {"run": name, **{title: shown[title] for title in LISTED}}
+        lines.append({**line, "started": moment(shown["began"])})
+    show(render_list, lines)
 
 
 def compare(
@@ -396,16 +398,18 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Explain a finding: what it means, why it happens, how stepguard knows, what to do."""
+    from stepguard.cli.schemas import explained
+
     if code:
         try:
             rule = rule_of(code)
         except UnknownCode as unknown:
             echo(str(unknown), err=True)
             raise typer.Exit(EXIT_USAGE) from None
-        facts: object = rule_as_plain(rule)
+        facts: object = asdict(explained(rule))
         markdown = page(rule)
     else:
-        facts = list(map(rule_as_plain, all_rules()))
+        facts = [asdict(explained(rule)) for rule in all_rules()]
         markdown = index()
     if as_json:
         echo(json.dumps(facts, indent=2, ensure_ascii=False))
@@ -417,20 +421,3 @@ def explain(
     from rich.markdown import Markdown
 
     Console().print(Markdown(markdown))
-
-
-def rule_as_plain(rule: Rule) -> dict[str, object]:
-    """A rule as plain data for JSON."""
-    text = rule.text
-    return {
-        "code": rule.code,
-        "title": text.title,
-        "what": text.what,
-        "why": text.why,
-        "how": text.how,
-        "setup": text.setup,
-        "bad": text.bad,
-        "fixed": rule.fixed,
-        "remedies": [asdict(remedy) for remedy in rule.text.remedies],
-        "see": list(text.see),
-    }

@@ -6,7 +6,7 @@ A sketch is a digest, a norm and a few elements of a tensor. Two such logs are c
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from stepguard._errors import CapsuleError
 from stepguard.locate.evidence import Invocation
 from stepguard.locate.operands import UNINITIALISED, Call, plain, storage_key, tensors_in
 from stepguard.locate.source import ModuleSpans, spell
@@ -28,7 +29,14 @@ from stepguard.tensors.values import dtype_and_shape
 # --- Every operation of one step, as sketches.
 
 
-SCHEMA = 2
+SCHEMA = 1
+OWN = "digest"
+"""What our logs keep of a result; torch's DebugMode keeps a norm, or a hash of another kind."""
+ELEMENTS = 64
+"""Elements of a tensor that are kept, evenly spaced: enough to measure a difference by."""
+HIDDEN = 1e-16
+"""Difference of two tensors whose bytes differ where neither these elements nor the norm show it.
+"""
 GROWTH = (1e-6, 1e-4, 1e-2, 1.0)
 """Relative differences at whose first operation the growth is shown."""
 
@@ -49,30 +57,39 @@ class Sketch:
         """The relative difference; 0 for equal bytes, infinite where one alone is not finite."""
         if self.digest == other.digest:
             return 0.0
+        found = self._apart(other)
+        if self.what == other.what:
+            found = max(found, HIDDEN)
+        if self.norm is not None and other.norm is not None:
+            largest = max(self.norm, other.norm)
+            found = max(found, abs(self.norm - other.norm) / largest if largest else 0.0)
+        elif self.norm is not other.norm:
+            return math.inf
+        return found
+
+    def _apart(self, other: Sketch) -> float:
+        """The relative difference of the elements that were kept."""
         if len(self.elements) != len(other.elements):
             return math.inf
         sizes, differences = [], []
-        both = zip((*self.elements, self.norm), (*other.elements, other.norm), strict=True)
-        for one, two in both:
+        for one, two in zip(self.elements, other.elements, strict=True):
             if one is not None and two is not None:
                 sizes.append(max(abs(one), abs(two)))
                 differences.append(one - two)
             elif one is not two:
                 return math.inf
-        found = 0.0
-        if self.norm is not None:
-            found = abs(differences.pop()) / (sizes.pop() or 1.0)
         # hypot does not overflow
-        found = max(found, math.hypot(*differences) / (math.hypot(*sizes) or 1.0))
-        if self.what == other.what:
-            # bytes differ where neither these elements nor the norm show it
-            found = max(found, 1e-16)
-        return found
+        size = math.hypot(*sizes)
+        return math.hypot(*differences) / size if size else 0.0
 
 
-Operand = tuple[str, int | None, str]
-"""What went into an operation: its name, and the earlier operation that made it, by number, or the
-name of what was stored before the step."""
+@dataclass(slots=True)
+class LoggedOperand:
+    """What went into an operation: made by an earlier one, or stored before the step."""
+
+    name: str
+    maker: int | None = None
+    stored: str = ""
 
 
 @dataclass(slots=True)
@@ -83,7 +100,7 @@ class LoggedOperation:
     stage: str
     module: str | None
     source: str | None
-    operands: list[Operand]
+    operands: list[LoggedOperand]
     outputs: list[Sketch]
 
 
@@ -101,6 +118,8 @@ class OperationLog:
     gradients: dict[str, Sketch] = field(default_factory=dict)
     updated: dict[str, Sketch] = field(default_factory=dict)
     """Parameters after the optimizer's step; only where an optimizer setting is compared."""
+    hashes: str = OWN
+    """What the digests are: those of another kind cannot be compared with them."""
 
 
 def sketch(tensor: Tensor) -> Sketch:
@@ -112,8 +131,7 @@ def sketch(tensor: Tensor) -> Sketch:
     values = values.contiguous().cpu()
     digest = xxhash.xxh3_64_hexdigest(values.flatten().view(torch.uint8).numpy().tobytes())
     flat = values.flatten()
-    # evenly spaced, and enough to measure a difference by
-    places = torch.linspace(0, flat.numel() - 1, min(64, flat.numel())).long()
+    places = torch.linspace(0, flat.numel() - 1, min(ELEMENTS, flat.numel())).long()
     norm = float(torch.linalg.vector_norm(flat.double())) if flat.dtype != torch.bool else None
     kept = [_finite(value) for value in flat[places].double().tolist()]
     return Sketch(what, digest, _finite(norm), kept)
@@ -139,6 +157,11 @@ class Recorder(Tracer):  # type: ignore[no-untyped-call]
             for name, tensor in named_tensors(batch):
                 self.store(f"batch {index}:{name}", tensor)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this, torch runs compiled code eagerly while a dispatch mode is active."""
+        return True
+
     def _new_call(self, name: str) -> Call:
         call = super()._new_call(name)
         call.index = -1  # not in the log
@@ -152,12 +175,12 @@ class Recorder(Tracer):  # type: ignore[no-untyped-call]
             self._makers[storage_key(tensor)] = call
         if call.op in UNINITIALISED:
             return  # what it holds says nothing until something is written there
-        operands: list[Operand] = []
+        operands: list[LoggedOperand] = []
         stored = self._log.stored
         for read in invocation.reads:
             maker = read.maker
             if maker.stage != "stored":
-                operands.append((read.name, maker.index if maker.index >= 0 else None, ""))
+                operands.append(LoggedOperand(read.name, maker.index if maker.index >= 0 else None))
                 continue
             if maker.op == "constant":
                 # one of the program; held, so that its address keeps its name
@@ -165,7 +188,7 @@ class Recorder(Tracer):  # type: ignore[no-untyped-call]
                 self._alive.append(read.tensor)
             if maker.op not in stored:
                 stored[maker.op] = sketch(read.tensor)
-            operands.append((read.name, None, maker.op))
+            operands.append(LoggedOperand(read.name, None, maker.op))
         # a backward operation has the module of the forward operation whose gradient it is
         behind = self.owners.get(call.sequence, call)
         source = spell(call.line or behind.line)
@@ -199,6 +222,8 @@ def record_passes(log: OperationLog, step: Step, parts: Iterable[Part]) -> bool:
                     log.losses.append(_finite(float(outputs[0].detach())))
                 run_backward(outputs, gradients, step.scale)
             drawn = drawn or not torch.equal(torch.get_rng_state(), step.rng[index].cpu)
+    if recorder.fault is not None:
+        log.what += f" (an operation could not be recorded: {recorder.fault})"
     for parameter, name in parameter_names(step.named_roots(), step.optimizer):
         if parameter.grad is not None:
             log.gradients[name] = sketch(parameter.grad)
@@ -246,6 +271,8 @@ class StepDifference:
     """Parameters whose gradient differs, and by how much, the most first."""
     gradients_compared: int
     updated: dict[str, float]
+    hashes: str = OWN
+    """What of each result was compared."""
 
     @property
     def same(self) -> bool:
@@ -257,64 +284,90 @@ class StepDifference:
         return self.losses[0] == self.losses[1]
 
 
+Pairs = list[tuple[LoggedOperation, LoggedOperation]]
+
+
 def compare(one: OperationLog, other: OperationLog) -> StepDifference:
-    """Compare two logs in the order in which the first one ran."""
+    """Compare two logs in the order in which the first one ran. Raises CapsuleError."""
+    if one.hashes != other.hashes:
+        raise CapsuleError(
+            f"{one.what} has the {one.hashes} of each result, {other.what} the {other.hashes}: "
+            "record both in the same way."
+        )
     paired, alone, other_alone = _twins(one, other)
+    apart = [_apart(*pair) for pair in paired]
+    start = next((place for place, size in enumerate(apart) if size), len(paired))
     first = None
-    growth: list[DifferingOperation] = []
-    for operation, twin in paired:
-        pairs = zip(operation.outputs, twin.outputs, strict=False)
-        apart = max((a.beside(b) for a, b in pairs), default=0.0)
-        if apart and first is None:
-            first = _place(operation, twin, apart)
-            operands = list(_operands(operation, twin, one, other))
-            first.operands = [words for words, _ in operands]
-            first.same_operands = all(same for _, same in operands)
-        reached = growth[-1].difference if growth else 0.0
-        if any(reached < limit <= apart for limit in GROWTH):
-            growth.append(_place(operation, twin, apart))
+    if start < len(paired):
+        first = _place(*paired[start], apart[start])
+        operands = list(_operands(paired, start, one, other))
+        first.operands = [words for words, _ in operands]
+        first.same_operands = all(same for _, same in operands)
+    stored = _beside(one.stored, other.stored)
+    if one.hashes != OWN:
+        # elsewhere a tensor that autograd has saved comes back as if it were a new one
+        early = {operand.stored for made, _ in paired[: start + 1] for operand in made.operands}
+        stored = {name: size for name, size in stored.items() if name in early}
     return StepDifference(
         runs=[one.what, other.what],
         compared=len(paired),
         only=[len(alone), len(other_alone)],
-        first_only=[
-            line_of(_place(few[0], few[0], 0.0)) if few else "" for few in (alone, other_alone)
-        ],
-        stored=_differing(one.stored, other.stored),
+        first_only=[_first_line(alone), _first_line(other_alone)],
+        stored=stored,
         first=first,
-        growth=growth,
+        growth=list(_growth(paired, apart)),
         losses=[_sum(one.losses), _sum(other.losses)],
-        gradients=_differing(one.gradients, other.gradients),
+        gradients=_beside(one.gradients, other.gradients),
         gradients_compared=len(one.gradients.keys() & other.gradients.keys()),
-        updated=_differing(one.updated, other.updated),
+        updated=_beside(one.updated, other.updated),
+        hashes=one.hashes,
     )
 
 
-Operations = list[LoggedOperation]
+def _growth(paired: Pairs, apart: list[float]) -> Iterator[DifferingOperation]:
+    """The first operation at each of the limits."""
+    reached = 0.0
+    for pair, size in zip(paired, apart, strict=True):
+        passed = max((limit for limit in GROWTH if limit <= size), default=0.0)
+        if passed > reached:
+            reached = passed
+            yield _place(*pair, size)
+
+
+def _first_line(alone: list[LoggedOperation]) -> str:
+    return line_of(_place(alone[0], alone[0], 0.0)) if alone else ""
 
 
 def _twins(
     one: OperationLog, other: OperationLog
-) -> tuple[list[tuple[LoggedOperation, LoggedOperation]], Operations, Operations]:
+) -> tuple[Pairs, list[LoggedOperation], list[LoggedOperation]]:
     """Operations of both, in the order of the first, and those that each has alone."""
-    waiting: dict[tuple[Any, ...], Operations] = defaultdict(list)
-    for operation in reversed(other.operations):
-        waiting[_key(operation)].append(operation)
-    paired = []
-    alone = []
+    found: dict[tuple[Any, ...], list[LoggedOperation]] = {}
+    for operation in other.operations:
+        found.setdefault(_key(operation), []).append(operation)
+    taken: Counter[tuple[Any, ...]] = Counter()
+    paired: Pairs = []
+    alone: list[LoggedOperation] = []
     for operation in one.operations:
-        twins = waiting[_key(operation)]
-        if twins:
-            paired.append((operation, twins.pop()))
+        key = _key(operation)
+        twins = found.get(key, [])
+        if taken[key] < len(twins):
+            paired.append((operation, twins[taken[key]]))
+            taken[key] += 1
         else:
             alone.append(operation)
-    left = {id(operation) for twins in waiting.values() for operation in twins}
-    return paired, alone, [operation for operation in other.operations if id(operation) in left]
+    twinned = {id(twin) for _, twin in paired}
+    other_alone = [operation for operation in other.operations if id(operation) not in twinned]
+    return paired, alone, other_alone
 
 
 def _key(operation: LoggedOperation) -> tuple[Any, ...]:
     shapes = tuple(made.what.partition(" ")[2] for made in operation.outputs)
     return operation.stage, operation.module, operation.op, shapes
+
+
+def _apart(one: LoggedOperation, other: LoggedOperation) -> float:
+    return max((a.beside(b) for a, b in zip(one.outputs, other.outputs, strict=False)), default=0.0)
 
 
 def _place(one: LoggedOperation, other: LoggedOperation, apart: float) -> DifferingOperation:
@@ -332,31 +385,44 @@ def _place(one: LoggedOperation, other: LoggedOperation, apart: float) -> Differ
 
 
 def _operands(
-    one: LoggedOperation, other: LoggedOperation, log: OperationLog, other_log: OperationLog
+    paired: Pairs, place: int, log: OperationLog, other_log: OperationLog
 ) -> Iterator[tuple[str, bool]]:
     """Each operand in words, and whether it was the same in both runs."""
-    pairs = zip(one.operands, other.operands, strict=False)
-    for (name, maker, stored), (_, other_maker, other_stored) in pairs:
-        if maker is not None and other_maker is not None:
-            yield f"{name}: made by {log.operations[maker].op}, the same in both", True
-        elif stored in log.stored and other_stored in other_log.stored:
-            apart = log.stored[stored].beside(other_log.stored[other_stored])
-            said = f"differs by {spelled_number(apart)}" if apart else "the same in both"
-            yield f"{name}: {stored}, {said}", not apart
-        elif stored or other_stored:
-            yield f"{name}: of different origin in the two runs", False
-        # else: memory that this operation is the first to write
+    twin_of = {id(operation): twin for operation, twin in paired}
+    one, other = paired[place]
+    for a, b in zip(one.operands, other.operands, strict=False):
+        if a.maker is not None and b.maker is not None:
+            maker, others = log.operations[a.maker], other_log.operations[b.maker]
+            same = twin_of.get(id(maker)) is others
+            where, elsewhere = (
+                f"{m.op} at {m.source}" if m.source else m.op for m in (maker, others)
+            )
+            said = "the same in both" if same else f"in B by {elsewhere}"
+            yield f"{a.name}: made by {where}, {said}", same
+            continue
+        if not a.stored and not b.stored:
+            continue  # memory that this operation is the first to write
+        mine, theirs = log.stored.get(a.stored), other_log.stored.get(b.stored)
+        if mine is None or theirs is None:
+            yield f"{a.name}: of different origin in the two runs", False
+            continue
+        apart = mine.beside(theirs)
+        said = f"differs ({spelled_difference(apart)})" if apart else "the same in both"
+        yield f"{a.name}: {a.stored}, {said}", not apart
 
 
-def _differing(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> dict[str, float]:
-    found = {name: one[name].beside(other[name]) for name in one if name in other}
+def _beside(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> dict[str, float]:
+    return _differing({name: one[name].beside(other[name]) for name in one if name in other})
+
+
+def _differing(found: Mapping[str, float]) -> dict[str, float]:
     parts = [(name, apart) for name, apart in found.items() if apart]
     return dict(sorted(parts, key=lambda part: -part[1]))
 
 
 def _sum(losses: list[float | None]) -> float | None:
     known = [loss for loss in losses if loss is not None]
-    return math.fsum(known) if len(known) == len(losses) else None
+    return math.fsum(known) if known and len(known) == len(losses) else None
 
 
 def spelled_number(value: float | None) -> str:
@@ -364,11 +430,17 @@ def spelled_number(value: float | None) -> str:
 
 
 def line_of(place: DifferingOperation) -> str:
-    where = f"in {place.module}" if place.module else "outside every module"
+    where = f"in {place.module}" if place.module else ""
     if place.module == "":
         where = "in the model itself"
-    source = f" at {place.source}" if place.source else ""
+    source = f"at {place.source}" if place.source else ""
     if place.other_source:
         source += f" (B: {place.other_source})"
-    apart = f", by {spelled_number(place.difference)}" if place.difference else ""
-    return f"{place.stage} {place.op} {where}{source}{apart}"
+    said = " ".join(filter(None, (place.stage, place.op, where, source)))
+    return f"{said}, {spelled_difference(place.difference)}" if place.difference else said
+
+
+def spelled_difference(apart: float) -> str:
+    if not math.isfinite(apart):
+        return "finite in one run only"
+    return f"by {spelled_number(apart) if apart > HIDDEN else 'an unknown amount'}"

@@ -255,6 +255,8 @@ _REPLAYS = tuple(str(Path(__file__).with_name(name)) for name in ("replay.py", "
 """Files that call the user's code: frames outside them asked for the replay."""
 
 
+_GENERATED = re.compile(r"[/\\]([a-z2-7]{2})[/\\]c\1[a-z2-7]{49}\.py$")
+"""What torch.compile has written into its cache, by a digest."""
 _LIBRARIES = re.compile(r"^.*[/\\\\](?:site|dist)-packages[/\\\\]")
 """What comes before the name of an installed package."""
 
@@ -277,7 +279,7 @@ def is_users(file: str) -> bool:
     # `<string>` and the like have no file; the cells of a notebook are the user's code.
     if file.startswith("<") and "ipython" not in file:
         return False
-    if file.startswith((_TORCH, _STEPGUARD)):
+    if file.startswith((_TORCH, _STEPGUARD)) or _GENERATED.search(file):
         return False
     return "site-packages" in file or not file.startswith(_STDLIB)
 
