@@ -25,7 +25,7 @@ def _script() -> Any:
 
 def test_page_is_what_the_tests_say() -> None:
     # in a process of its own: pytest cannot collect while it runs
-    done = forked.python([SCRIPT, "--check"], imports=("pytest",))
+    done = forked.python([str(SCRIPT), "--check"], imports=("pytest",))
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
 
 
