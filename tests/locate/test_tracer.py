@@ -314,6 +314,22 @@ def test_kinds_of_bad_elements(tensor: Tensor, expected: Flaws) -> None:
 
 
 @pytest.mark.parametrize(
+    ("out", "intended", "harmful"),
+    [
+        (Flaws(inf=True), True, False),
+        (Flaws(inf=True), False, True),
+        (Flaws(nan=True), True, True),
+        (Flaws(), False, False),
+    ],
+)
+def test_infinity_written_on_purpose_is_not_harmful(
+    out: Flaws, intended: bool, harmful: bool
+) -> None:
+    call = Call(index=0, op="aten.mul", stage="forward", out=out, intended_inf=intended)
+    assert call.harmful is harmful
+
+
+@pytest.mark.parametrize(
     ("values", "expected"),
     [
         ([0.0, -INF, 0.0, 0.0], True),
