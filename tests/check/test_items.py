@@ -140,6 +140,7 @@ def test_rate_of_a_large_model_is_judged_by_its_size(monkeypatch: pytest.MonkeyP
     assert (outcome.status, "0.0005" in outcome.evidence[0]) == ("warn", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 def test_warm_up_of_2000_steps_is_long_enough_however_it_is_counted(first: int) -> None:
     for length, status in ((2000, "pass"), (1900, "warn")):

@@ -57,6 +57,7 @@ def test_configuration_without_one_rate_is_refused(tmp_path: Path, text: str, wo
     assert done.exit_code == 2 and words in done.stderr
 
 
+@pytest.mark.slow
 def test_diverged_run_is_told_alike_by_seals_verify_doctor_and_live(tmp_path: Path) -> None:
     """A warm-up without an end: what was learned is lost in the middle of the run."""
     torch.manual_seed(0)
@@ -278,6 +279,7 @@ def project(tmp_path: Path) -> Iterator[Path]:
 doctor_of = partial(invoke, "doctor")
 
 
+@pytest.mark.slow
 def test_a_run_is_examined_by_what_its_folder_holds(project: Path) -> None:
     """Journal, capsules and checkpoints, without a word on what was not given."""
     torch.manual_seed(0)
@@ -411,6 +413,7 @@ def test_wrong_check_is_exit_code_2_in_one_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_every_promise_holds_on_the_cpu() -> None:
     done = invoke("selftest", "--json")
     assert done.exit_code == 0, done.output

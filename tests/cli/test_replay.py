@@ -308,6 +308,7 @@ def fix_of(*words: str) -> Any:
     return invoke("fix", *words)
 
 
+@pytest.mark.slow
 def test_diff_is_printed_with_its_proof_and_nothing_is_written(fix_project_file: Path) -> None:
     before = fix_project_file.read_text()
     ran = fix_of("run")
@@ -324,6 +325,7 @@ def test_diff_is_printed_with_its_proof_and_nothing_is_written(fix_project_file:
     assert ran.stdout.startswith("--- a/fix_project.py\n+++ b/fix_project.py\n@@ ")
 
 
+@pytest.mark.slow
 def test_change_is_applied_and_then_nothing_is_left_to_fix(fix_project_file: Path) -> None:
     ran = fix_of("run", "--apply", "--json")
     assert ran.exit_code == 0, ran.output
@@ -339,6 +341,7 @@ def test_change_is_applied_and_then_nothing_is_left_to_fix(fix_project_file: Pat
     assert "not reproduced" in again.stderr
 
 
+@pytest.mark.slow
 def test_file_that_has_changed_since_is_left_alone(fix_project_file: Path) -> None:
     found = fixes.fix("run")
     fix_project_file.write_text(FIX_PROJECT + "\n# mine\n")
@@ -347,6 +350,7 @@ def test_file_that_has_changed_since_is_left_alone(fix_project_file: Path) -> No
     assert fix_project_file.read_text().endswith("# mine\n")
 
 
+@pytest.mark.slow
 def test_capsule_of_a_step_without_its_bad_sample_holds_the_weights_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +430,7 @@ def whatif_of(*words: str) -> Any:
     return invoke("whatif", *words)
 
 
+@pytest.mark.slow
 def test_run_is_tried_with_its_build_function_and_a_fix_of_ones_own(whatif_folder: Path) -> None:
     train()
     ran = whatif_of("run", "--with", "whatif_project:clamped", "--json")
@@ -440,6 +445,7 @@ def test_run_is_tried_with_its_build_function_and_a_fix_of_ones_own(whatif_folde
     assert "Best: the fix for SG201 in your code." in table.stdout
 
 
+@pytest.mark.slow
 def test_script_of_the_run_is_enough(whatif_folder: Path) -> None:
     train()
     ran = whatif_of("run", "--script", "whatif_project.py")
@@ -453,6 +459,7 @@ STUBBORN = WHATIF_PROJECT.replace("if step == 30:", "if step >= 30:").replace(
 )
 
 
+@pytest.mark.slow
 def test_chain_of_incidents_is_tried_from_its_first(whatif_folder: Path) -> None:
     """Skipping is no success where the journal shows that the next step fails."""
     write(whatif_folder, STUBBORN, "whatif_project.py")
@@ -465,6 +472,7 @@ def test_chain_of_incidents_is_tried_from_its_first(whatif_folder: Path) -> None
     assert not skipped["works"] and skipped["bad_step"] == 31
 
 
+@pytest.mark.slow
 def test_replay_of_a_run_takes_its_newest_capsule_and_names_the_others(whatif_folder: Path) -> None:
     write(whatif_folder, STUBBORN, "whatif_project.py")
     train()
@@ -481,6 +489,7 @@ def test_replay_of_a_run_takes_its_newest_capsule_and_names_the_others(whatif_fo
     assert "the newest" not in first.stderr
 
 
+@pytest.mark.slow
 def test_newest_is_the_capsule_that_was_recorded_last_whatever_its_step(
     whatif_folder: Path,
 ) -> None:
@@ -498,6 +507,7 @@ def test_newest_is_the_capsule_that_was_recorded_last_whatever_its_step(
     assert fixes.newest_capsule(Path("run"))[0].parent.name > "00000030"
 
 
+@pytest.mark.slow
 def test_failure_of_the_first_steps_is_not_answered_by_skipping(whatif_folder: Path) -> None:
     write(
         whatif_folder,

@@ -39,6 +39,7 @@ def test_a_healthy_script_prints_exactly_what_it_prints_alone(tmp_path: Path) ->
     assert journal_line.startswith("stepguard: journal in .stepguard/train-")
 
 
+@pytest.mark.slow
 def test_a_journal_without_capsules_is_kept_in_one_hidden_folder_by_default(tmp_path: Path) -> None:
     write(tmp_path, plain_script(bad="(2,)"))
     done = guarded(tmp_path, "train.py")
@@ -54,6 +55,7 @@ def test_a_journal_without_capsules_is_kept_in_one_hidden_folder_by_default(tmp_
     assert [p.name for p in tmp_path.iterdir()] == ["train.py"] and "journal" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_nan_is_placed_to_op_module_line_and_sample_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     moves = "import os\nos.chdir('elsewhere')\n"
@@ -70,6 +72,7 @@ def test_a_nan_is_placed_to_op_module_line_and_sample_and_the_run_goes_on(tmp_pa
     assert "8 steps guarded, 2 incidents" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_used_up_ends_with_exit_code_3(tmp_path: Path) -> None:
     write(tmp_path, plain_script(steps=20, bad="range(2, 20)"))
     (tmp_path / "guard.toml").write_text("[policy]\nmax_consecutive = 3\n")
@@ -166,6 +169,7 @@ for step in range(6):
 """
 
 
+@pytest.mark.slow
 def test_every_optimizer_gets_a_guard_and_a_folder_of_its_own(tmp_path: Path) -> None:
     write(tmp_path, HEAD + GAN)
     done = guarded(tmp_path, "--run-dir", "run", "train.py")
@@ -308,6 +312,7 @@ def test_data_loader_workers_work(tmp_path: Path, method: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_scheduler_and_a_scaler_are_found(tmp_path: Path) -> None:
     body = """
 model = Net()
@@ -332,6 +337,7 @@ print(optimizer.param_groups[0]["lr"], scaler.get_scale())
     assert done.stdout == "0.0625 8.0\n"
 
 
+@pytest.mark.slow
 def test_a_script_is_clipped_by_the_norm_of_a_file_as_if_it_clipped_itself(tmp_path: Path) -> None:
     script = plain_script(steps=6)
     assert "optimizer.step()" in script
@@ -351,6 +357,7 @@ def test_a_script_is_clipped_by_the_norm_of_a_file_as_if_it_clipped_itself(tmp_p
     assert "loss_scale=8.0 scales inside guard.step only" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     write(tmp_path, plain_script(steps=8, bad="(3,)"))
     (tmp_path / "guard.yaml").write_text("terminal: quiet\npolicy: {actions: [stop]}\n")
@@ -365,6 +372,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_incidents_of_a_script_are_posted_to_the_address_of_the_environment(
     tmp_path: Path,
 ) -> None:
@@ -566,6 +574,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_script_keeps_the_exit_code_of_its_own_ending(tmp_path: Path, ending: str) -> None:
     text, code = ENDINGS[ending]

@@ -34,10 +34,10 @@ REGISTRY = re.compile(
 )
 
 
-def long_functions(source: str) -> list[str]:
+def long_functions(tree: ast.AST) -> list[str]:
     """Functions whose body has too many lines; signature and docstring do not count."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = _body_lines(node)
             if lines > MOST_FUNCTION_LINES:
@@ -58,9 +58,9 @@ def too_long(source: str) -> bool:
     return len(source.splitlines()) > MOST_LINES
 
 
-def explained(source: str) -> bool:
+def explained(tree: ast.Module) -> bool:
     """A module docstring that says something; a placeholder does not."""
-    return len(ast.get_docstring(ast.parse(source)) or "") >= LEAST_DOCSTRING
+    return len(ast.get_docstring(tree) or "") >= LEAST_DOCSTRING
 
 
 def machine_paths(text: str) -> list[str]:
@@ -107,11 +107,11 @@ def repeated(paths: Iterable[PurePosixPath]) -> dict[str, list[str]]:
     return {name: found for (_, name), found in places.items() if len(found) > 1}
 
 
-def classes_twice(sources: Mapping[PurePosixPath, str]) -> dict[str, list[str]]:
+def classes_twice(trees: Mapping[Path, ast.AST]) -> dict[str, list[str]]:
     """Class names without a leading underscore that more than one module defines."""
     places: dict[str, list[str]] = defaultdict(list)
-    for path, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path))
     return {name: found for name, found in places.items() if len(found) > 1}
@@ -133,19 +133,25 @@ def _name(path: Path) -> str:
     return str(path.relative_to(SOURCE.parent))
 
 
-def _faults(path: Path) -> list[str]:
-    source = path.read_text(encoding="utf-8")
-    found = long_functions(source)
-    if too_long(source):
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    """Every module of the package, parsed once."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+
+
+def _faults(path: Path, tree: ast.Module) -> list[str]:
+    found = long_functions(tree)
+    if too_long(path.read_text(encoding="utf-8")):
         found.append(f"has more than {MOST_LINES} lines: split it")
-    if not explained(source):
+    if not explained(tree):
         found.append("needs a docstring that says what it is for")
     return found
 
 
-def test_modules_are_short_and_explained() -> None:
-    assert len(MODULES) > 100
-    assert {_name(path): found for path in MODULES if (found := _faults(path))} == {}
+def test_modules_are_short_and_explained(trees: dict[Path, ast.Module]) -> None:
+    assert len(trees) > 100
+    faults = {_name(path): _faults(path, tree) for path, tree in trees.items()}
+    assert {name: found for name, found in faults.items() if found} == {}
 
 
 def test_no_file_names_a_path_of_the_machine() -> None:
@@ -167,16 +173,16 @@ def test_build_names_no_registry() -> None:
 def test_long_function_would_be_caught() -> None:
     allowed = '    """Explained."""\n' + "    pass\n" * MOST_FUNCTION_LINES
     body = allowed + "    pass\n"
-    assert long_functions(f"def f():\n{body}") == ["f has 81 lines"]
-    assert long_functions(f"class A:\n  async def f():\n{body}") == ["f has 81 lines"]
-    assert long_functions(f"def f():\n{allowed}") == []
-    assert long_functions('def f():\n    """Only explained."""') == []
+    assert long_functions(ast.parse(f"def f():\n{body}")) == ["f has 81 lines"]
+    assert long_functions(ast.parse(f"class A:\n  async def f():\n{body}")) == ["f has 81 lines"]
+    assert long_functions(ast.parse(f"def f():\n{allowed}")) == []
+    assert long_functions(ast.parse('def f():\n    """Only explained."""')) == []
 
 
 def test_long_file_missing_docstring_and_registry_would_be_caught() -> None:
     assert too_long("\n" * (MOST_LINES + 1))
     assert not too_long("\n" * MOST_LINES)
-    assert not any(map(explained, ("", "x = 1", '"""TBD."""', '"""   """')))
+    assert not any(map(explained, map(ast.parse, ("", "x = 1", '"""TBD."""', '"""   """'))))
     assert all(
         map(REGISTRY.search, ("pypi" + ".org", "--index" + "-url x", "download.pytorch" + ".org"))
     )
@@ -190,10 +196,7 @@ def test_machine_path_would_be_caught_and_other_slashes_are_let_through() -> Non
             assert machine_paths(f"{before}/{folder}/x") == []
 
 
-FILES = {
-    PurePosixPath(path.relative_to(SOURCE)): path.read_text(encoding="utf-8")
-    for path in sorted(SOURCE.rglob("*.py"))
-}
+FILES = [PurePosixPath(path.relative_to(SOURCE)) for path in MODULES]
 SAME_NAME_SAME_MEANING = {"TrainingStep"}
 """Classes of two frameworks that do the same thing for each of them."""
 
@@ -206,8 +209,8 @@ def test_module_name_occurs_once_in_a_package() -> None:
     assert repeated(FILES) == {}
 
 
-def test_class_name_means_one_thing() -> None:
-    found = classes_twice(FILES)
+def test_class_name_means_one_thing(trees: dict[Path, ast.Module]) -> None:
+    found = classes_twice(trees)
     assert set(found) - SAME_NAME_SAME_MEANING == set()
 
 
@@ -221,8 +224,8 @@ def test_bad_and_repeated_module_names_would_be_caught() -> None:
 
 def test_second_class_of_a_name_would_be_caught() -> None:
     sources = {
-        PurePosixPath("a.py"): "class Place: ...\nclass _Own: ...",
-        PurePosixPath("b.py"): "def f():\n    class Place: ...\nclass _Own: ...",
+        Path("a.py"): ast.parse("class Place: ...\nclass _Own: ..."),
+        Path("b.py"): ast.parse("def f():\n    class Place: ...\nclass _Own: ..."),
     }
     assert classes_twice(sources) == {"Place": ["a.py", "b.py"]}
 
@@ -310,10 +313,10 @@ OBLIQUE = re.compile(r"(?:Of|Those|That of|The same|And|So are)\b")
 """How a docstring begins that continues its name instead of saying something."""
 
 
-def oblique(source: str) -> list[tuple[int, str]]:
+def oblique(tree: ast.AST) -> list[tuple[int, str]]:
     """Docstrings, also those of constants and fields, that a reader has to complete."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         value = node.value if isinstance(node, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             first = value.value.strip().partition("\n")[0]
@@ -322,10 +325,10 @@ def oblique(source: str) -> list[tuple[int, str]]:
     return found
 
 
-def wrong_words(source: str) -> list[tuple[int, str]]:
+def wrong_words(tree: ast.AST) -> list[tuple[int, str]]:
     return [
         (line, text)
-        for line, text in messages(ast.parse(source))
+        for line, text in messages(tree)
         if any(re.search(pattern, text, re.IGNORECASE) for pattern in check_style.PHRASES)
     ]
 
@@ -340,15 +343,13 @@ def test_none_of_the_worst_sentences_is_left() -> None:
     ] == []
 
 
-def test_messages_keep_to_the_words_of_the_docs() -> None:
-    paths = sorted((ROOT / "src").rglob("*.py"))
-    found = {str(path): wrong_words(path.read_text(encoding="utf-8")) for path in paths}
+def test_messages_keep_to_the_words_of_the_docs(trees: dict[Path, ast.Module]) -> None:
+    found = {_name(path): wrong_words(tree) for path, tree in trees.items()}
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
-def test_docstrings_do_not_continue_their_names() -> None:
-    paths = sorted((ROOT / "src").rglob("*.py"))
-    found = {str(path): oblique(path.read_text(encoding="utf-8")) for path in paths}
+def test_docstrings_do_not_continue_their_names(trees: dict[Path, ast.Module]) -> None:
+    found = {_name(path): oblique(tree) for path, tree in trees.items()}
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
@@ -362,7 +363,7 @@ def test_docstrings_do_not_continue_their_names() -> None:
     ],
 )
 def test_a_docstring_that_continues_its_name_would_be_caught(source: str, lines: list[int]) -> None:
-    assert [line for line, _ in oblique(source)] == lines
+    assert [line for line, _ in oblique(ast.parse(source))] == lines
 
 
 def test_pages_keep_to_the_style(capsys: pytest.CaptureFixture[str]) -> None:
@@ -378,7 +379,7 @@ def test_pages_keep_to_the_style(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_docstrings_and_names_are_not_messages(source: str, lines: list[int]) -> None:
-    assert [line for line, _ in wrong_words(source)] == lines
+    assert [line for line, _ in wrong_words(ast.parse(source))] == lines
 
 
 def test_every_action_has_its_words() -> None:

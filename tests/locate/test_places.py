@@ -4,6 +4,7 @@ line, element and guilty sample.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import stepguard
 from stepguard.locate import locate
 from stepguard.locate.samples import suspects_from_rows
+from stepguard.locate.source import Line, statement
 from stepguard.records import Origin, Reading
 
 from .cases import Apply, Case, at, check, find, in_loss, in_net, mse, noise, squares, with_row
@@ -670,7 +672,30 @@ def test_rows_of_heads_and_tokens_lead_to_samples() -> None:
     assert suspects_from_rows([], 0, 4) == []
 
 
-# --- a line of a package is not the user's
+# --- the statement behind an operation; a line of a package is not the user's
+
+
+def test_statement_is_quoted_whole_with_the_operation_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "two_lines.py"
+    text = "def f(a, look):\n    b = (\n        a +\n        look())\n    if look() > 1: return b\n"
+    file.write_text(text, encoding="utf-8")
+    space: dict[str, Any] = {}
+    exec(compile(text, str(file), "exec"), space)
+    lines: list[Line] = []
+
+    def look() -> int:
+        frame = inspect.currentframe()
+        assert frame is not None and frame.f_back is not None
+        caller = frame.f_back
+        lines.append(Line(str(file), caller.f_lineno, caller.f_code, caller.f_lasti))
+        return 1
+
+    space["f"](1, look)
+    first, second = map(statement, lines)
+    assert first is not None and second is not None
+    assert (first.line, first.text) == (2, "    b = (\n        a +\n        look())")
+    assert first.text.encode()[first.start : first.end] == b"look()"
+    assert (second.line, second.text[second.start : second.end]) == (5, "look()")
 
 
 LIBRARY = "def mean_of(loss, count):\n    return loss / count\n"

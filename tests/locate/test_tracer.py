@@ -14,17 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stepguard.locate import live_trace
+from stepguard.locate.blame import FirstBad
 from stepguard.locate.live_trace import LiveTracer, leave
 from stepguard.locate.operands import (
     Call,
     Flaws,
     broadcast_index,
     broadcasts,
+    describe,
     element,
     flaws,
     mask_like,
 )
-from stepguard.locate.source import ModuleSpans
+from stepguard.locate.origins import origin_of
+from stepguard.locate.source import Line, ModuleSpans
 from stepguard.locate.tracer import Tracer
 from stepguard.records import Origin
 from stepguard.tensors.torch_private import TorchDispatchMode, dispatch_mode_stack
@@ -311,6 +314,22 @@ def test_kinds_of_bad_elements(tensor: Tensor, expected: Flaws) -> None:
 
 
 @pytest.mark.parametrize(
+    ("out", "intended", "harmful"),
+    [
+        (Flaws(inf=True), True, False),
+        (Flaws(inf=True), False, True),
+        (Flaws(nan=True), True, True),
+        (Flaws(), False, False),
+    ],
+)
+def test_infinity_written_on_purpose_is_not_harmful(
+    out: Flaws, intended: bool, harmful: bool
+) -> None:
+    call = Call(index=0, op="aten.mul", stage="forward", out=out, intended_inf=intended)
+    assert call.harmful is harmful
+
+
+@pytest.mark.parametrize(
     ("values", "expected"),
     [
         ([0.0, -INF, 0.0, 0.0], True),
@@ -324,6 +343,44 @@ def test_mask_is_minus_infinity_around_a_constant_or_much_of_it(
     values: list[float], expected: bool
 ) -> None:
     assert mask_like(torch.tensor(values)) is expected
+
+
+# --- operators: what they read and write, and the facts of a replay as a whole
+
+
+ATEN = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "reads", "writes"),
+    [
+        (ATEN.add_.Tensor, "self", True, True),
+        (ATEN.add_.Tensor, "other", True, False),
+        (ATEN.copy_.default, "self", False, True),
+        (ATEN.copy_.default, "src", True, False),
+        (ATEN.add.out, "out", False, True),
+        (ATEN.zeros_like.default, "self", False, False),
+        (ATEN.new_zeros.default, "self", False, False),
+        (ATEN._foreach_add_.Scalar, "self[3]", True, True),
+    ],
+)
+def test_operators_say_what_they_read_and_write(
+    operator: Any, name: str, reads: bool, writes: bool
+) -> None:
+    described = describe(operator)
+    assert (described.reads(name), described.writes(name)) == (reads, writes)
+
+
+def test_facts_on_the_replay_as_a_whole() -> None:
+    model = nn.Sequential(nn.Linear(3, 1))
+    step = step_of(lambda batch: batch, model, noise(2, 3))
+    step.scale = 8.0
+    tracer = fresh(model)
+    tracer.unseen |= {"aten.b", "aten.a"}
+    call = Call(index=0, op="aten.log", stage="forward", module="0", line=Line(__file__, 3))
+    evidence = origin_of(FirstBad(call), tracer, step).evidence
+    assert (evidence.scale, evidence.unseen) == (8.0, ("aten.a", "aten.b"))
+    assert evidence.batch_max == float(step.micro_batches[0].abs().max())
 
 
 # --- one step of a watched loop under the live tracer

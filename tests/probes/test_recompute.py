@@ -80,6 +80,7 @@ def test_checkpoints_that_restore_the_random_state_are_healthy(
     assert said(tmp_path, net, micro_batches) == []
 
 
+@pytest.mark.slow
 def test_a_few_of_many_blocks_are_enough(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = Net(12, shared=False, use_reentrant=False, preserve_rng_state=False)

@@ -187,6 +187,7 @@ def test_guarded_resume_is_bit_identical(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["", "optimizer.pt"])
 def test_trainer_that_resumes_without_its_optimizer(lost: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

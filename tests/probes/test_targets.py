@@ -31,6 +31,7 @@ def told(plant: Plant, folder: Path, *, wrong: bool) -> list[str]:
     return [str(note["summary"]) for note in notes if note.get("kind") == "silent"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda one: one.name)
 def test_wrong_targets_are_told_with_numbers_and_the_twin_is_not(
     plant: Plant, tmp_path: Path

@@ -88,6 +88,7 @@ def test_an_optimizer_that_cannot_be_guarded_is_told_once_and_truly(
     assert "created none that stepped" not in second and "for the reason above" in second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("terminal", "printed", "logged"), [("auto", 1, 0), ("quiet", 0, 0), ("logging", 0, 1)]
 )

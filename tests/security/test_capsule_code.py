@@ -78,11 +78,13 @@ def agreed(command: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_own_capsule_is_replayed_without_a_question(capsule: Path) -> None:
     assert stepguard.replay(capsule).origin is not None
     assert ran() == ["__main__"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [{"arguments": ["--lr", "4"]}, {"made": {}}, {"signature": "0" * 64}, {"signature": None}],
@@ -111,6 +113,7 @@ def test_capsule_of_another_folder_asks(
     assert ran() == []
 
 
+@pytest.mark.slow
 def test_named_script_is_run_whoever_made_the_capsule(capsule: Path) -> None:
     edited(capsule, script="evil.py")
     assert stepguard.replay(capsule, script="train.py").origin is not None
@@ -169,6 +172,7 @@ def test_module_that_is_another_file_than_the_script_is_refused(
     assert ran() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["replay", "whatif", "fix"])
 def test_commands_print_what_they_would_run_and_do_not_without_a_yes(
     capsule: Path, command: str
@@ -189,6 +193,7 @@ def test_secrets_of_the_command_line_are_not_kept(capsule: Path) -> None:
     assert read_capsule(capsule).arguments == ["--lr", "3", "--api-key", "***"]
 
 
+@pytest.mark.slow
 def test_capsule_and_journal_are_for_their_user_only(project: Path, capsule: Path) -> None:
     run = project / "run"
     private = [run / "journal.jsonl", *capsule.iterdir()]
@@ -199,6 +204,7 @@ def test_capsule_and_journal_are_for_their_user_only(project: Path, capsule: Pat
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_key_that_others_can_read_signs_nothing(
     project: Path, capsule: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +243,7 @@ def test_no_process_is_started_to_describe_the_machine(monkeypatch: pytest.Monke
     assert "torch" in capsules.environment() and torch.__version__
 
 
+@pytest.mark.slow
 def test_capsule_json_of_anything_is_a_capsule_or_one_error(capsule: Path) -> None:
     """Each fact in turn is replaced by what no capsule holds."""
     facts = json.loads((capsule / "capsule.json").read_text())

@@ -55,6 +55,7 @@ def capsule(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return capsule_of(folder / "run", guarded(folder / "run", build(), [(healthy(-1.0),)]))
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(data=st.data(), odd=ODD)
 def test_capsule_json_of_anything_is_a_capsule_or_one_error(
@@ -126,6 +127,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(data=st.data(), odd=ODD)
 def test_seal_of_anything_is_a_seal_or_one_error(

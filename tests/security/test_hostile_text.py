@@ -156,6 +156,7 @@ SETTINGS = st.sampled_from([*GuardConfig.__dataclass_fields__, "x"])
 KINDS = st.sampled_from(["run", "step", "note", "incident", "look", "end", "rewind", "checkpoint"])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(lines=st.lists(st.tuples(KINDS, st.dictionaries(KEYS, JSON, max_size=6)), max_size=12))
 def test_journal_of_anything_gives_a_report(
