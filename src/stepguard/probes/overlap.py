@@ -24,7 +24,7 @@ from stepguard.state.loader import as_indices
 
 MOST_TRAINED, MOST_EVALUATED = 1 << 16, 1 << 12
 """Rows that are remembered; a larger data set shares as large a part of those."""
-FREE_SECONDS, SHARE = 0.1, 0.005
+FREE_SECONDS, SHARE = 0.25, 0.005
 """Time that training rows may cost, and its share of the run after that."""
 MOST_COLUMNS = 512
 """Values of a row that are compared, spread over it."""
@@ -107,12 +107,12 @@ class Overlap:
             self._passes[number] = rows
         rows.last_step = step
         rows.evaluates &= evaluates
-        began = time.perf_counter()
+        began = time.thread_time()
         full = self._trained_rows >= MOST_TRAINED
-        full |= self._spent > FREE_SECONDS + SHARE * (began - self._began)
+        full |= self._spent > FREE_SECONDS + SHARE * (time.perf_counter() - self._began)
         if len(rows.keys) - rows.kept < MOST_EVALUATED and (evaluates or not full):
             rows.keys += row_keys(batch, self._places(iterator._dataset, raw))
-            self._spent += time.perf_counter() - began
+            self._spent += time.thread_time() - began
         if rows.trains:
             self._take(rows, step)
             self._trained_sets[rows.dataset] = weakref.ref(iterator)
