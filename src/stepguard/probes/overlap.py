@@ -50,7 +50,7 @@ class Rows:
     evaluates: bool
     """The model was in evaluation mode, or gradients were off, at every delivery."""
     keys: list[tuple[Any, ...]] = field(default_factory=list)
-    """Of every row its digest and, where known, its index in the data set that it is a part of."""
+    """Digest of every row and, where known, its index in the data set that it is a part of."""
     kept: int = 0
     """Keys that were taken over into what has been trained on."""
 
@@ -234,7 +234,7 @@ def _of_values(tensors: dict[str, Tensor], count: int) -> Tensor:
 
 
 def _of_tokens(tensors: dict[str, Tensor]) -> Tensor | None:
-    """Of tokens without their padding, which is as long as the batch needs."""
+    """Digests of tokens without their padding, which is as long as the batch needs."""
     named = {name.rpartition(".")[2].rpartition(":")[2]: one for name, one in tensors.items()}
     ids, mask = named.get("input_ids"), named.get("attention_mask")
     if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2:
