@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from check.asking import said
 from stepguard import ConfigError
@@ -205,3 +205,35 @@ def test_the_last_part_of_a_tuple_is_the_target(between: tuple[torch.Tensor, ...
     assert "12 of 12 targets count" in finding("labels.empty", dataset=rows).evidence[0]
     real = [(torch.rand(4), torch.rand(1)) for _ in range(12)]
     assert finding("labels.empty", dataset=real).status == "not_applicable"
+
+
+class Augmented(Dataset[Any]):
+    """Other values at every reading."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return 10.0 * index + torch.randn(4), index % 2
+
+
+def leak_of(training: Any, validation: Any) -> tuple[str, str]:
+    result = check(Subject(dataset=training, validation=validation), only=["data.leak"])
+    return result.outcome("data.leak").status, said(result, "data.leak")
+
+
+def test_rows_of_one_data_set_are_known_by_their_index_whatever_augments_them() -> None:
+    data = Augmented()
+    train = Subset(data, range(30))
+    status, text = leak_of(train, DataLoader(Subset(data, range(25, 40))))
+    assert status == "fail" and text.startswith("5 rows of 15")
+    assert leak_of(data, Subset(data, range(25, 40)))[0] == "fail"
+    assert leak_of(train, Subset(data, range(30, 40)))[0] == "pass"
+
+
+def test_equal_rows_of_few_values_are_a_warning() -> None:
+    few = [(torch.tensor([row % 3, row % 2]), 0) for row in range(60)]
+    status, text = leak_of(few, few[:10])
+    assert status == "warn" and "repeat" in text
+    other = [(torch.randn(3), 0) for _ in range(60)]
+    assert leak_of([*other, few[0]], few[:1])[0] == "fail"

@@ -109,6 +109,33 @@ def test_parameters_that_no_gradient_reaches_are_told_once() -> None:
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("mode", ["step", "watch"])
+@pytest.mark.parametrize("given", [True, False])
+def test_an_optimizer_without_a_trainable_parameter_is_named(mode: str, given: bool) -> None:
+    """An adapter that was loaded for inference; checkpointing has given its inputs a gradient."""
+    model = nn.Linear(4, 2).requires_grad_(False)
+    groups = [{"params": list(model.parameters()) if given else []}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+
+    def loss_fn(batch: Tensor) -> Tensor:
+        out: Tensor = model(batch.clone().requires_grad_())
+        return out.square().mean()
+
+    make = Guard if mode == "step" else stepguard.watch
+    with (
+        pytest.warns(WiringWarning, match="no trainable parameter") as said,
+        make(model, optimizer, config=quiet()) as guard,
+    ):
+        for _ in range(5):
+            if mode == "step":
+                guard.step(loss_fn, torch.randn(3, 4))
+            else:
+                loss_fn(torch.randn(3, 4)).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        assert guard.armed
+    assert len(said) == 1
+
+
 def test_weights_replaced_before_the_first_step_are_an_error() -> None:
     at = scene()
     guard = Guard(at.model, at.optimizer, config=quiet())

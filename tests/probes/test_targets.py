@@ -1,4 +1,4 @@
-"""SG922: what the first batches of a language model teach, in plain loops and in TRL's trainer."""
+"""SG922: what the first batches of a language model teach, in plain loops and in the Trainer."""
 
 from __future__ import annotations
 
@@ -62,3 +62,44 @@ def test_id_zero_is_a_token_like_others() -> None:
     (found,) = silent_findings([], [], targets=targets)
     assert "end token (id 0)" in found.evidence[0]
     assert "same id" in found.evidence[1]
+
+
+@pytest.mark.slow
+def test_labels_are_seen_in_the_trainer(tmp_path: Path) -> None:
+    """It hands the batch over by itself: no call of the model is looked at."""
+    transformers = pytest.importorskip("transformers")
+    from stepguard.integrations.transformers import guard
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=8, n_layer=1, n_head=1, vocab_size=40, n_positions=16, eos_token_id=1, pad_token_id=1
+    )
+    rows = [
+        torch.cat([torch.randint(2, 40, (5 + row % 6,)), torch.ones(1).long()]) for row in range(64)
+    ]
+
+    def collate(given: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids = torch.nn.utils.rnn.pad_sequence(given, batch_first=True, padding_value=1)
+        lengths = torch.tensor([[len(one)] for one in given])
+        mask = (torch.arange(ids.shape[1]) < lengths).long()
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(ids == 1, -100)}
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=12,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(
+        model=transformers.GPT2LMHeadModel(config),
+        args=arguments,
+        train_dataset=rows,
+        data_collator=collate,
+    )
+    guard(trainer, config=GuardConfig(run_dir=tmp_path / "run", terminal="quiet"))
+    trainer.train()
+    notes = read_run(tmp_path / "run").notes
+    (only,) = [str(note["code"]) for note in notes if note.get("kind") == "silent"]
+    assert only == "SG922"

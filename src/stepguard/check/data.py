@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from stepguard._errors import ConfigError
 from stepguard.check.subject import Subject
 from stepguard.report.phrases import count
 from stepguard.state.batch import children
+from stepguard.state.loader import as_indices
 
 NAMING = ("id", "idx", "uid", "name", "file", "file_name", "filename", "path", "index")
 """Keys whose value names an example and is not part of its content."""
@@ -136,11 +138,25 @@ def source_of(subject: Subject) -> Any:
     return next((one for one in given if one is not None), None)
 
 
+def held_out(subject: Subject) -> Any:
+    """The validation data. A loader may be given instead; a `Subset` has a `dataset` as well."""
+    given = subject.validation
+    return given if is_map(given) else getattr(given, "dataset", given)
+
+
 def is_map(dataset: Any) -> bool:
     """True for a dataset that is read by index."""
     # A dict of datasets has both methods too, but not indices from 0.
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return indexed and not isinstance(dataset, dict)
+
+
+def rows_of_the_whole(dataset: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """The data set that this is a part of, or is, and which rows; None where that is not known."""
+    rows = as_indices(range(len(dataset)), dataset) if is_map(dataset) else None
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return None if rows is None else (dataset, rows)
 
 
 def _data_files(path: Path, remarks: list[str]) -> list[Path]:

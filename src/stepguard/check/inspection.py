@@ -25,6 +25,7 @@ from stepguard.check.data import (
     DataFacts,
     Progress,
     first_batch,
+    held_out,
     is_map,
     scan,
     source_of,
@@ -633,9 +634,8 @@ class Inspection:
 
     @cached_property
     def validation(self) -> DataFacts:
-        # A loader may be given instead of its dataset.
-        given = getattr(self.subject.validation, "dataset", self.subject.validation)
-        return self._scanned(given, "give --validation PATH, or return a `validation` dataset")
+        give = "give --validation PATH, or return a `validation` dataset"
+        return self._scanned(held_out(self.subject), give)
 
     @cached_property
     def verified(self) -> Verification:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stepguard import __version__
-from stepguard.check.data import in_example
+from stepguard.check.data import held_out, in_example, rows_of_the_whole, source_of
 from stepguard.check.inspection import (
     Answer,
     Inspection,
@@ -141,15 +141,33 @@ def data_unreadable(run: Inspection) -> Answer:
 
 def data_leak(run: Inspection) -> Answer:
     ours, theirs = run.data.prints, run.validation.prints
-    of = f"of {run.validation.seen:,}"
     shared = [f"{name} = {ours[key]}" for key, name in theirs.items() if key in ours]
+    fix = "Split before augmenting, by source and not by row."
+    rows = [rows_of_the_whole(one) for one in (source_of(run.subject), held_out(run.subject))]
+    # augmentation changes the values of a row, and not its index
+    if rows[0] is not None and rows[1] is not None and rows[0][0] is rows[1][0]:
+        both = sorted(set(rows[0][1]) & set(rows[1][1]), key=str)
+        if len(both) > len(shared):
+            named = first_few([str(index) for index in both], 4)
+            return failed(
+                f"{count(len(both), 'row')} of {len(rows[1][1]):,} in the validation data are "
+                f"training rows of the same data set: {named}",
+                fix=fix,
+            )
+    of = f"of {run.validation.seen:,}"
     if not shared:
         return passed(f"none {of} validation examples is among {run.data.seen:,} training examples")
-    return failed(
+    said = (
         f"{count(len(shared), 'example')} {of} in the validation data are training examples: "
-        f"{first_few(shared, 4)}",
-        fix="Split before augmenting, by source and not by row.",
+        f"{first_few(shared, 4)}"
     )
+    # data of few values has equal rows anyway
+    usual = 1.0 - len(ours) / max(run.data.seen, 1)
+    if len(shared) <= 2.0 * usual * run.validation.seen:
+        return warned(
+            said, f"{usual:.0%} of the training examples repeat another one as well", fix=fix
+        )
+    return failed(said, fix=fix)
 
 
 # --- Targets.

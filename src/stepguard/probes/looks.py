@@ -30,7 +30,7 @@ from stepguard.probes.deep_look import DeepLook, without_unused_parts
 from stepguard.probes.epochs import Passes, observe_workers
 from stepguard.probes.evaluations import EvaluationObserver
 from stepguard.probes.first_steps import ResumeCheck, TargetCounts, data_loaders, weight_facts
-from stepguard.probes.micro_batches import MicroBatches
+from stepguard.probes.micro_batches import LossFactors
 from stepguard.probes.overlap import Overlap
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
@@ -325,7 +325,7 @@ class HealthCheck:
         self._audit: AuditFacts | None = None
         self.passes = Passes()
         self.evaluations = EvaluationObserver(context)
-        self.micro_batches = MicroBatches(context)
+        self.micro_batches = LossFactors(context)
         self.overlap = Overlap(context)
 
     def audited(self, found: AuditFacts) -> None:

@@ -24,7 +24,7 @@ MEANS = (
 )
 """Beginnings of nodes that take a mean over samples, unless their reduction is another one."""
 PASSING = ("Add", "Alias", "Clone", "ReshapeAlias", "Squeeze", "ToCopy", "Unsqueeze", "View")
-"""Those that leave the factor as it is. Of a sum the first addend is followed."""
+"""Nodes that leave the factor as it is. The first addend of a sum is followed."""
 MOST_NODES = 32
 SAMPLED = 16
 """Parameters whose gradients are observed for writes between the backward pass and the update."""
@@ -33,7 +33,7 @@ WITHOUT_LOADER = 4
 may be the terms of one loss, or the real and the generated samples of a discriminator."""
 
 
-class MicroBatches:
+class LossFactors:
     """Collects the losses of an update; two updates are compared."""
 
     def __init__(self, context: Context) -> None:

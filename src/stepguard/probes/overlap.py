@@ -24,7 +24,7 @@ from stepguard.state.loader import as_indices
 
 MOST_TRAINED, MOST_EVALUATED = 1 << 16, 1 << 12
 """Rows that are remembered; a larger data set shares as large a part of those."""
-FREE_SECONDS, SHARE = 0.1, 0.005
+FREE_SECONDS, SHARE = 0.25, 0.005
 """Time that training rows may cost, and its share of the run after that."""
 MOST_COLUMNS = 512
 """Values of a row that are compared, spread over it."""
@@ -50,7 +50,7 @@ class Rows:
     evaluates: bool
     """The model was in evaluation mode, or gradients were off, at every delivery."""
     keys: list[tuple[Any, ...]] = field(default_factory=list)
-    """Of every row its digest and, where known, its index in the data set that it is a part of."""
+    """Digest of every row and, where known, its index in the data set that it is a part of."""
     kept: int = 0
     """Keys that were taken over into what has been trained on."""
 
@@ -107,12 +107,12 @@ class Overlap:
             self._passes[number] = rows
         rows.last_step = step
         rows.evaluates &= evaluates
-        began = time.perf_counter()
+        began = time.thread_time()
         full = self._trained_rows >= MOST_TRAINED
-        full |= self._spent > FREE_SECONDS + SHARE * (began - self._began)
+        full |= self._spent > FREE_SECONDS + SHARE * (time.perf_counter() - self._began)
         if len(rows.keys) - rows.kept < MOST_EVALUATED and (evaluates or not full):
             rows.keys += row_keys(batch, self._places(iterator._dataset, raw))
-            self._spent += time.perf_counter() - began
+            self._spent += time.thread_time() - began
         if rows.trains:
             self._take(rows, step)
             self._trained_sets[rows.dataset] = weakref.ref(iterator)
@@ -234,7 +234,7 @@ def _of_values(tensors: dict[str, Tensor], count: int) -> Tensor:
 
 
 def _of_tokens(tensors: dict[str, Tensor]) -> Tensor | None:
-    """Of tokens without their padding, which is as long as the batch needs."""
+    """Digests of tokens without their padding, which is as long as the batch needs."""
     named = {name.rpartition(".")[2].rpartition(":")[2]: one for name, one in tensors.items()}
     ids, mask = named.get("input_ids"), named.get("attention_mask")
     if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2:

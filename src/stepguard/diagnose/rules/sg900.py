@@ -647,7 +647,7 @@ def sg925(case: Case) -> Proof | None:
     shares = _shares_apart(case.last, PLAIN)
     apart = max(shares[name] for name in names)
     return likely(
-        rules.pop(),
+        next(rule for rule in ("element", "orthogonal", "memory") if rule in rules),
         names=names,
         optimizer=case.last.facts.optimizer,
         share=apart,
