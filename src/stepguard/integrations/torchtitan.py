@@ -28,10 +28,10 @@ TORCHTITAN.require()
 
 from torchtitan.trainer import Trainer  # noqa: E402 (first the version)
 
-__all__ = ["SaveRefused", "TrainerGuard", "guard"]
+__all__ = ["SaveRefused", "TitanGuard", "guard"]
 
 
-def guard(trainer: Trainer, config: GuardConfig | None = None) -> TrainerGuard:
+def guard(trainer: Trainer, config: GuardConfig | None = None) -> TitanGuard:
     """Guard the steps and the checkpoints of this trainer. `close()` undoes everything."""
     if not isinstance(trainer, Trainer):
         raise ConfigError(
@@ -46,10 +46,10 @@ def guard(trainer: Trainer, config: GuardConfig | None = None) -> TrainerGuard:
             f"the trainer has {len(trainer.model_parts)} model parts and "
             f"{len(trainer.optimizers.optimizers)} optimizers; this guard works with one of each."
         )
-    return TrainerGuard(trainer, config)
+    return TitanGuard(trainer, config)
 
 
-class TrainerGuard(HostGuard):
+class TitanGuard(HostGuard):
     """Guards one trainer. A context manager; built by `guard`."""
 
     def __init__(self, trainer: Any, config: GuardConfig) -> None:
