@@ -28,8 +28,11 @@ $(CORE): pyproject.toml constraints.txt
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[dev]'
-	# in a folder of its own, which its tests add: accelerate and transformers import it wherever they find it
+	# in folders of their own, which their tests add: accelerate and transformers import them wherever they find them
 	DS_BUILD_OPS=0 $(PIP) --upgrade --target $(VENV)/deepspeed/site-packages --no-deps deepspeed einops hjson msgpack py-cpuinfo
+	$(PIP) --upgrade --target $(VENV)/megatron/site-packages --no-deps megatron-core
+	$(PIP) --upgrade --target $(VENV)/torchtitan/site-packages --no-deps torchtitan einops tyro spmd_types torch_checkpointing \
+		docstring-parser typeguard
 	touch $(CORE) $@
 
 # the demo needs torch and stepguard's own dependencies, not the frameworks of the tests

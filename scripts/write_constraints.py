@@ -1,4 +1,4 @@
-"""Write constraints.txt: the version of everything that `.[dev]` brings, as installed in this venv.
+"""Write constraints.txt: the version of everything that `make venv` has installed here.
 
 A release of a framework in the middle of the day must not decide whether the tests pass.
 `pip install -c /dev/null --upgrade --upgrade-strategy eager -e '.[dev]' torch==2.13.0` brings the
@@ -7,7 +7,8 @@ newest; run the tests, then this.
 
 from __future__ import annotations
 
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -37,6 +38,10 @@ def needed(name: str, extra: str, found: dict[tuple[str, str], Distribution]) ->
 def main() -> None:
     found: dict[tuple[str, str], Distribution] = {}
     needed("stepguard", "dev", found)
+    # DeepSpeed and other engines have folders of their own
+    for folder in Path(sys.prefix).glob("*/site-packages"):
+        for package in distributions(path=[str(folder)]):
+            found[canonicalize_name(package.name), ""] = package
     # a local part such as +cpu names a build, which a registry does not know
     versions = {name: package.version.partition("+")[0] for (name, _), package in found.items()}
     del versions["stepguard"]

@@ -66,27 +66,22 @@ class AcceleratorGuard(HostGuard):
 
                 engine = accelerator.deepspeed_engine_wrapped.engine
                 self.adopt(deepspeed.guard(engine, config))
-            else:
-                self._watch_optimizers(config)
+            for optimizer in () if self.guards else accelerator._optimizers:
+                model, others = _trained(accelerator, optimizer)
+                self.watch(
+                    "accelerate",
+                    model,
+                    optimizer,
+                    modules=others or None,
+                    scheduler=_scheduler(accelerator, optimizer),
+                    scaler=accelerator.scaler,
+                    config=config,
+                )
         except BaseException:
             self.close()
             raise
         for name in ("save_state", "save_model"):
             around(self._undo, accelerator, name, functools.partial(self._save, name))
-
-    def _watch_optimizers(self, config: GuardConfig) -> None:
-        accelerator = self._accelerator
-        for optimizer in accelerator._optimizers:
-            model, others = _trained(accelerator, optimizer)
-            self.watch(
-                "accelerate",
-                model,
-                optimizer,
-                modules=others or None,
-                scheduler=_scheduler(accelerator, optimizer),
-                scaler=accelerator.scaler,
-                config=config,
-            )
 
     def loss(self, loss_fn: LossFn, batch: Any, *, optimizer: Optimizer | None = None) -> Tensor:
         """Return `loss_fn(batch)` and remember it, so that a bad step can be replayed.
