@@ -488,8 +488,9 @@ def possible(said: str = "", /, **fields: Any) -> Proof:
     return Proof("possible", said, fields)
 
 
-Recognise = Callable[[Case], Proof | None]
-"""Examines a case; None when this is not the cause."""
+Found = Proof | None
+"""What a rule has found; None when this is not the cause."""
+Recognise = Callable[[Case], Found]
 
 
 class Rule(NamedTuple):
@@ -513,7 +514,7 @@ class Rule(NamedTuple):
         """The safest remedy that is code."""
         return next(remedy.snippet for remedy in self.text.remedies if remedy.snippet)
 
-    def examine(self, case: Case) -> Proof | None:
+    def examine(self, case: Case) -> Found:
         if len(case.looks) >= self.looks:
             return self.recognise(case)
         return None

@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from stepguard.diagnose.case import FORMATS, Case
-from stepguard.diagnose.rule import Proof, likely, rule
+from stepguard.diagnose.rule import Found, likely, rule
 from stepguard.records import Reading
 from stepguard.records.probes import Forecast, Look
 
@@ -184,7 +184,7 @@ class Trend(NamedTuple):
         return False
 
 
-def _coming(forecast: Forecast | None, recent: Sequence[Reading] = ()) -> Proof | None:
+def _coming(forecast: Forecast | None, recent: Sequence[Reading] = ()) -> Found:
     """A trend is clear, and has not reached its limit; not where the run still learns by it: the
     loss fell clearly since it began, and still falls. What grows may grow towards what is to be
     learned, and end there.
@@ -213,7 +213,7 @@ def _coming(forecast: Forecast | None, recent: Sequence[Reading] = ()) -> Proof 
 
 
 @rule()
-def sg951(case: Case) -> Proof | None:
+def sg951(case: Case) -> Found:
     # the scale where it changed, and now: what stays for long would hide the direction
     points: list[tuple[int, float]] = []
     for reading in case.recent:
@@ -242,7 +242,7 @@ def _logits(look: Look) -> Figures:
 
 
 @rule()
-def sg952(case: Case) -> Proof | None:
+def sg952(case: Case) -> Found:
     # sharp attention is what some tasks ask for
     return _coming(LOGITS.soonest(case.looks), case.recent)
 
@@ -272,7 +272,7 @@ def _unscaled(look: Look) -> Figures:
 
 
 @rule()
-def sg953(case: Case) -> Proof | None:
+def sg953(case: Case) -> Found:
     trend = VALUES if case.reading.scale is None else UNSCALED
     return _coming(trend.soonest(case.looks), case.recent)
 
@@ -290,7 +290,7 @@ def _moments(look: Look) -> Figures:
 
 
 @rule()
-def sg954(case: Case) -> Proof | None:
+def sg954(case: Case) -> Found:
     return _coming(MOMENTS.soonest(case.looks))
 
 
@@ -311,7 +311,7 @@ def _sizes(look: Look) -> Figures:
 
 
 @rule()
-def sg955(case: Case) -> Proof | None:
+def sg955(case: Case) -> Found:
     # the loss and the gradient norm only grow together in a run that diverges: look farther ahead
     return _coming(_diverging(case.recent, 10.0) or SIZES.soonest(case.looks))
 
@@ -367,7 +367,7 @@ def _from_the_gradient(forecast: Forecast, looks: Sequence[Look]) -> bool:
 
 
 @rule()
-def sg956(case: Case) -> Proof | None:
+def sg956(case: Case) -> Found:
     return _coming(RATIOS.soonest(case.looks))
 
 
