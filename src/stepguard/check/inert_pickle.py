@@ -226,7 +226,7 @@ class NumpyType:
                 "offsets in the file; save each column as a separate array",
             )
         found = self.dtype.newbyteorder(order) if order in ("<", ">") else self.dtype
-        written: Any = found.__reduce__()[2]
+        written = found.__reduce__()[2]
         # the last part of nine is the unit of a date
         if not self.is_copy or state[:8] != written[:8] or len(state) != len(written):
             raise ValueError(f"a state that numpy does not write for the type {found}")
@@ -612,12 +612,12 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             # a text that the file cannot hold is torn, not too long
             if count > LONGEST_TEXT:
                 raise Damaged("limit", f"a text of {count:,} bytes at byte {self.file.tell():,}")
-        data: bytes = self.file.read(count)
+        data = self.file.read(count)
         self.check_frame(count)
         return data
 
     def _readline(self) -> bytes:
-        line: bytes = self.file.readline(LONGEST_LINE)
+        line = self.file.readline(LONGEST_LINE)
         at = self.file.tell()
         # a zero byte in a number is where the C unpickler stops reading
         if not line.endswith(b"\n") or b"\0" in line:
@@ -821,7 +821,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
 
     def _find_storages(self, keys: list[Any]) -> int:
         """Find the storages of an old torch.save, which follow its pickles; returns their end."""
-        at: int = self.file.tell()
+        at = self.file.tell()
         for key in keys:
             storage = self.storages.get(key) if isinstance(key, str) else None
             if storage is None or storage.start is not None:

@@ -215,7 +215,7 @@ def trace_step(subject: Subject, framework: FrameworkContext, batch: Any) -> Tra
     model = subject.model
     assert model is not None
     step = TracedStep()
-    eager: Any = nullcontext()
+    eager = nullcontext()
     for module in model.modules():
         # Compiled code runs no dispatch mode: run the model as it was written.
         if "_orig_mod" in module._modules or compiled_call(module) is not None:

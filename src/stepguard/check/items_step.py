@@ -242,7 +242,7 @@ def optimizer_stalled(run: Inspection) -> Answer:
 
 def norm_eps(run: Inspection) -> Answer:
     smallest = math.inf
-    bad: dict[str, list[str]] = defaultdict(list)
+    bad = defaultdict(list)
     for name, module in run.model.named_modules():
         title = type(module).__name__
         # A layer whose class is called a norm, however the library spells its eps.

@@ -913,7 +913,7 @@ class Examination:
     def status(self) -> SectionStatus:
         """The worst of all; what was not checked does not count."""
         found = {section.status for section in self.sections}
-        worst: tuple[SectionStatus, ...] = ("corrupt", "failed", "warning")
+        worst = ("corrupt", "failed", "warning")
         for status in worst:
             if status in found:
                 return status

@@ -223,7 +223,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _facts(reading: Reading, ranks: Sequence[int]) -> list[list[str]]:
-    named: dict[str, float | None] = {"loss": reading.loss, **reading.components}
+    named = {"loss": reading.loss, **reading.components}
     named |= {"gradient norm": reading.grad_norm, "loss scale": reading.scale, **reading.followed}
     rows = [
         [str(name), phrases.number(value)] for name, value in named.items() if value is not None

@@ -837,7 +837,7 @@ def _events(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
     lowest = np.full(len(step) + 1, np.iinfo(np.int64).max, np.int64)
     for back in backs:
         lowest[back.at] = min(lowest[back.at], back.to)
-    kept: Bools = step < np.minimum.accumulate(lowest[::-1])[::-1][1:]
+    kept = step < np.minimum.accumulate(lowest[::-1])[::-1][1:]
     found: dict[tuple[int, str], StoryIncident] = {}
     notes: list[Note] = []
     for start in own:

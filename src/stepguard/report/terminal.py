@@ -66,7 +66,8 @@ def paint_incident(
                 whole = Text.assemble((f"{name:<{LABEL_WIDTH}}", "bold cyan"), part)
                 console.print(whole, soft_wrap=True, overflow="ignore", crop=False)
             else:
-                console.print(screen.labelled(name, part, LABEL_WIDTH))
+                shown = screen.table([(name, part)], first="bold cyan", widths=(LABEL_WIDTH - 2,))
+                console.print(shown)
             name = ""
     console.print(Rule(characters=line, style="red"))
 

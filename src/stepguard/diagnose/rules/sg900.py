@@ -576,7 +576,7 @@ def sg923(case: Case) -> Found:
 
 def _left_behind(facts: ResumeFacts, losses: list[float]) -> dict[str, Any]:
     """The strongest sign that an earlier run goes on, and what it left behind."""
-    fields: dict[str, Any] = {
+    fields = {
         "ended_at": facts.last,
         "optimizer": facts.optimizer,
         "goes_on_at": facts.step or None,
