@@ -17,7 +17,7 @@ import re
 import struct
 import tempfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -253,7 +253,7 @@ def _is_quantizer(value: Any) -> bool:
     return True
 
 
-TYPES: dict[str, type] = {
+KINDS: dict[str, Any] = {
     "text": str,
     "int": int,
     "float": float,
@@ -266,16 +266,10 @@ TYPES: dict[str, type] = {
     "global": Global,
     "storage": StorageRecord,
     "array": ArrayRecord,
-}
-"""Kinds of arguments: values of exactly this type."""
-LISTS: dict[str, Collection[Global]] = {
     "named": NAMED,
-    "dtype": DTYPES,
+    "dtype": DTYPES.keys(),
     "subclass": TENSORS,
     "rebuilt": REBUILT,
-}
-"""Kinds of arguments: names on one of the lists."""
-KINDS: dict[str, Callable[[Any], bool]] = {
     "any": lambda value: True,
     # not `1e999999999`, which takes all memory there is
     "ratio": lambda value: (
@@ -299,7 +293,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
         and all(_is_tensor(part) or type(part) is bool or is_shape(part) for part in value)
     ),
 }
-"""Kinds of arguments that have a rule of their own."""
+"""Kinds of arguments: values of exactly a type, names on a list, or what a rule of its own says."""
 
 
 def is_kind(value: Any, kind: str) -> bool:
@@ -309,12 +303,13 @@ def is_kind(value: Any, kind: str) -> bool:
     name of what made the value.
     """
     for word in kind.strip("!?*").split("|"):
-        if word in TYPES:
-            found = type(value) is TYPES[word]
-        elif word in LISTS:
-            found = isinstance(value, Global) and value in LISTS[word]
-        elif word in KINDS:
-            found = KINDS[word](value)
+        kind_of = KINDS.get(word)
+        if isinstance(kind_of, type):
+            found = type(value) is kind_of
+        elif callable(kind_of):
+            found = kind_of(value)
+        elif kind_of is not None:
+            found = isinstance(value, Global) and value in kind_of
         elif word[0] == "=":
             found = type(value) is str and value == word[1:]
         elif word[0] == "@":
