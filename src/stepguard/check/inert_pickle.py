@@ -569,7 +569,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             for count in range(MOST_OPERATIONS):
                 code = read(1)[0]
                 dispatch[code](self)
-                # operations between two checks of the size of stack and memo
+                # stack and memo are measured now and then only
                 if not count % 1024:
                     self._check_size()
         except _STOP as stop:
@@ -777,7 +777,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         count = int.from_bytes(self.read(4), "little", signed=True)
         if not 0 <= count <= self.source.size - self.file.tell():
             raise ValueError(f"an integer of {count:,} bytes")
-        # bytes of one integer
+        # no integer of a checkpoint is longer
         if count > 1 << 10:
             raise Damaged("limit", f"an integer of {count:,} bytes at byte {self.file.tell():,}")
         self.append(int.from_bytes(self.read(count), "little", signed=True))

@@ -188,7 +188,7 @@ def _for_incident(code: str, case: Case, proof: Proof) -> Remedies:
     fields = {name: name == proof.said for name in rule_text(code).evidence} | proof.fields
     fields["who"] = case.where.culprits
     fields["in_batch"] = case.tensor.startswith("batch")
-    # characters of a line within a sentence
+    # a longer line does not fit into a sentence
     fields["statement"] = f"`{line}`" if 0 < len(line) <= 60 else case.place
     rewritten = REWRITTEN[code](case, fields) if code in REWRITTEN else ()
     fields["no_line"] = not rewritten

@@ -855,7 +855,7 @@ class Incident:
         if self.decision is not None:
             rows.append(("done", f"{self.decision.action}: {self.decision.reason}".rstrip(": ")))
         for finding in self.findings[:1]:
-            # remedies of the first finding that a notebook shows
+            # a notebook shows the first two remedies
             for remedy in finding.remedies[:2]:
                 rows.append(("to do", f"{remedy.title}\n{remedy.tried}".strip()))
                 rows.append(("code", remedy.snippet))

@@ -538,7 +538,7 @@ def _looks(run: Run) -> Json | None:
     """Tables of the newest health probe with their history."""
     if not run.looks:
         return None
-    # Rows of each table of a look, the worst ones
+    # The worst rows of each table
     tables = look_tables(run.looks[-MOST_POINTS:], 15)
     return {"line": headline(run.looks), "tables": tables, "remarks": remarks(run.looks[-1])}
 

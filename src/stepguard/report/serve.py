@@ -245,7 +245,7 @@ class LiveRuns:
         name = request.path_params["name"]
         if name not in await asyncio.to_thread(runs_below, self.root):
             style = asset("page.css")
-            # Seconds until the page of a run that has not begun asks again
+            # The page asks again after three seconds
             text = NOT_BEGUN.format(style=style, name=escape(name), retry=3)
             allowed = {"Content-Security-Policy": policy("", style)}
             return HTMLResponse(text, status_code=404, headers=allowed)
@@ -276,7 +276,7 @@ class LiveRuns:
             if found is None:
                 await asyncio.sleep(EVERY)
                 quiet += EVERY
-                # Seconds without a row after which a line says that the stream is alive
+                # After so long without a row, a line says that the stream is alive
                 if quiet >= 15.0:
                     quiet = 0.0
                     yield ": still here\n\n"
@@ -417,7 +417,7 @@ def serve_runs(
 
 def _bound(host: str, port: int | None) -> socket.socket:
     """A socket at this port; without one, at the first free port from 8321 on."""
-    # Ports above the usual one that are tried when it is taken
+    # The next ports are tried when the usual one is taken
     wanted = range(8321, 8321 + 20) if port is None else range(port, port + 1)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     why = ""

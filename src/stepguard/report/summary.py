@@ -384,7 +384,7 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
     # The committed steps just before the first bad one.
     before = np.zeros(len(table), np.bool_)
     if len(bad_rows):
-        # Steps shown before the first incident
+        # The last steps before the first incident
         before[np.flatnonzero(table.committed[: bad_rows[0]])[-32:]] = True
     led_up = {}
     for name, series in table.series.items():

@@ -90,7 +90,7 @@ def _in_window(known: Points, limit: float, farthest: float) -> tuple[int, int, 
     # the median of all pairs does not follow single outliers (Theil-Sen)
     slope = median(slopes) if slopes else 0.0
     agree = sum(one > 0 for one in slopes) - sum(one < 0 for one in slopes)
-    # kendall's tau: 0.8 is nine of ten pairs that agree
+    # Kendall's tau of 0.8: nine of ten pairs agree
     if slope <= 0.0 or agree < 0.8 * len(slopes):
         return None
     middle = len(known) // 2
