@@ -807,29 +807,25 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             if found != 0x1950A86A20F9469CFC6C or protocol != 1001 or not isinstance(keys, list):
                 raise Damaged("malformed", "its first pickles are not those of torch.save")
             found = value
-            end = self._find_storages(keys)
+            end = self.file.tell()
+            # the storages follow its pickles
+            for key in keys:
+                storage = self.storages.get(key) if isinstance(key, str) else None
+                if storage is None or storage.start is not None:
+                    detail = f"names {shorten(key)}, which is unknown or listed twice"
+                    raise Damaged("malformed", f"its list of storages {detail}")
+                count = int.from_bytes(self.source.exactly(end, 8), "little", signed=True)
+                if count != storage.elements:
+                    detail = f"has {count:,} elements, but the pickle says {storage.elements:,}"
+                    raise Damaged("torn", f"storage {key} {detail}")
+                storage.held = storage.size
+                storage.start = self.source.part(end + 8, storage.size).start
+                end += 8 + storage.size
         # torch.load goes on reading if the first value equals its magic number
         left = self.source.size - end
         if left:
             raise Damaged("format", f"{left:,} bytes follow its end; they were not read")
         return found
-
-    def _find_storages(self, keys: list[Any]) -> int:
-        """Find the storages of an old torch.save, which follow its pickles; returns their end."""
-        at = self.file.tell()
-        for key in keys:
-            storage = self.storages.get(key) if isinstance(key, str) else None
-            if storage is None or storage.start is not None:
-                detail = f"names {shorten(key)}, which is unknown or listed twice"
-                raise Damaged("malformed", f"its list of storages {detail}")
-            count = int.from_bytes(self.source.exactly(at, 8), "little", signed=True)
-            if count != storage.elements:
-                detail = f"has {count:,} elements, but the pickle says {storage.elements:,}"
-                raise Damaged("torn", f"storage {key} {detail}")
-            storage.held = storage.size
-            storage.start = self.source.part(at + 8, storage.size).start
-            at += 8 + storage.size
-        return at
 
     def persistent_load(self, pid: Any) -> Any:
         """Parse an id of torch.save: `("storage", type, key, location, elements[, view])`."""
