@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 import re
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -737,12 +738,11 @@ def build_story(
     starts = files[main].starts
     torn = sum(file.torn for file in files.values())
     # The processes of one attempt start at about the same time.
+    times = sorted((start.time, place) for place, start in enumerate(starts))
     siblings: dict[int, list[_Start]] = {}
     for rank in sorted(files.keys() - {main}):
         for start in files[rank].starts if starts else ():
-            # the main rank's start that is nearest in time
-            near = min((abs(one.time - start.time), place) for place, one in enumerate(starts))
-            siblings.setdefault(id(starts[near[1]]), []).append(start)
+            siblings.setdefault(id(starts[_matched(start, times)]), []).append(start)
     runs = []
     for number, (name, own) in enumerate(_grouped(starts) or [("", [])], start=1):
         attempts: list[Attempt] = []
@@ -799,6 +799,13 @@ def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[_Start]]]:
         reached[key] = max(reached.get(key, 0), max(start.step, default=-1) + 1)
         latest = key
     return list(runs.values())
+
+
+def _matched(start: _Start, times: Sequence[tuple[float, int]]) -> int:
+    """The position of the main rank's start that is nearest in time; -1 where there is none."""
+    after = bisect_right(times, (start.time, len(times)))
+    near = times[max(after - 1, 0) : after + 1]
+    return min(((abs(time - start.time), place) for time, place in near), default=(0.0, -1))[1]
 
 
 class _Back(NamedTuple):
