@@ -222,8 +222,8 @@ class RuleText(NamedTuple):
     how: str
     """How stepguard knows."""
     remedies: tuple[Remedy, ...]
-    """Those first that change least. Each snippet replaces the lines of `bad` and makes the example
-    healthy (tested)."""
+    """The remedies that change least come first. Each snippet replaces the lines of `bad` and makes
+    the example healthy (tested)."""
     setup: str
     """What the example starts from: imports, tensors, modules."""
     bad: str
