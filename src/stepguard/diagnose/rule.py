@@ -240,16 +240,10 @@ class RuleText(NamedTuple):
 
 
 @cache
-def markdown(code: str) -> str:
-    """The file of a code, for instance `SG204`."""
-    name = f"{code.lower()}.md"
-    return files("stepguard.diagnose.rules").joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
 def rule_text(code: str) -> RuleText:
-    """What the file says, in parts."""
-    return parse(markdown(code))
+    """The page of a code, for instance `SG204`."""
+    name = f"{code.lower()}.md"
+    return parse(files("stepguard.diagnose.rules").joinpath(name).read_text(encoding="utf-8"))
 
 
 def parse(text: str) -> RuleText:

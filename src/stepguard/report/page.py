@@ -207,8 +207,9 @@ def _operand(operand: Operand, name: str) -> Json:
     shown = operand.span
     if shown and operand.zeros:
         shown += f", {phrases.count(operand.zeros, 'zero')}"
+    drawn = {"min", "max", "value", "index", "label"}
     return {
-        **to_plain(operand),
+        **{field: value for field, value in to_plain(operand).items() if field not in drawn},
         "name": name,
         "type": f"{operand.dtype} {_shape(operand.shape)}".strip(),
         "span": shown,
