@@ -91,7 +91,7 @@ def find_checkpoints(
             problems.extend(check_store(folder))
         found.extend(_checkpoints_in(folder, files))
     # by numbers: step-9 before step-10
-    found.sort(key=lambda checkpoint: [_natural(part) for part in checkpoint.path.parts])
+    found.sort(key=lambda checkpoint: list(map(_natural, checkpoint.path.parts)))
     return found, problems
 
 

@@ -39,7 +39,7 @@ def clipped(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: clipped(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [clipped(inner) for inner in value]
+        return list(map(clipped, value))
     if isinstance(value, str) and len(value) > LONGEST_TEXT:
         return f"{value[:LONGEST_TEXT]} … ({len(value) - LONGEST_TEXT:,} more characters)"
     return value
@@ -181,10 +181,10 @@ def incident_card(told: StoryIncident) -> Json:
         card["culprits"] = phrases.culprits_of(incident)
     for finding in incident.findings:
         card["cause"] = card["cause"] or f"{finding.code} {finding.title}"
-        remedies = [_remedy(remedy) for remedy in finding.remedies]
+        remedies = list(map(_remedy, finding.remedies))
         card["findings"].append({**to_plain(finding), "remedies": remedies})
     if not incident.findings:
-        card["fixes"] = [_remedy(remedy) for remedy in phrases.first_remedies(incident)]
+        card["fixes"] = list(map(_remedy, phrases.first_remedies(incident)))
     return dict(clipped(card))
 
 
@@ -276,13 +276,13 @@ def gradient_heat(incident: Incident, run_folder: Path) -> Json | None:
             return None
         table = json.loads(path.read_bytes())
         modules = [str(module)[:200] for module in table["modules"]][:MOST_CELLS]
-        steps = [int(step) for step in table["steps"]][-MOST_CELLS:]
+        steps = list(map(int, table["steps"]))[-MOST_CELLS:]
         rows = []
         for norms in table["norms"][: len(modules)]:
-            rows.append([_norm(value) for value in norms[-len(steps) :]])
+            rows.append(list(map(_norm, norms[-len(steps) :])))
     except UNREADABLE:
         return None
-    if not modules or not steps or [len(row) for row in rows] != [len(steps)] * len(modules):
+    if not modules or not steps or list(map(len, rows)) != [len(steps)] * len(modules):
         return None
     first = _first_bad(rows, modules, incident)
     return {"modules": modules, "steps": steps, "values": rows, "first": first}

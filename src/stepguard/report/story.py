@@ -953,7 +953,7 @@ def _table(
             parts.setdefault(name, []).append((np.array(at) + start.first, np.array(found)))
     series = {}
     for name, pieces in parts.items():
-        rows, values = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        rows, values = map(np.concatenate, zip(*pieces, strict=True))
         series[name] = Series(name, rows, values)
     if "grad_norm" in series and "clip_factor" in series:
         norm, factor = series["grad_norm"], series["clip_factor"]

@@ -34,7 +34,7 @@ NARROW = {"bfloat16", "float16"}
 
 @rule(looks=2)
 def sg901(case: Case) -> Found:
-    shares = [_lost_share(look) for look in case.pair]
+    shares = list(map(_lost_share, case.pair))
     # no learning rate of the newest step moves anything
     standing = bool(case.reading.lr) and not any(case.reading.lr)
     if standing or min(shares) < MOST_LOST:
@@ -104,7 +104,7 @@ ENOUGH, LONG = 8, 32
 
 @rule()
 def sg904(case: Case) -> Found:
-    cut = [_first_without_gradient(look) for look in case.pair]
+    cut = list(map(_first_without_gradient, case.pair))
     if case.paired and all(cut) and cut[0] == cut[-1]:
         return likely("cut", names=cut[-1])
     # parameters that no look has seen with a gradient, wherever they are in the model; without any
@@ -226,7 +226,7 @@ def _flat(case: Case) -> Found:
         loss for loss in losses.values() if loss is not None
     ]
     # loss, beside that of the first step, that leaves nothing to learn
-    if known and min(abs(loss) for loss in known) <= 1e-6 * (case.first_loss or 0.0):
+    if known and min(map(abs, known)) <= 1e-6 * (case.first_loss or 0.0):
         return None  # converged, or nothing happened: the loss is all there is to lose
     return certain("flat", loss=seen[-1])
 
@@ -484,7 +484,7 @@ def sg921(case: Case) -> Found:
         return None
     size = len(looks[-1].facts.classes)
     rows = [look.facts.classes for look in looks if len(look.facts.classes) == size]
-    counts = [sum(column) for column in zip(*rows, strict=True)]
+    counts = list(map(sum, zip(*rows, strict=True)))
     total = sum(counts)
     # contrastive losses put the right answer first, always
     if total < 256 or max(counts) == total:
