@@ -157,13 +157,13 @@ def paint_preflight(console: Console, result: Preflight, *, unicode: bool = True
 
     title(f"stepguard check: {result.target}".removesuffix(": "))
     if result.facts:
-        console.print(screen.table(_state_rows(result), first=""))
+        console.print(_grid(*_state_rows(result)))
     for heading, parts in SECTIONS.items():
         checked = result.of("pass", "warn", "fail", "not_applicable")
         rows = [_outcome_row(outcome) for outcome in checked if outcome.section in parts]
         if rows:
             title(heading)
-            console.print(screen.table(rows, first="", widths=(5, 23)))
+            console.print(_grid(*rows, widths=(5, 23)))
     # Grouped by what to give, so that ten items that wait for one thing are one line.
     waiting: dict[str, list[str]] = {}
     for outcome in result.of("not_checked"):
@@ -204,6 +204,17 @@ def _outcome_row(outcome: Outcome) -> tuple[RenderableType, ...]:
     if outcome.fix:
         lines.append(Unbroken(Text.assemble(("fix: ", "bold cyan"), outcome.fix)))
     return Text(f" {word}", style=style), Name(outcome.id), Group(*lines)
+
+
+def _grid(*rows: tuple[RenderableType, ...], widths: tuple[int, ...] = ()) -> Table:
+    """Columns of these widths, else as wide as needed; the last takes what is left."""
+    grid = Table.grid(padding=(0, 1 if widths else 2, 0, 0), expand=bool(widths))
+    for number in range(len(rows[0]) - 1):
+        grid.add_column(width=dict(enumerate(widths)).get(number), no_wrap=number != 1)
+    grid.add_column(ratio=1 if widths else None)
+    for row in rows:
+        grid.add_row(*row)
+    return grid
 
 
 # --- Verified checkpoints: one line each, then what is wrong with them.
@@ -296,7 +307,7 @@ def _print_problems(console: Console, path: str, problems: Sequence[Problem]) ->
                 Unbroken(Text.assemble(place, tensor, between, problem.detail)),
             )
         )
-    console.print(Padding(screen.table(rows, first=""), (0, 0, 0, 3)))
+    console.print(Padding(_grid(*rows), (0, 0, 0, 3)))
     if len(problems) > MOST_LISTED:
         more = len(problems) - MOST_LISTED
         console.print(Text(f"   and {more} more; --json lists all", style="dim"))

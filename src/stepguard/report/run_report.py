@@ -288,7 +288,12 @@ def render_comparison(comparison: RunComparison, *, width: int = 100, colour: bo
     short = [folder.rpartition("/")[2] for folder in folders]
     if short[0] != short[1]:
         folders = short
-    console.print(table(comparison.cells, ("", *map(Name, folders)), first=""))
+    drawn = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("", *folders):
+        drawn.add_column(Name(heading))
+    for cells in comparison.cells:
+        drawn.add_row(*map(Unbroken, cells))
+    console.print(drawn)
     return screen.text_on(console)
 
 

@@ -246,7 +246,7 @@ def fitted(text: Text, width: int) -> Text:
 
 def table(
     rows: Iterable[Sequence[RenderableType]],
-    headings: Sequence[RenderableType] = (),
+    headings: Sequence[str] = (),
     *,
     first: str = "cyan",
     numbers_from: int | None = None,
