@@ -37,24 +37,32 @@ if TYPE_CHECKING:
 
 # name -> module; resolved on first use, so that the torch-free commands never import torch
 _HOMES = {
-    name: module
-    for module, names in {
-        "stepguard._errors": (
-            "CapsuleError ConfigError JournalError SaveRefused StateError StepguardError "
-            "StoreError TrainingHalted"
-        ),
-        "stepguard.records": (
-            "Finding GuardConfig Incident Origin Policy Probes Problem Ranks Sink Snapshots "
-            "Verification"
-        ),
-        "stepguard.guard": "Guard StepResult",
-        "stepguard.engine.wiring": "WiringWarning",
-        "stepguard.locate.witness": "register_reference",
-        "stepguard.run.replay": "replay",
-        "stepguard.check.verify": "verify",
-        "stepguard.watching": "watch",
-    }.items()
-    for name in names.split()
+    "CapsuleError": "stepguard._errors",
+    "ConfigError": "stepguard._errors",
+    "Finding": "stepguard.records",
+    "Guard": "stepguard.guard",
+    "GuardConfig": "stepguard.records",
+    "Incident": "stepguard.records",
+    "JournalError": "stepguard._errors",
+    "Origin": "stepguard.records",
+    "Policy": "stepguard.records",
+    "Probes": "stepguard.records",
+    "Problem": "stepguard.records",
+    "Ranks": "stepguard.records",
+    "SaveRefused": "stepguard._errors",
+    "Sink": "stepguard.records",
+    "Snapshots": "stepguard.records",
+    "StateError": "stepguard._errors",
+    "StepResult": "stepguard.guard",
+    "StepguardError": "stepguard._errors",
+    "StoreError": "stepguard._errors",
+    "TrainingHalted": "stepguard._errors",
+    "Verification": "stepguard.records",
+    "WiringWarning": "stepguard.engine.wiring",
+    "register_reference": "stepguard.locate.witness",
+    "replay": "stepguard.run.replay",
+    "verify": "stepguard.check.verify",
+    "watch": "stepguard.watching",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605

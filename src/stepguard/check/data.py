@@ -223,7 +223,7 @@ def _of_batch(batch: Any, name: str) -> Iterator[Row]:
     """Yield a collated batch row by row, if its tensors share the first dimension."""
     parts = [("", batch)] if isinstance(batch, Tensor) else children(batch)
     tensors = {key: part for key, part in parts if isinstance(part, Tensor) and part.dim()}
-    sizes = {len(tensor) for tensor in tensors.values()}
+    sizes = set(map(len, tensors.values()))
     if len(sizes) != 1:
         yield name, batch
         return

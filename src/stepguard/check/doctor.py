@@ -149,7 +149,9 @@ def _capsules(folder: Path) -> Section | None:
             faults.append(str(fault))
     good = len(kept) - len(faults)
     head = f"{count(len(kept), 'bad step')} recorded by all runs here; {good} can be replayed"
-    status: SectionStatus = "warning" if faults else "fine"
+    status: SectionStatus = "fine"
+    if faults:
+        status = "warning"
     return new_section("capsules", status, head, *faults[:MOST_SHOWN], command=command)
 
 

@@ -17,7 +17,7 @@ import re
 import struct
 import tempfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -226,7 +226,7 @@ class NumpyType:
                 "offsets in the file; save each column as a separate array",
             )
         found = self.dtype.newbyteorder(order) if order in ("<", ">") else self.dtype
-        written: Any = found.__reduce__()[2]
+        written = found.__reduce__()[2]
         # the last part of nine is the unit of a date
         if not self.is_copy or state[:8] != written[:8] or len(state) != len(written):
             raise ValueError(f"a state that numpy does not write for the type {found}")
@@ -253,7 +253,7 @@ def _is_quantizer(value: Any) -> bool:
     return True
 
 
-TYPES: dict[str, type] = {
+KINDS: dict[str, Any] = {
     "text": str,
     "int": int,
     "float": float,
@@ -266,16 +266,10 @@ TYPES: dict[str, type] = {
     "global": Global,
     "storage": StorageRecord,
     "array": ArrayRecord,
-}
-"""Kinds of arguments: values of exactly this type."""
-LISTS: dict[str, Collection[Global]] = {
     "named": NAMED,
-    "dtype": DTYPES,
+    "dtype": DTYPES.keys(),
     "subclass": TENSORS,
     "rebuilt": REBUILT,
-}
-"""Kinds of arguments: names on one of the lists."""
-KINDS: dict[str, Callable[[Any], bool]] = {
     "any": lambda value: True,
     # not `1e999999999`, which takes all memory there is
     "ratio": lambda value: (
@@ -299,7 +293,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
         and all(_is_tensor(part) or type(part) is bool or is_shape(part) for part in value)
     ),
 }
-"""Kinds of arguments that have a rule of their own."""
+"""Kinds of arguments: values of exactly a type, names on a list, or what a rule of its own says."""
 
 
 def is_kind(value: Any, kind: str) -> bool:
@@ -309,12 +303,13 @@ def is_kind(value: Any, kind: str) -> bool:
     name of what made the value.
     """
     for word in kind.strip("!?*").split("|"):
-        if word in TYPES:
-            found = type(value) is TYPES[word]
-        elif word in LISTS:
-            found = isinstance(value, Global) and value in LISTS[word]
-        elif word in KINDS:
-            found = KINDS[word](value)
+        kind_of = KINDS.get(word)
+        if isinstance(kind_of, type):
+            found = type(value) is kind_of
+        elif callable(kind_of):
+            found = kind_of(value)
+        elif kind_of is not None:
+            found = isinstance(value, Global) and value in kind_of
         elif word[0] == "=":
             found = type(value) is str and value == word[1:]
         elif word[0] == "@":
@@ -574,7 +569,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             for count in range(MOST_OPERATIONS):
                 code = read(1)[0]
                 dispatch[code](self)
-                # operations between two checks of the size of stack and memo
+                # stack and memo are measured now and then only
                 if not count % 1024:
                     self._check_size()
         except _STOP as stop:
@@ -612,12 +607,12 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             # a text that the file cannot hold is torn, not too long
             if count > LONGEST_TEXT:
                 raise Damaged("limit", f"a text of {count:,} bytes at byte {self.file.tell():,}")
-        data: bytes = self.file.read(count)
+        data = self.file.read(count)
         self.check_frame(count)
         return data
 
     def _readline(self) -> bytes:
-        line: bytes = self.file.readline(LONGEST_LINE)
+        line = self.file.readline(LONGEST_LINE)
         at = self.file.tell()
         # a zero byte in a number is where the C unpickler stops reading
         if not line.endswith(b"\n") or b"\0" in line:
@@ -782,7 +777,7 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
         count = int.from_bytes(self.read(4), "little", signed=True)
         if not 0 <= count <= self.source.size - self.file.tell():
             raise ValueError(f"an integer of {count:,} bytes")
-        # bytes of one integer
+        # no integer of a checkpoint is longer
         if count > 1 << 10:
             raise Damaged("limit", f"an integer of {count:,} bytes at byte {self.file.tell():,}")
         self.append(int.from_bytes(self.read(count), "little", signed=True))
@@ -812,29 +807,25 @@ class PickleReader(_UNPICKLER):  # type: ignore[misc]
             if found != 0x1950A86A20F9469CFC6C or protocol != 1001 or not isinstance(keys, list):
                 raise Damaged("malformed", "its first pickles are not those of torch.save")
             found = value
-            end = self._find_storages(keys)
+            end = self.file.tell()
+            # the storages follow its pickles
+            for key in keys:
+                storage = self.storages.get(key) if isinstance(key, str) else None
+                if storage is None or storage.start is not None:
+                    detail = f"names {shorten(key)}, which is unknown or listed twice"
+                    raise Damaged("malformed", f"its list of storages {detail}")
+                count = int.from_bytes(self.source.exactly(end, 8), "little", signed=True)
+                if count != storage.elements:
+                    detail = f"has {count:,} elements, but the pickle says {storage.elements:,}"
+                    raise Damaged("torn", f"storage {key} {detail}")
+                storage.held = storage.size
+                storage.start = self.source.part(end + 8, storage.size).start
+                end += 8 + storage.size
         # torch.load goes on reading if the first value equals its magic number
         left = self.source.size - end
         if left:
             raise Damaged("format", f"{left:,} bytes follow its end; they were not read")
         return found
-
-    def _find_storages(self, keys: list[Any]) -> int:
-        """Find the storages of an old torch.save, which follow its pickles; returns their end."""
-        at: int = self.file.tell()
-        for key in keys:
-            storage = self.storages.get(key) if isinstance(key, str) else None
-            if storage is None or storage.start is not None:
-                detail = f"names {shorten(key)}, which is unknown or listed twice"
-                raise Damaged("malformed", f"its list of storages {detail}")
-            count = int.from_bytes(self.source.exactly(at, 8), "little", signed=True)
-            if count != storage.elements:
-                detail = f"has {count:,} elements, but the pickle says {storage.elements:,}"
-                raise Damaged("torn", f"storage {key} {detail}")
-            storage.held = storage.size
-            storage.start = self.source.part(at + 8, storage.size).start
-            at += 8 + storage.size
-        return at
 
     def persistent_load(self, pid: Any) -> Any:
         """Parse an id of torch.save: `("storage", type, key, location, elements[, view])`."""

@@ -216,15 +216,13 @@ def trace_step(subject: Subject, framework: FrameworkContext, batch: Any) -> Tra
     model = subject.model
     assert model is not None
     step = TracedStep()
-    eager: Any = nullcontext()
+    eager = nullcontext()
     for module in model.modules():
         # Compiled code runs no dispatch mode: run the model as it was written.
         if "_orig_mod" in module._modules or compiled_call(module) is not None:
             eager = torch.compiler.set_stance("force_eager")
     # A step may write into its batch.
-    copied = tree_map_only(
-        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch
-    )
+    copied = _copied(batch)
     with left_alone(model, subject.optimizer), eager:
         try:
             with framework.opened(), step:
@@ -258,15 +256,19 @@ def trace_step(subject: Subject, framework: FrameworkContext, batch: Any) -> Tra
     return step
 
 
+def _copied(batch: Any) -> Any:
+    return tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch
+    )
+
+
 def gradient_of(subject: Subject, framework: FrameworkContext, batch: Any) -> Tensor:
     """The gradient of the loss of a batch as one row, in evaluation mode: what is random or depends
     on the other samples of a batch norm is left out. Leaves every object as it was.
     """
     model, loss_fn = subject.model, subject.loss_fn
     assert model is not None and loss_fn is not None
-    copied = tree_map_only(
-        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch
-    )
+    copied = _copied(batch)
     with left_alone(model, subject.optimizer), kept_rng():
         model.eval()
         with framework.opened():

@@ -530,7 +530,7 @@ def disk_space(run: Inspection) -> Answer:
     while not folder.exists():
         folder = folder.parent
     weights, _, state, how = _bytes_needed(run)
-    # Kept if the configuration does not say how many
+    # Two are kept where the configuration does not say how many
     keep = int(run.number("keep") or 2)
     # A new checkpoint is written beside those that are kept, before the oldest goes.
     needed = (weights + state) * (max(keep, 1) + 1)
@@ -567,7 +567,7 @@ def memory_estimate(run: Inspection) -> Answer:
 def _judge_space(needed: int, free: int, *evidence: str, fix: str) -> Answer:
     if free < needed:
         return failed(*evidence, fix=fix)
-    # Times what is needed; less free space than that is a warning
+    # Less than half as much again as is needed is tight
     if free < 1.5 * needed:
         return warned(*evidence, fix=fix)
     return passed(*evidence)

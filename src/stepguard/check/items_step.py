@@ -230,7 +230,7 @@ def optimizer_stalled(run: Inspection) -> Answer:
         f"{lost:,} of {weights:,} weights in {', '.join(sorted(dtypes))} are spaced wider than "
         "twice the lr"
     )
-    # Share of weights that no update of size lr can move
+    # Half of the weights may be too far from the next number to move
     if lost <= 0.5 * weights:
         return passed(f"{said}; {count(weights - lost, 'weight')} can move")
     return warned(
@@ -242,7 +242,7 @@ def optimizer_stalled(run: Inspection) -> Answer:
 
 def norm_eps(run: Inspection) -> Answer:
     smallest = math.inf
-    bad: dict[str, list[str]] = defaultdict(list)
+    bad = defaultdict(list)
     for name, module in run.model.named_modules():
         title = type(module).__name__
         # A layer whose class is called a norm, however the library spells its eps.
@@ -258,8 +258,7 @@ def norm_eps(run: Inspection) -> Answer:
         problem = ""
         if epsilon == 0 or (ours and rounds_to_zero(epsilon, dtype)):
             problem = "a row of zeros gives NaN or an infinite gradient"
-        # Four norms in a row with a smaller eps take a gradient of 1 beyond float32 where rows are
-        # 0
+        # Four norms in a row with a smaller eps take a gradient of 1 beyond float32
         elif epsilon < 1e-19:
             problem = f"a row of zeros multiplies the gradient by {epsilon**-0.5:.3g}"
         if problem:
@@ -527,7 +526,7 @@ def loss_split(run: Inspection) -> Answer:
     apart = one - other
     weight = float((whole - other) @ apart / (apart @ apart).clamp_min(1e-300))
     left = float((whole - weight * one - (1 - weight) * other).norm()) / size
-    # How far from a half the weight of half of the samples must be to be worth a word
+    # A weight this near a half is not worth a word
     if left > SAME_GRADIENT or abs(weight - 0.5) < 0.05 or not 0 < weight < 1:
         raise NotApplicable("the loss of a sample depends on the other samples of its batch")
     said = (
@@ -640,7 +639,7 @@ def checklist_latents(run: Inspection) -> Answer:
     mean, deviation = run.traced_step.latent
     said = f"target of the squared error: mean {mean:.3g}, standard deviation {deviation:.3g}"
     largest_ratio = max(deviation, 1 / max(deviation, 1e-30), abs(mean))
-    # Largest standard deviation of a regression target; its inverse is the smallest
+    # A regression target deviates by a tenth to ten
     if largest_ratio <= 10.0:
         return passed(said)
     return warned(

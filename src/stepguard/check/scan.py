@@ -382,7 +382,9 @@ class Values:
     @property
     def finite(self) -> str:
         """From the least to the largest of the finite ones; empty where there is none."""
-        return f"; finite from {self.low:.4g} to {self.high:.4g}" if self.low <= self.high else ""
+        if self.low > self.high:
+            return ""
+        return f"; finite from {self.low:.4g} to {self.high:.4g}"
 
     def update(self, memory: bytearray, offset: int, size: int) -> None:
         """Measure the next part of the bytes."""
@@ -685,7 +687,9 @@ def _judge_nonfinite(layout: FileLayout, tensor: StoredTensor, values: Values) -
     severity: Weight = "warning"
     if role in STRICT or NORM_STATISTICS.search(tensor.name):
         severity = "error"
-    kind: ProblemKind = "nan" if values.nan else "inf"
+    kind: ProblemKind = "inf"
+    if values.nan:
+        kind = "nan"
     layout.add(kind, detail, tensor=tensor.name, severity=severity, role=role)
 
 

@@ -285,7 +285,7 @@ def wanted(settings: Mapping[str, Any]) -> Precision | None:
                 asked.setdefault(dtype, flag)
     if not said:
         return None
-    found: str | None = next(reversed(asked), "float32")
+    found = next(reversed(asked), "float32")
     if said[0] is named:
         said, found = said[:1], meant(said[0].value)
     different = [str(setting) for dtype, setting in asked.items() if dtype is not None]

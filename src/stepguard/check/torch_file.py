@@ -174,7 +174,7 @@ def _check_name(name: str) -> None:
         raise Damaged(
             "hostile", f"the zip holds {name!r}, which would be unpacked outside its folder"
         )
-    # bytes of the name of an entry; torch cuts off names that are longer
+    # torch cuts off names that are longer
     if len(name) > 250 or not name.isascii() or not name.isprintable():
         raise Damaged("malformed", f"the zip holds an entry with the name {name[:80]!r}")
 

@@ -91,7 +91,7 @@ def find_checkpoints(
             problems.extend(check_store(folder))
         found.extend(_checkpoints_in(folder, files))
     # by numbers: step-9 before step-10
-    found.sort(key=lambda checkpoint: [_natural(part) for part in checkpoint.path.parts])
+    found.sort(key=lambda checkpoint: list(map(_natural, checkpoint.path.parts)))
     return found, problems
 
 
@@ -227,7 +227,7 @@ def check_path(
     began = time.perf_counter()
     where = Path(path)
     _refuse(where, lr)
-    # bytes: a larger file called `last-good` is somebody's checkpoint
+    # a larger file called `last-good` is somebody's checkpoint
     if where.name == LAST_GOOD and where.is_file() and _size(where) <= 200:
         try:
             named = read_pointer(where.parent)
@@ -337,7 +337,7 @@ def other_rate(rates: Sequence[Rate], lr: float) -> list[Problem]:
     """Return a problem where the rate that a configuration means is stored, and is not `lr`."""
     for kind, name in RATES.items():
         base = [rate for rate in rates if rate.kind == kind]
-        # relative difference below which two learning rates are the same number written in two ways
+        # the same learning rate may be written in two ways
         if any(math.isclose(rate.value, lr, rel_tol=1e-6) for rate in base):
             return []
         if base:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from textwrap import indent
 from typing import Any, get_args
 
 from stepguard._errors import StepguardError
 from stepguard.diagnose.case import Case, RunFacts
 from stepguard.diagnose.remedies import in_their_words
-from stepguard.diagnose.rule import Proof, Rule, markdown
+from stepguard.diagnose.rule import Proof, Rule
 from stepguard.diagnose.rules import RULES
 from stepguard.diagnose.source_line import name_operands
 from stepguard.records import Certainty, Finding, Incident, Reading
@@ -112,7 +112,6 @@ def ranked(found: Sequence[Found]) -> list[Found]:
 # --- The page of a rule: the same text on the terminal and in `docs/findings/`.
 
 
-EACH_SNIPPET = "Each snippet replaces the lines of the example that go wrong."
 SAFETY_WORDS = {
     "safe": "healthy steps stay as they are",
     "changes-numbers": "changes values",
@@ -165,15 +164,31 @@ def explain(code: str) -> str:
 
 
 def page(rule: Rule) -> str:
-    """One rule as markdown: what its file says to people, with links to the threads."""
-    text = markdown(rule.code).partition("\n## Evidence")[0]
-    heading = "## What to do\n"
-    text = text.replace(heading, f"{heading}\n{EACH_SNIPPET}\n")
-    for safety, words in SAFETY_WORDS.items():
-        text = text.replace(f" ({safety})\n", f" ({safety}: {words})\n")
-    text = re.sub(r"(?m)^- (https://\S+)$", r"- <\1>", text)
-    issue = r"- [\1#\2](https://github.com/\1/issues/\2)"
-    return re.sub(r"(?m)^- ([\w.-]+/[\w.-]+)#(\d+)$", issue, text).rstrip() + "\n"
+    """One rule as markdown, under fixed headings."""
+    text = rule.text
+    remedies = ["Each snippet replaces the last lines of the example below."]
+    for number, remedy in enumerate(text.remedies, start=1):
+        safety = f"*({remedy.safety}: {SAFETY_WORDS[remedy.safety]})*"
+        item = f"{number}. {remedy.title}. {safety}"
+        if remedy.snippet:
+            item += "\n\n" + indent(f"```python\n{remedy.snippet}\n```", "   ")
+        remedies.append(item)
+    links = []
+    for reference in text.see:
+        repository, _, number_of_issue = reference.partition("#")
+        link = f"[{reference}](https://github.com/{repository}/issues/{number_of_issue})"
+        links.append(f"- <{reference}>" if reference.startswith("https://") else f"- {link}")
+    parts = {
+        "What it means": text.what,
+        "Why it happens": text.why,
+        "How stepguard knows": text.how,
+        "What to do": "\n\n".join(remedies),
+        "Example": f"```python\n{text.setup}\n\n{text.bad}\n```\n\nThe last lines, repaired:\n\n"
+        f"```python\n{rule.fixed}\n```",
+        "See also": "\n".join(links),
+    }
+    sections = [f"## {heading}\n\n{body}" for heading, body in parts.items() if body]
+    return "\n\n".join([f"# {rule.code}: {text.title}", *sections]) + "\n"
 
 
 def index() -> str:

@@ -56,11 +56,12 @@ ROOTS = {"sqrt(X)": "{bX}", "X ** 0.5": "{bX}", "std(X, *D)": "{bX}.var({D})"}
 """Roots, and what they are taken of."""
 ROOT_PATTERNS = tuple((ast.parse(text, mode="eval").body, use) for text, use in ROOTS.items())
 KEPT = ("keepdim=True", "True")
+Remedies = tuple[Remedy, ...]
 Bound = dict[str, list[str]]
 """What stands for the names of a pattern: `X` one expression, `D` further arguments."""
 
 
-def _stable_formula(case: Case) -> tuple[Remedy, ...]:
+def _stable_formula(case: Case) -> Remedies:
     """Torch's own function in the place of the formula that the operation is part of."""
     origin = case.where
     span = culprit_span(origin)
@@ -181,13 +182,13 @@ def in_their_words(finding: Finding, case: Case, proof: Proof) -> Finding:
     return replace(finding, remedies=own)
 
 
-def _for_incident(code: str, case: Case, proof: Proof) -> tuple[Remedy, ...]:
+def _for_incident(code: str, case: Case, proof: Proof) -> Remedies:
     """Another line for theirs, what the page says of such a case, and a function for theirs."""
     line = culprit_line(case.where).removeprefix("return ").rstrip(",")
     fields = {name: name == proof.said for name in rule_text(code).evidence} | proof.fields
     fields["who"] = case.where.culprits
     fields["in_batch"] = case.tensor.startswith("batch")
-    # characters of a line within a sentence
+    # a longer line does not fit into a sentence
     fields["statement"] = f"`{line}`" if 0 < len(line) <= 60 else case.place
     rewritten = REWRITTEN[code](case, fields) if code in REWRITTEN else ()
     fields["no_line"] = not rewritten
@@ -209,7 +210,7 @@ def _for_incident(code: str, case: Case, proof: Proof) -> tuple[Remedy, ...]:
 # --- Values that left a dtype's range or met an infinity, and branches that were not selected.
 
 
-Rewrite = Callable[[Case, Fields], tuple[Remedy, ...]]
+Rewrite = Callable[[Case, Fields], Remedies]
 REWRITTEN: dict[str, Rewrite] = {}
 """Code -> remedies that are made of more than one expression."""
 
@@ -230,7 +231,7 @@ HARMLESS = "1.0"
 
 
 @_rewrites("SG206")
-def _masked(case: Case, fields: Fields) -> tuple[Remedy, ...]:
+def _masked(case: Case, fields: Fields) -> Remedies:
     """Put 0 for the infinity, in 0 * inf and inf - inf."""
     found = _forward_expression(case)
     if found is None:
@@ -261,7 +262,7 @@ def _forward_expression(case: Case) -> Expression | None:
 
 
 @_rewrites("SG301")
-def _in_float32(case: Case, fields: Fields) -> tuple[Remedy, ...]:
+def _in_float32(case: Case, fields: Fields) -> Remedies:
     """Where a result of the forward pass is too large."""
     origin = case.where
     if not fields["result"] or case.in_update or fields["cast"] or case.backward:
@@ -308,7 +309,7 @@ def _reached(case: Case) -> str:
 
 
 @_rewrites("SG302")
-def _larger_epsilon(case: Case, fields: Fields) -> tuple[Remedy, ...]:
+def _larger_epsilon(case: Case, fields: Fields) -> Remedies:
     """An epsilon that the dtype can hold, where it is written once."""
     lost = fields["lost_epsilon"]
     found = []
@@ -322,7 +323,7 @@ def _larger_epsilon(case: Case, fields: Fields) -> tuple[Remedy, ...]:
 
 
 @_rewrites("SG402")
-def _harmless_argument(case: Case, fields: Fields) -> tuple[Remedy, ...]:
+def _harmless_argument(case: Case, fields: Fields) -> Remedies:
     """Make the argument harmless before it is used, not the result after."""
     name = case.node or case.op
     operator = {"Div": ast.Div, "Pow": ast.Pow}.get(name)
@@ -356,7 +357,7 @@ MATH_ATTENTION = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.M
 
 
 @_rewrites("SG209")
-def _another_path(case: Case, fields: Fields) -> tuple[Remedy, ...]:
+def _another_path(case: Case, fields: Fields) -> Remedies:
     """The line by the path that was finite."""
     origin = case.where
     if fields["math"] and origin.statement is not None:
@@ -424,7 +425,7 @@ SATURATES = {
 """What makes probabilities, and what takes their logarithm without making them."""
 
 
-def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
+def _for_operation(code: str, case: Case) -> Remedies:
     """What to write for the operation that failed."""
     origin = case.where
     name, fix = rule_text(code).in_line.get(case.node if case.backward else case.op, ("", None))
@@ -453,9 +454,7 @@ def _for_operation(code: str, case: Case) -> tuple[Remedy, ...]:
     return _in_expression(code, case, name, fix, found)
 
 
-def _in_expression(
-    code: str, case: Case, name: str, fix: Remedy, found: Expression
-) -> tuple[Remedy, ...]:
+def _in_expression(code: str, case: Case, name: str, fix: Remedy, found: Expression) -> Remedies:
     first, second = EXPONENTS.get(case.dtype, EXPONENTS_WIDE)
     if found.in_place and name in IN_PLACE:
         # before an operation in place: a safe function would not change it there
@@ -525,7 +524,7 @@ def _in_general(fix: Remedy, case: Case) -> Remedy:
     return Remedy(title=f"Use `{use}` in {place}: {why}", safety=fix.safety)
 
 
-def _divisions(code: str, case: Case, found: Expression, zero: Remedy) -> tuple[Remedy, ...]:
+def _divisions(code: str, case: Case, found: Expression, zero: Remedy) -> Remedies:
     """What to write for a division by zero: it depends on where the divisor comes from."""
     divisor = found.operands[1]
     absorbed = code == "SG403"

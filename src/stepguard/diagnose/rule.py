@@ -222,8 +222,8 @@ class RuleText(NamedTuple):
     how: str
     """How stepguard knows."""
     remedies: tuple[Remedy, ...]
-    """Those first that change least. Each snippet replaces the lines of `bad` and makes the example
-    healthy (tested)."""
+    """The remedies that change least come first. Each snippet replaces the lines of `bad` and makes
+    the example healthy (tested)."""
     setup: str
     """What the example starts from: imports, tensors, modules."""
     bad: str
@@ -240,16 +240,10 @@ class RuleText(NamedTuple):
 
 
 @cache
-def markdown(code: str) -> str:
-    """The file of a code, for instance `SG204`."""
-    name = f"{code.lower()}.md"
-    return files("stepguard.diagnose.rules").joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
 def rule_text(code: str) -> RuleText:
-    """What the file says, in parts."""
-    return parse(markdown(code))
+    """The page of a code, for instance `SG204`."""
+    name = f"{code.lower()}.md"
+    return parse(files("stepguard.diagnose.rules").joinpath(name).read_text(encoding="utf-8"))
 
 
 def parse(text: str) -> RuleText:
@@ -488,8 +482,9 @@ def possible(said: str = "", /, **fields: Any) -> Proof:
     return Proof("possible", said, fields)
 
 
-Recognise = Callable[[Case], Proof | None]
-"""Examines a case; None when this is not the cause."""
+Found = Proof | None
+"""What a rule has found; None when this is not the cause."""
+Recognise = Callable[[Case], Found]
 
 
 class Rule(NamedTuple):
@@ -513,7 +508,7 @@ class Rule(NamedTuple):
         """The safest remedy that is code."""
         return next(remedy.snippet for remedy in self.text.remedies if remedy.snippet)
 
-    def examine(self, case: Case) -> Proof | None:
+    def examine(self, case: Case) -> Found:
         if len(case.looks) >= self.looks:
             return self.recognise(case)
         return None

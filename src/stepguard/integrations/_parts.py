@@ -248,7 +248,7 @@ class Framework(NamedTuple):
 def _order(text: str) -> tuple[int, ...]:
     """`5.22.2` as numbers, without the marks of release candidates and local builds."""
     release = re.split(r"[a-z+]", text)[0]
-    numbers = [int(found) for found in re.findall(r"\d+", release)]
+    numbers = list(map(int, re.findall(r"\d+", release)))
     return tuple(numbers + [0] * (3 - len(numbers)))
 
 

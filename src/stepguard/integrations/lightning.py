@@ -66,7 +66,7 @@ class GuardCallback(HostGuard, Callback):  # type: ignore[misc]
         """Install the guarded IO; `trainer.save_checkpoint` raises, ModelCheckpoint skips."""
         if stage != "fit":
             return
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         LIGHTNING.need(strategy, *OF_STRATEGY)
         self._undo.close()
         before = strategy.checkpoint_io

@@ -108,7 +108,7 @@ class Weights(NamedTuple):
         """Say how far they have left where they were good; empty if that is ordinary training."""
         if self.moved is not None and not self.moved < least:
             return f"its weights have moved by {self.moved:.3g} of their norm"
-        # one update as a share of the weights' norm: a hundred times what is usual
+        # a tenth of the weights' norm is a hundred times what is usual
         if self.update is not None and not self.update < 0.1:
             return f"the last update was {self.update:.3g} of the weights' norm"
         return ""
@@ -228,7 +228,7 @@ class History:
         they have exploded and the loss shows no progress, or they did it since the last good state.
         """
         if not self.losses:
-            # as EXPLODED, if no loss is known: targets of a million need weights of a million
+            # without a loss nothing less counts: targets of a million need weights of a million
             return weights.grown(1e8)
         progress = self.progress
         fallen = progress.began_at - USUAL * progress.noise
@@ -247,7 +247,7 @@ class History:
         # steps within which moved weights can be the cause; later they have always moved
         caused = self.committed - self.near_best_at <= 32
         # two opponents that move fast lose to each other, and stay about where they began
-        # as MOVED, while the loss is not far above where the run began
+        # twice as far counts while the loss is not far above where the run began
         least = MOVED if rise > RISEN_ABOVE_START else 1.0
         shown = weights.left(least) if rise > RUN_AWAY or (lost and caused) else ""
         if not shown and self.sudden and not progress.learned and rise > 0:
@@ -303,7 +303,7 @@ class History:
             # a loss that is usually 0 (a hinge, a solved task) comes back as a part of its former
             # self, which is not far above 0 by any other measure
             largest = max(map(abs, values))
-            # as NEGLIGIBLE, for a run that began at 0: the resolution of float32 near 1
+            # the resolution of float32 near 1, for a run that began at 0
             floor = max(largest / 2, 0.1 * began, 1e-7)
         if len(values) < MATURE:
             floor = max(floor, abs(centre), max(values) - min(values))

@@ -165,12 +165,12 @@ def float_kind(value: float) -> str | None:
 def strict_json(value: Any) -> Any:
     """Replace every non-finite float in plain containers by null, named beside it."""
     if isinstance(value, list | tuple):
-        return [strict_json(item) for item in value]
+        return list(map(strict_json, value))
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if not isinstance(value, dict):
         return value
-    names = [str(key) for key in value]
+    names = list(map(str, value))
     out = {}
     for key, item in zip(names, value.values(), strict=True):
         kind = _kind_of(item)
@@ -185,7 +185,7 @@ def strict_json(value: Any) -> Any:
 
 def _in_place(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_in_place(item) for item in value]
+        return list(map(_in_place, value))
     if _kind_of(value) is None:
         return strict_json(value)
     return {IN_PLACE: float_kind(value)}
@@ -197,7 +197,7 @@ def _kind_of(value: Any) -> str | list[Any] | None:
         return float_kind(value)
     if not isinstance(value, list | tuple):
         return None
-    kinds = [_kind_of(item) for item in value]
+    kinds = list(map(_kind_of, value))
     if all(kind is None for kind in kinds):
         return None
     return kinds
@@ -206,7 +206,7 @@ def _kind_of(value: Any) -> str | list[Any] | None:
 def restore_floats(value: Any) -> Any:
     """The inverse of `strict_json`."""
     if isinstance(value, list):
-        return [restore_floats(item) for item in value]
+        return list(map(restore_floats, value))
     if not isinstance(value, dict):
         return value
     if value.keys() == {IN_PLACE} and _is_kind(value[IN_PLACE], None):

@@ -855,7 +855,7 @@ class Incident:
         if self.decision is not None:
             rows.append(("done", f"{self.decision.action}: {self.decision.reason}".rstrip(": ")))
         for finding in self.findings[:1]:
-            # remedies of the first finding that a notebook shows
+            # a notebook shows the first two remedies
             for remedy in finding.remedies[:2]:
                 rows.append(("to do", f"{remedy.title}\n{remedy.tried}".strip()))
                 rows.append(("code", remedy.snippet))
@@ -913,7 +913,7 @@ class Examination:
     def status(self) -> SectionStatus:
         """The worst of all; what was not checked does not count."""
         found = {section.status for section in self.sections}
-        worst: tuple[SectionStatus, ...] = ("corrupt", "failed", "warning")
+        worst = ("corrupt", "failed", "warning")
         for status in worst:
             if status in found:
                 return status

@@ -377,33 +377,33 @@ def _refuse_unknown(kind: type[Any]) -> None:
     @functools.wraps(make)
     def init(self: Any, **given: Any) -> None:
         known = [one.name for one in fields(kind)]
+        homes = {}
+        for one in fields(GuardConfig):
+            homes[one.name] = "in GuardConfig itself, in a file outside of every table"
+        prefix = ""
+        for group, home in GROUPS.items():
+            where = f"in GuardConfig({group}={home.__name__}(...)), in a file below [{group}]"
+            homes.update({one.name: where for one in fields(home)})
+            if home is kind:
+                prefix = f"{group}."
         for name in given:
-            if name not in known:
-                raise ConfigError(_unknown(kind, name, known))
+            if name in known:
+                continue
+            said = f"{prefix}{name if name.isidentifier() else repr(name)} is not known."
+            near = get_close_matches(name, known, n=1)
+            elsewhere = get_close_matches(name, homes, n=1)
+            if name in homes:
+                said += f" It belongs {homes[name]}."
+            elif near:
+                said += f" Did you mean {prefix}{near[0]}?"
+            elif elsewhere:
+                said += f" Did you mean {elsewhere[0]}, {homes[elsewhere[0]]}?"
+            else:
+                said += f" Known are {', '.join(known)}."
+            raise ConfigError(said)
         make(self, **given)
 
     kind.__init__ = init
-
-
-def _unknown(kind: type[Any], name: str, known: list[str]) -> str:
-    homes = {
-        one.name: "in GuardConfig itself, in a file outside of every table"
-        for one in fields(GuardConfig)
-    }
-    prefix = ""
-    for group, home in GROUPS.items():
-        where = f"in GuardConfig({group}={home.__name__}(...)), in a file below [{group}]"
-        homes.update({one.name: where for one in fields(home)})
-        if home is kind:
-            prefix = f"{group}."
-    said = f"{prefix}{name if name.isidentifier() else repr(name)} is not known."
-    if name in homes:
-        return f"{said} It belongs {homes[name]}."
-    for near in get_close_matches(name, known, n=1):
-        return f"{said} Did you mean {prefix}{near}?"
-    for near in get_close_matches(name, homes, n=1):
-        return f"{said} Did you mean {near}, {homes[near]}?"
-    return f"{said} Known are {', '.join(known)}."
 
 
 for _kind in RULES:

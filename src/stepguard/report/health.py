@@ -238,8 +238,7 @@ def _exploded(run: Run) -> Iterator[str]:
     grown = []
     for seen in run.looks[-1].parameters if run.looks else ():
         step, size = first[seen.name]
-        # Root mean square that no healthy weight has, unless it began near it
-        # Times its first size that such a weight must be
+        # No healthy weight has a root mean square above 1024, unless it began near that
         if seen.trainable and seen.weight > max(2.0**10, 100.0 * size):
             grown.append((seen.weight, seen.name, step, size))
     if grown:

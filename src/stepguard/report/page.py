@@ -28,6 +28,8 @@ from stepguard.report.sinks import named_numbers
 from stepguard.report.story import Run, Story, StoryIncident
 from stepguard.report.summary import RunSummary, flat, summarize, timeline, worst_ending
 
+Json = dict[str, Any]
+"""A part of the document."""
 LONGEST_TEXT = 4000
 """Characters of one text of a journal that the page shows; the rest is counted."""
 
@@ -37,7 +39,7 @@ def clipped(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: clipped(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [clipped(inner) for inner in value]
+        return list(map(clipped, value))
     if isinstance(value, str) and len(value) > LONGEST_TEXT:
         return f"{value[:LONGEST_TEXT]} … ({len(value) - LONGEST_TEXT:,} more characters)"
     return value
@@ -96,7 +98,7 @@ def kinds_of(values: NDArray[np.float64]) -> NDArray[np.uint8]:
     return kinds
 
 
-def packed(values: NDArray[Any], kinds: NDArray[np.uint8]) -> dict[str, Any]:
+def packed(values: NDArray[Any], kinds: NDArray[np.uint8]) -> Json:
     """A column as the page reads it: bytes of equal significance side by side, compressed."""
     width = values.dtype.itemsize
     little = np.ascontiguousarray(values.astype(values.dtype.newbyteorder("<")))
@@ -130,11 +132,11 @@ REPLAYED = {
 }
 
 
-def incident_card(told: StoryIncident) -> dict[str, Any]:
+def incident_card(told: StoryIncident) -> Json:
     """Everything the page shows of an incident, without what lies in its folder."""
     incident = told.incident
     origin = incident.origin
-    card: dict[str, Any] = {
+    card: Json = {
         "id": incident.id,
         "step": incident.step,
         "row": told.row,
@@ -179,10 +181,10 @@ def incident_card(told: StoryIncident) -> dict[str, Any]:
         card["culprits"] = phrases.culprits_of(incident)
     for finding in incident.findings:
         card["cause"] = card["cause"] or f"{finding.code} {finding.title}"
-        remedies = [_remedy(remedy) for remedy in finding.remedies]
+        remedies = list(map(_remedy, finding.remedies))
         card["findings"].append({**to_plain(finding), "remedies": remedies})
     if not incident.findings:
-        card["fixes"] = [_remedy(remedy) for remedy in phrases.first_remedies(incident)]
+        card["fixes"] = list(map(_remedy, phrases.first_remedies(incident)))
     return dict(clipped(card))
 
 
@@ -200,13 +202,14 @@ def bad_values(reading: Reading) -> dict[str, int]:
     return {name: int(kind) for name, kind in zip(numbers, kinds, strict=True) if kind != FINITE}
 
 
-def _operand(operand: Operand, name: str) -> dict[str, Any]:
+def _operand(operand: Operand, name: str) -> Json:
     limits = DTYPE_EXPONENTS.get(operand.dtype)
     shown = operand.span
     if shown and operand.zeros:
         shown += f", {phrases.count(operand.zeros, 'zero')}"
+    drawn = {"min", "max", "value", "index", "label"}
     return {
-        **to_plain(operand),
+        **{field: value for field, value in to_plain(operand).items() if field not in drawn},
         "name": name,
         "type": f"{operand.dtype} {_shape(operand.shape)}".strip(),
         "span": shown,
@@ -221,7 +224,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _facts(reading: Reading, ranks: Sequence[int]) -> list[list[str]]:
-    named: dict[str, float | None] = {"loss": reading.loss, **reading.components}
+    named = {"loss": reading.loss, **reading.components}
     named |= {"gradient norm": reading.grad_norm, "loss scale": reading.scale, **reading.followed}
     rows = [
         [str(name), phrases.number(value)] for name, value in named.items() if value is not None
@@ -261,7 +264,7 @@ def _inside(home: Path, name: str) -> Path | None:
     return path if path.is_relative_to(home) else None
 
 
-def gradient_heat(incident: Incident, run_folder: Path) -> dict[str, Any] | None:
+def gradient_heat(incident: Incident, run_folder: Path) -> Json | None:
     """Modules, steps, norms and the first that is not finite; None where nothing fits."""
     name = incident.id
     if incident.rank:
@@ -273,13 +276,13 @@ def gradient_heat(incident: Incident, run_folder: Path) -> dict[str, Any] | None
             return None
         table = json.loads(path.read_bytes())
         modules = [str(module)[:200] for module in table["modules"]][:MOST_CELLS]
-        steps = [int(step) for step in table["steps"]][-MOST_CELLS:]
+        steps = list(map(int, table["steps"]))[-MOST_CELLS:]
         rows = []
         for norms in table["norms"][: len(modules)]:
-            rows.append([_norm(value) for value in norms[-len(steps) :]])
+            rows.append(list(map(_norm, norms[-len(steps) :])))
     except UNREADABLE:
         return None
-    if not modules or not steps or [len(row) for row in rows] != [len(steps)] * len(modules):
+    if not modules or not steps or list(map(len, rows)) != [len(steps)] * len(modules):
         return None
     first = _first_bad(rows, modules, incident)
     return {"modules": modules, "steps": steps, "values": rows, "first": first}
@@ -305,13 +308,13 @@ def _norm(value: Any) -> float | str | None:
     return None
 
 
-def samples_of(incident: Incident, run_folder: Path) -> list[dict[str, Any]]:
+def samples_of(incident: Incident, run_folder: Path) -> list[Json]:
     """The tensors and texts of the samples an incident names; empty where they cannot be read."""
     folder = _inside(run_folder, incident.capsule) if incident.capsule else None
     if folder is None or not folder.is_dir() or incident.origin is None:
         return []
     micro = incident.origin.micro_batch or 0
-    shown: list[dict[str, Any]] = []
+    shown: list[Json] = []
     for sample in incident.origin.samples[:3]:
         try:
             shown += _texts(folder, micro, sample)
@@ -322,7 +325,7 @@ def samples_of(incident: Incident, run_folder: Path) -> list[dict[str, Any]]:
     return shown
 
 
-def _tensors(folder: Path, micro: int, sample: int) -> Iterator[dict[str, Any]]:
+def _tensors(folder: Path, micro: int, sample: int) -> Iterator[Json]:
     from safetensors import safe_open
 
     with safe_open(folder / "tensors.safetensors", framework="np") as file:
@@ -380,7 +383,7 @@ def _as_picture(values: NDArray[Any]) -> NDArray[np.uint8] | None:
     return np.ascontiguousarray(picture)
 
 
-def _texts(folder: Path, micro: int, sample: int) -> Iterator[dict[str, Any]]:
+def _texts(folder: Path, micro: int, sample: int) -> Iterator[Json]:
     path = folder / "capsule.json"
     if path.stat().st_size > LARGEST_FACTS:
         return
@@ -412,9 +415,9 @@ class Folders:
     """What the folders of incidents hold for their cards, each read once."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, dict[str, Any]] = {}
+        self._found: dict[Any, Json] = {}
 
-    def of(self, incident: Incident, run_folder: Path) -> dict[str, Any]:
+    def of(self, incident: Incident, run_folder: Path) -> Json:
         """What the incident's folder has for its card: samples, gradients by module."""
         key = (run_folder, incident.rank, incident.id)
         if key not in self._found:
@@ -432,7 +435,7 @@ MOST_POINTS = 60
 """Points of a small curve: of a table of looks the newest, of a loss spread over the run."""
 
 
-def verdict(run: Run) -> dict[str, Any]:
+def verdict(run: Run) -> Json:
     """State and incidents of the run: the worst of its optimizers, and the sum over them.
 
     `over`: no process trains any more, so the live page does not call the run live.
@@ -485,7 +488,7 @@ def tiles(summary: RunSummary) -> list[list[str]]:
     return rows
 
 
-def _rank_lanes(run: Run) -> list[dict[str, Any]]:
+def _rank_lanes(run: Run) -> list[Json]:
     """One lane a rank: what it has seen, and where it was to blame."""
     lanes = []
     for rank in sorted({*run.by_rank, *range(min(run.world, 64))}):
@@ -511,7 +514,7 @@ def _rank_lanes(run: Run) -> list[dict[str, Any]]:
     return lanes
 
 
-def _checkpoints(run: Run) -> list[dict[str, Any]]:
+def _checkpoints(run: Run) -> list[Json]:
     """Checkpoints that were written, refused, or gone back to."""
     shown = []
     for note in run.notes:
@@ -532,16 +535,16 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
     return shown
 
 
-def _looks(run: Run) -> dict[str, Any] | None:
+def _looks(run: Run) -> Json | None:
     """Tables of the newest health probe with their history."""
     if not run.looks:
         return None
-    # Rows of each table of a look, the worst ones
+    # The worst rows of each table
     tables = look_tables(run.looks[-MOST_POINTS:], 15)
     return {"line": headline(run.looks), "tables": tables, "remarks": remarks(run.looks[-1])}
 
 
-def _fact_groups(run: Run) -> list[dict[str, Any]]:
+def _fact_groups(run: Run) -> list[Json]:
     facts = list(map(list, heading(summarize(run))))
     groups = [{"title": "Run facts", "rows": facts, "open": True}]
     if len(run.attempts) > 1:
@@ -570,7 +573,7 @@ def _fact_groups(run: Run) -> list[dict[str, Any]]:
     return groups
 
 
-def overview(story: Story) -> dict[str, Any]:
+def overview(story: Story) -> Json:
     """One line of the list of runs."""
     run = story.latest
     summary = summarize(run)
@@ -604,7 +607,7 @@ LEFT_WORDS = {
 }
 
 
-def story_document(story: Story, name: str, folders: Folders | None = None) -> dict[str, Any]:
+def story_document(story: Story, name: str, folders: Folders | None = None) -> Json:
     """The document of every run in a folder; the page shows the newest first."""
     runs = []
     for run in story.runs:
@@ -615,13 +618,13 @@ def story_document(story: Story, name: str, folders: Folders | None = None) -> d
     return {"format": FORMAT, "runs": runs, "live": None}
 
 
-def run_document(run: Run, name: str, folders: Folders | None, whole: Run) -> dict[str, Any]:
+def run_document(run: Run, name: str, folders: Folders | None, whole: Run) -> Json:
     """One run, which may be one optimizer's lane of `whole`: facts that change rarely, and rows."""
     drawn = {column: packed(*values) for column, values in columns(run).items()}
     return {**run_facts(run, name, folders, whole), "columns": drawn, "parts": parts(run)}
 
 
-def quick_facts(run: Run, whole: Run) -> dict[str, Any]:
+def quick_facts(run: Run, whole: Run) -> Json:
     """What changes with every row, of one optimizer and of the whole run it is part of."""
     table = run.steps
     words = (
@@ -632,7 +635,7 @@ def quick_facts(run: Run, whole: Run) -> dict[str, Any]:
     return {"tiles": shown, "verdict": verdict(whole), "updateWords": words}
 
 
-def run_facts(run: Run, name: str, folders: Folders | None, whole: Run) -> dict[str, Any]:
+def run_facts(run: Run, name: str, folders: Folders | None, whole: Run) -> Json:
     """Everything but the rows: the live page takes it again when something else than rows came.
 
     Without `folders` the folders of incidents are not read.
@@ -691,7 +694,7 @@ def version(run: Run, lanes: int = 1) -> str:
     return "-".join(map(str, seen))
 
 
-def parts(run: Run) -> list[dict[str, Any]]:
+def parts(run: Run) -> list[Json]:
     """Stretches of rows that were kept, or left, together."""
     table = run.steps
     changes = (np.diff(table.branch) != 0) | (np.diff(table.kept.astype(np.int8)) != 0)
@@ -700,7 +703,7 @@ def parts(run: Run) -> list[dict[str, Any]]:
     for first, last in zip(firsts, [*firsts[1:], len(table)], strict=False):
         steps = f"steps {table.step[first]} to {table.step[last - 1]}"
         attempt = f"attempt {int(table.attempt[first]) + 1}"
-        part: dict[str, Any] = {"first": first, "last": last, "left": None, "joint": None}
+        part: Json = {"first": first, "last": last, "left": None, "joint": None}
         part["text"] = f"{attempt}, {steps}"
         found.append(part)
         if table.kept[first]:
@@ -762,7 +765,7 @@ def policy(script: str, style: str, *, connects: bool = False) -> str:
     return f"{allowed}; connect-src 'self'" if connects else allowed
 
 
-def render_page(document: dict[str, Any], *, home: str = "") -> str:
+def render_page(document: Json, *, home: str = "") -> str:
     """The whole page. `home` is the address of the list of runs, on a server that has several."""
     library, *scripts = map(asset, SCRIPTS)
     # Strict, and without names of our own in the window.
@@ -784,7 +787,7 @@ def render_page(document: dict[str, Any], *, home: str = "") -> str:
     return "".join([*text, rest])
 
 
-def embedded(document: dict[str, Any]) -> str:
+def embedded(document: Json) -> str:
     """JSON that ends no script element and holds no character that HTML gives a meaning."""
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.translate(_ESCAPES)

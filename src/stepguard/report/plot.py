@@ -55,7 +55,7 @@ def draw_run(run: Run, title: str) -> Any:
             "a PNG needs matplotlib, which is not installed: pip install 'stepguard[plot]'."
         ) from error
     # A Figure of its own, not pyplot: the user's backend and open figures stay as they are.
-    figure: Any = Figure(figsize=(11, 6.2), dpi=150, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(11, 6.2), dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     table = run.steps
     drawn = [("loss", "loss", BLUE), ("grad_norm", "gradient norm", TEAL)]

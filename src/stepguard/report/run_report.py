@@ -316,7 +316,7 @@ def screenful(
         if run.further:
             parts.append(Text(f" {lane.name}", style="bold"))
         rows = [("step", "-" if lane.last_step is None else f"{lane.last_step}"), *counts(of_lane)]
-        # Losses drawn as bars
+        # The newest losses, as bars
         losses = lane.steps.column("loss").values[-48:].tolist()
         if losses:
             rows.append(("", phrases.sparkline(losses)))

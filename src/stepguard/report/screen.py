@@ -250,11 +250,12 @@ def table(
     *,
     first: str = "cyan",
     numbers_from: int | None = None,
+    widths: Sequence[int] = (),
 ) -> Table:
     """Rows without lines between them; texts in it are `Unbroken`.
 
     The first column is in the style `first` and is never wrapped; under headings, columns from
-    `numbers_from` on hold numbers, which stand on the right.
+    `numbers_from` on hold numbers, which stand on the right. `widths` are those of the first ones.
     """
     drawn = Table(
         box=None,
@@ -270,16 +271,9 @@ def table(
     for row in rows:
         cells = [Unbroken(cell) if isinstance(cell, str) else cell for cell in row[1:]]
         drawn.add_row(row[0], *cells)
+    for column, width in zip(drawn.columns, widths, strict=False):
+        column.width = width
     return drawn
-
-
-def labelled(label: str, content: RenderableType, width: int) -> Table:
-    """Content to the right of a label, which is the same width in every row."""
-    body = Table.grid(expand=True)
-    body.add_column(width=width, no_wrap=True)
-    body.add_column(ratio=1)
-    body.add_row(Text(label, style="bold cyan"), content)
-    return body
 
 
 def titled(title: str, *, width: int, unicode: bool) -> Rule:

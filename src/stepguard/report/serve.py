@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -38,6 +38,7 @@ from stepguard._errors import ConfigError, JournalError
 from stepguard.journal import is_run, runs_below
 from stepguard.report.page import (
     Folders,
+    Json,
     asset,
     columns,
     embedded,
@@ -103,7 +104,7 @@ class RunFollower:
                 self._next_read = now + max(EVERY, REST * (now - began))
             return self._reader.story()
 
-    async def document(self, events: str) -> dict[str, Any]:
+    async def document(self, events: str) -> Json:
         """The whole page's document, with the address of what comes after it."""
         story = await self.story()
         document = await asyncio.to_thread(story_document, story, self.name, self._folders)
@@ -111,7 +112,7 @@ class RunFollower:
 
     async def since(
         self, place: PageProgress, journal: str, lane: int = 0
-    ) -> tuple[PageProgress, dict[str, Any]] | None:
+    ) -> tuple[PageProgress, Json] | None:
         """What came since to one optimizer of the run; None if nothing did.
 
         The page has to be made anew, and gets nothing, for a new run, for another optimizer, and
@@ -129,11 +130,11 @@ class RunFollower:
         if now.number != place.number or now.rows < place.rows or others:
             return now, {}
 
-        def message() -> dict[str, Any]:
+        def message() -> Json:
             fresh = {}
             for name, (values, kinds) in columns(run, place.rows).items():
                 fresh[name] = {"values": values.tolist(), "kinds": kinds.tolist()}
-            said: dict[str, Any] = {"from": place.rows, "count": now.rows - place.rows}
+            said: Json = {"from": place.rows, "count": now.rows - place.rows}
             said |= {"columns": fresh, "always": quick_facts(run, story.latest)}
             if now.version != place.version or not place.rows:
                 said["parts"] = parts(run)
@@ -233,7 +234,7 @@ class LiveRuns:
     async def listing(self, request: Request) -> Response:
         return JSONResponse({"runs": await self._rows()})
 
-    async def _rows(self) -> list[dict[str, Any]]:
+    async def _rows(self) -> list[Json]:
         rows = []
         for name, path in (await asyncio.to_thread(runs_below, self.root)).items():
             story = await self.follower(name, path).story()
@@ -244,7 +245,7 @@ class LiveRuns:
         name = request.path_params["name"]
         if name not in await asyncio.to_thread(runs_below, self.root):
             style = asset("page.css")
-            # Seconds until the page of a run that has not begun asks again
+            # The page asks again after three seconds
             text = NOT_BEGUN.format(style=style, name=escape(name), retry=3)
             allowed = {"Content-Security-Policy": policy("", style)}
             return HTMLResponse(text, status_code=404, headers=allowed)
@@ -275,7 +276,7 @@ class LiveRuns:
             if found is None:
                 await asyncio.sleep(EVERY)
                 quiet += EVERY
-                # Seconds without a row after which a line says that the stream is alive
+                # After so long without a row, a line says that the stream is alive
                 if quiet >= 15.0:
                     quiet = 0.0
                     yield ": still here\n\n"
@@ -416,7 +417,7 @@ def serve_runs(
 
 def _bound(host: str, port: int | None) -> socket.socket:
     """A socket at this port; without one, at the first free port from 8321 on."""
-    # Ports above the usual one that are tried when it is taken
+    # The next ports are tried when the usual one is taken
     wanted = range(8321, 8321 + 20) if port is None else range(port, port + 1)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     why = ""

@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 import re
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -671,7 +672,7 @@ class StoryReader:
             other = self.is_folder and rank != self._main
             fresh |= file.read(numbers_only=other, torn_end=torn_end)
         for folder in () if self._alone else self.run.glob("optimizer*"):
-            # Further optimizers of a run that are read
+            # Of so many optimizers the folders are read
             known = folder in self._further or len(self._further) >= 16
             if not known and belongs_to_run_above(folder):
                 reader = StoryReader(folder, self._asked, alone=True)
@@ -737,12 +738,11 @@ def build_story(
     starts = files[main].starts
     torn = sum(file.torn for file in files.values())
     # The processes of one attempt start at about the same time.
+    times = sorted((start.time, place) for place, start in enumerate(starts))
     siblings: dict[int, list[_Start]] = {}
     for rank in sorted(files.keys() - {main}):
         for start in files[rank].starts if starts else ():
-            # the main rank's start that is nearest in time
-            near = min((abs(one.time - start.time), place) for place, one in enumerate(starts))
-            siblings.setdefault(id(starts[near[1]]), []).append(start)
+            siblings.setdefault(id(starts[_matched(start, times)]), []).append(start)
     runs = []
     for number, (name, own) in enumerate(_grouped(starts) or [("", [])], start=1):
         attempts: list[Attempt] = []
@@ -801,6 +801,13 @@ def _grouped(starts: Sequence[_Start]) -> list[tuple[str, list[_Start]]]:
     return list(runs.values())
 
 
+def _matched(start: _Start, times: Sequence[tuple[float, int]]) -> int:
+    """The position of the main rank's start that is nearest in time; -1 where there is none."""
+    after = bisect_right(times, (start.time, len(times)))
+    near = times[max(after - 1, 0) : after + 1]
+    return min(((abs(time - start.time), place) for time, place in near), default=(0.0, -1))[1]
+
+
 class _Back(NamedTuple):
     """Where the run went back: rows before it, whose branch it ended, which incident asked."""
 
@@ -837,7 +844,7 @@ def _events(own: Sequence[_Start], others: Sequence[_Start]) -> dict[str, Any]:
     lowest = np.full(len(step) + 1, np.iinfo(np.int64).max, np.int64)
     for back in backs:
         lowest[back.at] = min(lowest[back.at], back.to)
-    kept: Bools = step < np.minimum.accumulate(lowest[::-1])[::-1][1:]
+    kept = step < np.minimum.accumulate(lowest[::-1])[::-1][1:]
     found: dict[tuple[int, str], StoryIncident] = {}
     notes: list[Note] = []
     for start in own:
@@ -946,7 +953,7 @@ def _table(
             parts.setdefault(name, []).append((np.array(at) + start.first, np.array(found)))
     series = {}
     for name, pieces in parts.items():
-        rows, values = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        rows, values = map(np.concatenate, zip(*pieces, strict=True))
         series[name] = Series(name, rows, values)
     if "grad_norm" in series and "clip_factor" in series:
         norm, factor = series["grad_norm"], series["clip_factor"]

@@ -345,7 +345,7 @@ def summarize(run: Run, story: Story | None = None) -> RunSummary:
     groups = []
     for lane in lanes:
         groups += [replace(group, optimizer=lane.name) for group in lane.groups]
-    counts: dict[str, Any] = {name: sum(getattr(lane, name) for lane in lanes) for name in SUMMED}
+    counts = {name: sum(getattr(lane, name) for lane in lanes) for name in SUMMED}
     first = [lane.first_bad for lane in lanes if lane.first_bad is not None]
     last = [lane.last_bad for lane in lanes if lane.last_bad is not None]
     return replace(
@@ -384,7 +384,7 @@ def _summarize_lane(run: Run, story: Story | None) -> RunSummary:
     # The committed steps just before the first bad one.
     before = np.zeros(len(table), np.bool_)
     if len(bad_rows):
-        # Steps shown before the first incident
+        # The last steps before the first incident
         before[np.flatnonzero(table.committed[: bad_rows[0]])[-32:]] = True
     led_up = {}
     for name, series in table.series.items():

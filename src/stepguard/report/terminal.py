@@ -49,13 +49,20 @@ def paint_incident(
         title += f" ({whose})"
     console.print(Rule(Text(title, style="bold red"), characters=line, style="red", align="left"))
     commands = [one for one in next_commands(incident) if not one.startswith(leave_out)]
+    done: list[Text] = []
+    if incident.decision is not None:
+        means = effect(incident)
+        said = (phrases.done(incident.decision), "bold")
+        done.append(Text.assemble(said, f": {means}" if means else ""))
+        done += map(Text, phrases.changes(incident.decision))
+        done.append(Text(phrases.budget(incident.decision, policy), style="dim"))
     sections: dict[str, list[RenderableType]] = {
         "WHAT": _what(incident),
         "WHY": _why(incident),
         "FIX": _fix(incident),
         "WHERE": _where(incident.origin, unicode) if incident.origin is not None else [],
         "SAMPLE": _sample(incident),
-        "DONE": _done(incident, policy),
+        "DONE": list(map(Unbroken, done)),
         "NEXT": [Text(command, style="bold") for command in commands],
     }
     for label, parts in sections.items():
@@ -66,7 +73,8 @@ def paint_incident(
                 whole = Text.assemble((f"{name:<{LABEL_WIDTH}}", "bold cyan"), part)
                 console.print(whole, soft_wrap=True, overflow="ignore", crop=False)
             else:
-                console.print(screen.labelled(name, part, LABEL_WIDTH))
+                shown = screen.table([(name, part)], first="bold cyan", widths=(LABEL_WIDTH - 2,))
+                console.print(shown)
             name = ""
     console.print(Rule(characters=line, style="red"))
 
@@ -192,17 +200,6 @@ def _source(origin: Origin, unicode: bool) -> Iterator[Text]:
                 last = first + len(part.partition("\n")[0])
             margin = (" " * (digits + 3) + bar + " " * (first - shift), "dim")
             yield Text.assemble(margin, ("^" * (last - first), "bold red"), no_wrap=True)
-
-
-def _done(incident: Incident, policy: Policy | None) -> list[RenderableType]:
-    decision = incident.decision
-    if decision is None:
-        return []
-    means = effect(incident)
-    lines = [Text.assemble((phrases.done(decision), "bold"), f": {means}" if means else "")]
-    lines += map(Text, phrases.changes(decision))
-    lines.append(Text(phrases.budget(decision, policy), style="dim"))
-    return [Unbroken(line) for line in lines]
 
 
 def highlighted(code: str) -> list[Text]:

@@ -19,7 +19,7 @@ from stepguard.diagnose.case import (
     words,
 )
 from stepguard.diagnose.rule import (
-    Proof,
+    Found,
     certain,
     counts_nothing,
     likely,
@@ -37,7 +37,7 @@ from stepguard.records import Operand
 
 
 @rule(yields_to="SG504")
-def sg101(case: Case) -> Proof | None:
+def sg101(case: Case) -> Found:
     evidence = case.evidence
     listed = case.reading.bad_inputs
     if case.verdict.finite_anomaly:
@@ -76,7 +76,7 @@ REDUCTIONS = words(
 
 
 @rule()
-def sg102(case: Case) -> Proof | None:
+def sg102(case: Case) -> Found:
     proof = _no_label(case) or _nothing_reduced(case)
     divisor = zero_divisor(case)
     counted = divisor is not None and case.forward and not case.unselected
@@ -97,7 +97,7 @@ def sg102(case: Case) -> Proof | None:
     return proof
 
 
-def _no_label(case: Case) -> Proof | None:
+def _no_label(case: Case) -> Found:
     # the forward of nll_loss hands the weight of all targets to its backward
     total = case.argument("total_weight")
     if case.op in NLL_BACKWARD and total is not None and reach(total) == 0:
@@ -123,7 +123,7 @@ def _all_ignored(target: Operand, ignored: Operand | None) -> bool:
     return elements(target) > 0 and low(target) == high(target) == index
 
 
-def _nothing_reduced(case: Case) -> Proof | None:
+def _nothing_reduced(case: Case) -> Found:
     lengths = case.argument("lengths")
     if case.op == "segment_reduce" and case.makes_nan and lengths is not None and lengths.zeros:
         return certain("segment", lengths=lengths)
@@ -146,7 +146,7 @@ EXTREME_OPERAND = 1e15
 
 
 @rule()
-def sg103(case: Case) -> Proof | None:
+def sg103(case: Case) -> Found:
     outlier = outlier_of(case)
     if outlier:
         return likely("outlier", outlier=outlier)
@@ -157,7 +157,7 @@ def sg103(case: Case) -> Proof | None:
     return _extreme_sample(case)
 
 
-def _extreme_sample(case: Case) -> Proof | None:
+def _extreme_sample(case: Case) -> Found:
     evidence = case.evidence
     limit = _limit(case)
     batch_max = evidence.sample_max or evidence.batch_max
@@ -224,7 +224,7 @@ CTC = ("_ctc_loss", "ctc_loss", "_cudnn_ctc_loss")
 
 
 @rule()
-def sg104(case: Case) -> Proof | None:
+def sg104(case: Case) -> Found:
     if case.unselected:
         return None
     if case.evidence.target_out_of_domain is not None:
@@ -240,7 +240,7 @@ def sg104(case: Case) -> Proof | None:
     return _from_batch(case) or _ruled_out(case)
 
 
-def _beyond_domain(case: Case) -> Proof | None:
+def _beyond_domain(case: Case) -> Found:
     """A target that is not a class, not a probability, or has probability 0."""
     scores = case.argument("self")
     target = case.argument("target")
@@ -260,7 +260,7 @@ def _beyond_domain(case: Case) -> Proof | None:
     return _no_class(case, scores, target)
 
 
-def _no_class(case: Case, scores: Operand, target: Operand) -> Proof | None:
+def _no_class(case: Case, scores: Operand, target: Operand) -> Found:
     # scores without a batch axis do not say how many classes there are
     classes = sum(scores.shape[1:2])
     if high(target) >= classes > 0:
@@ -272,7 +272,7 @@ def _no_class(case: Case, scores: Operand, target: Operand) -> Proof | None:
     return None
 
 
-def _from_batch(case: Case) -> Proof | None:
+def _from_batch(case: Case) -> Found:
     """A logarithm, root or division in the loss whose operand is computed from the batch alone."""
     evidence = case.evidence
     root = evidence.argument_root or evidence.denominator_root
@@ -292,7 +292,7 @@ def _from_batch(case: Case) -> Proof | None:
     return prove("from batch", operand=operand, value=met(operand)[0], root=root)
 
 
-def _ruled_out(case: Case) -> Proof | None:
+def _ruled_out(case: Case) -> Found:
     """A loss that adds up what a mask has set to -inf, such as label smoothing over all classes."""
     if not case.evidence.intended_inf or case.output is None or case.output.nan:
         return None

@@ -23,6 +23,7 @@ from stepguard.diagnose.case import (
 from stepguard.diagnose.rule import (
     DIVISIONS,
     POWERS,
+    Found,
     Proof,
     certain,
     counts_nothing,
@@ -50,7 +51,7 @@ SOLVES = words(
 
 
 @rule(yields_to="SG207 SG301 SG302")
-def sg201(case: Case) -> Proof | None:
+def sg201(case: Case) -> Found:
     if case.unselected or not case.computes:
         return None
     divisor = zero_divisor(case)
@@ -70,7 +71,7 @@ def sg201(case: Case) -> Proof | None:
     return prove("by zero", divisor=divisor, both=both)
 
 
-def _near_zero(case: Case) -> Proof | None:
+def _near_zero(case: Case) -> Found:
     """Zeros that are not among the operands, and divisors that are next to 0."""
     evidence = case.evidence
     eps = case.argument("eps")
@@ -89,7 +90,7 @@ def _near_zero(case: Case) -> Proof | None:
     return _tiny(case)
 
 
-def _tiny(case: Case) -> Proof | None:
+def _tiny(case: Case) -> Found:
     """A quotient that overflows on a divisor near 0."""
     divisor, above = divisor_of(case), case.argument("self")
     # in half precision a tiny divisor has been rounded to 0 before: SG302
@@ -119,7 +120,7 @@ SATURATING = words(
 
 
 @rule(yields_to="SG104 SG301 SG302")
-def sg202(case: Case) -> Proof | None:
+def sg202(case: Case) -> Found:
     if case.unselected:
         return None
     if case.backward:
@@ -149,7 +150,7 @@ REPEATED_PRODUCTS = ("prod", "cumprod", "_linalg_matrix_exp", "linalg_matrix_exp
 
 
 @rule(yields_to="SG301 SG504 SG601")
-def sg203(case: Case) -> Proof | None:
+def sg203(case: Case) -> Found:
     base = case.argument("self")
     if case.unselected or not case.makes_inf or base is None:
         return None
@@ -168,7 +169,7 @@ def sg203(case: Case) -> Proof | None:
     return None
 
 
-def _power(case: Case, base: Operand) -> Proof | None:
+def _power(case: Case, base: Operand) -> Found:
     if case.op in REPEATED_PRODUCTS and base.finite and case.wider:
         return likely("product", base=base)
     power = case.argument("exponent")
@@ -189,7 +190,7 @@ MASKS = ("attn_bias", "attn_mask", "mask", "bias")
 
 
 @rule(yields_to="SG402")
-def sg204(case: Case) -> Proof | None:
+def sg204(case: Case) -> Found:
     closed = [operand for operand in case.inputs if operand.neginf]
     if case.op in SOFTMAXES or case.node in SOFTMAX_NODES:
         closed.sort(key=lambda operand: operand.name not in MASKS)
@@ -205,7 +206,7 @@ def sg204(case: Case) -> Proof | None:
     return _row_maximum(case, case.argument("self"), case.argument("other"))
 
 
-def _row_maximum(case: Case, scores: Operand | None, top: Operand | None) -> Proof | None:
+def _row_maximum(case: Case, scores: Operand | None, top: Operand | None) -> Found:
     """A hand-written softmax: the row's maximum, itself -inf, is subtracted from the row."""
     if scores is None or top is None or not scores.neginf or not top.neginf:
         return None
@@ -218,7 +219,7 @@ def _row_maximum(case: Case, scores: Operand | None, top: Operand | None) -> Pro
     return certain("maximum", scores=scores, top=top)
 
 
-def _masked_rows(case: Case, scores: Operand | None) -> Proof | None:
+def _masked_rows(case: Case, scores: Operand | None) -> Found:
     rows = case.evidence.masked_rows
     of = None
     if rows is None:
@@ -237,7 +238,7 @@ STATISTIC_NODES = words("Std Var StdMean VarMean")
 
 
 @rule(yields_to="SG402")
-def sg205(case: Case) -> Proof | None:
+def sg205(case: Case) -> Found:
     data = case.argument("self")
     if data is None or not data.finite:
         return None
@@ -269,7 +270,7 @@ SUMS = words(
 
 
 @rule(yields_to="SG204 SG301 SG403")
-def sg206(case: Case) -> Proof | None:
+def sg206(case: Case) -> Found:
     if not case.makes_nan or case.unselected or case.phase in ("input", "state"):
         return None
     infinite = [operand for operand in case.inputs if not operand.finite]
@@ -315,7 +316,7 @@ def _form(case: Case, infinite: list[Operand]) -> tuple[str, bool]:
 
 
 @rule(yields_to="SG301 SG502 SG602")
-def sg207(case: Case) -> Proof | None:
+def sg207(case: Case) -> Found:
     found = negative_root(case)
     if found is None or not case.computes or case.unselected or not case.makes_nan:
         return None
@@ -341,7 +342,7 @@ FUSED = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_", "
 
 
 @rule(shown_by="inference")
-def sg208(case: Case) -> Proof | None:
+def sg208(case: Case) -> Found:
     kind: str | None = case.evidence.opaque
     prove = likely
     if kind is None and case.op.startswith(FUSED) and case.inputs and case.finite_inputs:
@@ -393,7 +394,7 @@ def _failing_alike(case: Case) -> list[Witness]:
 
 
 @rule(yields_to="SG204 SG703")
-def sg209(case: Case) -> Proof | None:
+def sg209(case: Case) -> Found:
     # what differs where the kernel is right computes something else
     finite = [one for one in _tried(case) if one.finite and one.agrees is not False]
     independent = [one for one in finite if one.independent]

@@ -12,6 +12,7 @@ from stepguard.diagnose.case import (
     words,
 )
 from stepguard.diagnose.rule import (
+    Found,
     Proof,
     certain,
     limit_of,
@@ -31,7 +32,7 @@ SIGNS = {"add": "+", "mul": "*", "div": "/"}
 
 
 @rule(yields_to="SG103 SG209 SG402 SG403 SG501 SG502 SG504 SG505 SG703")
-def sg301(case: Case) -> Proof | None:
+def sg301(case: Case) -> Found:
     if case.overflows_by_scale:
         static = case.facts.scaling == "static" or case.verdict.kind == "nonfinite_gradient"
         # a scale that has collapsed is below 1: then SG506 knows more
@@ -88,7 +89,7 @@ GUARDS = words("add clamp clamp_min maximum rsub addcmul")
 
 
 @rule()
-def sg302(case: Case) -> Proof | None:
+def sg302(case: Case) -> Found:
     if not case.short or case.in_update or case.unselected:
         return None
     # the zero that was divided by, or whose logarithm was taken
@@ -99,7 +100,7 @@ def sg302(case: Case) -> Proof | None:
     return _lost_epsilon(case, zero)
 
 
-def _lost_epsilon(case: Case, zero: Operand | None) -> Proof | None:
+def _lost_epsilon(case: Case, zero: Operand | None) -> Found:
     evidence = case.evidence
     known = FORMATS[case.dtype]
     # a norm layer takes its eps as a Python number, so it is an operand of its own

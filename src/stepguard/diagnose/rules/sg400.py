@@ -9,7 +9,7 @@ from stepguard.diagnose.rule import (
     DIVISIONS,
     LOGS,
     POWERS,
-    Proof,
+    Found,
     certain,
     likely,
     overflow,
@@ -35,7 +35,7 @@ def _slopes() -> dict[str, str]:
 
 
 @rule(yields_to="SG403")
-def sg401(case: Case) -> Proof | None:
+def sg401(case: Case) -> Found:
     if not case.backward or case.unselected:
         return None
     zero = zero_divisor(case)
@@ -50,7 +50,7 @@ def sg401(case: Case) -> Proof | None:
     return _slope(case, slope, zero)
 
 
-def _slope(case: Case, slope: str, zero: Operand | None) -> Proof | None:
+def _slope(case: Case, slope: str, zero: Operand | None) -> Found:
     # the zero the gradient is divided by, rather than a gradient that happens to be zero: backward
     # formulas put the incoming gradient first, as in grad / (2 * result)
     zeros = [operand for operand in case.zeros if operand.dtype]
@@ -72,7 +72,7 @@ def _slope(case: Case, slope: str, zero: Operand | None) -> Proof | None:
 
 
 @rule()
-def sg402(case: Case) -> Proof | None:
+def sg402(case: Case) -> Found:
     if case.unselected:
         shown = tuple(operand for operand in case.inputs if operand.dtype)
         # the slope of a log-sum over nothing but -inf is NaN whatever gradient comes in
@@ -96,7 +96,7 @@ POLES = frozenset(DIVISIONS) | EXPONENTIALS | {*POWERS, "tan"}
 
 
 @rule()
-def sg403(case: Case) -> Proof | None:
+def sg403(case: Case) -> Found:
     evidence = case.evidence
     if case.unselected:
         return None
@@ -117,7 +117,7 @@ def sg403(case: Case) -> Proof | None:
     return None
 
 
-def _met_infinity(case: Case) -> Proof | None:
+def _met_infinity(case: Case) -> Found:
     infinite = next((one for one in case.inputs if one.posinf or one.neginf), None)
     if case.evidence.absorbed:
         return certain("backward", infinite=infinite)

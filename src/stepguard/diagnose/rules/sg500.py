@@ -17,6 +17,7 @@ from stepguard.diagnose.case import (
     words,
 )
 from stepguard.diagnose.rule import (
+    Found,
     Proof,
     certain,
     likely,
@@ -155,7 +156,7 @@ def rising(case: Case) -> bool:
 
 
 @rule(yields_to="SG601 SG602", shown_by="record")
-def sg501(case: Case) -> Proof | None:
+def sg501(case: Case) -> Found:
     reading = case.reading
     infinite = reading.grad_norm is not None and math.isinf(reading.grad_norm) and case.loss_finite
     if not reading.grads_finite or not (infinite or case.verdict.kind == "infinite_norm"):
@@ -178,7 +179,7 @@ BORN_BAD = ("nonfinite_parameter", "nonfinite_optimizer_state")
 
 
 @rule()
-def sg502(case: Case) -> Proof | None:
+def sg502(case: Case) -> Found:
     facts, evidence = case.facts, case.evidence
     if case.phase not in ("", "optimizer"):
         return None
@@ -232,7 +233,7 @@ REBUILT = 10
 
 
 @rule(yields_to="SG601")
-def sg503(case: Case) -> Proof | None:
+def sg503(case: Case) -> Found:
     facts, reading = case.facts, case.reading
     fields = _moments(case)
     slots = [name for name in (case.tensor, *reading.bad_state) if name.startswith("opt:")]
@@ -280,7 +281,7 @@ def _moments(case: Case) -> dict[str, Any]:
 
 
 @rule(shown_by="record")
-def sg504(case: Case) -> Proof | None:
+def sg504(case: Case) -> Found:
     facts = case.facts
     # a rate of NaN makes every weight NaN, whatever else is true of the step
     group = lr_not_a_number(case)
@@ -322,7 +323,7 @@ SIGNS = ("repeat_loss", "older_loss", "update_ratio", "moved")
 
 
 @rule(shown_by="inference")
-def sg505(case: Case) -> Proof | None:
+def sg505(case: Case) -> Found:
     if lr_jump(case) is not None or lr_not_a_number(case) is not None:
         return None
     certainty = _how_well(case)
@@ -409,7 +410,7 @@ def _number_explains(case: Case) -> bool:
 
 
 @rule(shown_by="record")
-def sg506(case: Case) -> Proof | None:
+def sg506(case: Case) -> Found:
     scale = case.reading.scale
     # a GradScaler halves its scale at every overflow and never stops by itself
     collapsed = case.verdict.kind == "scaler_collapse"

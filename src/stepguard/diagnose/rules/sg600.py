@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from stepguard.diagnose.case import NARROW, Case, plain
-from stepguard.diagnose.rule import Proof, certain, likely, possible, rule, spell
+from stepguard.diagnose.rule import Found, Proof, certain, likely, possible, rule, spell
 from stepguard.diagnose.rules.sg500 import above_configured
 
 # --- Stored state.
 
 
 @rule()
-def sg601(case: Case) -> Proof | None:
+def sg601(case: Case) -> Found:
     """A parameter was bad before the step."""
     evidence = case.evidence
     first_step = case.facts.committed == 0 or case.reading.step == 0
@@ -50,7 +50,7 @@ def _bad_parameter(case: Case, which: str, fields: dict[str, Any]) -> Proof:
 
 
 @rule()
-def sg602(case: Case) -> Proof | None:
+def sg602(case: Case) -> Found:
     """A buffer is NaN or Inf, or finite garbage that overflows what is computed with it."""
     evidence = case.evidence
     if evidence.attribute is not None and evidence.constant is not None:
@@ -62,7 +62,7 @@ def sg602(case: Case) -> Proof | None:
     return _bad_buffer(case)
 
 
-def _bad_buffer(case: Case) -> Proof | None:
+def _bad_buffer(case: Case) -> Found:
     evidence = case.evidence
     which = case.stored("buffer:")
     path = (case.tensor or which).partition(":")[2]
@@ -86,7 +86,7 @@ def _bad_buffer(case: Case) -> Proof | None:
 
 
 @rule(shown_by="record")
-def sg603(case: Case) -> Proof | None:
+def sg603(case: Case) -> Found:
     """A checkpoint that must not be used."""
     if case.phase == "checkpoint":
         return certain("checkpoint")
@@ -101,7 +101,7 @@ def sg603(case: Case) -> Proof | None:
 
 
 @rule(shown_by="record")
-def sg701(case: Case) -> Proof | None:
+def sg701(case: Case) -> Found:
     """One rank made it, all ranks have it."""
     ranks = case.reading.bad_ranks
     # the size of the world is not known after the fact, but a rank number bounds it from below
@@ -114,7 +114,7 @@ def sg701(case: Case) -> Proof | None:
 
 
 @rule(shown_by="inference")
-def sg702(case: Case) -> Proof | None:
+def sg702(case: Case) -> Found:
     """The replay of the bad step is clean."""
     evidence = case.evidence
     if case.where.reproduced is not False or evidence.compiled_only:
@@ -130,7 +130,7 @@ def sg702(case: Case) -> Proof | None:
 
 
 @rule(shown_by="record")
-def sg703(case: Case) -> Proof | None:
+def sg703(case: Case) -> Found:
     """Only the compiled graph makes it."""
     # inductor fuses and reorders, so its rounding and its masks may differ from eager's
     if case.evidence.compiled_only:
@@ -139,7 +139,7 @@ def sg703(case: Case) -> Proof | None:
 
 
 @rule(shown_by="record")
-def sg704(case: Case) -> Proof | None:
+def sg704(case: Case) -> Found:
     """Copies of one model no longer hold the same weights, or are not updated alike."""
     if case.verdict.kind != "replica_drift":
         return None
@@ -149,7 +149,7 @@ def sg704(case: Case) -> Proof | None:
 
 
 @rule(shown_by="record")
-def sg705(case: Case) -> Proof | None:
+def sg705(case: Case) -> Found:
     """Two ranks train on the same samples."""
     if case.verdict.kind == "same_data":
         return certain()
@@ -160,7 +160,7 @@ def sg705(case: Case) -> Proof | None:
 
 
 @rule(shown_by="record")
-def sg801(case: Case) -> Proof | None:
+def sg801(case: Case) -> Found:
     """Precision settings that contradict each other."""
     facts = case.facts
     autocast = plain(case.evidence.autocast or "")
@@ -182,7 +182,7 @@ def sg801(case: Case) -> Proof | None:
 
 
 @rule(shown_by="record")
-def sg802(case: Case) -> Proof | None:
+def sg802(case: Case) -> Found:
     """Loading state brought an old learning rate back."""
     rates = []
     lines = []
@@ -200,7 +200,7 @@ def sg802(case: Case) -> Proof | None:
 
 
 @rule(shown_by="record")
-def sg803(case: Case) -> Proof | None:
+def sg803(case: Case) -> Found:
     """Nothing is learned."""
     if case.verdict.kind not in ("zero_loss", "no_labels"):
         return None

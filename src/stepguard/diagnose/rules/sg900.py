@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from stepguard.diagnose.case import Case, ResumeFacts
-from stepguard.diagnose.rule import Proof, certain, likely, possible, rule
+from stepguard.diagnose.rule import Found, certain, likely, possible, rule
 from stepguard.records.probes import Look, ParameterLook, RouterLook
 
 Looks = Sequence[Look]
@@ -33,8 +33,8 @@ NARROW = {"bfloat16", "float16"}
 
 
 @rule(looks=2)
-def sg901(case: Case) -> Proof | None:
-    shares = [_lost_share(look) for look in case.pair]
+def sg901(case: Case) -> Found:
+    shares = list(map(_lost_share, case.pair))
     # no learning rate of the newest step moves anything
     standing = bool(case.reading.lr) and not any(case.reading.lr)
     if standing or min(shares) < MOST_LOST:
@@ -63,7 +63,7 @@ def _lost_share(look: Look) -> float:
 
 
 @rule()
-def sg902(case: Case) -> Proof | None:
+def sg902(case: Case) -> Found:
     if case.paired and all(look.facts.kept_gradients for look in case.pair):
         return certain("kept")
     # what the last 16 updates did with their gradients, without a look: half of them is a habit
@@ -78,7 +78,7 @@ def sg902(case: Case) -> Proof | None:
 
 
 @rule()
-def sg903(case: Case) -> Proof | None:
+def sg903(case: Case) -> Found:
     # an optimizer without a guard, or one of copies in float32, may update what looks unowned:
     # nobody updates what holds the same numbers at every look
     unowned = []
@@ -103,8 +103,8 @@ ENOUGH, LONG = 8, 32
 
 
 @rule()
-def sg904(case: Case) -> Proof | None:
-    cut = [_first_without_gradient(look) for look in case.pair]
+def sg904(case: Case) -> Found:
+    cut = list(map(_first_without_gradient, case.pair))
     if case.paired and all(cut) and cut[0] == cut[-1]:
         return likely("cut", names=cut[-1])
     # parameters that no look has seen with a gradient, wherever they are in the model; without any
@@ -137,7 +137,7 @@ def _first_without_gradient(look: Look) -> list[str]:
 
 
 @rule(looks=2)
-def sg905(case: Case) -> Proof | None:
+def sg905(case: Case) -> Found:
     def dead(look: Look) -> set[str]:
         # samples and positions that a unit must have been 0 at to be called dead
         rows = [one for one in look.units if one.positions >= 256]
@@ -153,7 +153,7 @@ def sg905(case: Case) -> Proof | None:
 
 
 @rule(looks=2)
-def sg911(case: Case) -> Proof | None:
+def sg911(case: Case) -> Found:
     def collapsed(look: Look) -> set[str]:
         rows = [one for one in look.attention if one.keys >= 8]
         return {one.module for one in rows if one.collapsed >= 0.95}
@@ -171,7 +171,7 @@ def sg911(case: Case) -> Proof | None:
 
 
 @rule(looks=2)
-def sg906(case: Case) -> Proof | None:
+def sg906(case: Case) -> Found:
     for look in case.pair:
         facts = look.facts
         if not facts.labels or facts.ignored < 0.99 * facts.labels:
@@ -186,7 +186,7 @@ def sg906(case: Case) -> Proof | None:
 
 
 @rule()
-def sg907(case: Case) -> Proof | None:
+def sg907(case: Case) -> Found:
     if case.same_batch:
         return likely("host", until=case.same_batch)
     looks = case.looks[-3:]
@@ -204,7 +204,7 @@ def sg907(case: Case) -> Proof | None:
 
 
 @rule(looks=2)
-def sg908(case: Case) -> Proof | None:
+def sg908(case: Case) -> Found:
     for look in case.pair:
         rows = trained(look)
         if not rows or any(one.gradient_zeros < 1.0 for one in rows):
@@ -218,7 +218,7 @@ def sg908(case: Case) -> Proof | None:
     return _flat(case)
 
 
-def _flat(case: Case) -> Proof | None:
+def _flat(case: Case) -> Found:
     losses = {reading.step: reading.loss for reading in case.recent}
     seen = [losses.get(look.step) for look in case.pair]
     # of probes further back than the readings that are kept, the newest losses stand for theirs
@@ -226,7 +226,7 @@ def _flat(case: Case) -> Proof | None:
         loss for loss in losses.values() if loss is not None
     ]
     # loss, beside that of the first step, that leaves nothing to learn
-    if known and min(abs(loss) for loss in known) <= 1e-6 * (case.first_loss or 0.0):
+    if known and min(map(abs, known)) <= 1e-6 * (case.first_loss or 0.0):
         return None  # converged, or nothing happened: the loss is all there is to lose
     return certain("flat", loss=seen[-1])
 
@@ -235,7 +235,7 @@ def _flat(case: Case) -> Proof | None:
 
 
 @rule(looks=2)
-def sg909(case: Case) -> Proof | None:
+def sg909(case: Case) -> Found:
     if not any(look.facts.training for look in case.pair):
         facts = case.last.facts
         off = {"dropout": list(facts.dropout), "norms": list(facts.norms_in_eval)}
@@ -257,7 +257,7 @@ def sg909(case: Case) -> Proof | None:
 
 
 @rule(looks=1)
-def sg910(case: Case) -> Proof | None:
+def sg910(case: Case) -> Found:
     look = case.last
     # norms whose input is too large to be squared, and whose output is 0
     rows = [one for one in look.norms if one.output_zeros >= 0.99]
@@ -279,7 +279,7 @@ SG912_IN_A_ROW = 64
 
 
 @rule()
-def sg912(case: Case) -> Proof | None:
+def sg912(case: Case) -> Found:
     steps = case.recent[-SG912_IN_A_ROW:]
     zero = all(reading.lr and not any(reading.lr) for reading in steps)
     if len(steps) == SG912_IN_A_ROW and zero:
@@ -305,7 +305,7 @@ AN_EPOCH = 2000
 
 
 @rule()
-def sg913(case: Case) -> Proof | None:
+def sg913(case: Case) -> Found:
     looks = case.looks
     if len(looks) < 3 or not any(one.update for one in trained(looks[-1])):
         return None
@@ -334,7 +334,7 @@ TAKES = {
 
 
 @rule(looks=1)
-def sg914(case: Case) -> Proof | None:
+def sg914(case: Case) -> Found:
     if case.last.facts.softmax_twice:
         return certain("twice")
     names = in_all(case.pair, lambda look: set(look.facts.mixed_up))
@@ -350,14 +350,14 @@ def sg914(case: Case) -> Proof | None:
 
 
 @rule(looks=2)
-def sg915(case: Case) -> Proof | None:
+def sg915(case: Case) -> Found:
     if all(look.facts.broadcast for look in case.pair):
         return certain()
     return None
 
 
 @rule(looks=2)
-def sg916(case: Case) -> Proof | None:
+def sg916(case: Case) -> Found:
     # of the targets a few may lie beyond: noise, and outliers
     if min(look.facts.beyond for look in case.pair) >= 0.1:
         return certain()
@@ -368,7 +368,7 @@ def sg916(case: Case) -> Proof | None:
 
 
 @rule(looks=2)
-def sg917(case: Case) -> Proof | None:
+def sg917(case: Case) -> Found:
     if any(reading.scale is not None for reading in case.recent):
         return None
     worst = None
@@ -390,7 +390,7 @@ UPDATES = 16
 
 
 @rule()
-def sg918(case: Case) -> Proof | None:
+def sg918(case: Case) -> Found:
     # after clipping to 1.0 and dividing by the scale every norm is 1.0 over the scale
     norms = []
     for reading in case.recent[-UPDATES:]:
@@ -403,7 +403,7 @@ def sg918(case: Case) -> Proof | None:
     return _clipped(case)
 
 
-def _clipped(case: Case) -> Proof | None:
+def _clipped(case: Case) -> Found:
     """The norm that was read before clipping, beside that of the gradients of the update."""
     before = {reading.step: reading.grad_norm for reading in case.recent}
     looks = [look for look in case.looks if before.get(look.step) and not look.left_out]
@@ -434,7 +434,7 @@ NO_SPREAD = 1e-3
 
 
 @rule(looks=3)
-def sg919(case: Case) -> Proof | None:
+def sg919(case: Case) -> Found:
     looks = case.looks[-3:]
 
     def copies(look: Look) -> set[str]:
@@ -459,7 +459,7 @@ def sg919(case: Case) -> Proof | None:
 
 
 @rule()
-def sg920(case: Case) -> Proof | None:
+def sg920(case: Case) -> Found:
     # a tenth of every weight in each update
     if case.shrinks_by < 0.1 or len(case.recent) < 4:
         return None
@@ -478,13 +478,13 @@ NEARLY_ALL = 0.9
 
 
 @rule()
-def sg921(case: Case) -> Proof | None:
+def sg921(case: Case) -> Found:
     looks = [look for look in case.looks if look.facts.classes]
     if len(looks) < TRAINED_LOOKS or looks[-1].step < TRAINED_STEPS:
         return None
     size = len(looks[-1].facts.classes)
     rows = [look.facts.classes for look in looks if len(look.facts.classes) == size]
-    counts = [sum(column) for column in zip(*rows, strict=True)]
+    counts = list(map(sum, zip(*rows, strict=True)))
     total = sum(counts)
     # contrastive losses put the right answer first, always
     if total < 256 or max(counts) == total:
@@ -492,7 +492,7 @@ def sg921(case: Case) -> Proof | None:
     return _by_frequency(looks, counts, total)
 
 
-def _by_frequency(looks: Looks, counts: list[int], total: int) -> Proof | None:
+def _by_frequency(looks: Looks, counts: list[int], total: int) -> Found:
     """Nearly all targets are one class, or the loss is that of their frequencies."""
     shares = [count / total for count in counts if count]
     entropy = -sum(share * math.log(share) for share in shares)
@@ -531,7 +531,7 @@ def _distance(looks: Looks) -> float:
 
 
 @rule()
-def sg922(case: Case) -> Proof | None:
+def sg922(case: Case) -> Found:
     seen = case.targets
     # a masked language model, or labels that are shifted already, are another matter
     if seen is None or seen.unlike:
@@ -554,7 +554,7 @@ def sg922(case: Case) -> Proof | None:
 
 
 @rule()
-def sg923(case: Case) -> Proof | None:
+def sg923(case: Case) -> Found:
     facts = case.resume
     if facts is None:
         return None
@@ -576,7 +576,7 @@ def sg923(case: Case) -> Proof | None:
 
 def _left_behind(facts: ResumeFacts, losses: list[float]) -> dict[str, Any]:
     """The strongest sign that an earlier run goes on, and what it left behind."""
-    fields: dict[str, Any] = {
+    fields = {
         "ended_at": facts.last,
         "optimizer": facts.optimizer,
         "goes_on_at": facts.step or None,
@@ -602,7 +602,7 @@ def _left_behind(facts: ResumeFacts, losses: list[float]) -> dict[str, Any]:
 
 
 @rule(looks=2)
-def sg924(case: Case) -> Proof | None:
+def sg924(case: Case) -> Found:
     found = [look for look in case.pair if look.facts.recomputed_otherwise]
     if len(found) < len(case.pair):
         return None
@@ -635,7 +635,7 @@ def _shares_apart(look: Look, below: float) -> dict[str, float]:
 
 
 @rule(looks=2)
-def sg925(case: Case) -> Proof | None:
+def sg925(case: Case) -> Found:
     rules = {look.facts.update_rule for look in case.pair}
     if len(rules) > 1 or "" in rules:
         return None
@@ -670,7 +670,7 @@ the ratios from 0.8 to 1.2; a divergence of 10 per token is one rare token behin
 
 
 @rule()
-def sg926(case: Case) -> Proof | None:
+def sg926(case: Case) -> Found:
     def values(name: str) -> list[float]:
         found = [one.followed[name] for one in case.recent if name in one.followed]
         return [value for value in found if not math.isnan(value)]
@@ -707,7 +707,7 @@ def sg926(case: Case) -> Proof | None:
 
 
 @rule()
-def sg927(case: Case) -> Proof | None:
+def sg927(case: Case) -> Found:
     weights = case.weights
     if weights is None:
         return None
@@ -732,7 +732,7 @@ def sg927(case: Case) -> Proof | None:
 
 
 @rule()
-def sg928(case: Case) -> Proof | None:
+def sg928(case: Case) -> Found:
     found = case.audit
     if found is None:
         return None
@@ -745,7 +745,7 @@ def sg928(case: Case) -> Proof | None:
 
 
 @rule()
-def sg929(case: Case) -> Proof | None:
+def sg929(case: Case) -> Found:
     facts = case.loader
     if facts.twins:
         return certain("workers", source=facts.twins, count=facts.workers)
@@ -765,7 +765,7 @@ about one thing, and a random gate needs some steps to become balanced."""
 
 
 @rule(looks=2)
-def sg930(case: Case) -> Proof | None:
+def sg930(case: Case) -> Found:
     for one in case.last.routers:
         ties = [_router_of(look, one.module) for look in case.pair]
         rounded = [row.ties for row in ties if row is not None and row.dtype in NARROW]
@@ -804,7 +804,7 @@ def _unused(row: RouterLook | None) -> set[int]:
 
 
 @rule()
-def sg931(case: Case) -> Proof | None:
+def sg931(case: Case) -> Found:
     found = case.evaluation
     if found is None:
         return None

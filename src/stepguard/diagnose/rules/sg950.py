@@ -6,10 +6,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepguard.diagnose.case import FORMATS, Case
-from stepguard.diagnose.rule import Proof, likely, rule
+from stepguard.diagnose.rule import Found, likely, rule
 from stepguard.records import Reading
 from stepguard.records.probes import Forecast, Look
 
@@ -90,7 +90,7 @@ def _in_window(known: Points, limit: float, farthest: float) -> tuple[int, int, 
     # the median of all pairs does not follow single outliers (Theil-Sen)
     slope = median(slopes) if slopes else 0.0
     agree = sum(one > 0 for one in slopes) - sum(one < 0 for one in slopes)
-    # kendall's tau: 0.8 is nine of ten pairs that agree
+    # Kendall's tau of 0.8: nine of ten pairs agree
     if slope <= 0.0 or agree < 0.8 * len(slopes):
         return None
     middle = len(known) // 2
@@ -184,7 +184,12 @@ class Trend(NamedTuple):
         return False
 
 
-def _coming(forecast: Forecast | None, recent: Sequence[Reading] = ()) -> Proof | None:
+def _trend(quantity: str, **how: Any) -> Callable[[Callable[[Look], Figures]], Trend]:
+    """Make a trend of what gives its figures."""
+    return lambda figures: Trend(quantity, figures, **how)
+
+
+def _coming(forecast: Forecast | None, recent: Sequence[Reading] = ()) -> Found:
     """A trend is clear, and has not reached its limit; not where the run still learns by it: the
     loss fell clearly since it began, and still falls. What grows may grow towards what is to be
     learned, and end there.
@@ -213,7 +218,7 @@ def _coming(forecast: Forecast | None, recent: Sequence[Reading] = ()) -> Proof 
 
 
 @rule()
-def sg951(case: Case) -> Proof | None:
+def sg951(case: Case) -> Found:
     # the scale where it changed, and now: what stays for long would hide the direction
     points: list[tuple[int, float]] = []
     for reading in case.recent:
@@ -233,7 +238,8 @@ def sg951(case: Case) -> Proof | None:
 # --- SG952: attention logits that grow.
 
 
-def _logits(look: Look) -> Figures:
+@_trend("the largest attention logit")
+def logits(look: Look) -> Figures:
     for one in look.attention:
         # below, growth is learning
         near = one.largest_logit >= 20.0
@@ -242,9 +248,9 @@ def _logits(look: Look) -> Figures:
 
 
 @rule()
-def sg952(case: Case) -> Proof | None:
+def sg952(case: Case) -> Found:
     # sharp attention is what some tasks ask for
-    return _coming(LOGITS.soonest(case.looks), case.recent)
+    return _coming(logits.soonest(case.looks), case.recent)
 
 
 # --- SG953: values that outgrow their dtype.
@@ -255,7 +261,8 @@ NEAR, NEAR_WIDE = 8.0, 64.0
 from here on."""
 
 
-def _values(look: Look) -> Figures:
+@_trend("the largest value")
+def values(look: Look) -> Figures:
     for one in look.tensors:
         value = _log2(one.largest)
         if value is not None and one.headroom is not None and one.stage != "stored":
@@ -264,23 +271,25 @@ def _values(look: Look) -> Figures:
             yield place, one.largest, value + one.headroom, near
 
 
-def _unscaled(look: Look) -> Figures:
+@_trend("the largest value")
+def unscaled(look: Look) -> Figures:
     """Without what holds the loss scale, which a GradScaler takes back by itself."""
-    for figure in _values(look):
+    for figure in values.figures(look):
         if "(forward, " in figure[0] and not figure[0].startswith("the loss function"):
             yield figure
 
 
 @rule()
-def sg953(case: Case) -> Proof | None:
-    trend = VALUES if case.reading.scale is None else UNSCALED
+def sg953(case: Case) -> Found:
+    trend = values if case.reading.scale is None else unscaled
     return _coming(trend.soonest(case.looks), case.recent)
 
 
 # --- SG954: second moments that underflow.
 
 
-def _moments(look: Look) -> Figures:
+@_trend("the smallest second moment", rising=False)
+def moments(look: Look) -> Figures:
     for one in look.parameters:
         if one.variance is not None and one.dtype in ("float16", "bfloat16", "float32"):
             smallest = FORMATS[one.dtype].smallest
@@ -290,8 +299,8 @@ def _moments(look: Look) -> Figures:
 
 
 @rule()
-def sg954(case: Case) -> Proof | None:
-    return _coming(MOMENTS.soonest(case.looks))
+def sg954(case: Case) -> Found:
+    return _coming(moments.soonest(case.looks))
 
 
 # --- SG955: a norm that grows without bound.
@@ -303,7 +312,8 @@ LARGE_WEIGHT, LARGE_INPUT = 2.0**10, 2.0**20
 """Root mean squares that no healthy run shows."""
 
 
-def _sizes(look: Look) -> Figures:
+@_trend("the root mean square")
+def sizes(look: Look) -> Figures:
     for weight in look.parameters:
         yield weight.name, weight.weight, SQUARES, weight.weight >= LARGE_WEIGHT
     for norm in look.norms:
@@ -311,9 +321,9 @@ def _sizes(look: Look) -> Figures:
 
 
 @rule()
-def sg955(case: Case) -> Proof | None:
+def sg955(case: Case) -> Found:
     # the loss and the gradient norm only grow together in a run that diverges: look farther ahead
-    return _coming(_diverging(case.recent, 10.0) or SIZES.soonest(case.looks))
+    return _coming(_diverging(case.recent, 10.0) or sizes.soonest(case.looks))
 
 
 def _diverging(recent: Sequence[Reading], farthest: float) -> Forecast | None:
@@ -342,7 +352,24 @@ def _diverging(recent: Sequence[Reading], farthest: float) -> Forecast | None:
 # --- SG956: updates above the stable range.
 
 
-def _updates(look: Look) -> Figures:
+def _from_the_gradient(forecast: Forecast, looks: Sequence[Look]) -> bool:
+    """Half of the growth comes from the gradient: one that grows is a loss surface that becomes
+    steeper, as behind a plateau, and ends by itself or is SG955.
+    """
+    gradients = {}
+    for look in looks:
+        for one in look.parameters:
+            if one.name == forecast.place:
+                gradients[look.step] = _log2(one.gradient)
+    before, now = gradients.get(forecast.since), gradients.get(forecast.now)
+    if before is None or now is None:
+        return True
+    return now - before > math.log2(forecast.value / forecast.first) / 2.0
+
+
+# a warm-up ends by itself, so this forecast reaches less far than others
+@_trend("update beside weight", farthest=0.5, doubted=_from_the_gradient)
+def ratios(look: Look) -> Figures:
     for one in look.parameters:
         # small tensors jump; so do biases, which begin at 0: any update is large beside nothing
         small = one.elements < 64 or one.name.endswith("bias")
@@ -351,38 +378,14 @@ def _updates(look: Look) -> Figures:
             yield one.name, one.ratio, math.log2(0.3), one.ratio >= 0.05
 
 
-def _from_the_gradient(forecast: Forecast, looks: Sequence[Look]) -> bool:
-    """Half of the growth comes from the gradient: one that grows is a loss surface that becomes
-    steeper, as behind a plateau, and ends by itself or is SG955.
-    """
-    sizes = {}
-    for look in looks:
-        for one in look.parameters:
-            if one.name == forecast.place:
-                sizes[look.step] = _log2(one.gradient)
-    before, now = sizes.get(forecast.since), sizes.get(forecast.now)
-    if before is None or now is None:
-        return True
-    return now - before > math.log2(forecast.value / forecast.first) / 2.0
-
-
 @rule()
-def sg956(case: Case) -> Proof | None:
-    return _coming(RATIOS.soonest(case.looks))
-
-
-LOGITS = Trend("the largest attention logit", _logits)
-VALUES = Trend("the largest value", _values)
-UNSCALED = Trend("the largest value", _unscaled)
-MOMENTS = Trend("the smallest second moment", _moments, rising=False)
-SIZES = Trend("the root mean square", _sizes)
-# a warm-up ends by itself, so this forecast reaches less far than others
-RATIOS = Trend("update beside weight", _updates, farthest=0.5, doubted=_from_the_gradient)
+def sg956(case: Case) -> Found:
+    return _coming(ratios.soonest(case.looks))
 
 
 def trend_begins(looks: Sequence[Look], recent: Sequence[Reading]) -> bool:
     """Something is near a limit, or on its way there: worth a closer look, not worth reporting."""
     if _diverging(recent, 20.0) is not None:
         return True
-    trends = (LOGITS, VALUES, MOMENTS, SIZES, RATIOS)
+    trends = (logits, values, moments, sizes, ratios)
     return len(looks) > 1 and any(trend.moves(looks[-2], looks[-1]) for trend in trends)
