@@ -9,6 +9,7 @@ nothing is copied, computed or waited for before a step is bad.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from stepguard.tensors.values import VERSION, is_finite
 
 READ_FROM_GRAPH = (
     "outside the model: read from the autograd graph of the loss, which has no source lines; "
-    "`guard.loss` would locate the line"
+    "`guard.loss(loss_fn, batch)` would locate the line"
 )
 
 
@@ -37,6 +38,26 @@ NOT_AGAIN = (
     "was replayed"
 )
 SELECTIONS = ("WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward")
+PASSED_ON = frozenset(
+    f"{name}Backward0"
+    for name in [
+        "Add",
+        "Clone",
+        "Expand",
+        "Index",
+        "Permute",
+        "ReshapeAlias",
+        "Select",
+        "Slice",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "Unsqueeze",
+        "UnsafeView",
+        "View",
+    ]
+)
+"""Nodes behind which is looked for what made an operand; of a sum only with a constant."""
 FACTORS = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"})
 """Nodes that pass a NaN on as it is, between an operation and the loss."""
 
@@ -281,25 +302,46 @@ def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: floa
             # a slope matters only where the value itself did no harm
             if found is None or (slope and loss is not None):
                 continue
+            facts = origin.evidence | found.evidence
             return replace(
                 found,
                 step=origin.step,
                 node=node.name if slope else None,
                 method="graph",
                 micro_batch=index if len(expressions) > 1 else first,
-                evidence=origin.evidence | found.evidence | _by_place(node, nodes, loss, slope),
+                evidence=facts | _by_place(found.evidence, node, nodes, loss, slope),
             )
     return origin
 
 
-def _by_place(node: Saved, nodes: Expression, loss: float | None, slope: bool) -> Evidence:
+def _by_place(
+    found: Evidence, node: Saved, nodes: Expression, loss: float | None, slope: bool
+) -> Evidence:
     """What the place of the operation in the expression adds."""
-    if loss is None and not slope:
-        return Evidence(unselected=_deselected(node, nodes))
-    if node.name == "DivBackward0" and loss is not None and math.isnan(loss):
+    facts = NO_EVIDENCE
+    if found.zero_denominator:
+        facts |= Evidence(denominator_from=_made_by(node.sources[1], nodes))
+    elif found.argument is not None:
+        facts |= Evidence(argument_from=_made_by(node.sources[0], nodes))
+    if loss is None:
+        return facts | Evidence(unselected=not slope and _deselected(node, nodes))
+    if node.name == "DivBackward0" and math.isnan(loss):
         # x / 0 is infinite unless x is 0 too
-        return Evidence(zero_numerator=_leads(node, nodes))
-    return NO_EVIDENCE
+        facts |= Evidence(zero_numerator=_leads(node, nodes))
+    return facts
+
+
+def _made_by(sequence: int | None, nodes: Expression) -> str | None:
+    """The operation that made an operand; None where it is not in the expression."""
+    known = {node.sequence: node for node in nodes}
+    while sequence in known:
+        node = known[sequence]
+        sources = [one for one in node.sources if one is not None]
+        if node.name not in PASSED_ON or len(sources) != 1:
+            name = re.sub(r"(?<!^)(?=[A-Z])", "_", node.name.partition("Backward")[0]).lower()
+            return f"aten._{name}" if name.endswith("softmax") else f"aten.{name}"
+        sequence = sources[0]
+    return None
 
 
 def _leads(wanted: Saved, nodes: Expression) -> bool:
