@@ -21,7 +21,6 @@ from stepguard._errors import CapsuleError, ConfigError, StateError
 from stepguard.engine.context import Context, LeadUp, bare_step
 from stepguard.engine.incident.situation import as_window, why_not
 from stepguard.engine.recover.snapshots import SnapshotKeeper
-from stepguard.locate.evidence import optimizer_slots
 from stepguard.locate.replay import kept_loss_function_state
 from stepguard.locate.source import with_edits
 from stepguard.records import Decision, Incident, Origin, Remedy
@@ -703,14 +702,15 @@ class _Trials:
 
     def _check_state(self) -> None:
         """Optimizer slots and buffers that turned bad without showing in a loss yet."""
-        values = {
-            f"{slot} of {name}": value for slot, name, value in optimizer_slots(self._subject.step)
-        }
+        values: dict[str, Any] = {}
+        for parameter, name in self._named:
+            for slot, value in self._optimizer.state.get(parameter, {}).items():
+                values[f"{slot} of {name}"] = value
         for name, buffer in named_buffers(self._roots):
             if name in self._finite:
                 values[f"buffer {name}"] = buffer
         for name, value in values.items():
-            if not is_finite(value):
+            if isinstance(value, Tensor) and not is_finite(value):
                 raise _BadValueError(self._subject.bad.index, f"{name} is non-finite")
 
     @contextmanager
