@@ -199,6 +199,8 @@ def record_passes(log: OperationLog, step: Step, parts: Iterable[Part]) -> bool:
                     log.losses.append(_finite(float(outputs[0].detach())))
                 run_backward(outputs, gradients, step.scale)
             drawn = drawn or not torch.equal(torch.get_rng_state(), step.rng[index].cpu)
+    if recorder.fault is not None:
+        log.what += f" (an operation could not be recorded: {recorder.fault})"
     for parameter, name in parameter_names(step.named_roots(), step.optimizer):
         if parameter.grad is not None:
             log.gradients[name] = sketch(parameter.grad)
