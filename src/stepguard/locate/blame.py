@@ -249,8 +249,11 @@ class _Walk:
             if call.stage == "stored" and call.op.startswith(("batch", "buffer:")):
                 consumer: Call | None = first
                 if not call.op.startswith("batch"):
-                    readers = [one for one in self._tracer.calls if call in one.flawed]
-                    consumer = next((one for one in readers if one.op not in COPIES), None)
+                    consumer = None
+                    for one in self._tracer.calls:
+                        if call in one.flawed and one.op not in COPIES:
+                            consumer = one
+                            break
                 return FirstBad(call, consumer, Evidence(as_data=True))
             if id(call) not in seen and (call.op in SCALES or not self._learned(call)):
                 seen.add(id(call))
@@ -351,11 +354,10 @@ class _Walk:
         """True if the 0 that met an infinite derivative comes from a condition that left it out."""
         if not root.evidence.zero_upstream_gradient:
             return False
-        queue = deque(
-            parent
-            for parent in root.parents
-            if parent.stage == "backward" and parent.sequence != root.sequence
-        )
+        queue: deque[Call] = deque()
+        for parent in root.parents:
+            if parent.stage == "backward" and parent.sequence != root.sequence:
+                queue.append(parent)
         # Operations of the backward that are searched for a selection
         for _ in range(32):
             if not queue:

@@ -113,12 +113,16 @@ def state_origin(step: Step, reading: Reading) -> Origin:
     if tensor is None:
         return origin
     operand = summarise(name, tensor)
-    owners = [owner for _, owner, value in optimizer_slots(step) if value is tensor and owner]
+    owner = None
+    for _, parameter, value in optimizer_slots(step):
+        if value is tensor and parameter:
+            owner = parameter
+            break
     return replace(
         origin,
         inputs=(operand,),
         reproduced=None if is_finite(tensor) else True,
-        evidence=bad_elements(tensor, operand) | Evidence(parameter=owners[0] if owners else None),
+        evidence=bad_elements(tensor, operand) | Evidence(parameter=owner),
     )
 
 

@@ -30,6 +30,10 @@ from stepguard.tensors.torch_private import TorchDispatchMode, dispatch_mode_sta
 
 SEEN_LIVE = "observed live: the step ran under the tracer"
 
+MOST_CALLS = 200_000
+"""Operations that are remembered; a long validation between two updates must not fill the memory.
+"""
+
 
 class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
     """Traces one step of a watched loop, from the end of one update to the beginning of the next.
@@ -76,9 +80,7 @@ class LiveTracer(Tracer):  # type: ignore[no-untyped-call]
     @property
     def _idle(self) -> bool:
         """True if nothing is recorded: it has failed, it is full, or this is another process."""
-        # Operations that are remembered; a long validation between two updates must not fill the
-        # memory
-        if self.fault is not None or len(self.calls) >= 200_000:
+        if self.fault is not None or len(self.calls) >= MOST_CALLS:
             return True
         # A worker process of a data loader inherits the mode.
         return os.getpid() != self._place[0]

@@ -307,6 +307,7 @@ def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: floa
             # a slope matters only where the value itself did no harm
             if found is None or (slope and loss is not None):
                 continue
+            facts = origin.evidence | found.evidence
             return replace(
                 origin,
                 phase=found.phase,

@@ -134,6 +134,8 @@ def batch_tensors(batch: Any) -> list[tuple[str, Tensor]]:
 
 
 Index = tuple[int, ...]
+MOST_COUNTED = 1 << 20
+"""Elements whose exponents are counted; of a larger tensor every second, third, ..."""
 
 
 def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
@@ -175,8 +177,7 @@ def summarise(name: str, tensor: Tensor, index: Index | None = None) -> Operand:
 def _exponents(finite: Tensor) -> tuple[tuple[int, int], ...]:
     """Count elements by their binary exponent: which part of the dtype's range they use."""
     flat = finite.flatten()
-    # Elements whose exponents are counted; of a larger tensor every second, third,
-    part = flat[:: 1 + flat.numel() // (1 << 20)]
+    part = flat[:: 1 + flat.numel() // MOST_COUNTED]
     if part.dtype is not torch.float64:
         # frexp knows no half precision; single precision holds all of its numbers
         part = part.float()

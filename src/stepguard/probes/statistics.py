@@ -10,8 +10,7 @@ import math
 import operator
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -419,13 +418,8 @@ DIFFERENT = 0.01
 """Share of elements that differ by more than rounding."""
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A few elements of what one operation was given and gave."""
-
-    module: str
-    given: list[Tensor]
-    result: Tensor
+Seen = tuple[str, list[Tensor], Tensor]
+"""The module of one operation, and a few elements of what it was given and gave."""
 
 
 class Recomputed:
@@ -433,7 +427,7 @@ class Recomputed:
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
-        self._first: dict[Any, list[_Seen]] = defaultdict(list)
+        self._first: dict[Any, list[Seen]] = defaultdict(list)
         self._count = 0
         self._given: list[Tensor] = []
         self._second = False
@@ -458,8 +452,8 @@ class Recomputed:
         first = numbers[0]
         if not self._second and current_autograd_node() is not None:
             return
-        seen = _Seen(module, self._given, _elements(first))
-        sizes = tuple((len(one), one.dtype) for one in seen.given)
+        seen = (module, self._given, _elements(first))
+        sizes = tuple((len(one), one.dtype) for one in self._given)
         key = (operator.name, tuple(first.shape), first.dtype, first.device, sizes)
         if self._second:
             self._compare(key, seen)
@@ -468,18 +462,19 @@ class Recomputed:
         if self._count <= 20_000:
             self._first[key].append(seen)
 
-    def _compare(self, key: Any, seen: _Seen) -> None:
+    def _compare(self, key: Any, seen: Seen) -> None:
         """Compare with all calls that look alike: one must have given the same for the same."""
         earlier = self._first.get(key, ())
         # Calls of one operation with the same shapes; of more nothing is said
         if not 0 < len(earlier) <= 128:
             return
-        outputs = _shares([one.result for one in earlier], seen.result)
+        modules, inputs_before, results = zip(*earlier, strict=True)
+        outputs = _shares(results, seen[2])
         inputs = torch.zeros_like(outputs)
-        for position, part in enumerate(seen.given):
-            share = _shares([one.given[position] for one in earlier], part)
+        for before, part in zip(zip(*inputs_before, strict=True), seen[1], strict=True):
+            share = _shares(before, part)
             inputs = torch.maximum(inputs, share.to(inputs.device))
-        known = {"op": key[0], "modules": [one.module for one in earlier]}
+        known = {"op": key[0], "modules": list(modules)}
         self._numbers.add("recomputed", known, inputs=inputs, outputs=outputs)
 
     @staticmethod
@@ -509,9 +504,9 @@ def _elements(tensor: Tensor) -> Tensor:
     return sampled(plain(tensor), 256).clone()
 
 
-def _shares(earlier: list[Tensor], now: Tensor) -> Tensor:
+def _shares(earlier: Sequence[Tensor], now: Tensor) -> Tensor:
     """For each, the share of elements that differ from those of now by more than rounding."""
-    one, other = torch.stack(earlier).float(), now.float()
+    one, other = torch.stack(list(earlier)).float(), now.float()
     # of other dtypes
     allowed = ROUNDING.get(now.dtype, 1e-3)
     # what is not finite in both is no difference: a mask is infinite both times

@@ -533,8 +533,16 @@ class Window:
 
 def window_step(step: Step, loss: float | None, lr: tuple[float, ...]) -> WindowStep:
     """What a trial needs of a step, by reference."""
-    shared = ("index", "micro_batches", "rng", "scale", "clip_norm", "loss_fn")
-    return WindowStep(**{name: getattr(step, name) for name in shared}, loss=loss, lr=lr)
+    return WindowStep(
+        index=step.index,
+        micro_batches=step.micro_batches,
+        rng=step.rng,
+        loss=loss,
+        lr=lr,
+        scale=step.scale,
+        clip_norm=step.clip_norm,
+        loss_fn=step.loss_fn,
+    )
 
 
 def write_window(capsule: Path, window: Window, limit_bytes: int) -> str:

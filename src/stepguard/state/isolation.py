@@ -161,8 +161,11 @@ def rerun(
                 losses.append(float(outputs[0].detach()))
             else:
                 finite = finite and all(map(is_finite, outputs))
-                smaller = [None if one is None else one / (scale or 1.0) for one in gradients]
-                gradients = smaller
+                received = list(gradients)
+                for position, one in enumerate(gradients):
+                    if one is not None and scale is not None:
+                        received[position] = one / scale
+                gradients = received
             if backward:
                 run_backward(outputs, gradients, step.scale if scale is None else scale)
         found = tuple(p.grad for p in step.given_gradients())

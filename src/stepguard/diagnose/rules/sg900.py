@@ -816,7 +816,7 @@ def sg931(case: Case) -> Found:
 
 
 @rule()
-def sg932(case: Case) -> Proof | None:
+def sg932(case: Case) -> Found:
     found = case.overlap
     if found is None:
         return None
@@ -833,7 +833,7 @@ ADAPTIVE = ("ada", "lamb", "lion", "muon", "prodigy", "rms", "shampoo", "sign", 
 
 
 @rule()
-def sg933(case: Case) -> Proof | None:
+def sg933(case: Case) -> Found:
     found = case.split
     if found is None:
         return None
