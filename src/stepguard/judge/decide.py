@@ -21,9 +21,13 @@ LEAST_LOST = 32
 COUNTERS = ("consecutive", "total", "rewinds", "heals", "seen")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Budget:
-    """Counts of incidents, rewinds and lost samples; a committed step resets what is in a row."""
+    """Counts of incidents, rewinds and lost samples; a committed step resets what is in a row.
+
+    Never written to. Not frozen: one is made in every step, and a frozen one takes five times as
+    long.
+    """
 
     consecutive: int = 0
     total: int = 0

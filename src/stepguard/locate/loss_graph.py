@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,7 @@ FACTORS = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBack
 """Nodes that pass a NaN on as it is, between an operation and the loss."""
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(NamedTuple):
     """One autograd node of the loss expression, with what it keeps for its slope."""
 
     name: str
@@ -282,8 +281,10 @@ READERS: dict[str, Reader] = {
 }
 """Nodes that show by what they keep whether their operation is the origin."""
 READ = frozenset(
-    "self other target result exponent dim correction total_weight reduction ignore_index "
-    "self_sym_numel".split()
+    {
+        *("self", "other", "target", "result", "exponent", "dim", "correction"),
+        *("total_weight", "reduction", "ignore_index", "self_sym_numel"),
+    }
 )
 """What readers ask of a node; a kernel keeps more than that, and every value costs time."""
 SELF_UNREAD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})

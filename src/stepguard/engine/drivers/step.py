@@ -362,17 +362,7 @@ class UpdateNotMade:
         """Nothing to stop."""
 
 
-# --- The plain step of a disarmed guard: what the user's own loop would do.
-
-
-def unguarded_step(context: Context, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
-    """Forward, backward and update, with nothing inspected."""
-    context.stepped.zero_grad(set_to_none=True)
-    for batch in micro_batches:
-        loss, _ = micro_loss(loss_fn(batch), batch, context)
-        torch.autograd.backward(scaled(context, loss))
-    unscale(context)
-    return unguarded_update(context)
+# --- The plain update of a disarmed guard: what the user's own loop would do.
 
 
 def unguarded_update(context: Context) -> StepResult:
@@ -429,8 +419,9 @@ class StepDriver(Lifecycle):
         if self._fused is not None:
             self.settle()
         step = self.begin(loss_fn, micro_batches)
-        if step is None:
-            return unguarded_step(context, loss_fn, micro_batches)
+        if not self.protect.armed:
+            self.forward_backward(step)
+            return unguarded_update(context)
         self.looks.begin()
         if self.looks.active:
             self.looks.saw_batch(micro_batches)
@@ -483,7 +474,7 @@ class StepDriver(Lifecycle):
         """The kernel takes the verdict from the device; the host reads it one step later."""
         context = self.context
         several = context.agreement.size > 1
-        result = StepResult(settle=self._show_numbers if several else self._settle_result)
+        result = StepResult(settle=self._show_numbers if several else self.settle)
         fused = FusedUpdate(context, step, pending, result)
         if self.looks.audits:
             self.looks.audit(step)
@@ -510,21 +501,19 @@ class StepDriver(Lifecycle):
 
     # --- around the user's code -----------------------------------------------------------------
 
-    def begin(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> Step | None:
-        """Remember what the step starts from; None where the guard is disarmed."""
-        if not self.protect.armed:
-            return None
+    def begin(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> Step:
+        """Remember what the step starts from, unless the guard is disarmed."""
         context = self.context
-        try:
-            self.rewinder.snapshots.between_steps()
-        except Exception as fault:
-            self.protect.failed(fault, SNAPSHOTS)
-        try:
-            context.remember()
-            self.reader.start()
-        except Exception as fault:
-            self.protect.failed(fault)
-            return None
+        if self.protect.armed:
+            try:
+                self.rewinder.snapshots.between_steps()
+            except Exception as fault:
+                self.protect.failed(fault, SNAPSHOTS)
+            try:
+                context.remember()
+                self.reader.start()
+            except Exception as fault:
+                self.protect.failed(fault)
         return Step(
             index=context.step,
             model=context.model,
@@ -541,15 +530,16 @@ class StepDriver(Lifecycle):
         """Run the user's code; with `only`, some micro-batches with the random numbers they had."""
         context = self.context
         assert step.loss_fn is not None
+        armed = self.protect.armed
         scales = context.scaler is not None or context.scales.static != 1.0
         (context.outer or context.optimizer).zero_grad(set_to_none=True)
         losses = []
         for index, batch in enumerate(step.micro_batches):
-            if only is None:
+            if only is None and armed:
                 step.rng.append(capture_rng())
-            elif index not in only:
+            elif only is not None and index not in only:
                 continue
-            else:
+            elif only is not None:
                 restore_rng(step.rng[index])
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
@@ -557,7 +547,7 @@ class StepDriver(Lifecycle):
             if context.agreement.size > 1 and self.protect.armed:
                 with self.protect.region, self.looks.paused():
                     self.reader.announce(seen.total, summed_in_half=seen.summed_in_half)
-            if self.looks.active:
+            if armed and self.looks.active:
                 self.looks.loss_seen(loss)
             torch.autograd.backward(scaled(context, loss) if scales else loss)
         if scales and (only is not None or not leaves_unscaling(context)):
@@ -721,9 +711,6 @@ class StepDriver(Lifecycle):
 
     # --- fused optimizers -----------------------------------------------------------------------
 
-    def _settle_result(self) -> None:
-        self.settle()
-
     def _show_numbers(self) -> None:
         """Fill in the result of a fused step. The other ranks may not be asking for theirs, so
         what all ranks do about a bad step waits for the next one.
@@ -777,36 +764,20 @@ class ClosureDriver(StepDriver):
         """One step, whose loss the optimizer may evaluate several times."""
         context = self.context
         step = self.begin(loss_fn, micro_batches)
-        if step is None:
-            # the step of a disarmed guard
-            optimizer = self.context.optimizer
-
-            def closure() -> float:
-                optimizer.zero_grad(set_to_none=True)
-                total = 0.0
-                for batch in micro_batches:
-                    loss = loss_fn(batch)
-                    assert isinstance(loss, Tensor)
-                    torch.autograd.backward(loss)
-                    total += float(loss)
-                return total
-
-            if evaluates_again(optimizer):
-                closure()
-            optimizer.step(closure)
-            self.after_update()
-            self.context.step += 1
-            return StepResult().resolve(None, committed=True)
-        step.began = capture_rng()
+        armed = self.protect.armed
+        if armed:
+            step.began = capture_rng()
         evaluations = Evaluations(self, step)
         undo: UndoCopy | None = None
         try:
             if evaluates_again(context.optimizer):
                 evaluations.evaluate()
             if not evaluations.vetoed:
-                undo = UndoCopy(context.optimizer)
+                undo = UndoCopy(context.optimizer) if armed else None
                 context.optimizer.step(evaluations.closure)
         except Exception as error:
+            if not armed:
+                raise
             if undo is not None:
                 undo.restore()  # a line search may have moved the weights already
             incident = self.exceptions.in_step(step, error)
@@ -819,6 +790,8 @@ class ClosureDriver(StepDriver):
         self.after_update()
         if reading is not None:
             self._end(step, reading, committed=True)
+        if step.index == context.step:
+            context.step += 1
         return StepResult().resolve(reading, committed=True)
 
     def _undone(

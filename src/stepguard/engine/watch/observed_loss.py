@@ -327,6 +327,7 @@ MOST_BYTES = 1 << 20
 """Size of a tensor that is held: sums, masks and weights of samples, not the scores of a
 vocabulary.
 """
+PLAIN_NUMBERS = (int, float, tuple)
 _KEPT: dict[str, tuple[tuple[str, str], ...]] = {}
 """Kind of autograd node -> names of what it keeps, with the attributes that give it."""
 
@@ -360,7 +361,7 @@ def expression(root: Tensor, outputs: Collection[int]) -> Expression:
             if argument == "self" and name in SELF_UNREAD and sources[0] not in outputs:
                 continue
             value = getattr(node, attribute)
-            if isinstance(value, int | float | tuple):
+            if isinstance(value, PLAIN_NUMBERS):
                 values[argument] = value
             # a tensor behind somebody's hooks would be computed to be read
             elif value is not None and getattr(value, "unpack_hook", True) is None:
