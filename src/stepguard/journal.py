@@ -81,7 +81,7 @@ class Journal(Sink):
         self.path = journal_path(run_dir, rank)
         self._file = LineFile(self.path)
         self._progress = _Progress()
-        self._rates: tuple[float, ...] = ()
+        self._rates: Any = ()
         """The learning rates that were encoded last; most steps have the same."""
         self._rates_encoded = ""
         weakref.finalize(self, _write_end, self._file, self._progress)
@@ -116,20 +116,14 @@ class Journal(Sink):
         # Written in every step, and most of it are plain numbers, which need no encoder.
         text = f'{{"v":{SCHEMA},"type":"step","attempt":{progress.attempt}'
         text += f',"branch":{progress.branch}'
-        if progress.begun:
-            text += _encoded(progress.begun)
+        text += _encoded(progress.begun)
         for name in STEP_FIELDS:
             value = getattr(reading, name)
             kind = type(value)
             if kind is int or (kind is float and value - value == 0.0):
                 text += f',"{name}":{value!r}'
-            elif name == "lr" and value and value == self._rates:
-                text += self._rates_encoded
             elif value or isinstance(value, NUMBERS):
-                more = _encoded({name: value})
-                text += more
-                if name == "lr":
-                    self._rates, self._rates_encoded = value, more
+                text += self._rates_or_more(name, value)
         text += ',"committed":true' if committed else ',"committed":false'
         noted = progress.noted
         progress.noted = None
@@ -144,6 +138,13 @@ class Journal(Sink):
             progress.next_step = reading.step + 1
         if progress.end is not None:
             progress.end["steps"] = reading.step + 1
+
+    def _rates_or_more(self, name: str, value: Any) -> str:
+        if name != "lr":
+            return _encoded({name: value})
+        if value != self._rates:
+            self._rates, self._rates_encoded = value, _encoded({name: value})
+        return self._rates_encoded
 
     def incident(self, incident: Incident) -> None:
         progress = self._progress
@@ -171,7 +172,7 @@ class Journal(Sink):
 
 def _encoded(fields: dict[str, Any]) -> str:
     """Further fields of a line."""
-    return f",{dumps(fields)[1:-1]}"
+    return f",{dumps(fields)[1:-1]}" if fields else ""
 
 
 def _belongs(incident: Incident, step: int, committed: bool) -> bool:

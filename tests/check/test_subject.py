@@ -289,7 +289,7 @@ def test_environment_of_the_launcher_wins_and_the_conflict_is_told() -> None:
     found = read_launcher({"mixed_precision": "bf16", "other": 1}, "launch.yaml", environment)
     assert (found.dtype, as_number(found.values["num_processes"])) == ("float16", 4)
     assert found.conflicts == [
-        "launch.yaml says mixed_precision=bf16, the environment ACCELERATE_MIXED_PRECISION=fp16",
+        "launch.yaml sets mixed_precision=bf16, the environment ACCELERATE_MIXED_PRECISION=fp16",
     ]
     assert found.said["num_processes"] == "num_processes=4 in WORLD_SIZE"
     assert "other" not in found.values

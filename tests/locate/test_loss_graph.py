@@ -154,6 +154,27 @@ def test_zero_that_is_no_count_is_a_division_by_zero() -> None:
     assert incident.origin is not None and not incident.origin.evidence.zero_numerator
 
 
+def test_divisor_that_is_a_root_needs_a_safe_root_too() -> None:
+    def loss_fn(out: Tensor, bad: bool) -> Tensor:
+        out = out * (0.0 if bad else 1.0)
+        return (out / out.square().sum(1, keepdim=True).sqrt()).mean()
+
+    incident = only_incident(loss_fn)
+    assert incident.origin is not None and incident.origin.op == "aten.div"
+    assert incident.origin.evidence.denominator_from == "aten.sqrt"
+    title = incident.findings[0].remedies[0].title
+    assert "safe_div" in title and "safe_sqrt` where the divisor is computed" in title
+
+
+def test_probability_that_rounded_to_zero_is_named_behind_its_logarithm() -> None:
+    def loss_fn(out: Tensor, bad: bool) -> Tensor:
+        return -(out * (1e4 if bad else 1.0)).softmax(1)[:, 0].log().mean()
+
+    incident = only_incident(loss_fn)
+    assert incident.origin is not None and incident.origin.op == "aten.log"
+    assert incident.origin.evidence.argument_from == "aten._softmax"
+
+
 @pytest.mark.parametrize("loss_fn", [one[0] for one in SHOWN.values()], ids=SHOWN)
 def test_healthy_run_is_bit_identical(loss_fn: Loss) -> None:
     (unguarded, _), (guarded, _) = (train(loss_fn, guarded=one, bad=None) for one in (False, True))

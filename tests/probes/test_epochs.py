@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ class Noisy(Dataset[Tensor]):
     def __init__(self, noise: Callable[[Noisy, int], float]) -> None:
         self.noise = noise
         self.generator = torch.Generator().manual_seed(3)
-        self.inner = [{"rng": np.random.default_rng(3), "state": np.random.RandomState(3)}]
+        self.inner: list[dict[str, Any]] = [
+            {"rng": np.random.default_rng(3), "state": np.random.RandomState(3)}
+        ]
         self.python = random.Random(3)
 
     def __len__(self) -> int:

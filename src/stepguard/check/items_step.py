@@ -519,23 +519,13 @@ def loss_split(run: Inspection) -> Answer:
     """Half of the batch, and the other half: does their mean give the gradient of the whole?"""
     if run.subject.loss_fn is None:
         raise NotGiven("return `loss_fn`")
-    batch, rows = run.batch, samples_in(run.batch)
+    rows = samples_in(run.batch)
     if rows is None or rows < 2:
         raise NotApplicable("the batch cannot be cut into halves")
     loss = run.traced_step.loss
     if run.traced_step.fault or loss is None or not math.isfinite(loss):
         raise NotApplicable("the step on the whole batch has no finite loss")
-    # the halves are to differ as much as batches may: rows with few targets, and those with many
-    counts = _targets_of_rows(run, batch, rows)
-    order = sorted(range(rows), key=lambda row: counts[row])
-    halves = [sorted(order[: rows // 2]), sorted(order[rows // 2 : rows // 2 * 2])]
-    parts = (sorted(halves[0] + halves[1]), *halves)
-    whole, one, other = (
-        gradient_of(run.subject, run.framework, subset(batch, part, rows)) for part in parts
-    )
-    sizes = {len(whole), len(one), len(other)}
-    if len(sizes) > 1 or not bool(whole.any()):
-        raise NotApplicable("the halves reach other parameters than the whole batch")
+    targets, (whole, one, other) = _gradients_of_halves(run, rows)
     size = float(whole.norm())
     off = float((whole - (one + other) / 2).norm()) / size
     if off <= SAME_GRADIENT:
@@ -548,21 +538,42 @@ def loss_split(run: Inspection) -> Answer:
     left = float((whole - weight * one - (1 - weight) * other).norm()) / size
     if left > SAME_GRADIENT or abs(weight - 0.5) < OTHER_WEIGHTS or not 0 < weight < 1:
         raise NotApplicable("the loss of a sample depends on the other samples of its batch")
-    targets = [sum(counts[row] for row in half) for half in halves]
     said = (
         f"halves of {rows // 2} samples with {targets[0]:,} and {targets[1]:,} targets weigh "
         f"{weight:.2f} and {1 - weight:.2f} in the whole batch; as micro-batches that are averaged "
         f"they weigh 0.50 each, and the gradient is {off:.0%} off"
     )
-    facts = run.framework.facts | run.launcher.values
-    split = run.number("accumulation") or as_number(facts.get("gradient_accumulation_steps"))
-    if max(split or 1, as_number(facts.get("num_processes")) or 1) <= 1:
+    if not _splits_steps(run):
         raise NotApplicable(f"one batch is one step; {said}")
     return warned(
         said,
         fix="Sum the loss over targets in each micro-batch, and divide by the number of targets of "
         "all micro-batches (and ranks) of the step.",
     )
+
+
+def _splits_steps(run: Inspection) -> bool:
+    """Do micro-batches, or the batches of several processes, make one step?"""
+    facts = run.framework.facts | run.launcher.values
+    split = run.number("accumulation") or as_number(facts.get("gradient_accumulation_steps"))
+    return max(split or 1, as_number(facts.get("num_processes")) or 1) > 1
+
+
+def _gradients_of_halves(run: Inspection, rows: int) -> tuple[list[int], list[Tensor]]:
+    """Targets in each half, and the gradients of the whole batch and of the two halves.
+
+    The halves differ as much as batches may: rows with few targets, and those with many.
+    """
+    counts = _targets_of_rows(run, run.batch, rows)
+    order = sorted(range(rows), key=lambda row: counts[row])
+    halves = [sorted(order[: rows // 2]), sorted(order[rows // 2 : rows // 2 * 2])]
+    gradients = [
+        gradient_of(run.subject, run.framework, subset(run.batch, part, rows))
+        for part in (sorted(halves[0] + halves[1]), *halves)
+    ]
+    if len(set(map(len, gradients))) > 1 or not bool(gradients[0].any()):
+        raise NotApplicable("the halves reach other parameters than the whole batch")
+    return [sum(counts[row] for row in half) for half in halves], gradients
 
 
 def _targets_of_rows(run: Inspection, batch: Any, rows: int) -> list[int]:

@@ -416,6 +416,8 @@ nearly all that the dtype holds.
 EXPONENTS_WIDE = ("10.0", "80.0")
 SMALLEST_NUMBER = "1e-3"
 """Floor for a divisor that is a Python number: what suits depends on what it stands for."""
+ROOT_NAMES = ("sqrt", "std")
+"""Operations whose slope is infinite at 0: a safe quotient behind one has a NaN gradient."""
 SATURATES = {
     "sigmoid": "`binary_cross_entropy_with_logits` or `logsigmoid`",
     "_softmax": "`cross_entropy` or `log_softmax`",
@@ -518,7 +520,11 @@ def _in_general(fix: Remedy, case: Case) -> Remedy:
     for function in SAFE_FUNCTION.findall(fix.snippet)[:1]:
         use = f"stepguard.numerics.{function}"
     why = fix.title.format(x="the argument", y="the divisor")
-    return Remedy(title=f"Use `{use}` in {case.place}: {why}", safety=fix.safety)
+    place = case.place
+    if "safe_div" in use and base_name(case.evidence.denominator_from) in ROOT_NAMES:
+        place += ", and `stepguard.numerics.safe_sqrt` where the divisor is computed"
+        why = "without it the gradient is NaN"
+    return Remedy(title=f"Use `{use}` in {place}: {why}", safety=fix.safety)
 
 
 def _in_a_library(case: Case, origin: Origin) -> Remedy:
@@ -555,7 +561,7 @@ def _divisions(code: str, case: Case, found: Expression, zero: Remedy) -> tuple[
     if safe:
         why = f"where `{divisor}` is 0 the result is 0 and so is the gradient of the root"
         return (found.instead(f"safe_div({found.operands[0]}, {safe})", why),)
-    if base_name(case.evidence.denominator_from) in ("sqrt", "std"):
+    if base_name(case.evidence.denominator_from) in ROOT_NAMES:
         # The root is in another line: safe_div alone would leave its infinite slope at 0. Only a
         # trial shows which line that is; without one, the remedy is in words.
         title = (

@@ -9,6 +9,7 @@ nothing is copied, computed or waited for before a step is bad.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from stepguard.tensors.values import VERSION, is_finite
 
 READ_FROM_GRAPH = (
     "outside the model: read from the autograd graph of the loss, which has no source lines; "
-    "`guard.loss` would locate the line"
+    "`guard.loss(loss_fn, batch)` would locate the line"
 )
 
 
@@ -46,6 +47,26 @@ NOT_AGAIN = (
 SELECTIONS = ("WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward")
 LEAF = 1 << 63
 """Nodes that gather the gradient of a leaf have the largest number there is."""
+PASSED_ON = frozenset(
+    f"{name}Backward0"
+    for name in [
+        "Add",
+        "Clone",
+        "Expand",
+        "Index",
+        "Permute",
+        "ReshapeAlias",
+        "Select",
+        "Slice",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "Unsqueeze",
+        "UnsafeView",
+        "View",
+    ]
+)
+"""Nodes behind which is looked for what made an operand; of a sum only with a constant."""
 FACTORS = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"})
 """Nodes that pass a NaN on as it is, between an operation and the loss."""
 
@@ -316,12 +337,7 @@ def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: floa
             # a slope matters only where the value itself did no harm
             if found is None or (found.slope_only and loss is not None):
                 continue
-            facts = found.evidence
-            if found.op == "div" and loss is not None and math.isnan(loss):
-                # x / 0 is infinite unless x is 0 too
-                facts |= Evidence(zero_numerator=_leads(node, nodes))
-            if loss is None and not found.slope_only:
-                facts |= Evidence(unselected=_deselected(node, nodes))
+            facts = _facts(found, node, nodes, loss)
             remarks = (found.remark, READ_FROM_GRAPH) if found.remark else (READ_FROM_GRAPH,)
             return replace(
                 origin,
@@ -336,6 +352,34 @@ def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: floa
                 remarks=remarks,
             )
     return origin
+
+
+def _facts(found: Singular, node: Saved, nodes: Expression, loss: float | None) -> Evidence:
+    """Evidence of the operation, with what its place in the expression adds."""
+    facts = found.evidence
+    if facts.zero_denominator:
+        facts |= Evidence(denominator_from=_made_by(node.sources[1], nodes))
+    elif facts.argument is not None:
+        facts |= Evidence(argument_from=_made_by(node.sources[0], nodes))
+    if found.op == "div" and loss is not None and math.isnan(loss):
+        # x / 0 is infinite unless x is 0 too
+        facts |= Evidence(zero_numerator=_leads(node, nodes))
+    if loss is None and not found.slope_only:
+        facts |= Evidence(unselected=_deselected(node, nodes))
+    return facts
+
+
+def _made_by(sequence: int | None, nodes: Expression) -> str | None:
+    """The operation that made an operand; None where it is not in the expression."""
+    known = {node.sequence: node for node in nodes}
+    while sequence in known:
+        node = known[sequence]
+        sources = [one for one in node.sources if one is not None]
+        if node.name not in PASSED_ON or len(sources) != 1:
+            name = re.sub(r"(?<!^)(?=[A-Z])", "_", node.name.partition("Backward")[0]).lower()
+            return f"aten._{name}" if name.endswith("softmax") else f"aten.{name}"
+        sequence = sources[0]
+    return None
 
 
 def _leads(wanted: Saved, nodes: Expression) -> bool:

@@ -58,16 +58,7 @@ class Sketch:
         """The relative difference; 0 for equal bytes, infinite where one alone is not finite."""
         if self.digest == other.digest:
             return 0.0
-        pairs = list(zip(self.elements, other.elements, strict=False))
-        if len(self.elements) != len(other.elements):
-            return math.inf
-        if any((one is None) is not (two is None) for one, two in pairs):
-            return math.inf
-        finite = [(one, two) for one, two in pairs if one is not None and two is not None]
-        # hypot does not overflow
-        size = math.hypot(*(max(abs(one), abs(two)) for one, two in finite))
-        apart = math.hypot(*(one - two for one, two in finite))
-        found = apart / size if size else 0.0
+        found = self._apart(other)
         if self.what == other.what:
             found = max(found, HIDDEN)
         if self.norm is not None and other.norm is not None:
@@ -76,6 +67,21 @@ class Sketch:
         elif self.norm is not other.norm:
             return math.inf
         return found
+
+    def _apart(self, other: Sketch) -> float:
+        """The relative difference of the elements that were kept."""
+        if len(self.elements) != len(other.elements):
+            return math.inf
+        sizes, differences = [], []
+        for one, two in zip(self.elements, other.elements, strict=True):
+            if one is not None and two is not None:
+                sizes.append(max(abs(one), abs(two)))
+                differences.append(one - two)
+            elif one is not two:
+                return math.inf
+        # hypot does not overflow
+        size = math.hypot(*sizes)
+        return math.hypot(*differences) / size if size else 0.0
 
 
 @dataclass(slots=True)
@@ -244,7 +250,7 @@ def record_passes(log: OperationLog, step: Step, parts: Iterable[Part]) -> bool:
 
 
 def _run_model(step: Step, batch: Any) -> None:
-    """Of a watched step only the model's part is known, and the gradients its outputs received."""
+    """Run the part of a watched step that is known: the model, and its outputs' gradients."""
     assert step.model_fn is not None
     outputs, gradients = step.model_fn(batch)
     pairs = [one for one in zip(outputs, gradients, strict=True) if one[1] is not None]

@@ -65,7 +65,7 @@ class LossWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-class Evaluations:
+class EvaluationObserver:
     """Notices evaluations of one guarded model."""
 
     def __init__(self, context: Context) -> None:

@@ -357,19 +357,25 @@ def _left_unfilled(
         twins = [one for one in unused if _ends_alike(one, name)]
         renamed += [(dotted(prefix, name), twins[0])] if len(twins) == 1 else []
     frozen = [one for one in unfilled if one in own and not own[one].requires_grad]
-    # a file that was written with tied weights has the embedding only
-    heads = []
-    for path, part in module.named_modules():
-        name = dotted(path, "weight")
-        if isinstance(part, nn.Embedding) and name in own and name not in unfilled:
-            alike = [one for one in unfilled if one in own and own[one].shape == own[name].shape]
-            heads += [(dotted(prefix, one), dotted(prefix, name)) for one in alike]
+    heads = _only_embedded(module, unfilled, own)
     return WeightFacts(
         missing=len(unfilled),
-        heads=tuple(heads),
+        heads=tuple((dotted(prefix, one), dotted(prefix, name)) for one, name in heads),
         renamed=tuple(renamed),
         frozen=tuple(dotted(prefix, one) for one in frozen),
     )
+
+
+def _only_embedded(
+    module: nn.Module, unfilled: Sequence[str], own: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str]]:
+    """Unfilled weights, each with the embedding that a file written with tied weights has alone."""
+    for path, part in module.named_modules():
+        name = dotted(path, "weight")
+        if isinstance(part, nn.Embedding) and name in own and name not in unfilled:
+            for one in unfilled:
+                if one in own and own[one].shape == own[name].shape:
+                    yield one, name
 
 
 def _ends_alike(one: str, other: str) -> bool:

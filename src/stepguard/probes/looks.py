@@ -30,7 +30,7 @@ from stepguard.engine.protect import Protection
 from stepguard.probes.audit import Audit
 from stepguard.probes.deep_look import DeepLook, without_unused_parts
 from stepguard.probes.epochs import Passes, observe_workers
-from stepguard.probes.evaluations import Evaluations
+from stepguard.probes.evaluations import EvaluationObserver
 from stepguard.probes.first_steps import ResumeCheck, TargetCounts, weight_facts
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
@@ -333,7 +333,7 @@ class HealthCheck:
         self._weights: WeightFacts | None = None
         self._audit: AuditFacts | None = None
         self.passes = Passes()
-        self.evaluations = Evaluations(context)
+        self.evaluations = EvaluationObserver(context)
 
     def audited(self, found: AuditFacts) -> None:
         """A step gave other values when it was run again."""
@@ -561,10 +561,12 @@ class Looks(StepProbe):
         due = self._running is None and self.schedule.due(context.step)
         self.active = due or self._running is not None or self._pair is not None
         self.active = self.active or self._closure or self._host_facts.sampling()
-        if not due:
-            return
-        if not self._protect.armed or not torch.is_grad_enabled():
-            return  # an evaluation or a rollout, which may be long: no step begins here
+        # without gradients an evaluation or a rollout begins, which may be long, and no step
+        if due and self._protect.armed and torch.is_grad_enabled():
+            self._begin_look()
+
+    def _begin_look(self) -> None:
+        context = self._context
         why_not = {
             "rank 0 takes the health probes": context.agreement.world_rank != 0,
             "the model is sharded": context.sharded,
@@ -578,12 +580,10 @@ class Looks(StepProbe):
                 self._say_why(reason)
                 return
         with self._protect.part(PART):
-            owned: set[int] = set()
-            for optimizer in [*guarded, context.optimizer]:
-                owned |= optimizer_parameter_ids(optimizer)
-            look = DeepLook(context.step, context.roots, context.optimizer, owned)
-            self._running = look
-            look.begin()
+            optimizers = [*guarded, context.optimizer]
+            owned = set[int]().union(*map(optimizer_parameter_ids, optimizers))
+            self._running = DeepLook(context.step, context.roots, context.optimizer, owned)
+            self._running.begin()
 
     def evaluates(self, model: nn.Module) -> bool:
         """The model is called without gradients, in training mode: is a loss computed of it?"""

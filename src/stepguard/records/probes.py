@@ -148,7 +148,7 @@ class RouterLook:
 
     @property
     def entropy(self) -> float:
-        """Of the loads, over that of equal ones: 1 uses all experts alike, 0 uses one."""
+        """Entropy of the loads over that of equal loads: 1 uses all experts alike, 0 uses one."""
         found = -sum(load * math.log(load) for load in self.loads if load > 0.0)
         return found / math.log(self.experts)
 

@@ -122,6 +122,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "learning rate": ("lr",),
     "configuration": ("config", "launcher"),
     "labels": ("labels",),
+    "loss": ("loss",),
     "data": ("data",),
     "model": ("model", "scalars", "code"),
     "checkpoint": ("checkpoint",),

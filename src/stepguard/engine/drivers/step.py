@@ -532,15 +532,14 @@ class StepDriver(Lifecycle):
         assert step.loss_fn is not None
         armed = self.protect.armed
         scales = context.scaler is not None or context.scales.static != 1.0
-        (context.outer or context.optimizer).zero_grad(set_to_none=True)
+        context.stepped.zero_grad(set_to_none=True)
         losses = []
-        for index, batch in enumerate(step.micro_batches):
-            if only is None and armed:
-                step.rng.append(capture_rng())
-            elif only is not None and index not in only:
-                continue
-            elif only is not None:
+        for index in range(len(step.micro_batches)) if only is None else only:
+            batch = step.micro_batches[index]
+            if only is not None:
                 restore_rng(step.rng[index])
+            elif armed:
+                step.rng.append(capture_rng())
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
             # Before backward, whose exchange of gradients tells other ranks of a bad loss.

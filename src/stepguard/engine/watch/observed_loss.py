@@ -191,14 +191,7 @@ class ObservedLoss:
             return
         self._heard = True
         context = self._context
-        before = unscaled(root)
-        value = root.detach() if before is None else before
-        scaler = context.scaler
-        scaled = before is None and scaler is None
-        if before is None and scaler is not None and context.scaling():
-            scale = scaler._get_scale_async()
-            if scale is not None:
-                value = value / scale
+        value, scaled = _without_scale(root, context)
         parameters = context.parameters
         if parameters is not self._sampled:
             self._sampled = parameters
@@ -332,6 +325,21 @@ _KEPT: dict[str, tuple[tuple[str, str], ...]] = {}
 """Kind of autograd node -> names of what it keeps, with the attributes that give it."""
 
 
+def _without_scale(root: Tensor, context: Context) -> tuple[Tensor, bool]:
+    """The loss that backward starts from without a scaler's factor, and whether one may be left."""
+    before = unscaled(root)
+    if before is not None:
+        return before, False
+    value, scaler = root.detach(), context.scaler
+    if scaler is None:
+        return value, True
+    if context.scaling():
+        scale = scaler._get_scale_async()
+        if scale is not None:
+            value = value / scale
+    return value, False
+
+
 def expression(root: Tensor, outputs: Collection[int]) -> Expression:
     """The autograd nodes from the loss back to the model's outputs, by their sequence numbers.
 
@@ -355,25 +363,34 @@ def expression(root: Tensor, outputs: Collection[int]) -> Expression:
         kept = _KEPT.get(name)
         if kept is None:
             kept = _KEPT[name] = _kept_by(node) if name in READERS else ()
-        values: dict[str, Any] = {}
-        writes = []
-        for argument, attribute in kept:
-            if argument == "self" and name in SELF_UNREAD and sources[0] not in outputs:
-                continue
-            value = getattr(node, attribute)
-            if isinstance(value, PLAIN_NUMBERS):
-                values[argument] = value
-            # a tensor behind somebody's hooks would be computed to be read
-            elif value is not None and getattr(value, "unpack_hook", True) is None:
-                tensor = value.data
-                if type(tensor) is Tensor and tensor.nbytes <= MOST_BYTES:
-                    # its graph must not outlive the backward; a Python number is not detached
-                    values[argument] = tensor.detach() if tensor.requires_grad else tensor
-                    writes.append(tensor._version)
+        unread = "self" if name in SELF_UNREAD and sources[0] not in outputs else ""
+        values, writes = _saved_values(node, kept, unread)
         found.append(Saved(name, sequence, values, writes, tuple(sources)))
         if len(found) == MOST_NODES:
             break
     return found
+
+
+def _saved_values(
+    node: Any, kept: tuple[tuple[str, str], ...], unread: str
+) -> tuple[dict[str, Any], list[int]]:
+    """What a node keeps of its operands, and the versions of the tensors among it."""
+    values: dict[str, Any] = {}
+    writes = []
+    for argument, attribute in kept:
+        if argument == unread:
+            continue
+        value = getattr(node, attribute)
+        if isinstance(value, PLAIN_NUMBERS):
+            values[argument] = value
+        # a tensor behind somebody's hooks would be computed to be read
+        elif value is not None and getattr(value, "unpack_hook", True) is None:
+            tensor = value.data
+            if type(tensor) is Tensor and tensor.nbytes <= MOST_BYTES:
+                # its graph must not outlive the backward; a Python number is not detached
+                values[argument] = tensor.detach() if tensor.requires_grad else tensor
+                writes.append(tensor._version)
+    return values, writes
 
 
 def _kept_by(node: Any) -> tuple[tuple[str, str], ...]:
