@@ -116,7 +116,8 @@ class Journal(Sink):
         # Written in every step, and most of it are plain numbers, which need no encoder.
         text = f'{{"v":{SCHEMA},"type":"step","attempt":{progress.attempt}'
         text += f',"branch":{progress.branch}'
-        text += _encoded(progress.begun)
+        if progress.begun:
+            text += _encoded(progress.begun)
         for name in STEP_FIELDS:
             value = getattr(reading, name)
             kind = type(value)
@@ -124,7 +125,7 @@ class Journal(Sink):
                 text += f',"{name}":{value!r}'
             elif value or isinstance(value, NUMBERS):
                 text += self._rates_or_more(name, value)
-        text += ',"committed":true' if committed else ',"committed":false'
+        text += f',"committed":{("false", "true")[committed]}'
         noted = progress.noted
         progress.noted = None
         progress.last = (reading.step, committed)
@@ -172,7 +173,7 @@ class Journal(Sink):
 
 def _encoded(fields: dict[str, Any]) -> str:
     """Further fields of a line."""
-    return f",{dumps(fields)[1:-1]}" if fields else ""
+    return f",{dumps(fields)[1:-1]}"
 
 
 def _belongs(incident: Incident, step: int, committed: bool) -> bool:

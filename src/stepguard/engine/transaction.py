@@ -79,6 +79,7 @@ class Transaction:
         self._decider = Decider(
             *(context, rewinder, self._anomalies, self._ranks, self._find), reruns=reruns
         )
+        self._not_explained = partial(context.outputs.note, "unexplained")
         self._alone = False
         """Only this rank has found the step at hand bad: the others have gone on."""
         self._unrecorded: tuple[Incident, Step] | None = None
@@ -359,9 +360,6 @@ class Transaction:
     def _remedies_tried(self, incident: Incident, step: Step) -> Incident:
         facts = run_facts(self.context, incident.reading)
         return try_remedies(incident, step, facts, self.context.memory.effort)
-
-    def _not_explained(self, why: str) -> None:
-        self.context.outputs.note("unexplained", why)
 
     # --- decide and apply -----------------------------------------------------------------------
 

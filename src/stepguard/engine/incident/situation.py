@@ -316,6 +316,7 @@ class Decider:
         self._ranks = ranks
         self._find = find
         self._reruns = reruns
+        self._tell = partial(context.outputs.note, "unexplained")
         self._parts: list[OwnPart] = []
         """What the ranks have reported of the incident at hand."""
 
@@ -610,9 +611,6 @@ class Decider:
             consecutive=context.budget.consecutive,
             total=context.budget.total,
         )
-
-    def _tell(self, why: str) -> None:
-        self._context.outputs.note("unexplained", why)
 
 
 def last_resort(incident: Incident) -> Incident:

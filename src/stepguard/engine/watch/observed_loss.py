@@ -363,8 +363,11 @@ def expression(root: Tensor, outputs: Collection[int]) -> Expression:
         kept = _KEPT.get(name)
         if kept is None:
             kept = _KEPT[name] = _kept_by(node) if name in READERS else ()
-        unread = "self" if name in SELF_UNREAD and sources[0] not in outputs else ""
-        values, writes = _saved_values(node, kept, unread)
+        values: dict[str, Any] = {}
+        writes: list[int] = []
+        if kept:
+            skips_self = name in SELF_UNREAD and sources[0] not in outputs
+            values, writes = _saved_values(node, kept, "self" if skips_self else "")
         found.append(Saved(name, sequence, values, writes, tuple(sources)))
         if len(found) == MOST_NODES:
             break
