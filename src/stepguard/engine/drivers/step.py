@@ -304,8 +304,9 @@ class Lifecycle:
             fused.result.resolve(None, committed=committed)
             self.end(fused.step, None, committed=committed)
             return False
-        reading, verdict = self.transaction.assess(fused.step, reading)
-        if verdict is not OK:
+        verdict = OK
+        if not self.transaction.passes(reading):
+            reading, verdict = self.transaction.assess(fused.step, reading)
             self.transaction.note(reading, verdict)
         return self._finish_fused(fused, reading, verdict, inside=inside)
 
@@ -454,8 +455,8 @@ class StepDriver(Lifecycle):
         if reading is None:
             return unguarded_update(self.context)
         step.scale = reading.scale or 1.0
-        reading, verdict = self.transaction.assess(step, reading)
-        if verdict is not OK:
+        if not self.transaction.passes(reading):
+            reading, verdict = self.transaction.assess(step, reading)
             self.transaction.note(reading, verdict)
             if verdict.bad:
                 return self._refuse(step, pending, reading, verdict)
