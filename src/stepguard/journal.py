@@ -65,7 +65,7 @@ class _Progress:
 
     def line(self, kind: str, fields: Mapping[str, Any]) -> bytes:
         carried = {"v": SCHEMA, "type": kind, "attempt": self.attempt, "branch": self.branch}
-        return f"{dumps({**carried, **self.begun, **fields})}\n".encode()
+        return (dumps({**carried, **self.begun, **fields}) + "\n").encode()
 
 
 class Journal(Sink):
@@ -81,6 +81,9 @@ class Journal(Sink):
         self.path = journal_path(run_dir, rank)
         self._file = LineFile(self.path)
         self._progress = _Progress()
+        self._rates: Any = ()
+        """The learning rates that were encoded last; most steps have the same."""
+        self._rates_encoded = ""
         weakref.finalize(self, _write_end, self._file, self._progress)
 
     def write(self, kind: str, fields: Mapping[str, Any], *, durable: bool = False) -> None:
@@ -110,25 +113,39 @@ class Journal(Sink):
         progress = self._progress
         if progress.next_step is None or reading.step < progress.next_step:
             progress.begin_branch(reading.step, "repeat")
-        fields: dict[str, Any] = {}
+        # Written in every step, and most of it are plain numbers, which need no encoder.
+        text = f'{{"v":{SCHEMA},"type":"step","attempt":{progress.attempt}'
+        text += f',"branch":{progress.branch}'
+        if progress.begun:
+            text += _encoded(progress.begun)
         for name in STEP_FIELDS:
             value = getattr(reading, name)
-            if value or isinstance(value, NUMBERS):
-                fields[name] = value
-        fields["committed"] = committed
+            kind = type(value)
+            if kind is int or (kind is float and value - value == 0.0):
+                text += f',"{name}":{value!r}'
+            elif value or isinstance(value, NUMBERS):
+                text += self._rates_or_more(name, value)
+        text += f',"committed":{("false", "true")[committed]}'
         noted = progress.noted
         progress.noted = None
         progress.last = (reading.step, committed)
         if noted is not None and _belongs(noted, *progress.last):
-            fields["incident"] = noted.id
+            text += _encoded({"incident": noted.id})
             progress.last = None
-        self._file.append(progress.line("step", fields))
+        self._file.append(f"{text}}}\n".encode())
         progress.begun = {}
         progress.steps += 1
         if committed:
             progress.next_step = reading.step + 1
         if progress.end is not None:
             progress.end["steps"] = reading.step + 1
+
+    def _rates_or_more(self, name: str, value: Any) -> str:
+        if name != "lr":
+            return _encoded({name: value})
+        if value != self._rates:
+            self._rates, self._rates_encoded = value, _encoded({name: value})
+        return self._rates_encoded
 
     def incident(self, incident: Incident) -> None:
         progress = self._progress
@@ -152,6 +169,11 @@ class Journal(Sink):
     def close(self) -> None:
         self._progress.end = None
         self._file.close()
+
+
+def _encoded(fields: dict[str, Any]) -> str:
+    """Further fields of a line."""
+    return f",{dumps(fields)[1:-1]}"
 
 
 def _belongs(incident: Incident, step: int, committed: bool) -> bool:

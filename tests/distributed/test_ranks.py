@@ -364,8 +364,10 @@ class Counting:
         return found
 
 
-def exchanged(wrap: str, layers: int) -> list[list[int]]:
-    """Collectives and bytes of every step of this rank; one of them is bad on one rank."""
+def exchanged(wrap: str, layers: int, fault: str = "input") -> list[list[int]]:
+    """Collectives and bytes of every step of this rank; one of them is bad: a batch of one rank, or
+    the weights of all, which takes a rewind.
+    """
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
     if wrap == "ddp":
@@ -378,11 +380,17 @@ def exchanged(wrap: str, layers: int) -> list[list[int]]:
         with Run("step", model, optimizer) as run:
             for step in range(4):
                 inputs = torch.full((2, 2), float(step + rank))
-                if step == BAD_STEP and rank == BAD_RANK:
+                if step == BAD_STEP and fault == "weights":
+                    with torch.no_grad():
+                        next(model.parameters()).fill_(torch.nan)
+                elif step == BAD_STEP and rank == BAD_RANK:
                     inputs[0, 0] = torch.nan
                 run.step(inputs)
                 found.append(counting.taken())
-    assert len(run.incidents) == 1 and run.armed
+    assert run.armed
+    decisions = [incident.decision for incident in run.incidents]
+    actions = [decision.action for decision in decisions if decision is not None]
+    assert actions == ["rewind" if fault == "weights" else "skip"]
     return found
 
 
@@ -402,3 +410,14 @@ def test_exchanges_of_a_step_grow_neither_with_ranks_nor_with_the_model(tmp_path
         calls, size = steps.pop(BAD_STEP)
         assert steps == [[0, 0] if wrap == "ddp" else [1, 32]] * 3
         assert calls == (6 if wrap == "ddp" else 7) and size < 4096
+
+
+def test_rewind_takes_no_exchange_of_its_own(tmp_path: Path) -> None:
+    """Where the reading shows that the weights are bad, the offers come with the origins."""
+    cases = [Case("", "exchanged", {"wrap": "ddp", "layers": 2, "fault": "weights"})]
+    ends, said = run_cases("distributed.test_ranks", cases, 2, tmp_path)
+    assert not any(why for by_rank in ends for why, _ in by_rank), (ends, said)
+    for _, steps in ends[0]:
+        # reading, origins with offers, decision; then the step that is run again is compared. Each
+        # is a size and then the content.
+        assert steps[BAD_STEP][0] == 8

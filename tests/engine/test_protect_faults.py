@@ -42,7 +42,7 @@ from scenes import (
 from stepguard import Policy, TrainingHalted
 from stepguard.engine.build import build_context
 from stepguard.engine.context import Context
-from stepguard.engine.drivers.step import unguarded_step
+from stepguard.engine.drivers.step import StepDriver
 from stepguard.engine.protect import (
     GuardDisarmed,
     NotExplained,
@@ -55,6 +55,8 @@ from stepguard.engine.protect import (
     offer,
     taking,
 )
+from stepguard.engine.recover.rewind import Rewinder
+from stepguard.engine.result import StepResult
 from stepguard.journal import read_run
 
 DATA = batches(16)
@@ -445,11 +447,17 @@ def _loss_fn(context: Context) -> Any:
     return loss
 
 
+def _disarmed_step(context: Context, *micro_batches: Any) -> StepResult:
+    protect = Protection(lambda fault: None)
+    protect.armed = False
+    return StepDriver(context, protect, Rewinder(context)).run(_loss_fn(context), micro_batches)
+
+
 def test_step_that_the_scaler_refuses_is_not_committed() -> None:
     context = _context(scaler=GradScaler("cpu", init_scale=2.0**120))
     before = [p.detach().clone() for p in context.model.parameters()]
     bad = (DATA[0][0] * float("inf"), DATA[0][1])
-    assert not unguarded_step(context, _loss_fn(context), (bad,)).committed
+    assert not _disarmed_step(context, bad).committed
     for now, then in zip(context.model.parameters(), before, strict=True):
         assert torch.equal(now, then)
     context.resources.close()

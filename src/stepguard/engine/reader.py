@@ -341,7 +341,8 @@ class Reader:
     def after_update(self) -> None:
         """Check the new parameters, of a large model some in turn; read with the next packet."""
         context = self._context
-        self._state = largest(self._scan.share(context.memory.ordered, context.meant.ignored))
+        share = self._scan.share(context.memory.ordered, context.meant.ignored)
+        self._state = largest(share, small=self._scan.small)
 
     def rewound(self) -> None:
         """Parameters were replaced; scan all of them in the next packet."""

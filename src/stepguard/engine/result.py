@@ -27,7 +27,7 @@ class StepResult:
 
     __slots__ = ("_committed", "_incident", "_reading", "_settle")
 
-    def __init__(self, settle: Callable[[], None] | None = None) -> None:
+    def __init__(self, settle: Callable[[], object] | None = None) -> None:
         self._settle = settle
         self._reading: Reading | None = None
         self._committed = False

@@ -79,6 +79,7 @@ class Transaction:
         self._decider = Decider(
             *(context, rewinder, self._anomalies, self._ranks, self._find), reruns=reruns
         )
+        self._not_explained = partial(context.outputs.note, "unexplained")
         self._alone = False
         """Only this rank has found the step at hand bad: the others have gone on."""
         self._unrecorded: tuple[Incident, Step] | None = None
@@ -131,9 +132,12 @@ class Transaction:
             return False
         context, rates = self.context, reading.lr
         try:
-            if reading.loss_overflow or reading.state_born or alarming(reading):
+            # a loss, norm or rate that is not finite is refused by `judge_reading`
+            if reading.alarm or reading.bad_state or not reading.grads_finite:
                 return False
-            if not all(map(math.isfinite, rates)) or context.history.excess_lr(rates) is not None:
+            if reading.loss_overflow or reading.state_born:
+                return False
+            if context.history.excess_lr(rates) is not None:
                 return False
             self._alone = False
             context.expect_declared_rates(rates)
@@ -162,9 +166,12 @@ class Transaction:
             return True
         return False
 
-    def locate(self, incident: Incident, step: Step, *, wanted: bool = True) -> Incident:
+    def locate(
+        self, incident: Incident, step: Step, *, wanted: bool = True, committed: bool = False
+    ) -> Incident:
         """Add the origin, the same on every rank; all of them come here, `wanted` or not."""
-        return self._decider.locate(incident, step, wanted=wanted and self.context.config.locates)
+        wanted = wanted and self.context.config.locates
+        return self._decider.locate(incident, step, wanted=wanted, committed=committed)
 
     def diagnose(self, incident: Incident) -> Incident:
         """Add the findings."""
@@ -246,7 +253,7 @@ class Transaction:
             self._unrecorded = (incident, step)
             return incident
         with self.protect.region:
-            incident = self.locate(incident, step, wanted=replayable)
+            incident = self.locate(incident, step, wanted=replayable, committed=committed)
             incident = self.diagnose(incident)
             if replayable and self.context.config.locates:
                 incident = explain_or_warn(
@@ -353,9 +360,6 @@ class Transaction:
     def _remedies_tried(self, incident: Incident, step: Step) -> Incident:
         facts = run_facts(self.context, incident.reading)
         return try_remedies(incident, step, facts, self.context.memory.effort)
-
-    def _not_explained(self, why: str) -> None:
-        self.context.outputs.note("unexplained", why)
 
     # --- decide and apply -----------------------------------------------------------------------
 

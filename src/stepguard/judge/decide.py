@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from stepguard.records.codec import record
 from stepguard.records.incident import Action, Decision
 from stepguard.records.settings import Policy
 
@@ -22,9 +21,13 @@ LEAST_LOST = 32
 COUNTERS = ("consecutive", "total", "rewinds", "heals", "seen")
 
 
-@record
+@dataclass(slots=True, kw_only=True)
 class Budget:
-    """Counts of incidents, rewinds and lost samples; a committed step resets what is in a row."""
+    """Counts of incidents, rewinds and lost samples; a committed step resets what is in a row.
+
+    Never written to. Not frozen: one is made in every step, and a frozen one takes five times as
+    long.
+    """
 
     consecutive: int = 0
     total: int = 0

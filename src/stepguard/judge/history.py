@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from itertools import islice
-from operator import sub
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -329,7 +326,8 @@ class History:
         if len(self.losses) < 2:
             return 0.0
         # differences of neighbours: a trend of the loss is not noise
-        changes: Iterator[float] = map(abs, map(sub, islice(self.losses, 1, None), self.losses))
+        losses = list(self.losses)
+        changes = [a - b if a > b else b - a for a, b in zip(losses[1:], losses, strict=False)]
         return MAD_TO_SIGMA * median(changes) / math.sqrt(2.0)
 
     def excess_lr(self, rates: tuple[float, ...]) -> int | None:

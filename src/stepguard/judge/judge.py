@@ -110,10 +110,8 @@ def drift(reading: Reading, history: History) -> Verdict:
     if history.surrogate:
         # the divergence from a reference begins at 0 and can only rise
         return OK
-    values = list(history.losses)
     loss = reading.judged_loss
-    if loss is not None:
-        values.append(loss)
+    values = [*history.losses] if loss is None else [*history.losses, loss]
     count = len(values)
     # losses a rise must last before it is called a drift
     if count < 32:

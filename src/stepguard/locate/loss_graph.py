@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +49,7 @@ FACTORS = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBack
 """Nodes that pass a NaN on as it is, between an operation and the loss."""
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(NamedTuple):
     """One autograd node of the loss expression, with what it keeps for its slope."""
 
     name: str
@@ -266,19 +265,10 @@ def _constant_operand(op: str, values: Values, sources: Sources) -> Origin | Non
 
 READERS["MeanBackward1"] = READERS["MeanBackward0"]
 READ = frozenset(
-    [
-        "self",
-        "other",
-        "target",
-        "result",
-        "exponent",
-        "dim",
-        "correction",
-        "total_weight",
-        "reduction",
-        "ignore_index",
-        "self_sym_numel",
-    ]
+    {
+        *("self", "other", "target", "result", "exponent", "dim", "correction"),
+        *("total_weight", "reduction", "ignore_index", "self_sym_numel"),
+    }
 )
 """What readers ask of a node; a kernel keeps more than that, and every value costs time."""
 SELF_UNREAD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
@@ -307,7 +297,6 @@ def read_origin(origin: Origin, expressions: Sequence[Expression], *, loss: floa
             # a slope matters only where the value itself did no harm
             if found is None or (slope and loss is not None):
                 continue
-            facts = origin.evidence | found.evidence
             return replace(
                 origin,
                 phase=found.phase,

@@ -273,6 +273,11 @@ class Line(NamedTuple):
     """File and line of an installed package that this line has called, where the operation is."""
 
 
+NOWHERE = Line("", 0)
+_last_line: dict[int, Line] = {}
+"""What `user_line` returned last, by where its search began."""
+
+
 @cache
 def is_users(file: str) -> bool:
     """True for a file outside torch, stepguard, the standard library and generated code."""
@@ -300,11 +305,18 @@ def user_line(out: int = 1) -> Line | None:
     """
     frame: FrameType | None = sys._getframe(out)
     library: Line | None = None
+    last = _last_line.get(out, NOWHERE)
+    if frame is not None and frame.f_code is last.code and frame.f_lasti == last.instruction:
+        # a loop calls its model from the same place in every step
+        return last
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users(file):
             if not in_library(file):
-                return _of_frame(frame, library)
+                found = _of_frame(frame, library)
+                if library is None:
+                    _last_line[out] = found
+                return found
             library = library or _of_frame(frame, None)
         # A package that runs the whole step, as a trainer does, was called before the replay.
         if file in _REPLAYS and library is None:

@@ -114,26 +114,25 @@ class LookSchedule:
         gone = step - self._last
         if self.every != "auto":
             return gone >= self.every
-        elapsed = now - began
-        early = EARLY_SHARE * min(max(elapsed, LEAST_SECONDS), EARLY_SECONDS)
-        allowed = early + SHARE * max(0.0, elapsed - EARLY_SECONDS)
         if self.hurry:
-            # Steps between two probes while a trend shows
-            wanted = gone >= 4
+            gap = 4  # steps between two probes while a trend shows
         else:
             # ever more rarely; between these what the long run's share allows
-            age = self._last - offset
-            gap = age
-            for until, early_gap in reversed(EARLY_GAPS):
+            age = gap = self._last - offset
+            for until, early_gap in EARLY_GAPS:
                 if age < until:
-                    gap = early_gap
-            wanted = gone >= min(gap, age)
-            # A probe is at least this share of all steps so far after the last one: ever more
-            # rarely
-            if not wanted and gone >= max(1.0, 0.05 * step):
-                wanted = True
-                allowed = SHARE / 2.0 * elapsed
-        return wanted and self._spent + self._cost <= allowed
+                    gap = min(early_gap, age)
+                    break
+        # a probe is at least this share of all steps so far after the last one: ever more rarely
+        if gone < gap and (self.hurry or gone < max(1.0, 0.05 * step)):
+            return False
+        elapsed = now - began
+        if gone < gap:
+            allowed = SHARE / 2.0 * elapsed
+        else:
+            early = EARLY_SHARE * min(max(elapsed, LEAST_SECONDS), EARLY_SECONDS)
+            allowed = early + SHARE * max(0.0, elapsed - EARLY_SECONDS)
+        return self._spent + self._cost <= allowed
 
     def took(self, step: int, seconds: float) -> None:
         """A probe has been taken."""

@@ -1,8 +1,8 @@
 """One reading and one origin of a bad step on every rank: those of the rank that is to blame.
 
 An incident costs two exchanges. In the first each rank sends what it has read; in the second the
-ranks to blame report where it originated, and the first rank decides for all (engine/incident).
-Only a way back takes a third one.
+ranks to blame report where it originated, and all of them where they could go back to, if that may
+be needed; then the first rank decides for all (engine/incident).
 """
 
 from __future__ import annotations

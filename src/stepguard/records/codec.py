@@ -93,7 +93,6 @@ KINDS = ("nan", "inf", "-inf")
 # Building one takes a millisecond, so each record type keeps its own.
 _adapter: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode
-_quoted = json.encoder.encode_basestring
 PRIVATE: dict[str, Any] = {"Incident": {"origin": {"excerpt"}}, "Origin": {"excerpt"}}
 """What never leaves the process."""
 
@@ -123,8 +122,7 @@ def from_jsonable(cls: type[Record], value: dict[str, Any]) -> Record:
 def dumps(value: dict[str, Any]) -> str:
     """One line of strict JSON; what ends lines elsewhere or controls a terminal is escaped."""
     try:
-        items = [f"{_quoted(key)}:{_json(item)}" for key, item in value.items()]
-        text = f"{{{','.join(items)}}}"
+        text = _encode(value)
     except (TypeError, ValueError):  # a number that is not finite, or a key that is no text
         text = _encode(strict_json(value))
     if text.isascii() and text.isprintable():
@@ -135,22 +133,6 @@ def dumps(value: dict[str, Any]) -> str:
     return UNPRINTABLE.sub(lambda found: json.dumps(found[0])[1:-1], text).replace(
         "\x7f", "\\u007f"
     )
-
-
-def _json(item: Any) -> str:
-    """As `_encode`, in half the time for the line of a step, which is mostly plain numbers."""
-    kind = type(item)
-    if kind is float and item - item == 0.0:
-        return repr(item)
-    if kind is int:
-        return str(item)
-    if kind is str:
-        return _quoted(item)
-    if kind is bool:
-        return "true" if item else "false"
-    if kind is tuple:
-        return f"[{','.join(map(_json, item))}]"
-    return _encode(item)
 
 
 def float_kind(value: float) -> str | None:

@@ -311,7 +311,9 @@ def _stacked(values: list[Tensor]) -> Tensor:
     """Scalars as one vector, of the device of the first one."""
     if set(map(DTYPE, values)) == FLOATS:
         try:
-            line = torch.stack(values).detach()
+            line = torch.stack(values)
+            if line.requires_grad:
+                line = line.detach()
         except RuntimeError:  # of several devices or shapes
             line = None
         if line is not None and line.dim() == 1:
@@ -560,7 +562,7 @@ class Shares:
 PLAIN_TYPES = frozenset(PLAIN)
 SCANNED_EACH_STEP = 2**20
 """Elements that are tested after every update: about a quarter of a millisecond."""
-TENSORS_EACH_STEP = 32
+TENSORS_EACH_STEP = 128
 """Tensors scanned each step: each costs a microsecond, however small it is."""
 JOINED = 2**14
 """Elements up to which a copy of all in one tensor costs less than a kernel for each tensor."""
@@ -569,8 +571,10 @@ STEPS_A_ROUND = 32
 
 
 @without_graph
-def largest(tensors: Iterable[Tensor]) -> Tensor | None:
+def largest(tensors: Iterable[Tensor], *, small: bool = False) -> Tensor | None:
     """Return one number that is NaN or Inf if a tensor holds NaN or +Inf; None for no tensors.
+
+    `small`: a copy of all in one tensor costs less than a kernel for each.
 
     A maximum is the cheapest pass that carries NaN. A lone -Inf passes it and is caught by the loss
     or gradient it spoils one step later; half-precision groups, where updates overflow in earnest,
@@ -580,7 +584,7 @@ def largest(tensors: Iterable[Tensor]) -> Tensor | None:
     plain_types = PLAIN_TYPES.issuperset(map(type, found))
     if found and plain_types and not found[0].is_meta and found[0].dtype in ORDINARY:
         try:
-            if sum(map(Tensor.numel, found)) <= JOINED and len(set(map(DTYPE, found))) == 1:
+            if small:
                 joined: Tensor = flatten(found)
                 return joined.max().float()
             return torch.stack(foreach_max(found)).float().max()
@@ -615,6 +619,8 @@ class RotatingScan:
         self._shares: list[list[_Part]] = []
         self._all: list[Tensor] | None = None
         """The whole list, where one share holds it."""
+        self.small = False
+        """The whole list has few elements."""
         self._next = 0
 
     def share(self, tensors: Sequence[Tensor], ignored: Collection[int] = ()) -> list[Tensor]:
@@ -622,6 +628,7 @@ class RotatingScan:
         if tensors is not self._tensors:
             self._tensors = tensors
             self._shares = _shares(tensors)
+            self.small = sum(map(elements, tensors)) <= JOINED
             self._all = None
             if len(self._shares) == 1 and all(part.whole for part in self._shares[0]):
                 self._all = [part.tensor for part in self._shares[0]]

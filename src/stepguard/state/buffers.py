@@ -206,13 +206,15 @@ class BufferKeeper:
 
         Passes in C over what was listed then: a large model has thousands of modules.
         """
-        listed = chain.from_iterable(map(dict.values, self._children))
-        as_listed = sum(map(len, self._children)) == len(self._listed)
-        if not self._modules or not as_listed or not all(map(is_, listed, self._listed)):
+        # modules are equal where they are the same; of tensors `==` would compare the elements
+        listed = list(chain.from_iterable(map(dict.values, self._children)))
+        if not self._modules or listed != self._listed:
             self._list_modules()
             return True
         if sum(map(len, self._registers)) != len(self._registered):
             return True
+        if not self._registered:
+            return False
         registered = chain.from_iterable(map(dict.values, self._registers))
         return not all(map(is_, registered, self._registered))
 

@@ -80,7 +80,7 @@ CLIP_NORM = "_get_total_norm"
 # there is no public spelling.
 foreach_norm = torch._foreach_norm
 foreach_max = torch._foreach_max
-flatten: Any = torch._C._nn.flatten_dense_tensors
+flatten: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors
 """Copy tensors of one dtype and device into one, element after element."""
 foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_

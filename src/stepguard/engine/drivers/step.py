@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from stepguard.engine.context import Context
 from stepguard.engine.drivers.scaler import (
@@ -120,15 +119,6 @@ class FusedUpdate:
         self._reading: Reading | None = None
         """The numbers, once they have been waited for."""
 
-    def update(self, context: Context) -> None:
-        """Step, unless the device finds something non-finite."""
-        optimizer = context.optimizer
-        optimizer.found_inf = self.flag  # type: ignore[attr-defined]
-        try:
-            context.stepped.step()
-        finally:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-
     def issued(self, context: Context) -> None:
         """The update is on its way; from now on the loop may drop the gradients."""
         self._gradients = GradientMark(context.memory.ordered)
@@ -160,13 +150,6 @@ class FusedUpdate:
             if value is not None and not math.isfinite(value):
                 return True
         return False
-
-    def waits_for_ranks(self, transaction: Transaction) -> bool:
-        """Was it refused, so that all ranks have to come to what is done about it?"""
-        if transaction.context.agreement.size == 1:
-            return False
-        reading = self.read(transaction)
-        return reading is not None and self.vetoed(reading)
 
     def take_back(self, context: Context, *, calibrating: bool, schedule: bool = True) -> None:
         """Undo what the host did on the assumption that the update would go through."""
@@ -222,6 +205,16 @@ class Lifecycle:
             except Exception as fault:
                 self.protect.failed(fault)
         return None
+
+    def scan_update(self, fused: FusedUpdate | None = None) -> None:
+        """An update was made, or issued: test what it has written."""
+        if self.protect.armed:
+            try:
+                self.reader.after_update()
+                if fused is not None:
+                    fused.issued(self.context)
+            except Exception as fault:
+                self.protect.failed(fault)
 
     def end(self, step: Step | None, reading: Reading | None, *, committed: bool) -> None:
         """The update went through, or it did not. `reading` is None where it was not read.
@@ -311,8 +304,9 @@ class Lifecycle:
             fused.result.resolve(None, committed=committed)
             self.end(fused.step, None, committed=committed)
             return False
-        reading, verdict = self.transaction.assess(fused.step, reading)
-        if verdict is not OK:
+        verdict = OK
+        if not self.transaction.passes(reading):
+            reading, verdict = self.transaction.assess(fused.step, reading)
             self.transaction.note(reading, verdict)
         return self._finish_fused(fused, reading, verdict, inside=inside)
 
@@ -324,7 +318,11 @@ class Lifecycle:
 
     def waits_for_ranks(self) -> bool:
         """Was the last step refused by the device, and have the ranks not dealt with it yet?"""
-        return self._fused is not None and self._fused.waits_for_ranks(self.transaction)
+        fused = self._fused
+        if fused is None or self.context.agreement.size == 1:
+            return False
+        reading = fused.read(self.transaction)
+        return reading is not None and fused.vetoed(reading)
 
     def run_ended(self, error: BaseException | None) -> None:
         """Nothing more will come. A run that an error cut short says little about its loop."""
@@ -362,17 +360,7 @@ class UpdateNotMade:
         """Nothing to stop."""
 
 
-# --- The plain step of a disarmed guard: what the user's own loop would do.
-
-
-def unguarded_step(context: Context, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> StepResult:
-    """Forward, backward and update, with nothing inspected."""
-    context.stepped.zero_grad(set_to_none=True)
-    for batch in micro_batches:
-        loss, _ = micro_loss(loss_fn(batch), batch, context)
-        torch.autograd.backward(scaled(context, loss))
-    unscale(context)
-    return unguarded_update(context)
+# --- The plain update of a disarmed guard: what the user's own loop would do.
 
 
 def unguarded_update(context: Context) -> StepResult:
@@ -429,8 +417,9 @@ class StepDriver(Lifecycle):
         if self._fused is not None:
             self.settle()
         step = self.begin(loss_fn, micro_batches)
-        if step is None:
-            return unguarded_step(context, loss_fn, micro_batches)
+        if not self.protect.armed:
+            self.forward_backward(step)
+            return unguarded_update(context)
         self.looks.begin()
         if self.looks.active:
             self.looks.saw_batch(micro_batches)
@@ -466,8 +455,8 @@ class StepDriver(Lifecycle):
         if reading is None:
             return unguarded_update(self.context)
         step.scale = reading.scale or 1.0
-        reading, verdict = self.transaction.assess(step, reading)
-        if verdict is not OK:
+        if not self.transaction.passes(reading):
+            reading, verdict = self.transaction.assess(step, reading)
             self.transaction.note(reading, verdict)
             if verdict.bad:
                 return self._refuse(step, pending, reading, verdict)
@@ -483,7 +472,7 @@ class StepDriver(Lifecycle):
         """The kernel takes the verdict from the device; the host reads it one step later."""
         context = self.context
         several = context.agreement.size > 1
-        result = StepResult(settle=self._show_numbers if several else self._settle_result)
+        result = StepResult(settle=self._show_numbers if several else self.settle)
         fused = FusedUpdate(context, step, pending, result)
         if self.looks.audits:
             self.looks.audit(step)
@@ -491,14 +480,13 @@ class StepDriver(Lifecycle):
             clip(context.parameters, context.config.clip_norm, pending.norm)
         if self.looks.active:
             self.looks.before_update()
-        fused.update(context)
-        if self.protect.armed:
-            try:
-                fused.issued(context)
-            except Exception as fault:
-                self.protect.failed(fault)
+        context.optimizer.found_inf = fused.flag  # type: ignore[attr-defined]
+        try:
+            context.stepped.step()
+        finally:
+            del context.optimizer.found_inf  # type: ignore[attr-defined]
         self._fused = fused
-        self.after_update()
+        self.after_update(fused)
         context.step += 1
         return result
 
@@ -510,21 +498,19 @@ class StepDriver(Lifecycle):
 
     # --- around the user's code -----------------------------------------------------------------
 
-    def begin(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> Step | None:
-        """Remember what the step starts from; None where the guard is disarmed."""
-        if not self.protect.armed:
-            return None
+    def begin(self, loss_fn: LossFn, micro_batches: tuple[Any, ...]) -> Step:
+        """Remember what the step starts from, unless the guard is disarmed."""
         context = self.context
-        try:
-            self.rewinder.snapshots.between_steps()
-        except Exception as fault:
-            self.protect.failed(fault, SNAPSHOTS)
-        try:
-            context.remember()
-            self.reader.start()
-        except Exception as fault:
-            self.protect.failed(fault)
-            return None
+        if self.protect.armed:
+            try:
+                self.rewinder.snapshots.between_steps()
+            except Exception as fault:
+                self.protect.failed(fault, SNAPSHOTS)
+            try:
+                context.remember()
+                self.reader.start()
+            except Exception as fault:
+                self.protect.failed(fault)
         return Step(
             index=context.step,
             model=context.model,
@@ -541,23 +527,23 @@ class StepDriver(Lifecycle):
         """Run the user's code; with `only`, some micro-batches with the random numbers they had."""
         context = self.context
         assert step.loss_fn is not None
+        armed = self.protect.armed
         scales = context.scaler is not None or context.scales.static != 1.0
-        (context.outer or context.optimizer).zero_grad(set_to_none=True)
+        context.stepped.zero_grad(set_to_none=True)
         losses = []
-        for index, batch in enumerate(step.micro_batches):
-            if only is None:
-                step.rng.append(capture_rng())
-            elif index not in only:
-                continue
-            else:
+        for index in range(len(step.micro_batches)) if only is None else only:
+            batch = step.micro_batches[index]
+            if only is not None:
                 restore_rng(step.rng[index])
+            elif armed:
+                step.rng.append(capture_rng())
             loss, seen = micro_loss(step.loss_fn(batch), batch, context)
             losses.append(seen)
             # Before backward, whose exchange of gradients tells other ranks of a bad loss.
             if context.agreement.size > 1 and self.protect.armed:
                 with self.protect.region, self.looks.paused():
                     self.reader.announce(seen.total, summed_in_half=seen.summed_in_half)
-            if self.looks.active:
+            if armed and self.looks.active:
                 self.looks.loss_seen(loss)
             torch.autograd.backward(scaled(context, loss) if scales else loss)
         if scales and (only is not None or not leaves_unscaling(context)):
@@ -578,6 +564,18 @@ class StepDriver(Lifecycle):
         self.context.step += 1
         return StepResult().resolve(incident.reading, committed=False, incident=incident)
 
+    def _without_update(
+        self, step: Step, reading: Reading, incident: Incident | None
+    ) -> StepResult:
+        """Conclude a step that was put back, and run it again where that was decided."""
+        self._end_dropped(reading)
+        self.context.step += 1
+        incident = self.transaction.conclude(incident)
+        second = run_again(self, step, incident)
+        if second is not None:
+            return second
+        return StepResult().resolve(reading, committed=False, incident=incident)
+
     def _refuse(
         self, step: Step, pending: Pending, reading: Reading, verdict: Verdict
     ) -> StepResult:
@@ -597,13 +595,7 @@ class StepDriver(Lifecycle):
         self.context.put_back()
         hold_scaler(self.context)
         step_without_gradients(self.context)
-        self._end_dropped(reading)
-        self.context.step += 1
-        incident = self.transaction.conclude(incident)
-        second = run_again(self, step, incident)
-        if second is not None:
-            return second
-        return StepResult().resolve(reading, committed=False, incident=incident)
+        return self._without_update(step, reading, incident)
 
     def _commit(
         self,
@@ -645,14 +637,10 @@ class StepDriver(Lifecycle):
             parameters = context.memory.ordered
             clip(parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm)
 
-    def after_update(self) -> None:
+    def after_update(self, fused: FusedUpdate | None = None) -> None:
         """An update really happened: scaler and schedule advance."""
         context = self.context
-        if self.protect.armed:
-            try:
-                self.reader.after_update()
-            except Exception as fault:
-                self.protect.failed(fault)
+        self.scan_update(fused)
         if context.scaler is not None:
             update_scaler(context)
         if context.scheduler is not None:
@@ -721,9 +709,6 @@ class StepDriver(Lifecycle):
 
     # --- fused optimizers -----------------------------------------------------------------------
 
-    def _settle_result(self) -> None:
-        self.settle()
-
     def _show_numbers(self) -> None:
         """Fill in the result of a fused step. The other ranks may not be asking for theirs, so
         what all ranks do about a bad step waits for the next one.
@@ -777,36 +762,20 @@ class ClosureDriver(StepDriver):
         """One step, whose loss the optimizer may evaluate several times."""
         context = self.context
         step = self.begin(loss_fn, micro_batches)
-        if step is None:
-            # the step of a disarmed guard
-            optimizer = self.context.optimizer
-
-            def closure() -> float:
-                optimizer.zero_grad(set_to_none=True)
-                total = 0.0
-                for batch in micro_batches:
-                    loss = loss_fn(batch)
-                    assert isinstance(loss, Tensor)
-                    torch.autograd.backward(loss)
-                    total += float(loss)
-                return total
-
-            if evaluates_again(optimizer):
-                closure()
-            optimizer.step(closure)
-            self.after_update()
-            self.context.step += 1
-            return StepResult().resolve(None, committed=True)
-        step.began = capture_rng()
+        armed = self.protect.armed
+        if armed:
+            step.began = capture_rng()
         evaluations = Evaluations(self, step)
         undo: UndoCopy | None = None
         try:
             if evaluates_again(context.optimizer):
                 evaluations.evaluate()
             if not evaluations.vetoed:
-                undo = UndoCopy(context.optimizer)
-                context.optimizer.step(evaluations.closure)
+                undo = UndoCopy(context.optimizer) if armed else None
+                context.optimizer.step(evaluations.evaluate)
         except Exception as error:
+            if not armed:
+                raise
             if undo is not None:
                 undo.restore()  # a line search may have moved the weights already
             incident = self.exceptions.in_step(step, error)
@@ -819,6 +788,8 @@ class ClosureDriver(StepDriver):
         self.after_update()
         if reading is not None:
             self._end(step, reading, committed=True)
+        if step.index == context.step:
+            context.step += 1
         return StepResult().resolve(reading, committed=True)
 
     def _undone(
@@ -834,13 +805,7 @@ class ClosureDriver(StepDriver):
         self.context.buffers.restore()
         for parameter, gradient in evaluations.bad_gradients:
             parameter.grad = gradient
-        self._end_dropped(reading)
-        self.context.step += 1
-        incident = self.transaction.conclude(skipped_after_all(evaluations.incident))
-        second = run_again(self, step, incident)
-        if second is not None:
-            return second
-        return StepResult().resolve(reading, committed=False, incident=incident)
+        return self._without_update(step, reading, skipped_after_all(evaluations.incident))
 
 
 class Evaluations:
@@ -855,14 +820,10 @@ class Evaluations:
         self.bad_gradients: list[tuple[Tensor, Tensor | None]] = []
         self._last: Tensor | None = None
 
-    def closure(self) -> Any:
-        """What the optimizer calls."""
+    def evaluate(self) -> Any:
+        """Run forward and backward, and read what they leave: what the optimizer calls."""
         if self.vetoed and self._last is not None:
             return self._last
-        return self.evaluate()
-
-    def evaluate(self) -> Any:
-        """Run forward and backward, and read what they leave."""
         self._step.rng.clear()
         losses = self._driver.forward_backward(self._step)
         totals = [m.total.reshape(()) for m in losses]
@@ -882,85 +843,18 @@ class Evaluations:
             verdict = OK  # along a line search losses say nothing about the run
         self.first = self.first or reading
         if verdict.bad:
-            update = ClosureUpdate(self._step, context.optimizer)
+            update = UpdateNotMade(self._step.buffers.restore)
             incident = transaction.respond(self._step, reading, verdict, update)
             if not let_through(verdict, incident):
                 self.incident = incident
                 self.first = reading
                 self.vetoed = True
-                self.bad_gradients = update.silence()
+                # gradients of zero end a line search at once
+                for parameter in context.parameters:
+                    self.bad_gradients.append((parameter, parameter.grad))
+                    parameter.grad = torch.zeros_like(parameter)
                 return
         if context.config.clip_norm is not None and pending.norm is not None:
             clip(
                 context.parameters, context.config.clip_norm, pending.norm, known=reading.grad_norm
             )
-
-
-class ClosureUpdate:
-    """An update in the middle of its evaluations; gradients of zero end a line search at once."""
-
-    def __init__(self, step: Step, optimizer: Optimizer) -> None:
-        self._step = step
-        self._optimizer = optimizer
-
-    def stop(self) -> None:
-        """Nothing yet: the gradients are needed until the step is located (see `silence`)."""
-
-    def restore_buffers(self) -> None:
-        self._step.buffers.restore()
-
-    def silence(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Put zeros in the place of the gradients, and return those."""
-        kept = []
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                kept.append((parameter, parameter.grad))
-                parameter.grad = torch.zeros_like(parameter)
-        return kept
-
-
-def checked_once(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[], Any]:
-    """A closure that is checked after it ran, for optimizers that call it once."""
-
-    def checked() -> Any:
-        with torch.enable_grad():
-            out = closure()
-        check()
-        return out
-
-    return checked
-
-
-class Evaluated(Protocol):
-    """Checks the evaluations of one watched step."""
-
-    vetoing: bool
-
-    def forget(self) -> None:
-        """Drop what was observed of an evaluation that is made again."""
-
-    def check(self, *, again: bool = False) -> None:
-        """Read and judge what an evaluation left."""
-
-
-class CheckedClosure:
-    """The user's closure for LBFGS and SAM: each evaluation is checked, a bad one ends the rest."""
-
-    def __init__(
-        self, watcher: Evaluated, closure: Callable[[], Any], *, again: bool = False
-    ) -> None:
-        """`again`: the step has been evaluated once already."""
-        self._watcher = watcher
-        self._closure = closure
-        self._last: Any = None
-        self._again = again
-
-    def __call__(self) -> Any:
-        if self._watcher.vetoing:
-            return self._last
-        self._watcher.forget()
-        with torch.enable_grad():
-            self._last = self._closure()
-        self._watcher.check(again=self._again)
-        self._again = True
-        return self._last

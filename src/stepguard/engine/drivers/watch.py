@@ -31,11 +31,9 @@ from stepguard.engine.drivers.schedule import (
 )
 from stepguard.engine.drivers.step import (
     SNAPSHOTS,
-    CheckedClosure,
     FusedUpdate,
     Lifecycle,
     UpdateNotMade,
-    checked_once,
     read_later,
 )
 from stepguard.engine.incident.closer_look import stored_trouble
@@ -385,12 +383,7 @@ class WatchDriver(Lifecycle):
 
     def _issued(self, fused: FusedUpdate) -> None:
         """A fused update is on its way."""
-        if self.protect.armed:
-            try:
-                self.reader.after_update()
-                fused.issued(self.context)
-            except Exception as fault:
-                self.protect.failed(fault)
+        self.scan_update(fused)
         try:
             self.dropped = False
             changed = self.context.buffers.changing() or bool(self.context.memory.attached)
@@ -528,7 +521,9 @@ class WatchDriver(Lifecycle):
             return
         if not pending.others_bad and damaged is None:
             return
-        self._dropped_for = _first_bad([damaged] if damaged is not None else sharing)
+        asked = [damaged] if damaged is not None else sharing
+        drivers = (peer for peer in asked if isinstance(peer, WatchDriver))
+        self._dropped_for = next((driver for driver in drivers if driver.found_bad()), None)
         if self._dropped_for is None:
             self._dropped_late = self.shared.refused_before()
             if self._dropped_late:
@@ -598,11 +593,7 @@ class WatchDriver(Lifecycle):
             self._vetoed()
             return
         self.dropped = False
-        if self.protect.armed:
-            try:
-                self.reader.after_update()
-            except Exception as fault:
-                self.protect.failed(fault)
+        self.scan_update()
         self.end(step, reading, committed=True)
         self._end_step()
 
@@ -836,7 +827,14 @@ class WatchDriver(Lifecycle):
             self._copy_everything()
             return CheckedClosure(self, closure)
         if not evaluates_again(optimizer):
-            return checked_once(closure, self.check)
+
+            def checked() -> Any:
+                with torch.enable_grad():
+                    out = closure()
+                self.check()
+                return out
+
+            return checked
         if self.observed.losses:
             # SAM moves along the gradients that are there before it evaluates anything
             self.check()
@@ -877,9 +875,24 @@ def _nothing() -> None:
     """In the place of a closure that must not be evaluated: the update is refused."""
 
 
-def _first_bad(asked: Sequence[Sharing]) -> WatchDriver | None:
-    """The first of these drivers whose own reading vetoes its update."""
-    for peer in asked:
-        if isinstance(peer, WatchDriver) and peer.found_bad():
-            return peer
-    return None
+class CheckedClosure:
+    """The user's closure for LBFGS and SAM: each evaluation is checked, a bad one ends the rest."""
+
+    def __init__(
+        self, watcher: WatchDriver, closure: Callable[[], Any], *, again: bool = False
+    ) -> None:
+        """`again`: the step has been evaluated once already."""
+        self._watcher = watcher
+        self._closure = closure
+        self._last: Any = None
+        self._again = again
+
+    def __call__(self) -> Any:
+        if self._watcher.vetoing:
+            return self._last
+        self._watcher.forget()
+        with torch.enable_grad():
+            self._last = self._closure()
+        self._watcher.check(again=self._again)
+        self._again = True
+        return self._last

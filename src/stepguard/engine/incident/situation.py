@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -278,6 +279,8 @@ class OwnPart:
     """Loss of an earlier healthy batch now and when it was new, where that was asked for."""
     scale: float | None = None
     """A static loss scale that works here, where the present one overflows."""
+    offer: dict[str, Any] | None = None
+    """Where this rank could go back to, where the reading shows already that it may have to."""
     fault: str = ""
     """Why the origin is not known, in words."""
 
@@ -313,16 +316,27 @@ class Decider:
         self._ranks = ranks
         self._find = find
         self._reruns = reruns
+        self._tell = partial(context.outputs.note, "unexplained")
         self._parts: list[OwnPart] = []
         """What the ranks have reported of the incident at hand."""
 
-    def locate(self, incident: Incident, step: Step, *, wanted: bool) -> Incident:
+    def locate(
+        self, incident: Incident, step: Step, *, wanted: bool, committed: bool = False
+    ) -> Incident:
         """Add the origin, where that is wanted: what all ranks report, put together."""
         agreement = self._context.agreement
         self._rewinder.common = None
-        told = agreement.together(
-            lambda: {"part": self._own_part(incident, step, wanted)}, "the origin"
-        )
+
+        def look() -> dict[str, OwnPart]:
+            part = self._own_part(incident, step, wanted)
+            # one that cannot tell now is asked again, where its fault is reported
+            with suppress(Exception):
+                if agreement.size > 1 and self._goes_back(incident, committed):
+                    part = replace(part, offer=self._offer(incident))
+            return {"part": part}
+
+        self._parts = []
+        told = agreement.together(look, "the origin")
         self._parts = [facts["part"] for facts in told]
         for rank, part in zip(agreement.members, self._parts, strict=True):
             if part.fault:
@@ -360,24 +374,20 @@ class Decider:
         return replace(incident, decision=decision)
 
     def _answer(self, incident: Incident, step: Step, committed: bool) -> RankAnswer:
-        """The first rank's decision; every rank is asked where a way back is needed."""
+        """The first rank's decision. Whether a way back is needed all of them know: by the reading,
+        with which they have sent their offers, or by the origin, after which they are asked.
+        """
         agreement = self._context.agreement
         planner = self._rewinder.planner
-        offers: list[dict[str, Any]] = []
-
-        def choose() -> RankAnswer | None:
-            if not offers and self._goes_back(incident, committed):
-                return None
-            return self._chosen(incident, step, offers, committed)
-
+        offers = [part.offer for part in self._parts if part.offer is not None]
+        if not self._goes_back(incident, committed):
+            offers = []
+        elif len(offers) < agreement.size:
+            offers = agreement.together(partial(self._offer, incident), "the choice of a rewind")
+        if offers:
+            self._rewinder.common = planner.common(offers)
         while True:
-            answer = agreement.from_first(choose)
-            if answer is None:
-                offers = agreement.together(
-                    partial(self._offer, incident), "the choice of a rewind"
-                )
-                self._rewinder.common = planner.common(offers)
-                continue
+            answer = agreement.from_first(partial(self._chosen, incident, step, offers, committed))
             plan = answer.situation.rewind
             if answer.decision.action != "rewind" or plan is None:
                 return answer
@@ -601,9 +611,6 @@ class Decider:
             consecutive=context.budget.consecutive,
             total=context.budget.total,
         )
-
-    def _tell(self, why: str) -> None:
-        self._context.outputs.note("unexplained", why)
 
 
 def last_resort(incident: Incident) -> Incident:

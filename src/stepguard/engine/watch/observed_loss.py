@@ -320,6 +320,7 @@ MOST_BYTES = 1 << 20
 """Size of a tensor that is held: sums, masks and weights of samples, not the scores of a
 vocabulary.
 """
+PLAIN_NUMBERS = (int, float, tuple)
 _KEPT: dict[str, tuple[tuple[str, str], ...]] = {}
 """Kind of autograd node -> names of what it keeps, with the attributes that give it."""
 
@@ -362,22 +363,28 @@ def expression(root: Tensor, outputs: Collection[int]) -> Expression:
         kept = _KEPT.get(name)
         if kept is None:
             kept = _KEPT[name] = _kept_by(node, name)
-        if name in SELF_UNREAD and sources[0] not in outputs:
-            kept = tuple(pair for pair in kept if pair[0] != "self")
-        values, writes = _saved_values(node, kept)
+        values: dict[str, Any] = {}
+        writes: list[int] = []
+        if kept:
+            skips_self = name in SELF_UNREAD and sources[0] not in outputs
+            values, writes = _saved_values(node, kept, "self" if skips_self else "")
         found.append(Saved(name, sequence, values, writes, tuple(sources)))
         if len(found) == MOST_NODES:
             break
     return found
 
 
-def _saved_values(node: Any, kept: tuple[tuple[str, str], ...]) -> tuple[dict[str, Any], list[int]]:
+def _saved_values(
+    node: Any, kept: tuple[tuple[str, str], ...], unread: str
+) -> tuple[dict[str, Any], list[int]]:
     """What a node keeps of its operands, and the versions of the tensors among it."""
     values: dict[str, Any] = {}
     writes = []
     for argument, attribute in kept:
+        if argument == unread:
+            continue
         value = getattr(node, attribute)
-        if isinstance(value, int | float | tuple):
+        if isinstance(value, PLAIN_NUMBERS):
             values[argument] = value
         # a tensor behind somebody's hooks would be computed to be read
         elif value is not None and getattr(value, "unpack_hook", True) is None:
