@@ -18,6 +18,7 @@ from stepguard.guard import Guard
 from stepguard.integrations._engine import Closing, EngineGuard
 from stepguard.integrations.sinks import ScalarSink
 from stepguard.records import GuardConfig, Incident
+from stepguard.report.phrases import metric_only
 from stepguard.report.sinks import finite_only
 from stepguard.tensors.names import wrap
 from stepguard.watching import watch_for
@@ -98,12 +99,7 @@ class HostGuard(Closing):
         self._named.update(bad)
         port = self.guards[0].port
         if port.finite():
-            values = ", ".join(f"{name} was logged as {float(numbers[name])}" for name in bad)
-            port.say(
-                "metric",
-                f"{values} at step {step}: only the logged value is wrong; loss, gradients "
-                "and weights are finite (reported once)",
-            )
+            port.say("metric", metric_only({name: float(numbers[name]) for name in bad}, step))
 
     def refusal(self, what: str, *, together: bool) -> SaveRefused | None:
         """Why this state must not be saved, also reported by the first guard; None where it may.

@@ -35,6 +35,7 @@ from stepguard.probes.overlap import Overlap
 from stepguard.probes.statistics import SeenBatch, digest_of
 from stepguard.records import Finding, Reading
 from stepguard.records.probes import AuditFacts, Look, NextBatch
+from stepguard.report.phrases import metric_only
 from stepguard.state.batch import Step
 from stepguard.state.loader import RecentBatches
 from stepguard.tensors.names import named_modules, optimizer_parameter_ids, parameter_names
@@ -322,6 +323,8 @@ class HealthCheck:
         self.resume = ResumeCheck(context)
         self._weights: WeightFacts | None = None
         self._audit: AuditFacts | None = None
+        self._named_metrics: dict[str, float] = {}
+        """Values that the program follows and that were reported as NaN or Inf."""
         self.passes = Passes()
         self.evaluations = EvaluationObserver(context)
         self.micro_batches = LossFactors(context)
@@ -358,6 +361,13 @@ class HealthCheck:
                 self._faded_since = None
             elif self._faded_since is None:
                 self._faded_since = reading.step
+        if reading.followed:
+            named = self._named_metrics
+            bad = {name: one for name, one in reading.followed.items() if not math.isfinite(one)}
+            fresh = {name: one for name, one in bad.items() if name not in named}
+            if fresh:
+                named.update(fresh)
+                self._context.outputs.note("metric", metric_only(fresh, reading.step))
         if self._look_is_new or self._steps % MOST == 0:
             self._find_silent()
 

@@ -78,6 +78,15 @@ def rates(
     return " / ".join(shown)
 
 
+def metric_only(bad: Mapping[str, float], step: int) -> str:
+    """Recorded numbers that are NaN or Inf while the training is unharmed."""
+    values = ", ".join(f"{name} was logged as {value}" for name, value in bad.items())
+    return (
+        f"{values} at step {step}: only the logged value is wrong; loss, gradients "
+        "and weights are finite (reported once)"
+    )
+
+
 def count(amount: int, noun: str) -> str:
     """`1 step`, `3 steps`, `12,345 steps`."""
     plural = "" if amount == 1 else "s"
