@@ -190,7 +190,7 @@ def without_looks(
     config = GuardConfig(run_dir=folder, probes=Probes(look_every=None), terminal="quiet")
 
     def loss(batch: Batch) -> torch.Tensor:
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
+        return nn.functional.mse_loss(model(batch[0]), batch[1]) / micro_batches
 
     made = stepguard.Guard if driver == "step" else stepguard.watch
     with made(model, optimizer, config=config) as guard:

@@ -287,8 +287,7 @@ class AgentTools:
         """Explain the code of a finding: what it means, why it happens, how it is known, what to
         do.
         """
-        from stepguard.cli.schemas import explained
-        from stepguard.diagnose.engine import UnknownCode, all_rules, rule_of
+        from stepguard.diagnose.engine import UnknownCode, all_rules, explained, rule_of
 
         if not code:
             return {"codes": {rule.code: rule.text.title for rule in all_rules()}}

@@ -38,7 +38,7 @@ from stepguard.cli._results import (
     show,
     writing,
 )
-from stepguard.diagnose.engine import UnknownCode, all_rules, index, page, rule_of
+from stepguard.diagnose.engine import UnknownCode, all_rules, explained, index, page, rule_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -398,8 +398,6 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Explain a finding: what it means, why it happens, how stepguard knows, what to do."""
-    from stepguard.cli.schemas import explained
-
     if code:
         try:
             rule = rule_of(code)

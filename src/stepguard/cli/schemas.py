@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from stepguard.diagnose.rule import Rule
-from stepguard.records import Incident, Remedy
+from stepguard.diagnose.engine import Explained
+from stepguard.records import Incident
 from stepguard.records.checks import Preflight, Verification
 from stepguard.records.codec import IN_PLACE, KIND_SUFFIX, KINDS, fields_with_text
 from stepguard.records.incident import Action, VerdictKind, place_and_phase
@@ -132,39 +132,6 @@ class Codes:
 
     codes: dict[str, str]
     """Code -> title."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explained:
-    """The page of a code."""
-
-    code: str
-    title: str
-    what: str
-    """What it means."""
-    why: str
-    """Why it happens."""
-    how: str
-    """How stepguard knows."""
-    setup: str
-    """What the example starts from."""
-    bad: str
-    """The lines that go wrong."""
-    fixed: str
-    """The lines of the safest remedy that is code."""
-    remedies: tuple[Remedy, ...]
-    """Remedies, the safest first."""
-    see: tuple[str, ...]
-    """Public threads and documentation pages."""
-
-
-def explained(rule: Rule) -> Explained:
-    """The page of a rule as plain data."""
-    text = rule.text
-    shared = {name: getattr(text, name) for name in ("title", "what", "why", "how", "setup", "bad")}
-    return Explained(
-        code=rule.code, fixed=rule.fixed, remedies=text.remedies, see=text.see, **shared
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,7 +158,9 @@ class SplitFacts:
     """Micro-batches of an update."""
     mean: str
     """Autograd node that takes the mean of each, `NllLoss`."""
-    sure: bool = True
+    given: bool
+    """`guard.step` was given the micro-batches."""
+    sure: bool
     """Each loss belongs to a batch of its own, as a loader or `guard.step` shows."""
 
 

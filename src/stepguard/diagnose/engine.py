@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from textwrap import indent
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from stepguard.diagnose.remedies import in_their_words
 from stepguard.diagnose.rule import Proof, Rule
 from stepguard.diagnose.rules import RULES
 from stepguard.diagnose.source_line import name_operands
-from stepguard.records import Certainty, Finding, Incident, Reading
+from stepguard.records import Certainty, Finding, Incident, Reading, Remedy
 from stepguard.records.incident import OK
 from stepguard.records.probes import Forecast, Look
 
@@ -161,6 +161,39 @@ def rule_of(code: str) -> Rule:
 def explain(code: str) -> str:
     """The markdown page of a rule; raises UnknownCode with the near codes otherwise."""
     return page(rule_of(code))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """The page of a code."""
+
+    code: str
+    title: str
+    what: str
+    """What it means."""
+    why: str
+    """Why it happens."""
+    how: str
+    """How stepguard knows."""
+    setup: str
+    """What the example starts from."""
+    bad: str
+    """The lines that go wrong."""
+    fixed: str
+    """The lines of the safest remedy that is code."""
+    remedies: tuple[Remedy, ...]
+    """Remedies, the safest first."""
+    see: tuple[str, ...]
+    """Public threads and documentation pages."""
+
+
+def explained(rule: Rule) -> Explained:
+    """The page of a rule as plain data."""
+    text = rule.text
+    shared = {name: getattr(text, name) for name in ("title", "what", "why", "how", "setup", "bad")}
+    return Explained(
+        code=rule.code, fixed=rule.fixed, remedies=text.remedies, see=text.see, **shared
+    )
 
 
 def page(rule: Rule) -> str:

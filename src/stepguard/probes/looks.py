@@ -534,6 +534,8 @@ class Looks(StepProbe):
         self._closure = needs_closure(context.optimizer)
         audited = context.config.probes.audit_every is not None
         self._audit = Audit(context) if audited else None
+        self._was_active = False
+        """Was the newest step observed from its beginning?"""
         self._said: set[str] = set()
         """What was said already of probes that failed or could not be taken."""
         context.resources.callback(self.close)
@@ -558,7 +560,6 @@ class Looks(StepProbe):
         context = self._context
         if self._check.evaluations.watching:
             self._check.evaluations.stop()
-        self._check.micro_batches.begin()
         if not self._check.resume.begun and torch.is_grad_enabled():
             with self._protect.part(SILENT):
                 self._check.resume.begin()
@@ -570,6 +571,9 @@ class Looks(StepProbe):
         due = self._running is None and self.schedule.due(context.step)
         self.active = due or self._running is not None or self._pair is not None
         self.active = self.active or self._closure or self._host_facts.sampling()
+        if self.active:
+            self._check.micro_batches.begin(counted=self._was_active)
+        self._was_active = self.active
         # without gradients an evaluation or a rollout begins, which may be long, and no step
         if due and self._protect.armed and torch.is_grad_enabled():
             self._begin_look()
@@ -667,8 +671,9 @@ class Looks(StepProbe):
 
     def before_update(self) -> None:
         """The optimizer steps next."""
-        with self._protect.part(SILENT):
-            self._check.micro_batches.before_update()
+        if self._was_active:
+            with self._protect.part(SILENT):
+                self._check.micro_batches.before_update()
         if self._host_facts.sampling() and self._protect.armed:
             with self._protect.part(SILENT), self.paused():
                 self._host_facts.before_update()
@@ -680,7 +685,8 @@ class Looks(StepProbe):
     def finish(self, *, committed: bool) -> None:
         """The step is over. A bad one is reported elsewhere, and nothing is said of it here."""
         self.active = True  # until the next step begins: a loop may show no beginning
-        self._check.micro_batches.finish(committed=committed)
+        if self._was_active:
+            self._check.micro_batches.finish(committed=committed)
         if self._pair is not None:
             # the step after a look is over: was it given the same batch?
             self._batch_after = self._pair[0].compared(self._pair[1])

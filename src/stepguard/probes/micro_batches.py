@@ -42,8 +42,9 @@ class LossFactors:
         self._found: list[SplitFacts] = []
         self._delivered: Counter[int] = Counter()
         """Batches since the step began, by the iterator that delivered them."""
-        self._usual = 0
-        """Batches that one iterator delivered between the last two beginnings of a step."""
+        self._usual = -1
+        """Batches that one iterator delivered between the last two beginnings of a step; -1 where
+        that was not counted."""
         self._clear()
 
     def _clear(self) -> None:
@@ -56,9 +57,12 @@ class LossFactors:
         """Identity and version of gradients after the newest backward pass."""
         self._clipped = False
 
-    def begin(self) -> None:
-        """A step begins, perhaps after its first batch was delivered."""
-        self._usual = max(self._delivered.values(), default=0)
+    def begin(self, *, counted: bool) -> None:
+        """A step begins, perhaps after its first batch was delivered.
+
+        `counted`: the step before was observed too.
+        """
+        self._usual = max(self._delivered.values(), default=0) if counted else -1
         self._delivered.clear()
 
     def delivered(self, iterator: Any) -> None:
@@ -88,13 +92,14 @@ class LossFactors:
     def before_update(self) -> None:
         """Keep what this update shows, if its losses are those of micro-batches."""
         count = len(self._means)
-        by_loader = self._usual >= count or self._explicit == count
-        alone = not self._usual and self._calls == count >= WITHOUT_LOADER
+        given = self._explicit == count
+        by_loader = self._usual >= count or given
+        alone = self._usual == 0 and self._calls == count >= WITHOUT_LOADER
         if count > 1 and (by_loader or alone) and self._unchanged():
             mean = self._means[0]
             if mean and self._means.count(mean) == count:
                 name = mean.removesuffix("Backward0").removesuffix("Backward1")
-                self._found.append(SplitFacts(count=count, mean=name, sure=by_loader))
+                self._found.append(SplitFacts(count=count, mean=name, given=given, sure=by_loader))
         self._clear()
 
     def finish(self, *, committed: bool) -> None:
