@@ -142,8 +142,9 @@ def notes_in(folder: Path) -> int:
 
 
 def silent_codes(folder: Path) -> list[str]:
-    """Silent failures in the journals of a run."""
-    return sorted({str(n["code"]) for n in notes_of(folder) if n.get("kind") == "silent"})
+    """Codes of silent failures in the journals of a run, and `metric` for a metric-only one."""
+    kinds = ("silent", "metric")
+    return sorted({str(n.get("code", n["kind"])) for n in notes_of(folder) if n["kind"] in kinds})
 
 
 def notes_of(folder: Path) -> Iterator[dict[str, Any]]:
