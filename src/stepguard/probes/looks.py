@@ -362,14 +362,19 @@ class HealthCheck:
             elif self._faded_since is None:
                 self._faded_since = reading.step
         if reading.followed:
-            named = self._named_metrics
-            bad = {name: one for name, one in reading.followed.items() if not math.isfinite(one)}
-            fresh = {name: one for name, one in bad.items() if name not in named}
-            if fresh:
-                named.update(fresh)
-                self._context.outputs.note("metric", metric_only(fresh, reading.step))
+            self._report_metrics(reading)
         if self._look_is_new or self._steps % MOST == 0:
             self._find_silent()
+
+    def _report_metrics(self, reading: Reading) -> None:
+        """Report, once each, followed values that alone are not finite."""
+        bad = {}
+        for name, value in reading.followed.items():
+            if name not in self._named_metrics and not math.isfinite(value):
+                bad[name] = value
+        if bad:
+            self._named_metrics.update(bad)
+            self._context.outputs.note("metric", metric_only(bad, reading.step))
 
     def run_ended(self) -> None:
         """The run is over, and by itself: only now is late what happens once an epoch."""
@@ -569,8 +574,8 @@ class Looks(StepProbe):
             self._left_behind.observer.stop()
             return
         due = self._running is None and self.schedule.due(context.step)
-        self.active = due or self._running is not None or self._pair is not None
-        self.active = self.active or self._closure or self._host_facts.sampling()
+        observing = self._running is not None or self._pair is not None
+        self.active = any((due, observing, self._closure, self._host_facts.sampling()))
         if self.active:
             self._check.micro_batches.begin(counted=self._was_active)
         self._was_active = self.active
