@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stepguard
 from stepguard import GuardConfig
+from stepguard.engine.protect import PartFailed
 from stepguard.journal import read_run
+from stepguard.probes.micro_batches import LossFactors
 
 UPDATES, PARTS = 24, 3
 Loss = Callable[[Tensor], Tensor]
@@ -122,3 +124,26 @@ def test_losses_whose_gradients_are_dropped_are_no_micro_batches(tmp_path: Path)
             mean(model(x.detach())).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     assert silent(tmp_path) == []
+
+
+@pytest.mark.parametrize("moment", ["called", "loss_seen", "backward_over", "before_update"])
+def test_fault_of_ours_does_not_reach_the_loop(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(LossFactors, moment, broken)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = GuardConfig(run_dir=tmp_path, terminal="quiet")
+    with (
+        pytest.warns(PartFailed, match="a fault of ours"),
+        stepguard.watch(model, optimizer, config=config) as guard,
+    ):
+        for _ in range(3):
+            optimizer.zero_grad()
+            mean(model(torch.randn(8, 4))).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        assert guard.armed
+    assert len(read_run(tmp_path).steps) == 3

@@ -624,7 +624,8 @@ class Looks(StepProbe):
     def saw_batch(self, batch: Any) -> None:
         """The data of the step."""
         if torch.is_grad_enabled():
-            self._check.micro_batches.called(batch)
+            with self._protect.part(SILENT):
+                self._check.micro_batches.called(batch)
         if self._host_facts.sampling() and self._protect.armed:
             with self._protect.part(SILENT), self.paused():
                 self._host_facts.saw_batch(batch)
@@ -650,7 +651,8 @@ class Looks(StepProbe):
 
     def backward_over(self) -> None:
         """A backward pass of the loop is over; others may follow before the update."""
-        self._check.micro_batches.backward_over()
+        with self._protect.part(SILENT), self.paused():
+            self._check.micro_batches.backward_over()
         self.gradients_ready()
 
     def norm_taken(self) -> None:

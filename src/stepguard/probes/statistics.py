@@ -175,7 +175,7 @@ def digest_of(batch: Any, before: str = "") -> str:
     found = bool(before)
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
-            # a sample of so many elements
+            # at most this many elements of each tensor are compared
             part = sampled(plain(leaf), 4096).cpu().contiguous()
             values = part.view(torch.uint8).numpy().tobytes()
             if values == values[: part.element_size()] * part.numel():

@@ -672,7 +672,7 @@ class StoryReader:
             other = self.is_folder and rank != self._main
             fresh |= file.read(numbers_only=other, torn_end=torn_end)
         for folder in () if self._alone else self.run.glob("optimizer*"):
-            # Of so many optimizers the folders are read
+            # the folders of at most 16 further optimizers are read
             known = folder in self._further or len(self._further) >= 16
             if not known and belongs_to_run_above(folder):
                 reader = StoryReader(folder, self._asked, alone=True)
